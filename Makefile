@@ -1,0 +1,103 @@
+# Every target makes its own environment in .venv from pyproject.toml and constraints.txt, so that a machine with
+# Python 3.11 or later and make needs nothing else.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first interpreter that is new enough; python3.11 leads because the pins were taken with it.
+ifndef PYTHON
+PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; done)
+endif
+JOBS ?= 2
+PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt
+
+# Newer versions of pip read the build backend's pins from PIP_BUILD_CONSTRAINT, older ones from PIP_CONSTRAINT.
+PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	$(BIN)/python -m pip install --quiet --quiet
+
+.PHONY: help demo test lint bench system system-python system-compiler clean
+
+help: ## show the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/.installed-base ## work through multi-head attention, step by step
+	@$(BIN)/polyhead demo
+
+test: $(VENV)/.installed-dev | system-compiler ## run the tests and the examples in docstrings
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
+
+lint: $(VENV)/.installed-dev ## check style, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev | system-compiler ## measure against the contenders
+	@$(BIN)/python -m benchmarks $(BENCH_FLAGS)
+
+clean: ## remove the environment and everything that was built
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.installed-base: $(SOURCES) | $(VENV)/.created
+	@echo "installing polyhead into $(VENV)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+# The development extras hold the base package, so the demo need not install it again.
+$(VENV)/.installed-dev: $(SOURCES) | $(VENV)/.created
+	@echo "installing polyhead and its development tools into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $(VENV)/.installed-base $@
+
+$(VENV)/.created: | system-python
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# System packages: each is looked for first, and installed only where it is missing.
+
+define require_packages
+	install() { \
+		if ! command -v apt-get >/dev/null; then \
+			echo "missing: $$*. There is no apt-get here; install them with this system's package manager" >&2; exit 1; \
+		fi; \
+		local root=(); \
+		if [ "$$(id -u)" -ne 0 ]; then \
+			if ! command -v sudo >/dev/null; then \
+				echo "missing: $$*. Install them as root: apt-get install $$*" >&2; exit 1; \
+			fi; \
+			root=(sudo); \
+		fi; \
+		echo "installing the system packages $$*"; \
+		"$${root[@]}" apt-get update -qq >/dev/null; \
+		"$${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$$@" >/dev/null; \
+	};
+endef
+
+system: system-python system-compiler ## install the system packages that are missing
+
+# Debian ships Python without ensurepip, and the virtual environment needs it.
+system-python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "polyhead needs Python 3.11 or later; none was found. Name one with make PYTHON=/path/to/python" >&2; exit 1; \
+	fi
+	@$(require_packages) \
+	if ! [ -x $(BIN)/python ] && ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+		install "$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"; \
+	fi
+
+# torch.compile builds C++ that includes Python.h.
+system-compiler: | system-python
+	@$(require_packages) \
+	missing=(); \
+	if ! command -v $${CXX:-g++} >/dev/null; then missing+=(g++); fi; \
+	if ! $(PYTHON) -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())'; then \
+		missing+=("$$($(PYTHON) -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"); \
+	fi; \
+	if [ $${#missing[@]} -gt 0 ]; then install "$${missing[@]}"; fi

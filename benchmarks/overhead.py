@@ -1,0 +1,79 @@
+"""What a call costs besides the arithmetic: Python, dispatch and bookkeeping.
+
+Two figures. At a width where the arithmetic vanishes (one sequence of two tokens, 16 channels, 2 heads) the time of a
+call is its overhead: the same code runs as at any other size; with one thread, since waking others is no overhead of
+a layer's. And at the smallest shape of the table the whole time is
+set beside the others', overhead and arithmetic together. Beside them stands a count that no noise touches: how many
+Python and C functions one call enters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import torch
+
+from benchmarks.contenders import CONTENDERS, FLOOR, OURS, PLAIN, TORCH, Shape, Weights
+from benchmarks.layer import TORCH_BOUND, WITHOUT_GUESTS, Run
+from benchmarks.results import Row
+
+VANISHING = Shape(1, 2, 16, 2)
+SMALLEST = Shape(2, 10, 512, 8)
+
+
+def overhead(run: Run, shape: Shape) -> Iterator[Row]:
+    """Forward in eval under no_grad, and forward while gradients are recorded. `shape` is not used."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from _rows(run)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(run: Run) -> Iterator[Row]:
+    for place in (VANISHING, SMALLEST):
+        weights = Weights.random(place, device=run.device, dtype=run.dtype, seed=run.seed)
+        x = run.inputs(place.batch, place.tokens, place.embed_dim, salt=7)
+        modules = {name: CONTENDERS[name](weights, PLAIN) for name in WITHOUT_GUESTS}
+        for mode in ("no_grad", "recording"):
+            for module in modules.values():
+                module.train(mode == "recording")
+            calls = {name: _call(module, x, mode == "recording") for name, module in modules.items()}
+            timings = run.time(calls)
+            yield Row.of(
+                f"overhead, {mode}",
+                str(place),
+                run.dtype,
+                timings,
+                [timings.compare(OURS, TORCH, TORCH_BOUND), timings.compare(OURS, timings.fastest(*FLOOR))],
+                notes={"functions_entered": {name: functions_entered(call) for name, call in calls.items()}},
+            )
+
+
+def _call(module: torch.nn.Module, x: torch.Tensor, recording: bool) -> Callable[[], object]:
+    def call() -> None:
+        with torch.set_grad_enabled(recording):
+            module(x)
+
+    return call
+
+
+def functions_entered(call: Callable[[], object]) -> int:
+    """How many Python and C functions one call enters, as the interpreter counts them."""
+    count = 0
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    call()
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count

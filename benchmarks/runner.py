@@ -1,0 +1,164 @@
+"""One way to time everything: contenders alternate within one run, and a figure is the median of paired ratios.
+
+Machines drift: another process wakes up, a clock falls, a card warms. A ratio of two medians taken minutes apart
+carries that drift; the ratio of two samples taken one after the other hardly does.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+ALTERNATIONS = 31
+SAMPLE_SECONDS = 2e-3  # shorter samples measure the clock and the scheduler
+WARM_UPS = 3
+RESAMPLES = 10_000
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of paired ratios and the 95% bootstrap interval of that median."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours over another contender. A miss is an interval that lies wholly above the bound."""
+
+    subject: str
+    against: str
+    ratio: Ratio
+    bound: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        return self.bound is not None and self.ratio.low > self.bound
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Milliseconds a call, one sample an alternation, in the order in which they were taken."""
+
+    samples_ms: Mapping[str, list[float]]
+    absent: Mapping[str, str] = field(default_factory=dict)  # who could not run, and why
+    peak_mib: Mapping[str, float] = field(default_factory=dict)
+
+    def median_ms(self, name: str) -> float:
+        return statistics.median(self.samples_ms[name])
+
+    def fastest(self, *names: str) -> str | None:
+        """The one with the smallest median among those that ran."""
+        return min((name for name in names if name in self.samples_ms), key=self.median_ms, default=None)
+
+    def compare(self, subject: str, against: str | None, bound: float | None = None) -> Comparison | None:
+        """None where one of the two did not run."""
+        if against is None or subject not in self.samples_ms or against not in self.samples_ms:
+            return None
+        return Comparison(subject, against, paired_ratio(self.samples_ms[subject], self.samples_ms[against]), bound)
+
+
+def paired_ratio(ours: list[float], theirs: list[float], *, seed: int = 0) -> Ratio:
+    """The median of ours[i] / theirs[i], with its interval by resampling the pairs.
+
+    >>> print(paired_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]))
+    2.000 [2.000, 2.000]
+    """
+    if len(ours) != len(theirs) or not ours:
+        raise ValueError(f"paired samples must be as many on both sides, got {len(ours)} and {len(theirs)}")
+    ratios = np.asarray(ours) / np.asarray(theirs)
+    drawn = np.random.default_rng(seed).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[drawn], axis=1), [2.5, 97.5])
+    return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def alternate(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device,
+    alternations: int = ALTERNATIONS,
+    seed: int = 0,
+    absent: Mapping[str, str] | None = None,
+) -> Timings:
+    """Time every call once an alternation, in an order drawn anew for each.
+
+    A call that runs out of memory while it is warmed up is recorded as such and left out; the others go on.
+    """
+    missing = dict(absent or {})
+    inner, peaks = {}, {}
+    for name, call in calls.items():
+        try:
+            inner[name], peaks[name] = _warm_up(call, device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            missing[name] = OUT_OF_MEMORY
+        if name in missing and device.type == "cuda":
+            torch.cuda.empty_cache()
+    order = list(inner)
+    shuffle = random.Random(seed).shuffle
+    samples: dict[str, list[float]] = {name: [] for name in order}
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(alternations):
+            shuffle(order)
+            for name in order:
+                samples[name].append(1e3 * _seconds(calls[name], inner[name], device) / inner[name])
+    finally:
+        if enabled:
+            gc.enable()
+    ran = {name: samples[name] for name in calls if name in samples}
+    return Timings(ran, missing, peaks if device.type == "cuda" else {})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """The CPU's allocator has no error class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _warm_up(call: Callable[[], object], device: torch.device) -> tuple[int, float]:
+    """How many calls make up one sample, and the peak of device memory of one call in MiB."""
+    peak = 0.0
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) / 2**20
+    quickest = min(_seconds(call, 1, device) for _ in range(WARM_UPS))
+    inner = max(1, math.ceil(SAMPLE_SECONDS / quickest))
+    _seconds(call, inner, device)
+    return inner, peak
+
+
+def _seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    return time.perf_counter() - began

@@ -1,0 +1,36 @@
+"""polyhead: multi-head attention you can run, watch and reshape, one head at a time."""
+
+from polyhead.functional import AttentionOutput, Explanation, attention, explain
+from polyhead.geometry import HeadId, HeadLayout
+from polyhead.layers import (
+    GrowingCache,
+    HeadMatrices,
+    KVCache,
+    MultiHeadAttention,
+    PagedCache,
+    PreallocatedCache,
+    QuantizedCache,
+    RollingCache,
+)
+from polyhead.masks import Mask
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionOutput",
+    "Explanation",
+    "GrowingCache",
+    "HeadId",
+    "HeadLayout",
+    "HeadMatrices",
+    "KVCache",
+    "Mask",
+    "MultiHeadAttention",
+    "PagedCache",
+    "PreallocatedCache",
+    "QuantizedCache",
+    "RollingCache",
+    "__version__",
+    "attention",
+    "explain",
+]

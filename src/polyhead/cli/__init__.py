@@ -1,0 +1,45 @@
+"""The command line, `polyhead VERB`: one file a verb, and nothing heavy is loaded before a verb needs it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from polyhead.cli import demo
+
+app = typer.Typer(
+    name="polyhead",
+    help="Multi-head attention you can run, watch and reshape, one head at a time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a report
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo.demo)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from polyhead import __version__
+
+        typer.echo(f"polyhead {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Multi-head attention you can run, watch and reshape, one head at a time."""
+
+
+def main() -> None:
+    """Run the command line; characters that the terminal's encoding lacks are written as escapes, not as a crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    app()

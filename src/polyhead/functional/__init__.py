@@ -1,0 +1,8 @@
+"""What attention computes, apart from how: one function, one result, several backends."""
+
+from polyhead.functional.api import attention, explain
+from polyhead.functional.backends import BACKENDS, Choice, Explanation
+from polyhead.functional.request import AttentionOutput
+from polyhead.functional.sdpa import unmasked
+
+__all__ = ["BACKENDS", "AttentionOutput", "Choice", "Explanation", "attention", "explain", "unmasked"]

@@ -1,0 +1,121 @@
+"""Who can serve a request and who should: every backend answers with reasons, and only `auto` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from polyhead.errors import BackendUnsupported, OptionError
+from polyhead.functional import blockwise, reference, sdpa
+from polyhead.functional.request import AttentionOutput, AttentionRequest
+
+_LARGEST_MASK = 1 << 30  # bytes of a materialised mask beyond which `auto` prefers tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one backend says of a request."""
+
+    backend: str
+    supported: bool
+    reasons: tuple[str, ...] = ()  # why it cannot serve
+    kernel: str = ""  # what would run
+    avoided: str = ""  # why `auto` would rather take another, though it could serve
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which backend `auto` takes for a request, and what each of them says. Prints as a table."""
+
+    chosen: str
+    choices: tuple[Choice, ...]
+
+    def __getitem__(self, backend: str) -> Choice:
+        for choice in self.choices:
+            if choice.backend == backend:
+                return choice
+        raise OptionError(f"backend must be one of {', '.join(c.backend for c in self.choices)}, got {backend!r}")
+
+    @property
+    def kernel(self) -> str:
+        return self[self.chosen].kernel
+
+    def __str__(self) -> str:
+        lines = []
+        for choice in self.choices:
+            mark = "->" if choice.backend == self.chosen else "  "
+            said = choice.avoided or choice.kernel if choice.supported else "no: " + "; ".join(choice.reasons)
+            lines.append(f"{mark} {choice.backend:<10} {said}")
+        return "\n".join(lines)
+
+
+_RUN: dict[str, Callable[[AttentionRequest], AttentionOutput]] = {
+    "sdpa": sdpa.run,
+    "blockwise": blockwise.run,
+    "reference": reference.run,
+}
+_REASONS: dict[str, Callable[[AttentionRequest], list[str]]] = {
+    "sdpa": sdpa.unsupported_reasons,
+    "blockwise": blockwise.unsupported_reasons,
+    "reference": reference.unsupported_reasons,
+}
+BACKENDS = tuple(_RUN)
+
+
+def order(request: AttentionRequest) -> tuple[str, ...]:
+    """The order in which `auto` asks.
+
+    PyTorch's fused kernels first, then our tiles, then the formula. Where the weights are asked for they are
+    materialised anyway, and the formula is the straight way to them.
+    """
+    return ("reference", "blockwise") if request.weights else ("sdpa", "blockwise", "reference")
+
+
+def choose(request: AttentionRequest) -> str:
+    for backend in order(request):
+        if not _REASONS[backend](request) and not _avoided(backend, request):
+            return backend
+    return "reference"
+
+
+def run(request: AttentionRequest, backend: str) -> AttentionOutput:
+    if backend == "auto":
+        return _RUN[choose(request)](request)
+    check_name(backend)
+    reasons = _REASONS[backend](request)
+    if reasons:
+        raise BackendUnsupported(backend, reasons)
+    return _RUN[backend](request)
+
+
+def check_name(backend: str) -> None:
+    if backend not in _RUN:
+        raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+
+
+def explain(request: AttentionRequest) -> Explanation:
+    choices = []
+    for backend in BACKENDS:
+        reasons = _REASONS[backend](request)
+        kernel = "" if reasons else _kernel(backend, request)
+        avoided = "" if reasons else _avoided(backend, request)
+        choices.append(Choice(backend, not reasons, tuple(reasons), kernel, avoided))
+    return Explanation(choose(request), tuple(choices))
+
+
+def _avoided(backend: str, request: AttentionRequest) -> str:
+    if backend == "sdpa" and (size := sdpa.materialised_bytes(request)) > _LARGEST_MASK:
+        return f"its mask would be materialised, {size / 2**30:.1f} GiB"
+    if backend == "blockwise" and torch.compiler.is_exporting():
+        return "an exported graph is to hold plain operators, not unrolled tiles"
+    return ""
+
+
+def _kernel(backend: str, request: AttentionRequest) -> str:
+    if backend == "sdpa":
+        return f"PyTorch's {sdpa.kernel(request)} kernel on {request.query.device.type}"
+    return {"blockwise": "tiles of plain PyTorch, online softmax", "reference": "the formula, weights materialised"}[
+        backend
+    ]

@@ -1,0 +1,99 @@
+"""Where heads are and how large they are: the plain values every other part of polyhead speaks in."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from polyhead.errors import OptionError, ShapeError
+
+
+class HeadId(NamedTuple):
+    """One head of a model: `HeadId(layer=3, head=7)`, written 3.7.
+
+    >>> str(HeadId(3, 7))
+    '3.7'
+    >>> HeadId.parse("3.7")
+    HeadId(layer=3, head=7)
+    """
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"{self.layer}.{self.head}"
+
+    @classmethod
+    def parse(cls, text: str) -> HeadId:
+        layer, dot, head = text.partition(".")
+        if not (dot and layer.isdecimal() and head.isdecimal()):
+            raise OptionError(f"a head is written LAYER.HEAD, as in 3.7; got {text!r}")
+        return cls(int(layer), int(head))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How one attention layer is divided into heads.
+
+    Multi-head attention has `num_kv_heads == num_heads`, multi-query attention has one, grouped-query
+    attention something between. Query head `i` reads key/value head `i // group_size`.
+
+    >>> layout = HeadLayout(512, 8, num_kv_heads=2)
+    >>> layout.head_dim, layout.group_size, layout.num_parameters
+    (64, 4, 655360)
+    >>> HeadLayout(512, 7)
+    Traceback (most recent call last):
+    polyhead.errors.ShapeError: embed_dim must be a multiple of num_heads when head_dim is not given, got 512 and 7
+    """
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+    key_input_dim: int = 0
+    value_input_dim: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise ShapeError(f"{field.name} must be an integer, got {size!r}")
+            if size < 0 or (size == 0 and field.name in ("embed_dim", "num_heads")):
+                raise ShapeError(f"{field.name} must be positive, got {size}")
+        if self.head_dim == 0 and self.embed_dim % self.num_heads:
+            raise ShapeError(
+                "embed_dim must be a multiple of num_heads when head_dim is not given, "
+                f"got {self.embed_dim} and {self.num_heads}"
+            )
+        fill = object.__setattr__
+        fill(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        fill(self, "head_dim", self.head_dim or self.embed_dim // self.num_heads)
+        fill(self, "value_dim", self.value_dim or self.head_dim)
+        fill(self, "key_input_dim", self.key_input_dim or self.embed_dim)
+        fill(self, "value_input_dim", self.value_input_dim or self.key_input_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the four projections, biases left out; 4 * embed_dim**2 for plain multi-head attention."""
+        query = self.embed_dim * self.num_heads * self.head_dim
+        key = self.key_input_dim * self.num_kv_heads * self.head_dim
+        value = self.value_input_dim * self.num_kv_heads * self.value_dim
+        return query + key + value + self.num_heads * self.value_dim * self.embed_dim
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, sizes: dict[str, int]) -> HeadLayout:
+        return cls(**sizes)

@@ -1,0 +1,96 @@
+"""Heads as things: the matrices of one head of a layer, as windows into the layer's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError, ShapeError
+
+if TYPE_CHECKING:
+    from polyhead.geometry import HeadLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadMatrices:
+    """The matrices of one head, written as the formula has them: head = softmax(X Wq (X Wk)^T) X Wv, then Wo.
+
+    `query` and `key` are [embed_dim, head_dim], `value` is [embed_dim, value_dim], `output` is
+    [value_dim, embed_dim]; biases are one number a column, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+
+
+class Heads(Sequence[HeadMatrices]):
+    """`layer.heads`: head i's matrices as views of the layer's parameters. Writing to them changes the layer.
+
+    Heads that share a key/value head (GQA, MQA) show the same key and value matrices.
+    """
+
+    def __init__(
+        self, layout: HeadLayout, q_proj: nn.Linear, k_proj: nn.Linear, v_proj: nn.Linear, out_proj: nn.Linear
+    ):
+        self._layout = layout
+        self._projections = q_proj, k_proj, v_proj, out_proj
+
+    def __len__(self) -> int:
+        return self._layout.num_heads
+
+    @overload
+    def __getitem__(self, index: int) -> HeadMatrices: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[HeadMatrices]: ...
+    def __getitem__(self, index: int | slice) -> HeadMatrices | list[HeadMatrices]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"the layer has heads 0 to {len(self) - 1}, got {index}")
+        layout = self._layout
+        q_proj, k_proj, v_proj, out_proj = self._projections
+        head = index % len(self)
+        shared = head // layout.group_size
+
+        def rows(parameter: Tensor | None, block: int, size: int) -> Tensor | None:
+            return None if parameter is None else parameter[block * size : (block + 1) * size]
+
+        def columns(linear: nn.Linear, block: int, size: int) -> Tensor:
+            return linear.weight[block * size : (block + 1) * size].T
+
+        return HeadMatrices(
+            query=columns(q_proj, head, layout.head_dim),
+            key=columns(k_proj, shared, layout.head_dim),
+            value=columns(v_proj, shared, layout.value_dim),
+            output=out_proj.weight[:, head * layout.value_dim : (head + 1) * layout.value_dim].T,
+            query_bias=rows(q_proj.bias, head, layout.head_dim),
+            key_bias=rows(k_proj.bias, shared, layout.head_dim),
+            value_bias=rows(v_proj.bias, shared, layout.value_dim),
+        )
+
+    def __iter__(self) -> Iterator[HeadMatrices]:
+        return (self[i] for i in range(len(self)))
+
+
+@torch.no_grad()
+def write_heads(target: Heads, heads: Sequence[HeadMatrices]) -> None:
+    """Copy separate per-head matrices into a layer's parameters."""
+    for index, (view, head) in enumerate(zip(target, heads, strict=True)):
+        for name in HeadMatrices.__slots__:
+            theirs, ours = getattr(head, name), getattr(view, name)
+            if ours is None and theirs is None:
+                continue
+            if theirs is None or ours is None:
+                raise OptionError(f"every head must have a {name} or none, got one without in head {index}")
+            if theirs.shape != ours.shape:
+                raise ShapeError(f"{name} of head {index} must be {list(ours.shape)}, got {list(theirs.shape)}")
+            ours.copy_(theirs)

@@ -1,0 +1,20 @@
+"""Key/value caches for generation: growing, preallocated, rolling, paged and quantised, behind one interface."""
+
+from __future__ import annotations
+
+from polyhead.layers.kv_cache.base import CacheView, KVCache
+from polyhead.layers.kv_cache.paged import PagedCache, PagePool
+from polyhead.layers.kv_cache.quantized import QuantizedCache
+from polyhead.layers.kv_cache.rolling import RollingCache
+from polyhead.layers.kv_cache.slots import GrowingCache, PreallocatedCache
+
+__all__ = [
+    "CacheView",
+    "GrowingCache",
+    "KVCache",
+    "PagePool",
+    "PagedCache",
+    "PreallocatedCache",
+    "QuantizedCache",
+    "RollingCache",
+]

@@ -1,0 +1,308 @@
+"""A cache in pages from a common pool: forks, beams and shared prefixes hold the same memory until they differ."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import CacheError
+from polyhead.layers.kv_cache.base import CacheView, KVCache
+from polyhead.layers.kv_cache.tokens import TokenLayout, count, integers, longest, positive
+
+Tables = list[list[int]]
+
+
+class PagePool:
+    """Pages of `page_size` tokens, counted by how many sequences use each.
+
+    `keys` is [num_pages, page_size, kv_heads, head_dim] and `values` [num_pages, page_size, kv_heads, value_dim]: a
+    token's heads lie together, as paged kernels read them. A page used by several sequences is never written to.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, layout: TokenLayout) -> None:
+        self.page_size = positive("page_size", page_size)
+        self.layout = layout
+        pages = count("num_pages", num_pages)
+        with torch.inference_mode(False):  # a pool built in inference mode can still be written to after it
+            self.keys, self.values = (
+                torch.zeros(pages, self.page_size, layout.num_kv_heads, dim, dtype=layout.dtype, device=layout.device)
+                for dim in (layout.head_dim, layout.value_dim)
+            )
+        self._uses = [0] * pages
+        self._free = list(reversed(range(pages)))
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._uses)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.keys.nbytes + self.values.nbytes)
+
+    def uses(self, page: int) -> int:
+        """How many sequences hold this page."""
+        return self._uses[page]
+
+    def require(self, num_pages: int) -> None:
+        """Refuse, before anything is changed, what the pool cannot give."""
+        if num_pages > self.num_free:
+            raise CacheError(
+                f"this append needs {num_pages} more pages of {self.page_size} tokens, got a pool of {self.num_pages} "
+                f"with {self.num_free} free: {num_pages - self.num_free} missing; reset or crop caches that share the "
+                "pool, or build it with more pages"
+            )
+
+    def take(self) -> int:
+        page = self._free.pop()
+        self._uses[page] = 1
+        return page
+
+    def hold(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._uses[page] += 1
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._uses[page] -= 1
+            if self._uses[page] == 0:
+                self._free.append(page)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if sources:
+            source, target = integers([*sources, *targets], self.layout.device).chunk(2)
+            self.keys.index_copy_(0, target, self.keys.index_select(0, source))
+            self.values.index_copy_(0, target, self.values.index_select(0, source))
+
+
+class PagedCache(KVCache):
+    """Sequences as lists of pages. A fork, a reordered beam or a branch of a prefix shares pages and copies, when it
+    is written to, only the last page if that is partly filled.
+
+    Pages go back to the pool by `reset`, `crop`, and when a cache is no longer referenced. `block_tables` and `pool`
+    are what a paged kernel reads; `append` and `view` gather the pages into contiguous keys and values, which the
+    PyTorch backends need: a copy as long as the cache.
+
+    >>> prompt = PagedCache(num_pages=7, page_size=4, batch_size=1, num_kv_heads=2, head_dim=3)
+    >>> view = prompt.append(torch.ones(1, 2, 6, 3), torch.ones(1, 2, 6, 3))
+    >>> answers = prompt.branch(3)
+    >>> answers.lengths, prompt.pool.num_free
+    ((6, 6, 6), 5)
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int = 16,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
+        self._build(PagePool(num_pages, page_size, layout), count("batch_size", batch_size))
+
+    @classmethod
+    def on_pool(cls, pool: PagePool, *, batch_size: int) -> Self:
+        """An empty cache that takes its pages from a pool that others use too."""
+        cache = cls.__new__(cls)
+        cache._build(pool, batch_size)
+        return cache
+
+    def _build(self, pool: PagePool, batch_size: int) -> None:
+        super().__init__(batch_size, pool.layout)
+        self._pool = pool
+        self._tables: Tables = [[] for _ in range(self.batch_size)]
+        # The finaliser knows the pool and the tables, never the cache itself, which it would keep alive.
+        weakref.finalize(self, _give_back_all, pool, self._tables).atexit = False
+
+    @property
+    def pool(self) -> PagePool:
+        return self._pool
+
+    @property
+    def page_size(self) -> int:
+        return self._pool.page_size
+
+    @property
+    def block_tables(self) -> Tensor:
+        """The pages of each sequence in order, int32 [batch, most pages]. Entries past a sequence's last page are 0, a
+        page that exists, so that a kernel may load a whole row."""
+        return self._host_tables().to(self._pool.layout.device, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages this cache uses, each once; `pool.nbytes` is what is allocated."""
+        pool = self._pool
+        pages = len({page for table in self._tables for page in table})
+        return pages * (pool.nbytes // pool.num_pages) if pages else 0
+
+    def fork(self) -> Self:
+        return self._share(self._tables, self._lengths, self._width, self._built_batch or 0)
+
+    def branch(self, batch_size: int, *, row: int = 0, length: int | None = None) -> Self:
+        """A cache of `batch_size` sequences that all begin with the first `length` tokens of sequence `row`."""
+        count("batch_size", batch_size)
+        if not 0 <= row < self.batch_size:
+            raise CacheError(f"row must name a sequence, 0 to {self.batch_size - 1}, got {row}")
+        length = self._lengths[row] if length is None else length
+        if not 0 <= length <= self._lengths[row]:
+            raise CacheError(f"a branch can take 0 to {self._lengths[row]} tokens of sequence {row}, got {length}")
+        prefix = self._tables[row][: self._pages_for(length)]
+        return self._share([prefix] * batch_size, (length,) * batch_size, length, batch_size)
+
+    def reset(self) -> None:
+        _give_back_all(self._pool, self._tables)
+        self._tables[:] = [[] for _ in range(self._built_batch or 0)]
+        self._lengths = (0,) * (self._built_batch or 0)
+        self._width = 0
+
+    # A copy or a pickle has a pool of its own with this cache's pages alone: the pool's counts include other caches.
+
+    def __getstate__(self) -> dict[str, Any]:
+        pages = sorted({page for table in self._tables for page in table})
+        place = {page: i for i, page in enumerate(pages)}
+        where = integers(pages, self._pool.layout.device)
+        return {
+            "layout": self._pool.layout,
+            "num_pages": self._pool.num_pages,
+            "page_size": self._pool.page_size,
+            "keys": self._pool.keys.index_select(0, where),
+            "values": self._pool.values.index_select(0, where),
+            "tables": [[place[page] for page in table] for table in self._tables],
+            "built_batch": self._built_batch,
+            "lengths": self._lengths,
+            "width": self._width,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        pool = PagePool(state["num_pages"], state["page_size"], state["layout"])
+        used = state["keys"].shape[0]
+        pool.keys[:used] = state["keys"]
+        pool.values[:used] = state["values"]
+        self._build(pool, state["built_batch"])
+        uses = Counter(page for table in state["tables"] for page in table)
+        for expected in range(used):
+            page = pool.take()
+            assert page == expected  # a fresh pool hands out its pages in order
+            pool.hold([page] * (uses[page] - 1))
+        self._tables[:] = state["tables"]
+        self._lengths = state["lengths"]
+        self._width = state["width"]
+
+    # ---- what the base asks for
+
+    def _needs_rows_on_host(self) -> bool:
+        return True
+
+    def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
+        num_tokens = key.shape[2]
+        starts = self._lengths
+        shared = self._shared_last_pages(starts, new_lengths)
+        fresh = [
+            self._pages_for(start + new) - len(table)
+            for start, new, table in zip(starts, new_lengths, self._tables, strict=True)
+        ]
+        pool = self._pool
+        pool.require(len(shared) + sum(fresh))
+
+        sources, targets = [], []
+        for row in shared:
+            sources.append(self._tables[row][-1])
+            targets.append(pool.take())
+            self._tables[row][-1] = targets[-1]
+        pool.copy_pages(sources, targets)
+        pool.give_back(sources)
+        for table, missing in zip(self._tables, fresh, strict=True):
+            table.extend(pool.take() for _ in range(missing))
+
+        self._write(key, value, new_lengths)
+        self._advance(new_lengths, num_tokens)
+        held_key, held_value = self._read()
+        return CacheView(held_key, held_value, self._lengths_mask(new_lengths, num_tokens), self._lengths, new_lengths)
+
+    def _write(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...]) -> None:
+        place = torch.arange(key.shape[2])
+        row, place = (place < torch.tensor(new_lengths, dtype=torch.int64)[:, None]).nonzero(as_tuple=True)
+        position = torch.tensor(self._lengths, dtype=torch.int64)[row] + place
+        page = self._host_tables()[row, position // self.page_size].long()
+        slot = page * self.page_size + position % self.page_size
+        row, place, slot = torch.stack([row, place, slot]).to(key.device, non_blocking=True)
+        for pages, block in ((self._pool.keys, key), (self._pool.values, value)):
+            pages.flatten(0, 1).index_copy_(0, slot, block[row, :, place])  # [tokens, kv_heads, dim]
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        tables = self.block_tables.flatten()
+        layout = self._pool.layout
+
+        def gather(pages: Tensor, dim: int) -> Tensor:
+            rows = pages.index_select(0, tables)  # [batch * pages, page_size, kv_heads, dim]
+            tokens = self._pages_for(self._width) * self.page_size if self.batch_size else self._width
+            tokens_first = rows.view(self.batch_size, tokens, layout.num_kv_heads, dim)
+            return tokens_first.narrow(1, 0, self._width).transpose(1, 2)
+
+        return gather(self._pool.keys, layout.head_dim), gather(self._pool.values, layout.value_dim)
+
+    def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
+        assert rows is not None  # the base reads the index back for a cache that needs rows on the host
+        new = [list(self._tables[row]) for row in rows]
+        for table in new:
+            self._pool.hold(table)
+        _give_back_all(self._pool, self._tables)
+        self._tables[:] = new
+
+    def _crop(self, kept: tuple[int, ...]) -> None:
+        for table, length in zip(self._tables, kept, strict=True):
+            pages = self._pages_for(length)
+            dropped = table[pages:]
+            del table[pages:]
+            self._pool.give_back(dropped)
+
+    # ---- pages
+
+    def _host_tables(self) -> Tensor:
+        most = longest([len(table) for table in self._tables], otherwise=0)
+        rows = [table + [0] * (most - len(table)) for table in self._tables]
+        return torch.tensor(rows, dtype=torch.int32).view(len(rows), most)
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _share(self, tables: Tables, lengths: tuple[int, ...], width: int, built_batch: int) -> Self:
+        twin = type(self).on_pool(self._pool, batch_size=built_batch)
+        twin._tables[:] = [list(table) for table in tables]
+        for table in twin._tables:
+            self._pool.hold(table)
+        twin._lengths = lengths
+        twin._width = width
+        return twin
+
+    def _shared_last_pages(self, starts: tuple[int, ...], new_lengths: tuple[int, ...]) -> list[int]:
+        """Rows that must copy their last page before writing to it: all of its users that write, or all but one where
+        no other sequence holds it."""
+        copied: Counter[int] = Counter()
+        rows = []
+        for row, (start, new) in enumerate(zip(starts, new_lengths, strict=True)):
+            if new and start % self.page_size:
+                page = self._tables[row][-1]
+                if self._pool.uses(page) - copied[page] > 1:
+                    copied[page] += 1
+                    rows.append(row)
+        return rows
+
+
+def _give_back_all(pool: PagePool, tables: Tables) -> None:
+    for table in tables:
+        pool.give_back(table)
+    tables.clear()

@@ -1,0 +1,63 @@
+"""A cache in int8: about half the memory of bfloat16, with an error bound one can state in a line."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyhead.layers.kv_cache.slots import SlotCache
+from polyhead.layers.kv_cache.tokens import TokenLayout, count
+
+
+class QuantizedCache(SlotCache):
+    """Keys and values as int8 with one float32 scale for each sequence, head and token; room for `capacity` tokens.
+
+    What comes back differs from what was stored by at most `largest / 254`, where `largest` is the largest magnitude
+    of that token in that head, and by the rounding of float32 and of the cache's dtype. Zeros come back as zeros. A
+    token that holds a NaN or an infinity comes back as NaN in that head, all of it: it stays as loud as it was, and
+    touches no other token. Views are dequantised copies, as long as the cache.
+
+    >>> cache = QuantizedCache(capacity=7, batch_size=1, num_kv_heads=1, head_dim=2)
+    >>> key = torch.tensor([[[[127.0, -63.7]]]])
+    >>> cache.append(key, key).key
+    tensor([[[[127., -64.]]]])
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
+        super().__init__(count("batch_size", batch_size), layout, count("capacity", capacity))
+
+    def _widths(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
+        scale = (1, torch.float32)
+        return (layout.head_dim, torch.int8), scale, (layout.value_dim, torch.int8), scale
+
+    def _encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        return (*quantize(key), *quantize(value))
+
+    def _decode(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        key, key_scale, value, value_scale = stored
+        dtype = self._require_layout().dtype
+        return dequantize(key, key_scale, dtype), dequantize(value, value_scale, dtype)
+
+
+def quantize(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 numbers and their float32 scale, [..., 1], one for each row of the last axis."""
+    wide = tensor if tensor.dtype is torch.float64 else tensor.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / 127).float()
+    # NaN comes from 0 / 0, where 0 steps are right, and from a scale of NaN or infinity, which 0 steps turn into NaN.
+    steps = (wide / scale).round().clamp(-127, 127).nan_to_num(0.0)
+    return steps.to(torch.int8), scale
+
+
+def dequantize(steps: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (steps * scale).to(dtype)

@@ -1,0 +1,195 @@
+"""A cache that remembers a sliding window and the first few tokens, so that a sequence may go on forever."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import CacheError
+from polyhead.layers.kv_cache.base import CacheView
+from polyhead.layers.kv_cache.slots import SlotCache, TokenWriter
+from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, integers, longest, positive
+from polyhead.masks import Mask
+
+
+class RollingCache(SlotCache):
+    """Keeps the first `sinks` tokens and the last `window` of each sequence.
+
+    Generating with it equals the full forward with `Mask.window(window, sinks=sinks)`, in whatever chunks the tokens
+    arrive: the views bring that mask along, and a chunk sees the old tokens its first query needs before they are
+    dropped. Memory is `sinks + window + rollback` tokens, and the chunk's while it is appended.
+
+    `rollback` keeps that many older tokens, so that `crop` can go back: by `rollback + 1` tokens, or to the sinks.
+
+    Token p stands in slot p as long as p < sinks, and otherwise in a ring behind the sinks. Slots are out of order
+    once the ring has turned, which the view's mask knows.
+
+    >>> cache = RollingCache(window=4, batch_size=1, num_kv_heads=2, head_dim=3)
+    >>> for _ in range(9):
+    ...     view = cache.append(torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 3))
+    >>> cache.lengths, view.key.shape
+    ((9,), torch.Size([1, 2, 4, 3]))
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int,
+        sinks: int = 0,
+        rollback: int = 0,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.window = positive("window", window)
+        self.sinks = count("sinks", sinks)
+        self.rollback = count("rollback", rollback)
+        self._ring = self.window + self.rollback
+        layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
+        super().__init__(count("batch_size", batch_size), layout, self.sinks + self._ring)
+        # The first token behind the sinks that is still there; 0 while nothing was dropped. Not a function of the
+        # length, because a crop makes room that the dropped tokens do not come back to.
+        self._floors: tuple[int, ...] = (0,) * self.batch_size
+
+    def reset(self) -> None:
+        super().reset()
+        self._floors = (0,) * self.batch_size
+
+    # ---- what the base asks for
+
+    def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
+        num_tokens = key.shape[2]
+        starts, start = self._lengths, self._width
+        ends = tuple(old + new for old, new in zip(starts, new_lengths, strict=True))
+        all_real = all(new == num_tokens for new in new_lengths)
+        in_order = not any(self._floors)
+        if in_order and longest(ends, otherwise=start + num_tokens) <= self._capacity:
+            view = super()._append(key, value, new_lengths, layout)
+            return dataclasses.replace(view, mask=self._windowed(view.mask, num_tokens, all_real))
+
+        floors = tuple(
+            max(floor, end - self._ring) if end > self._capacity else floor
+            for floor, end in zip(self._floors, ends, strict=True)
+        )
+        write = self._writer(starts, new_lengths, num_tokens, layout.device)
+        if num_tokens <= self.rollback + 1:
+            # No token is dropped that the first of these queries still sees.
+            self._write(write, key, value)
+            self._advance(new_lengths, num_tokens)
+            self._floors = floors
+            held_key, held_value = self._read()
+            key_positions = self._slot_positions()
+            mask: Mask | None = Mask.positions(self._positions(starts, start, new_lengths, num_tokens), key_positions)
+        else:
+            held_key, held_value = key, value
+            if start:
+                old_key, old_value = self._read()
+                held_key, held_value = torch.cat([old_key, key], dim=2), torch.cat([old_value, value], dim=2)
+            old_positions = self._slot_positions()
+            self._write(write, key, value)
+            self._advance(new_lengths, num_tokens)
+            self._floors = floors
+            if in_order and all_equal(starts):
+                mask = self._lengths_mask(new_lengths, num_tokens)
+            else:
+                positions = self._positions(starts, start, new_lengths, num_tokens)
+                rows = max(old_positions.shape[0], positions.shape[0])
+                key_positions = torch.cat([old_positions.expand(rows, -1), positions.expand(rows, -1)], dim=1)
+                mask = Mask.positions(positions, key_positions)
+        return CacheView(held_key, held_value, self._windowed(mask, num_tokens, all_real), self._lengths, new_lengths)
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        used = min(self._width, self._capacity)
+        return self._decode(tuple(buffer.narrow(2, 0, used) for buffer in self._buffers))
+
+    def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
+        super()._reorder(rows, where)
+        if rows is None:
+            self._floors = self._floors[:1] * where.shape[0]
+        else:
+            self._floors = tuple(self._floors[row] for row in rows)
+
+    def _needs_rows_on_host(self) -> bool:
+        return not all_equal(self._floors)
+
+    def _crop(self, kept: tuple[int, ...]) -> None:
+        floors = []
+        for row, (length, floor) in enumerate(zip(kept, self._floors, strict=True)):
+            if length <= self.sinks:
+                floor = 0
+            elif floor > length - self.window + 1 and floor > 0:
+                raise CacheError(
+                    "a rolling cache can be cropped as far as the window before the next token is still there: "
+                    f"sequence {row} can go back to {floor + self.window - 1} tokens or to its first {self.sinks}, "
+                    f"got {length}; build it with rollback at least {self._lengths[row] - length - 1}"
+                )
+            floors.append(floor)
+        self._floors = tuple(floors)
+
+    def _occupied_mask(self) -> Mask | None:
+        full = all(floor <= max(end - self._ring, 0) for floor, end in zip(self._floors, self._lengths, strict=True))
+        if full and not self.is_ragged:
+            return None
+        return Mask.dense((self._slot_positions() >= 0)[:, None, None])
+
+    # ---- the ring
+
+    def _write(self, write: TokenWriter, key: Tensor, value: Tensor) -> None:
+        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
+            write(buffer, block)
+
+    def _windowed(self, mask: Mask | None, num_tokens: int, all_real: bool) -> Mask | None:
+        """`mask` with the window, left out where the slots hold nothing but the window of a single query."""
+        if num_tokens <= 1 and self.rollback == 0 and all_real:
+            return mask
+        window = Mask.window(self.window, sinks=self.sinks)
+        return window if mask is None else window & mask
+
+    def _writer(
+        self, starts: Sequence[int], new_lengths: Sequence[int], num_tokens: int, device: torch.device
+    ) -> TokenWriter:
+        if num_tokens == 1 and starts and all_equal(starts) and all_equal(new_lengths):
+            at = starts[0] if starts[0] < self.sinks else self.sinks + (starts[0] - self.sinks) % self._ring
+            return TokenWriter(at, new_lengths[0], None)
+        place = torch.arange(num_tokens)
+        new = torch.tensor(new_lengths, dtype=torch.int64)[:, None]
+        start = torch.tensor(starts, dtype=torch.int64)[:, None]
+        position = start + place
+        sink = position < self.sinks
+        kept = (place < new) & (sink | (position >= start + new - self._ring))
+        slot = torch.where(sink, position, self.sinks + (position - self.sinks) % self._ring)
+        row, chosen = kept.nonzero(as_tuple=True)
+        index = torch.stack([row, slot[row, chosen], chosen])
+        return TokenWriter(0, 0, index.to(device, non_blocking=True))
+
+    def _positions(self, starts: Sequence[int], start: int, new_lengths: Sequence[int], num_tokens: int) -> Tensor:
+        """Where the block's tokens stand, [batch or 1, tokens]; padding at -1: it sees nothing and is not seen."""
+        device = self._require_layout().device
+        place = torch.arange(num_tokens, device=device)
+        if all_equal(starts) and all(new == num_tokens for new in new_lengths):
+            return (start + place)[None]
+        real = place < integers(new_lengths, device)[:, None]
+        return torch.where(real, integers(starts, device)[:, None] + place, -1)
+
+    def _slot_positions(self) -> Tensor:
+        """The position of the token in each slot in use, [batch or 1, slots]; -1 where there is none."""
+        device = self._require_layout().device
+        slot = torch.arange(min(self._width, self._capacity), device=device)
+        end: int | Tensor
+        first: int | Tensor
+        if all_equal(self._lengths) and all_equal(self._floors):
+            end, first = self._width, max(self.sinks, *self._floors[:1], 0)
+        else:
+            end = integers(self._lengths, device)[:, None]
+            first = integers([max(self.sinks, floor) for floor in self._floors], device)[:, None]
+        newest = end - 1
+        in_ring = newest - (newest - slot) % self._ring  # the latest position before `end` that this ring slot takes
+        placed = torch.where(slot < self.sinks, slot, torch.where(in_ring >= first, in_ring, -1))
+        placed = torch.where(placed < end, placed, -1)
+        return placed if placed.ndim == 2 else placed[None]

@@ -1,0 +1,228 @@
+"""Caches that give every sequence a row of token slots and keep its tokens in order from slot 0."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import CacheError
+from polyhead.layers.kv_cache.base import CacheView, KVCache
+from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, longest, positive
+
+
+class SlotCache(KVCache):
+    """The shared body of the caches whose storage is [batch, kv_heads, slots, width] tensors.
+
+    A kind of cache says what it stores for a token (`_widths`, `_encode`, `_decode`) and what happens when the slots
+    do not suffice (`_reserve`).
+    """
+
+    def __init__(self, batch_size: int | None, layout: TokenLayout | None, capacity: int) -> None:
+        super().__init__(batch_size, layout)
+        self._capacity = capacity
+        self._buffers: tuple[Tensor, ...] = ()
+        if layout is not None:
+            self._buffers = self._allocate(self.batch_size, capacity, layout)
+
+    @property
+    def capacity(self) -> int:
+        """Token slots allocated for each sequence."""
+        return self._capacity
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def fork(self) -> Self:
+        twin = copy.copy(self)  # everything but the buffers is immutable
+        with torch.inference_mode(False):
+            twin._buffers = tuple(buffer.clone() for buffer in self._buffers)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def reset(self) -> None:
+        if self._layout is not None and self.batch_size != self._built_batch:
+            self._buffers = self._allocate(self._built_batch or 0, self._capacity, self._layout)
+        self._lengths = (0,) * (self._built_batch or 0)
+        self._width = 0
+
+    # ---- what a kind of slot cache provides
+
+    def _widths(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
+        """Width and dtype of each buffer."""
+        return (layout.head_dim, layout.dtype), (layout.value_dim, layout.dtype)
+
+    def _encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        return key, value
+
+    def _decode(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        key, value = stored
+        return key, value
+
+    def _reserve(self, needed: int) -> None:
+        """Make room for `needed` tokens a sequence, or refuse."""
+        if needed > self._capacity:
+            raise CacheError(
+                f"this cache has room for {self._capacity} tokens a sequence, got {needed}: {needed - self._capacity} "
+                "too many; build it with a larger capacity, crop it, or use a growing or rolling cache"
+            )
+
+    # ---- what the base asks for
+
+    def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
+        num_tokens = key.shape[2]
+        starts = self._lengths
+        ends = [old + new for old, new in zip(starts, new_lengths, strict=True)]
+        self._reserve(longest(ends, otherwise=self._width + num_tokens))
+        write = TokenWriter.build(starts, new_lengths, self._width, num_tokens, layout.device)
+        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
+            write(buffer, block)
+        self._advance(new_lengths, num_tokens)
+        held_key, held_value = self._read()
+        return CacheView(held_key, held_value, self._lengths_mask(new_lengths, num_tokens), self._lengths, new_lengths)
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        self._require_layout()
+        return self._decode(tuple(buffer.narrow(2, 0, self._width) for buffer in self._buffers))
+
+    def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
+        layout = self._require_layout()
+        live = min(self._width, self._capacity)
+        targets = self._buffers
+        if where.shape[0] != self.batch_size:
+            targets = self._allocate(where.shape[0], self._capacity, layout)
+        for target, buffer in zip(targets, self._buffers, strict=True):
+            target.narrow(2, 0, live).copy_(buffer.narrow(2, 0, live).index_select(0, where))
+        self._buffers = targets
+
+    def _crop(self, kept: tuple[int, ...]) -> None:
+        """The slots stay as they are: what stands after a sequence's length is never read."""
+
+    def _allocate(self, batch_size: int, capacity: int, layout: TokenLayout) -> tuple[Tensor, ...]:
+        # Zeros, so that slots nobody has written are harmless to a kernel that multiplies them away. Outside
+        # inference mode, so that a cache first filled in it can still be written to after it.
+        with torch.inference_mode(False):
+            return tuple(
+                torch.zeros(batch_size, layout.num_kv_heads, capacity, width, dtype=dtype, device=layout.device)
+                for width, dtype in self._widths(layout)
+            )
+
+
+class TokenWriter:
+    """Writes a block's real tokens behind each sequence's last one; the index is made once for all buffers."""
+
+    def __init__(self, start: int, num_tokens: int, index: Tensor | None) -> None:
+        self._start = start
+        self._num_tokens = num_tokens
+        self._index = index  # [3, tokens]: row, slot, place in the block
+
+    @classmethod
+    def build(
+        cls, starts: Sequence[int], new_lengths: Sequence[int], width: int, num_tokens: int, device: torch.device
+    ) -> TokenWriter:
+        if all_equal(starts):
+            # One slice serves all rows; padding written behind a shorter row is hidden until it is overwritten.
+            return cls(width, longest(new_lengths, otherwise=num_tokens), None)
+        places = torch.arange(num_tokens)
+        row, place = (places < torch.tensor(new_lengths)[:, None]).nonzero(as_tuple=True)
+        index = torch.stack([row, torch.tensor(starts)[row] + place, place])
+        return cls(0, 0, index.to(device, non_blocking=True))
+
+    def __call__(self, buffer: Tensor, block: Tensor) -> None:
+        if self._index is None:
+            buffer.narrow(2, self._start, self._num_tokens).copy_(block.narrow(2, 0, self._num_tokens))
+        else:
+            row, slot, place = self._index
+            buffer[row, :, slot] = block[row, :, place]
+
+
+class PreallocatedCache(SlotCache):
+    """Room for `capacity` tokens a sequence, taken once: appending writes in place and a view copies nothing.
+
+    >>> cache = PreallocatedCache(capacity=5, batch_size=1, num_kv_heads=2, head_dim=3)
+    >>> key = value = torch.ones(1, 2, 4, 3)
+    >>> cache.append(key, value).key.shape
+    torch.Size([1, 2, 4, 3])
+    >>> cache.append(key, value)
+    Traceback (most recent call last):
+    polyhead.errors.CacheError: this cache has room for 5 tokens a sequence, got 8: 3 too many; build it with a larger \
+capacity, crop it, or use a growing or rolling cache
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
+        super().__init__(count("batch_size", batch_size), layout, count("capacity", capacity))
+
+
+class GrowingCache(SlotCache):
+    """Takes batch, layout, dtype and device from the first block it is given, and doubles its room when it is full.
+
+    Copying to grow costs less than two copies a token however long the sequence becomes. `reset` gives the memory
+    back and takes the next block's layout. What is given to the constructor is held to.
+
+    >>> cache = GrowingCache()
+    >>> for _ in range(3):
+    ...     view = cache.append(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8))
+    >>> view.key.shape, cache.lengths
+    (torch.Size([1, 2, 12, 8]), (12,))
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(batch_size, None, 0)
+        self._expected = {
+            "num_kv_heads": None if num_kv_heads is None else positive("num_kv_heads", num_kv_heads),
+            "head_dim": None if head_dim is None else positive("head_dim", head_dim),
+            "value_dim": None if value_dim is None else positive("value_dim", value_dim),
+            "dtype": dtype,
+            "device": None if device is None else torch.empty(0, device=device).device,
+        }
+
+    def reset(self) -> None:
+        self._layout = None
+        self._buffers = ()
+        self._capacity = 0
+        super().reset()
+
+    def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
+        if self._layout is None:
+            for name, expected in self._expected.items():
+                if expected not in (None, getattr(layout, name)):
+                    raise CacheError(f"this cache holds {name} {expected}, got {name} {getattr(layout, name)}")
+            self._layout = layout
+            self._lengths = (0,) * key.shape[0]
+            self._buffers = self._allocate(key.shape[0], 0, layout)
+        return super()._append(key, value, new_lengths, layout)
+
+    def _reserve(self, needed: int) -> None:
+        if needed <= self._capacity:
+            return
+        capacity = max(needed, 2 * self._capacity)
+        grown = self._allocate(self.batch_size, capacity, self._require_layout())
+        for buffer, filled in zip(grown, self._buffers, strict=True):
+            buffer.narrow(2, 0, self._width).copy_(filled.narrow(2, 0, self._width))
+        self._buffers, self._capacity = grown, capacity

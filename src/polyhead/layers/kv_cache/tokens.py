@@ -1,0 +1,88 @@
+"""How a token is held, and the integers caches are told: the plain values that every kind of cache checks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import CacheError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """How one token is held: what two caches must agree on to exchange tokens."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def build(
+        cls,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> TokenLayout:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not dtype.is_floating_point:
+            raise CacheError(f"a cache holds floating-point keys and values, got dtype {dtype}")
+        return cls(
+            positive("num_kv_heads", num_kv_heads),
+            positive("head_dim", head_dim),
+            positive("value_dim", head_dim if value_dim is None else value_dim),
+            dtype,
+            torch.empty(0, device=device).device,  # 'cuda' becomes 'cuda:0', as the tensors that arrive will say
+        )
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> TokenLayout:
+        return cls(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+
+
+def integers(values: Sequence[int], device: torch.device | str | None) -> Tensor:
+    """Python integers as an int64 tensor on a device, without waiting for it."""
+    return torch.tensor(values, dtype=torch.int64).to(device or "cpu", non_blocking=True)
+
+
+def host_integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise CacheError(
+                f"{name} must be Python integers or a CPU tensor, got a tensor on {values.device}; "
+                "reading it would wait for the device: keep the numbers in Python, or pass tensor.tolist()"
+            )
+        values = values.tolist()
+    if not isinstance(values, Sequence) or any(isinstance(x, bool) or not isinstance(x, int) for x in values):
+        raise CacheError(f"{name} must be a list of integers, got {values!r}")
+    return tuple(values)
+
+
+# Written out in comparisons, which torch.compile can follow with lengths that change from step to step.
+
+
+def all_equal(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+def longest(lengths: Sequence[int], *, otherwise: int) -> int:
+    return max(lengths) if lengths else otherwise
+
+
+def count(name: str, value: int, *, at_least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CacheError(f"{name} must be an integer, got {value!r}")
+    if value < at_least:
+        raise CacheError(f"{name} must be at least {at_least}, got {value}")
+    return value
+
+
+def positive(name: str, value: int) -> int:
+    return count(name, value, at_least=1)

@@ -1,0 +1,597 @@
+"""Multi-head attention as a layer. Multi-query and grouped-query attention are values of `num_kv_heads`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyhead.errors import CheckpointError, DtypeError, OptionError, ShapeError
+from polyhead.functional import AttentionOutput, attention, unmasked
+from polyhead.geometry import HeadLayout
+from polyhead.layers.heads import HeadMatrices, Heads, write_heads
+from polyhead.layers.joint_projection import JointProjection, is_plain
+from polyhead.layers.kv_cache import KVCache
+from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
+from polyhead.masks import Mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Keys and values already projected by a layer, for cross-attention that looks at the same source many times."""
+
+    key: Tensor  # [batch, kv_heads, keys, head_dim]
+    value: Tensor  # [batch, kv_heads, keys, value_dim]
+
+
+class MultiHeadAttention(nn.Module):
+    """Self- and cross-attention over [batch, sequence, embed_dim], with every head layout in one module.
+
+    Args:
+        embed_dim: width of the queries' input and of the output.
+        num_heads: query heads.
+        num_kv_heads: key/value heads: `num_heads` by default (multi-head), 1 (multi-query), between (grouped-query).
+        head_dim: channels of a query and key; embed_dim / num_heads by default.
+        value_dim: channels of a value; head_dim by default.
+        key_input_dim, value_input_dim: widths of the keys' and values' input, for cross-attention; embed_dim by default.
+        bias: whether the query, key and value projections have a bias.
+        output_bias: whether the output projection has one; as `bias` by default.
+        positions: a module of `polyhead.layers.positions` (Rotary, ALiBi, T5Bias, Sinusoidal, Learned, ...).
+        causal, window: a mask of the layer's own, combined with the one given to `forward`.
+        qk_norm: "rms" or "layer" normalises each head's queries and keys.
+        output_gate: "head" (one number a head) or "channel" multiplies the heads' outputs by sigmoid(X Wg).
+        softcap, scale: as in `polyhead.attention`.
+        sinks: whether every head has a learned sink logit.
+        dropout: rate at which weights are dropped in training.
+        backend: as in `polyhead.attention`.
+
+    >>> layer = MultiHeadAttention(512, 8, num_kv_heads=2, causal=True)
+    >>> layer(torch.randn(2, 10, 512)).output.shape
+    torch.Size([2, 10, 512])
+    >>> layer.heads[3].query.shape, layer.heads[3].output.shape
+    (torch.Size([512, 64]), torch.Size([64, 512]))
+    """
+
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    gate_proj: nn.Linear | None
+    head_gate: Tensor | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        key_input_dim: int | None = None,
+        value_input_dim: int | None = None,
+        bias: bool = True,
+        output_bias: bool | None = None,
+        positions: Positions | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        qk_norm: Literal["rms", "layer"] | None = None,
+        output_gate: Literal["head", "channel"] | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
+        dropout: float = 0.0,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = (num_kv_heads, head_dim, value_dim, key_input_dim, value_input_dim)
+        for name, size in zip(
+            ("num_kv_heads", "head_dim", "value_dim", "key_input_dim", "value_input_dim"), sizes, strict=True
+        ):
+            if size is not None and size < 1:
+                raise ShapeError(f"{name} must be positive, got {size}")
+        self.layout = layout = HeadLayout(embed_dim, num_heads, *(size or 0 for size in sizes))
+        if not 0.0 <= dropout < 1.0:
+            raise OptionError(f"dropout must be at least 0 and less than 1, got {dropout}")
+        if softcap is not None and not softcap > 0:
+            raise OptionError(f"softcap must be positive, got {softcap}")
+        if positions is not None:
+            if not isinstance(positions, Positions):
+                raise OptionError(
+                    f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}"
+                )
+            positions.check(layout)
+        self.dropout = dropout
+        self.softcap = softcap
+        self.scale = scale
+        self.backend = backend
+        self.mask = _own_mask(causal, window)
+        self.positions = positions
+
+        def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        self.q_proj = linear(embed_dim, num_heads * layout.head_dim, bias)
+        self.k_proj = linear(layout.key_input_dim, layout.num_kv_heads * layout.head_dim, bias)
+        self.v_proj = linear(layout.value_input_dim, layout.num_kv_heads * layout.value_dim, bias)
+        self.out_proj = linear(num_heads * layout.value_dim, embed_dim, bias if output_bias is None else output_bias)
+        norms: dict[str | None, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+        if qk_norm is not None and qk_norm not in norms:
+            raise OptionError(f"qk_norm must be 'rms', 'layer' or None, got {qk_norm!r}")
+        self.q_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
+        self.k_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
+        gates = {None: 0, "head": num_heads, "channel": num_heads * layout.value_dim}
+        if output_gate not in gates:
+            raise OptionError(f"output_gate must be 'head', 'channel' or None, got {output_gate!r}")
+        self.gate_proj = linear(embed_dim, gates[output_gate], True) if output_gate else None
+        self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
+        self.register_buffer("head_gate", None, persistent=False)
+        extras = (positions, self.mask, qk_norm, output_gate, softcap, self.sinks)
+        self._has_plain_heads = all(x is None for x in extras) and layout.value_dim == layout.head_dim
+        self.reset_parameters()
+        self._join_projections()
+
+    def reset_parameters(self) -> None:
+        """Glorot-uniform projections, zero biases, a gate that starts open at one half, sinks at zero."""
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.gate_proj):
+            if linear is None:
+                continue
+            nn.init.xavier_uniform_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    # ---- the computation
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | Memory | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        cache: KVCache | None = None,
+        lengths: Sequence[int] | None = None,
+        token_positions: Tensor | None = None,
+        head_gate: Tensor | None = None,
+        seed: int | Tensor | None = None,
+        weights: bool = False,
+        statistics: bool | tuple[str, ...] | None = None,
+        logsumexp: bool = False,
+        backend: str | None = None,
+    ) -> AttentionOutput:
+        """Attend from `query` to `key` (to itself by default) and mix the heads.
+
+        Args:
+            query: [batch, queries, embed_dim], or a jagged nested tensor of sequences.
+            key, value: [batch, keys, ...], for cross-attention; `value` is `key` by default. A `Memory` made by
+                `remember` is used as it is.
+            mask: who may attend to whom, besides the layer's own causal edge or window.
+            cache: a `KVCache` of earlier tokens, to which this call appends its own.
+            lengths: with a cache, how many tokens of each sequence are real where the new block is padded on the right.
+            token_positions: where the queries' tokens stand, [queries] or [batch, queries]; they go on from the cache
+                (or from 0) by default.
+            head_gate: multiplies each head's output before the output projection: [heads], [batch, heads] or
+                [batch, heads, queries]. `layer.head_gate` holds one for every call.
+            seed, weights, statistics, logsumexp, backend: as in `polyhead.attention`.
+        """
+        if (
+            key is None
+            and mask is None
+            and cache is None
+            and head_gate is None
+            and not (weights or logsumexp or statistics or lengths is not None or value is not None)
+            and (backend or self.backend) == "auto"
+            and self._has_plain_heads
+            and (output := self._forward_plain(query)) is not None
+        ):
+            return AttentionOutput(output, backend="sdpa")
+        if query.is_nested:
+            return self._forward_jagged(query, key, mask=mask, head_gate=head_gate, seed=seed, backend=backend)
+        self._check_input("query", query, self.layout.embed_dim)
+        batch, queries, _ = query.shape
+        start = self._first_position(cache, queries, query.device) if token_positions is None else token_positions
+        if isinstance(self.positions, AddsToInput):
+            query = self.positions(query, start)
+        if key is None:
+            if value is not None:
+                raise OptionError("a value was given without a key; give both, or neither for self-attention")
+            q, k, v = self._project_self(query)
+        else:
+            if cache is not None:
+                raise OptionError(
+                    "a cache holds the layer's own earlier tokens; for cross-attention use layer.remember(key) instead"
+                )
+            q = self._split(self.q_proj(query), self.layout.num_heads)
+            memory = key if isinstance(key, Memory) else self._project_source(key, value)
+            k, v = memory.key, memory.value
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q)
+            k = k if isinstance(key, Memory) else self.k_norm(k)
+        if isinstance(self.positions, RotatesHeads):
+            q, k = self._rotate(q, k, start, cache, key)
+        if self.mask is not None:
+            mask = self.mask if mask is None else self.mask & mask
+        span = k.shape[2]
+        if cache is not None:
+            view = cache.append(k, v, lengths=lengths)
+            k, v, mask = view.key, view.value, view.masked(mask)
+            span = max(cache.lengths, default=span)
+        elif lengths is not None:
+            raise OptionError(
+                "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
+            )
+        if isinstance(self.positions, BiasesLogits):
+            bias = self.positions(queries, span, device=q.device)
+            mask = bias if mask is None else mask & bias
+        result = attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.dropout if self.training else 0.0,
+            seed=seed,
+            backend=self.backend if backend is None else backend,
+            weights=weights,
+            statistics=statistics,
+            logsumexp=logsumexp,
+        )
+        heads = result.output.transpose(1, 2)  # [batch, queries, heads, value_dim]
+        if head_gate is not None or self.head_gate is not None or self.gate_proj is not None:
+            heads = self._gated(heads, query, head_gate)
+        output = self.out_proj(heads.reshape(batch, queries, -1))
+        return AttentionOutput(output, result.logsumexp, result.weights, result.statistics, result.backend)
+
+    def _forward_plain(self, x: Tensor) -> Tensor | None:
+        """Unmasked self-attention with nothing in between: the same numbers as the long way, with little Python.
+
+        None where the long way must be taken. At short sequences the checks it leaves out cost more than the matrix
+        products do.
+        """
+        modules = self._modules
+        joint, out_proj = self._of_self, modules["out_proj"]
+        layout = self.layout
+        if joint is None or x.ndim != 3 or self._buffers["head_gate"] is not None or (self.training and self.dropout):
+            return None
+        batch, length, width = x.shape
+        if width != layout.embed_dim or not (batch and length) or not is_plain(out_proj):
+            return None
+        if joint.linears != (modules["q_proj"], modules["k_proj"], modules["v_proj"]) or not joint.is_one_product(x):
+            return None
+        if torch.is_grad_enabled():
+            q, k, v = (part.view(batch, length, -1, layout.head_dim).transpose(1, 2) for part in joint(x))
+        elif layout.group_size == 1:
+            together = joint.joined(x).view(batch, length, 3, layout.num_heads, layout.head_dim)
+            q, k, v = together.permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            together = joint.joined(x).view(batch, length, -1, layout.head_dim).transpose(1, 2)
+            q, k, v = together.split_with_sizes((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), 1)
+        heads = unmasked(q, k, v, self.scale)
+        if heads is None:
+            return None
+        weight, bias = out_proj._parameters["weight"], out_proj._parameters["bias"]
+        return F.linear(heads.transpose(1, 2).reshape(batch, length, -1), weight, bias)
+
+    def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
+        """Project a source once, so that `forward(query, memory)` can attend to it many times."""
+        memory = self._project_source(key, value)
+        k = memory.key if self.k_norm is None else self.k_norm(memory.key)
+        if isinstance(self.positions, RotatesHeads):
+            k = self.positions(k)
+        return Memory(k, memory.value)
+
+    def _project_self(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layout = self.layout
+        if layout.key_input_dim != layout.embed_dim or layout.value_input_dim != layout.embed_dim:
+            raise ShapeError(
+                "self-attention needs one input width, got a layer for queries, keys and values of width "
+                f"{layout.embed_dim}, {layout.key_input_dim} and {layout.value_input_dim}; give forward a key"
+            )
+        joint = self._of_self
+        current = joint is not None and joint.linears == (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = joint(x) if joint is not None and current else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        kv_heads = layout.num_kv_heads
+        return self._split(q, layout.num_heads), self._split(k, kv_heads), self._split(v, kv_heads)
+
+    def _project_source(self, key: Tensor, value: Tensor | None) -> Memory:
+        layout = self.layout
+        self._check_input("key", key, layout.key_input_dim)
+        if value is None:
+            if layout.value_input_dim != layout.key_input_dim:
+                raise ShapeError(
+                    "the key can stand for the value only if both inputs are equally wide, "
+                    f"got {layout.key_input_dim} and {layout.value_input_dim}; give forward a value"
+                )
+            joint = self._of_source
+            current = joint is not None and joint.linears == (self.k_proj, self.v_proj)
+            k, v = joint(key) if joint is not None and current else (self.k_proj(key), self.v_proj(key))
+        else:
+            self._check_input("value", value, layout.value_input_dim)
+            if value.shape[:2] != key.shape[:2]:
+                raise ShapeError(
+                    "key and value must have the same batch and sequence, "
+                    f"got {list(key.shape[:2])} and {list(value.shape[:2])}"
+                )
+            k, v = self.k_proj(key), self.v_proj(value)
+        return Memory(self._split(k, layout.num_kv_heads), self._split(v, layout.num_kv_heads))
+
+    @staticmethod
+    def _split(x: Tensor, heads: int) -> Tensor:
+        """[batch, sequence, heads * dim] to [batch, heads, sequence, dim], without moving anything."""
+        return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2) if x.numel() else _split_empty(x, heads)
+
+    def _rotate(
+        self, q: Tensor, k: Tensor, start: int | Tensor, cache: KVCache | None, key: Tensor | Memory | None
+    ) -> tuple[Tensor, Tensor]:
+        rotary = self.positions
+        assert isinstance(rotary, RotatesHeads)
+        length = q.shape[2] + (max(cache.lengths, default=0) if cache is not None else 0)
+        rotation = rotary.rotation(q, start, length=length)
+        q = rotary.rotate(q, rotation)
+        if key is None:
+            return q, rotary.rotate(k, rotation)
+        return q, k if isinstance(key, Memory) else rotary(k)
+
+    @staticmethod
+    def _first_position(cache: KVCache | None, queries: int, device: torch.device) -> int | Tensor:
+        if cache is None or not cache.lengths:
+            return 0
+        return cache.next_positions(queries, device=device) if cache.is_ragged else cache.lengths[0]
+
+    def _gated(self, heads: Tensor, x: Tensor, head_gate: Tensor | None) -> Tensor:
+        """Multiply the heads' outputs [batch, queries, heads, value_dim] by every gate there is."""
+        if self.gate_proj is not None:
+            heads = heads * torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.layout.num_heads, -1))
+        for gate in (self.head_gate, head_gate):
+            if gate is not None:
+                heads = heads * self._gate_by_token(gate, heads)
+        return heads
+
+    def _gate_by_token(self, gate: Tensor, heads: Tensor) -> Tensor:
+        batch, queries, count, _ = heads.shape
+        shapes = ((count,), (batch, count), (batch, count, queries))
+        if gate.shape not in shapes:
+            raise ShapeError(
+                f"head_gate must be [{count}], [{batch}, {count}] or [{batch}, {count}, {queries}], got {list(gate.shape)}"
+            )
+        gate = gate.to(heads.dtype)
+        if gate.ndim == 3:
+            return gate.transpose(1, 2)[..., None]
+        return gate[..., None] if gate.ndim == 1 else gate[:, None, :, None]
+
+    def _forward_jagged(
+        self, query: Tensor, key: Tensor | Memory | None, *, mask: Mask | None, **options: Any
+    ) -> AttentionOutput:
+        """A jagged nested tensor of sequences goes in padded and comes out jagged."""
+        if key is not None:
+            raise OptionError("a jagged nested query attends to itself; for cross-attention pad and use Mask.lengths")
+        offsets = query.offsets()
+        padded = torch.nested.to_padded_tensor(query, 0.0)
+        lengths = Mask.lengths(offsets.diff())
+        result = self(padded, mask=lengths if mask is None else mask & lengths, **options)
+        rows = torch.arange(padded.shape[1], device=padded.device) < offsets.diff()[:, None]
+        output = torch.nested.nested_tensor_from_jagged(result.output[rows], offsets)
+        return AttentionOutput(output, backend=result.backend)
+
+    def _check_input(self, name: str, x: Tensor, width: int) -> None:
+        if x.ndim != 3 or x.shape[2] != width:
+            raise ShapeError(f"{name} must be [batch, sequence, {width}], got shape {list(x.shape)}")
+        if not x.is_floating_point():
+            raise DtypeError(f"{name} must be floating point, got {x.dtype}; embed tokens before attention")
+
+    # ---- heads
+
+    @property
+    def heads(self) -> Heads:
+        """The matrices of each head as views: `layer.heads[3].query` is [embed_dim, head_dim]."""
+        return Heads(self.layout, self.q_proj, self.k_proj, self.v_proj, self.out_proj)
+
+    @classmethod
+    def from_heads(
+        cls,
+        heads: Sequence[HeadMatrices],
+        *,
+        num_kv_heads: int | None = None,
+        output_bias: Tensor | None = None,
+        **options: Any,
+    ) -> Self:
+        """A layer from separate per-head matrices; `options` are those of the constructor.
+
+        With fewer `num_kv_heads` than heads, the heads of a group must have the same key and value matrices.
+        """
+        if not heads:
+            raise ShapeError("a layer has at least one head, got an empty list")
+        first = heads[0]
+        kv_heads = len(heads) if num_kv_heads is None else num_kv_heads
+        options.setdefault("device", first.query.device)
+        options.setdefault("dtype", first.query.dtype)
+        layer = cls(
+            first.output.shape[1],
+            len(heads),
+            num_kv_heads=kv_heads,
+            head_dim=first.query.shape[1],
+            value_dim=first.value.shape[1],
+            key_input_dim=first.key.shape[0],
+            value_input_dim=first.value.shape[0],
+            bias=first.query_bias is not None,
+            output_bias=output_bias is not None,
+            **options,
+        )
+        size = layer.layout.group_size
+        for index, head in enumerate(heads):
+            leader = heads[index - index % size]
+            if not (torch.equal(head.key, leader.key) and torch.equal(head.value, leader.value)):
+                raise OptionError(
+                    f"heads that share a key/value head must have the same key and value matrices, "
+                    f"got different ones in heads {index - index % size} and {index}"
+                )
+        write_heads(layer.heads, heads)
+        if output_bias is not None:
+            with torch.no_grad():
+                layer.out_proj.bias.copy_(output_bias)
+        return layer
+
+    # ---- to and from torch.nn
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
+        """The same layer as a `torch.nn.MultiheadAttention` (batch first), its weights copied."""
+        if module.bias_k is not None or module.add_zero_attn:
+            raise OptionError(
+                "add_bias_kv and add_zero_attn have no counterpart here; use polyhead.layers.torch_compat for such a module"
+            )
+        weight = module.out_proj.weight
+        layer = cls(
+            module.embed_dim,
+            module.num_heads,
+            key_input_dim=module.kdim,
+            value_input_dim=module.vdim,
+            bias=module.in_proj_bias is not None,
+            dropout=options.pop("dropout", module.dropout),
+            device=weight.device,
+            dtype=weight.dtype,
+            **options,
+        )
+        with torch.no_grad():
+            for ours, theirs in layer._torch_pairs(module):
+                ours.copy_(theirs)
+        return layer.train(module.training)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """A `torch.nn.MultiheadAttention` (batch first) with this layer's weights, where one exists."""
+        layout = self.layout
+        plain = (
+            HeadLayout(
+                layout.embed_dim,
+                layout.num_heads,
+                key_input_dim=layout.key_input_dim,
+                value_input_dim=layout.value_input_dim,
+            )
+            if layout.embed_dim % layout.num_heads == 0
+            else None
+        )
+        extras = {
+            "a head layout of its own": layout != plain,
+            "positions": self.positions is not None,
+            "a mask of its own": self.mask is not None,
+            "qk_norm": self.q_norm is not None,
+            "an output gate": self.gate_proj is not None,
+            "softcap": self.softcap is not None,
+            "a scale": self.scale is not None,
+            "sinks": self.sinks is not None,
+            "a head_gate": self.head_gate is not None,
+            "a bias on one side only": (self.q_proj.bias is None) != (self.out_proj.bias is None),
+        }
+        found = [name for name, present in extras.items() if present]
+        if found:
+            raise OptionError(f"torch.nn.MultiheadAttention has no counterpart for {', '.join(found)}")
+        weight = self.out_proj.weight
+        module = nn.MultiheadAttention(
+            layout.embed_dim,
+            layout.num_heads,
+            dropout=self.dropout,
+            bias=self.q_proj.bias is not None,
+            kdim=layout.key_input_dim,
+            vdim=layout.value_input_dim,
+            batch_first=True,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        with torch.no_grad():
+            for ours, theirs in self._torch_pairs(module):
+                theirs.copy_(ours)
+        return module.train(self.training)
+
+    def _torch_pairs(self, module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter beside its counterpart (or the part of it) in a `torch.nn.MultiheadAttention`."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if module._qkv_same_embed_dim:
+            weights: Sequence[Tensor] = module.in_proj_weight.chunk(3)
+        else:
+            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        pairs = [(ours.weight, theirs) for ours, theirs in zip(projections, weights, strict=True)]
+        if module.in_proj_bias is not None:
+            pairs += [
+                (ours.bias, theirs) for ours, theirs in zip(projections, module.in_proj_bias.chunk(3), strict=True)
+            ]
+            pairs.append((self.out_proj.bias, module.out_proj.bias))
+        return [*pairs, (self.out_proj.weight, module.out_proj.weight)]
+
+    # ---- checkpoints and memory layout
+
+    def get_extra_state(self) -> Tensor:
+        """The head layout travels with the weights: their shapes alone do not tell 8 heads of 64 from 16 of 32."""
+        return torch.tensor(list(self.layout.to_dict().values()))
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self._check_layout(state)
+
+    def _check_layout(self, state: Tensor) -> None:
+        saved = dict(zip(self.layout.to_dict(), state.tolist(), strict=True))
+        ours = self.layout.to_dict()
+        different = [name for name in ours if saved[name] != ours[name]]
+        if different:
+            words = ", ".join(f"{name} {saved[name]} where the layer has {ours[name]}" for name in different)
+            raise CheckpointError(f"the checkpoint was saved by a layer of another head layout: it has {words}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        key = prefix + "_extra_state"
+        if key in state_dict:
+            self._check_layout(state_dict[key])  # before a single weight is touched
+        else:
+            state_dict[key] = self.get_extra_state()  # weights from elsewhere know no head count
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _join_projections(self) -> None:
+        layout = self.layout
+        linears = [self.q_proj, self.k_proj, self.v_proj]
+        if not all(type(linear) is nn.Linear for linear in linears):
+            self._of_self = self._of_source = None
+            return
+        one_width = layout.embed_dim == layout.key_input_dim == layout.value_input_dim
+        self._of_self = JointProjection(linears) if one_width else None
+        self._of_source = JointProjection(linears[1:]) if layout.key_input_dim == layout.value_input_dim else None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._join_projections()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_of_self", "_of_source")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._join_projections()  # copies and pickles arrive with every parameter in memory of its own
+
+    def extra_repr(self) -> str:
+        layout = self.layout
+        parts = [f"{layout.embed_dim}, {layout.num_heads}"]
+        parts += [f"num_kv_heads={layout.num_kv_heads}"] if layout.group_size > 1 else []
+        parts += [f"head_dim={layout.head_dim}"] if layout.head_dim * layout.num_heads != layout.embed_dim else []
+        parts += [f"value_dim={layout.value_dim}"] if layout.value_dim != layout.head_dim else []
+        parts += [repr(self.mask)] if self.mask is not None else []
+        return ", ".join(parts)
+
+
+def _own_mask(causal: bool, window: int | None) -> Mask | None:
+    mask = Mask.causal() if causal else None
+    if window is None:
+        return mask
+    if not causal:
+        raise OptionError(
+            f"window counts the keys up to the query, so it needs causal=True; got window {window} without; for a two-sided one give forward mask=Mask.window(left=, right=)"
+        )
+    return Mask.window(window)
+
+
+def _split_empty(x: Tensor, heads: int) -> Tensor:
+    """The same for tensors without elements, whose last axis `view` cannot infer."""
+    return x.reshape(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)

@@ -1,0 +1,196 @@
+"""How rotary frequencies are changed so that a model reads further than it was trained for."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.layers.positions.base import check_count, check_positive
+from polyhead.layers.positions.row_tables import powers
+
+
+def inverse_frequencies(base: float, rotary_dim: int, device: torch.device) -> Tensor:
+    """base ** (-2 i / rotary_dim) for the channel pairs i = 0, 1, ...: radians a token, [rotary_dim / 2]."""
+    return powers(base, rotary_dim // 2, rotary_dim, device)
+
+
+@dataclass(frozen=True)
+class RotaryScaling(ABC):
+    """A change of the rotary frequencies by a factor of at least 1."""
+
+    least_rotary_dim: ClassVar[int] = 2
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+        if self.factor < 1:
+            raise OptionError(
+                f"factor must be at least 1, got {self.factor}: it is how many times longer the context becomes"
+            )
+
+    @abstractmethod
+    def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
+        """Radians a token of every channel pair, [rotary_dim / 2], at the current length where it matters."""
+
+    @property
+    def magnitude(self) -> float:
+        """What the rotated vectors are multiplied by."""
+        return 1.0
+
+    def depends_on(self, length: int) -> bool:
+        """Whether the frequencies at this current length are others than those of short sequences."""
+        return False
+
+    def check(self, base: float, rotary_dim: int) -> None:
+        """Raise if the scaling is not defined for this base and width."""
+        if rotary_dim < self.least_rotary_dim:
+            raise OptionError(
+                f"{type(self).__name__} needs a rotary_dim of at least {self.least_rotary_dim}, got {rotary_dim}"
+            )
+
+
+@dataclass(frozen=True)
+class LinearScaling(RotaryScaling):
+    """Position interpolation (Chen et al. 2023): every position is divided by `factor`."""
+
+    def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
+        return inverse_frequencies(base, rotary_dim, device) / self.factor
+
+
+@dataclass(frozen=True)
+class NTKScaling(RotaryScaling):
+    """NTK-aware scaling (bloc97 2023): a larger base, the same at every length.
+
+    The base grows by factor ** (d / (d - 2)), which leaves the fastest pair as it was and slows the slowest one down by
+    exactly `factor`. Keys rotated once stay right, so a cache may hold them.
+    """
+
+    least_rotary_dim = 4
+
+    def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
+        return inverse_frequencies(base * self.factor ** (rotary_dim / (rotary_dim - 2)), rotary_dim, device)
+
+
+@dataclass(frozen=True)
+class DynamicNTKScaling(RotaryScaling):
+    """NTK-aware scaling whose base follows the current length (emozilla 2023; "dynamic" in transformers).
+
+    Nothing changes up to `original_length`; at a length n beyond it the base is multiplied by
+    (factor * n / original_length - (factor - 1)) ** (d / (d - 2)). The current length is offset + sequence, or the
+    `length` given with a tensor of positions: it is never read from a tensor. Keys kept in a cache after rotation
+    carry the frequencies of the length at which they were rotated, as they do in transformers.
+    """
+
+    least_rotary_dim = 4
+
+    original_length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("original_length", self.original_length)
+
+    def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
+        if length is not None and self.depends_on(length):
+            stretch = self.factor * length / self.original_length - (self.factor - 1)
+            base = base * stretch ** (rotary_dim / (rotary_dim - 2))
+        return inverse_frequencies(base, rotary_dim, device)
+
+    def depends_on(self, length: int) -> bool:
+        return length > self.original_length
+
+
+@dataclass(frozen=True)
+class YarnScaling(RotaryScaling):
+    """YaRN (Peng et al. 2023): fast pairs as they were, slow pairs interpolated, a ramp between them.
+
+    A pair that turns more than `beta_fast` times in `original_length` tokens is left alone, one that turns fewer than
+    `beta_slow` times is slowed down by `factor`. Rotated vectors are multiplied by `attention_factor`, which follows
+    from `factor` when it is not given: 0.1 ln(factor) + 1, or with both `mscale` and `mscale_all_dim`, as DeepSeek's
+    models have them, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1). `truncate` rounds the ends of
+    the ramp outwards to whole pairs.
+    """
+
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("original_length", self.original_length)
+        for name in ("beta_fast", "beta_slow"):
+            check_positive(name, getattr(self, name))
+        if self.beta_fast < self.beta_slow:
+            raise OptionError(f"beta_fast must be at least beta_slow, got {self.beta_fast} and {self.beta_slow}")
+        if self.attention_factor is not None:
+            check_positive("attention_factor", self.attention_factor)
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        growth = 0.1 * math.log(self.factor)
+        if self.mscale and self.mscale_all_dim:
+            return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0)
+        return growth + 1.0
+
+    def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
+        first, last = (self._pair_that_turns(beta, base, rotary_dim) for beta in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rotary_dim - 1)
+        if first == last:
+            last += 0.001
+        unscaled = inverse_frequencies(base, rotary_dim, device)
+        pair = torch.arange(rotary_dim // 2, device=device).to(unscaled.dtype)
+        interpolated = ((pair - first) / (last - first)).clamp(0.0, 1.0)
+        return unscaled * (1.0 - interpolated) + unscaled / self.factor * interpolated
+
+    def _pair_that_turns(self, turns: float, base: float, rotary_dim: int) -> float:
+        """The (fractional) pair that turns so many times within the original length."""
+        return rotary_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    def check(self, base: float, rotary_dim: int) -> None:
+        super().check(base, rotary_dim)
+        if base <= 1:
+            raise OptionError(f"YarnScaling needs a base above 1, got {base}")
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RotaryScaling):
+    """The scaling of Llama 3.1: wavelengths decide which pairs are slowed down.
+
+    Wavelengths below original_length / high_freq_factor stay, those above original_length / low_freq_factor become
+    `factor` times longer, those between are blended.
+    """
+
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("original_length", self.original_length)
+        check_positive("low_freq_factor", self.low_freq_factor)
+        check_positive("high_freq_factor", self.high_freq_factor)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise OptionError(
+                "high_freq_factor must be larger than low_freq_factor, "
+                f"got {self.high_freq_factor} and {self.low_freq_factor}"
+            )
+
+    def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
+        unscaled = inverse_frequencies(base, rotary_dim, device)
+        turns = unscaled * (self.original_length / (2.0 * math.pi))
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
+        return unscaled * kept + unscaled / self.factor * (1.0 - kept)

@@ -1,0 +1,382 @@
+"""Who may attend to whom: one mask type with one polarity, a description that costs nothing until a backend needs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import DtypeError, MaskError, OptionError
+
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Padding:
+    """How many tokens of each sequence are real, and on which side the padding stands."""
+
+    keys: Tensor  # [batch]
+    queries: Tensor | None  # [batch]; None: as the keys in self-attention, otherwise all queries are real
+    side: Side
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """Which document each token of a packed row belongs to; a negative id marks padding."""
+
+    queries: Tensor  # [batch or 1, queries]
+    keys: Tensor | None  # [batch or 1, keys]; None: the same tokens as the queries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelativeBias:
+    """A bias that depends on the distance alone: `table[head, clamp(key - query + zero)]` is added to the logit."""
+
+    table: Tensor  # [heads or 1, distances]
+    zero: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """Which keys each query may attend to, and what is added to their logits.
+
+    A mask is a description. True means *may attend*; masks are combined with `&`. Build one from the
+    constructors below, never from the fields.
+
+    >>> Mask.causal() & Mask.window(4)
+    Mask(window: 3 before, 0 after)
+    >>> Mask.causal() & Mask.lengths([5, 3])
+    Mask(causal & lengths of 2 sequences, padding on the right)
+
+    Positions are each token's own. Without lengths, documents or explicit positions the last query stands beside
+    the last key, so that a causal mask over a cache of earlier tokens is right without further words.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    sinks: int = 0
+    padding: tuple[Padding, ...] = ()
+    packed: tuple[Documents, ...] = ()
+    placed: tuple[Tensor, Tensor] | None = None
+    allowed: tuple[Tensor, ...] = ()
+    biases: tuple[Tensor, ...] = ()
+    relative_biases: tuple[RelativeBias, ...] = ()
+
+    # ---- constructors
+
+    @classmethod
+    def causal(cls) -> Mask:
+        """Every query sees itself and what stands before it."""
+        return cls(right=0)
+
+    @classmethod
+    def window(
+        cls, size: int | None = None, *, left: int | None = None, right: int | None = None, sinks: int = 0
+    ) -> Mask:
+        """A sliding window: `window(n)` is n keys, self included, none after it; or so many before and after.
+
+        `sinks` keeps the first keys of each sequence visible however far away they are.
+
+        >>> Mask.window(left=2, right=1)
+        Mask(window: 2 before, 1 after)
+        """
+        if size is not None:
+            if left is not None or right is not None:
+                raise OptionError(
+                    f"give a window either a size or left/right, got size {size}, left {left}, right {right}"
+                )
+            left, right = _count("window size", size, at_least=1) - 1, 0
+        elif left is None and right is None:
+            raise OptionError("a window needs a size, or left and/or right; got none of them")
+        else:
+            left = None if left is None else _count("window left", left)
+            right = None if right is None else _count("window right", right)
+        sinks = _count("sinks", sinks)
+        if sinks and left is None:
+            raise OptionError(
+                f"sinks keep keys visible that a window's left edge hides, got sinks {sinks} and no left edge"
+            )
+        return cls(left=left, right=right, sinks=sinks)
+
+    @classmethod
+    def lengths(
+        cls, keys: Sequence[int] | Tensor, *, queries: Sequence[int] | Tensor | None = None, side: Side = "right"
+    ) -> Mask:
+        """Padding: sequence b has `keys[b]` real keys, the rest is padding on the given side.
+
+        Without `queries`, the queries of a self-attention (as many queries as keys) are padded like its keys;
+        otherwise every query is real. A padded query attends to nothing.
+        """
+        if side not in ("left", "right"):
+            raise OptionError(f"side must be 'left' or 'right', got {side!r}")
+        real_keys = _lengths("keys", keys)
+        real_queries = None if queries is None else _lengths("queries", queries)
+        if real_queries is not None and real_queries.shape != real_keys.shape:
+            raise MaskError(
+                "key and query lengths must name the same number of sequences, "
+                f"got {real_keys.shape[0]} and {real_queries.shape[0]}"
+            )
+        return cls(padding=(Padding(real_keys, real_queries, side),))
+
+    @classmethod
+    def documents(cls, queries: Tensor | Sequence[int], keys: Tensor | Sequence[int] | None = None) -> Mask:
+        """Packed sequences: a query sees the keys that carry its own document id. A negative id marks padding.
+
+        ids are [sequence] or [batch, sequence]. Without `keys` queries and keys are the same tokens. Combined
+        with `Mask.causal()`, each document is aligned to its own end.
+        """
+        query_ids = _rows("document ids", queries)
+        return cls(packed=(Documents(query_ids, None if keys is None else _rows("document ids", keys)),))
+
+    @classmethod
+    def positions(cls, queries: Tensor, keys: Tensor) -> Mask:
+        """Say outright where each token stands, [sequence] or [batch, sequence]; a key at a negative position is empty.
+
+        Causal masks, windows and relative biases compare these positions. Caches that move tokens around use it.
+        """
+        return cls(placed=(_rows("query positions", queries), _rows("key positions", keys)))
+
+    @classmethod
+    def dense(cls, allowed: Tensor) -> Mask:
+        """A boolean tensor, True = may attend: [queries, keys] or [batch or 1, heads or 1, queries or 1, keys]."""
+        if not isinstance(allowed, Tensor):
+            raise MaskError(f"Mask.dense takes a boolean tensor, got {type(allowed).__name__}")
+        if allowed.dtype is not torch.bool:
+            raise DtypeError(
+                f"Mask.dense takes a boolean tensor (True = may attend), got {allowed.dtype}; "
+                "for a 0/1 mask pass mask.bool(), for values to be added to the logits use Mask.bias"
+            )
+        return cls(allowed=(_four_dimensional("Mask.dense", allowed),))
+
+    @classmethod
+    def bias(cls, bias: Tensor, *, zero_one: bool = False) -> Mask:
+        """Values added to the scaled logits; -inf hides a key: [queries, keys] or [batch or 1, heads or 1, queries or 1, keys].
+
+        A tensor of zeros and ones alone is almost always a boolean mask in the wrong dtype, and is refused where
+        its values can be read without waiting for a device; `zero_one=True` says that it is meant.
+        """
+        if not isinstance(bias, Tensor):
+            raise MaskError(f"Mask.bias takes a floating-point tensor, got {type(bias).__name__}")
+        if not bias.is_floating_point():
+            raise DtypeError(
+                f"Mask.bias takes a floating-point tensor, got {bias.dtype}; "
+                "for a boolean mask (True = may attend) use Mask.dense"
+            )
+        if not zero_one and _readable(bias) and bias.numel() and _only_zeros_and_ones(bias):
+            raise MaskError(
+                "Mask.bias adds its values to the logits, got a tensor of zeros and ones, which hides nothing; "
+                "for a 0/1 mask use Mask.dense(mask.bool()), and Mask.bias(..., zero_one=True) if adding 0 and 1 is meant"
+            )
+        return cls(biases=(_four_dimensional("Mask.bias", bias),))
+
+    @classmethod
+    def relative(cls, table: Tensor, zero: int) -> Mask:
+        """A bias by distance: `table[head, key - query + zero]`, held at its ends, is added to the logit.
+
+        `table` is [heads or 1, distances]. ALiBi, T5 and other relative encodings in O(n) memory.
+        """
+        if not isinstance(table, Tensor) or table.ndim != 2 or not table.is_floating_point():
+            got = f"{table.dtype} of shape {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
+            raise MaskError(f"Mask.relative takes a floating-point table [heads, distances], got {got}")
+        if not 0 <= zero < table.shape[1]:
+            raise MaskError(f"zero must be a column of the table, 0 to {table.shape[1] - 1}, got {zero}")
+        return cls(relative_biases=(RelativeBias(table, zero),))
+
+    @classmethod
+    def from_torch(
+        cls, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, num_heads: int | None = None
+    ) -> Mask:
+        """The conventions of `torch.nn.MultiheadAttention`: True means *hidden*, floats are added.
+
+        `attn_mask` is [queries, keys] or [batch * num_heads, queries, keys] (then say `num_heads`);
+        `key_padding_mask` is [batch, keys] or [keys].
+        """
+        mask = cls()
+        if attn_mask is not None:
+            if attn_mask.ndim == 3:
+                if num_heads is None:
+                    raise MaskError(
+                        "a 3-D attn_mask is [batch * num_heads, queries, keys]: say num_heads, "
+                        f"got shape {list(attn_mask.shape)} alone"
+                    )
+                if attn_mask.shape[0] % num_heads:
+                    raise MaskError(
+                        "a 3-D attn_mask must have batch * num_heads rows, "
+                        f"got {attn_mask.shape[0]} rows and num_heads {num_heads}"
+                    )
+                attn_mask = attn_mask.unflatten(0, (-1, num_heads))
+            elif attn_mask.ndim != 2:
+                raise MaskError(
+                    f"attn_mask must be [queries, keys] or [batch * num_heads, queries, keys], got shape {list(attn_mask.shape)}"
+                )
+            mask = mask & cls._torch_term("attn_mask", attn_mask)
+        if key_padding_mask is not None:
+            if key_padding_mask.ndim not in (1, 2):
+                raise MaskError(
+                    f"key_padding_mask must be [batch, keys] or [keys], got shape {list(key_padding_mask.shape)}"
+                )
+            rows = key_padding_mask if key_padding_mask.ndim == 2 else key_padding_mask[None]
+            mask = mask & cls._torch_term("key_padding_mask", rows[:, None, None])
+        return mask
+
+    @classmethod
+    def _torch_term(cls, name: str, term: Tensor) -> Mask:
+        if term.dtype is torch.bool:
+            return cls(allowed=(_four_dimensional(name, ~term),))
+        if term.is_floating_point():
+            return cls(biases=(_four_dimensional(name, term),))
+        raise DtypeError(f"{name} must be boolean (True = hidden) or floating point (added), got {term.dtype}")
+
+    # ---- combining and moving
+
+    def __and__(self, other: Mask) -> Mask:
+        """Both masks at once: a key is visible where both allow it; biases add."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        left, sinks = _narrower(self, other)
+        if self.placed is not None and other.placed is not None:
+            raise MaskError("two masks that both state positions cannot be combined; keep one Mask.positions")
+        return Mask(
+            left=left,
+            right=_least(self.right, other.right),
+            sinks=sinks,
+            padding=self.padding + other.padding,
+            packed=self.packed + other.packed,
+            placed=self.placed or other.placed,
+            allowed=self.allowed + other.allowed,
+            biases=self.biases + other.biases,
+            relative_biases=self.relative_biases + other.relative_biases,
+        )
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether the mask hides nothing and adds nothing."""
+        return self.left is None and self.right is None and not self.tensors
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor the description holds."""
+        padding = [x for term in self.padding for x in (term.keys, term.queries) if x is not None]
+        packed = [x for term in self.packed for x in (term.queries, term.keys) if x is not None]
+        tables = [term.table for term in self.relative_biases]
+        return (*padding, *packed, *(self.placed or ()), *self.allowed, *self.biases, *tables)
+
+    def to(self, device: torch.device | str) -> Mask:
+        """The same mask with its tensors on `device`. Do this once where a mask made from lists serves many layers."""
+
+        def move(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device, non_blocking=True)
+
+        def moved(term: Padding | Documents | RelativeBias) -> Padding | Documents | RelativeBias:
+            tensors = {
+                f.name: move(x) for f in dataclasses.fields(term) if isinstance(x := getattr(term, f.name), Tensor)
+            }
+            return dataclasses.replace(term, **tensors)
+
+        return dataclasses.replace(
+            self,
+            padding=tuple(moved(term) for term in self.padding),
+            packed=tuple(moved(term) for term in self.packed),
+            placed=None if self.placed is None else (move(self.placed[0]), move(self.placed[1])),
+            allowed=tuple(move(x) for x in self.allowed),
+            biases=tuple(move(x) for x in self.biases),
+            relative_biases=tuple(moved(term) for term in self.relative_biases),
+        )
+
+    def __repr__(self) -> str:
+        terms = []
+        if self.right == 0 and self.left is None:
+            terms.append("causal")
+        elif self.left is not None or self.right is not None:
+            before, after = ("all" if side is None else side for side in (self.left, self.right))
+            terms.append(
+                f"window: {before} before, {after} after" + (f", first {self.sinks} kept" if self.sinks else "")
+            )
+        terms += [f"lengths of {term.keys.shape[0]} sequences, padding on the {term.side}" for term in self.padding]
+        terms += [f"documents {list(term.queries.shape)}" for term in self.packed]
+        terms += ["stated positions"] if self.placed else []
+        terms += [f"dense {list(x.shape)}" for x in self.allowed]
+        terms += [f"bias {list(x.shape)}" for x in self.biases]
+        terms += [f"relative bias {list(term.table.shape)}" for term in self.relative_biases]
+        return f"Mask({' & '.join(terms) or 'everything'})"
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _narrower(a: Mask, b: Mask) -> tuple[int | None, int]:
+    """The left edge and kept first keys of two windows at once."""
+    if a.left is None or b.left is None:
+        return _least(a.left, b.left), a.sinks or b.sinks
+    (left, sinks), (other_left, other_sinks) = sorted([(a.left, a.sinks), (b.left, b.sinks)])
+    if left < other_left and sinks > other_sinks:
+        raise MaskError(
+            "these two windows do not combine into one: the narrower keeps more first keys, "
+            f"got left {left} with sinks {sinks} and left {other_left} with sinks {other_sinks}"
+        )
+    return left, min(sinks, other_sinks)
+
+
+def _count(name: str, value: int, *, at_least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} must be an integer, got {value!r}")
+    if value < at_least:
+        raise OptionError(f"{name} must be at least {at_least}, got {value}")
+    return value
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device or breaking a graph."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return plain and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _only_zeros_and_ones(tensor: Tensor) -> bool:
+    tensor = tensor.detach()
+    ones = tensor == 1
+    return bool(ones.any()) and bool((ones | (tensor == 0)).all())
+
+
+def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    if tensor.numel() == 0 and not isinstance(values, Tensor):
+        tensor = tensor.long()
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise DtypeError(f"{name} must be integers, got {tensor.dtype}")
+    return tensor
+
+
+def _lengths(name: str, values: Sequence[int] | Tensor) -> Tensor:
+    tensor = _integers(f"{name} lengths", values)
+    if tensor.ndim != 1:
+        raise MaskError(f"{name} lengths must be one number a sequence, [batch], got shape {list(tensor.shape)}")
+    if _readable(tensor) and tensor.numel() and int(tensor.min()) < 0:
+        raise MaskError(f"{name} lengths must not be negative, got {int(tensor.min())}")
+    return tensor
+
+
+def _rows(name: str, values: Tensor | Sequence[int]) -> Tensor:
+    tensor = _integers(name, values)
+    if tensor.ndim not in (1, 2):
+        raise MaskError(f"{name} must be [sequence] or [batch, sequence], got shape {list(tensor.shape)}")
+    return tensor if tensor.ndim == 2 else tensor[None]
+
+
+def _four_dimensional(name: str, tensor: Tensor) -> Tensor:
+    if tensor.ndim == 2:
+        return tensor[None, None]
+    if tensor.ndim == 4:
+        return tensor
+    hint = (
+        "; a 3-D mask is ambiguous: insert the missing axis, mask[:, None] for [batch, queries, keys]"
+        if tensor.ndim == 3
+        else ""
+    )
+    raise MaskError(
+        f"{name} takes [queries, keys] or [batch or 1, heads or 1, queries or 1, keys], got shape {list(tensor.shape)}{hint}"
+    )

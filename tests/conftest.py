@@ -1,0 +1,65 @@
+"""What every test shares: one seed, the folder of real text, and reasons where a test cannot run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+# A machine that only measures may lack hypothesis; the tests that use it then fail by themselves, the others run.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # A first call compiles or warms up, so a deadline would measure the machine and not the code.
+    settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "ci", parent=settings.get_profile("dev"), derandomize=True, print_blob=True, database=None
+    )
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+SEED = 20_231
+
+
+def _data_dir() -> Path | None:
+    named = os.environ.get("POLYHEAD_DATA")
+    return Path(named) if named and Path(named).is_dir() else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say why."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+    no_data = pytest.mark.skip(reason="needs real text: POLYHEAD_DATA does not name a folder")
+    has_gpu, has_data = torch.cuda.is_available(), _data_dir() is not None
+    for item in items:
+        if not has_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)
+        if not has_data and item.get_closest_marker("data"):
+            item.add_marker(no_data)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Start every test from the same random state, so that no test depends on which ran before it."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture
+def data_dir() -> Path:
+    """The folder of real text that POLYHEAD_DATA names."""
+    folder = _data_dir()
+    if folder is None:
+        pytest.skip("needs real text: POLYHEAD_DATA does not name a folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def project_root() -> Path:
+    """The root of the source tree, where pyproject.toml lies."""
+    return Path(__file__).resolve().parent.parent

@@ -1,0 +1,317 @@
+"""The benchmark keeps its own rules: pairs, intervals, honest absences, no ratio between different functions."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import __main__ as command
+from benchmarks import agreement, contenders, layer, machine, masked, results, runner
+from benchmarks.agreement import Disagreement
+from benchmarks.contenders import CONTENDERS, OURS, PLAIN, X_TRANSFORMERS, Setting, Shape, Weights
+from benchmarks.decode import BytesWritten, bytes_of_step
+from benchmarks.layer import Run
+from benchmarks.overhead import functions_entered
+from benchmarks.results import Row
+from benchmarks.runner import Comparison, Ratio, Timings, alternate, paired_ratio
+from polyhead.errors import BackendUnsupported
+
+CPU = torch.device("cpu")
+SMALL = Shape(2, 19, 46, 2)
+RUN = Run(CPU, torch.float32, alternations=3)
+
+
+def test_drift_of_the_machine_leaves_a_paired_ratio_alone():
+    drift = [1.0 + 0.1 * i for i in range(31)]
+    found = paired_ratio([1.2 * d for d in drift], drift)
+    assert found.low == pytest.approx(1.2)
+    assert found.median == pytest.approx(1.2)
+    assert found.high == pytest.approx(1.2)
+
+
+def test_the_interval_holds_the_median_and_repeats_under_its_seed():
+    ours = [1.0 + 0.01 * (i % 7) for i in range(31)]
+    first, again = paired_ratio(ours, [1.0] * 31), paired_ratio(ours, [1.0] * 31)
+    assert first == again
+    assert 1.0 <= first.low <= first.median <= first.high <= 1.06
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([1.0], [1.0, 2.0]), ([], [])])
+def test_unpaired_samples_are_refused(ours, theirs):
+    with pytest.raises(ValueError, match=f"got {len(ours)} and {len(theirs)}"):
+        paired_ratio(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "bound", "missed"),
+    [(1.06, 1.20, 1.05, True), (1.04, 1.20, 1.05, False), (0.90, 1.00, 1.05, False), (2.0, 3.0, None, False)],
+)
+def test_a_miss_is_an_interval_wholly_above_the_bound(low, high, bound, missed):
+    assert Comparison("a", "b", Ratio((low + high) / 2, low, high), bound).missed is missed
+
+
+def test_every_contender_is_timed_once_an_alternation_in_a_drawn_order():
+    seen: list[str] = []
+    calls = {name: lambda name=name: seen.append(name) for name in "abc"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_warm_up", lambda call, device: (1, 0.0))
+        timings = alternate(calls, device=CPU, alternations=30, seed=7)
+        first, seen = seen, []
+        calls = {name: lambda name=name: seen.append(name) for name in "abc"}
+        alternate(calls, device=CPU, alternations=30, seed=7)
+    rounds = [tuple(first[i : i + 3]) for i in range(0, len(first), 3)]
+    assert len(rounds) == 30
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 1
+    assert first == seen
+    assert {name: len(samples) for name, samples in timings.samples_ms.items()} == {"a": 30, "b": 30, "c": 30}
+
+
+def test_a_quick_call_is_repeated_until_a_sample_can_be_measured():
+    inner, _ = runner._warm_up(lambda: None, CPU)
+    assert inner > 100
+
+
+def test_running_out_of_memory_is_recorded_and_the_others_go_on():
+    def starved() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def starved_on_the_cpu() -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    calls = {"fits": lambda: None, "starved": starved, "on the CPU": starved_on_the_cpu}
+    timings = alternate(calls, device=CPU, alternations=2)
+    assert list(timings.samples_ms) == ["fits"]
+    assert timings.absent == {"starved": "out of memory", "on the CPU": "out of memory"}
+    assert timings.compare("fits", "starved") is None
+
+
+def test_another_error_is_not_swallowed_and_collection_is_switched_on_again(monkeypatch):
+    def broken() -> None:
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        alternate({"broken": broken}, device=CPU)
+    calls = iter(range(8))
+
+    def breaks_later() -> None:
+        if next(calls) > 5:
+            raise KeyError("later")
+
+    monkeypatch.setattr(runner, "_warm_up", lambda call, device: (1, 0.0))
+    with pytest.raises(KeyError, match="later"):
+        alternate({"breaks": breaks_later}, device=CPU, alternations=9)
+    assert gc.isenabled()
+
+
+SETTINGS = {
+    "plain": PLAIN,
+    "causal": Setting(causal=True),
+    "padded": Setting(lengths=torch.tensor([19, 11])),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_contenders_given_the_same_weights_compute_the_same_function(name, kind):
+    if name == X_TRANSFORMERS:
+        pytest.importorskip("x_transformers")
+    setting = SETTINGS[kind]
+    weights = Weights.random(SMALL, device=CPU, dtype=torch.float32, seed=1)
+    x = RUN.inputs(2, 19, 46)
+    module = CONTENDERS[name](weights, setting)
+    for training in (False, True):
+        agreement.check_output(name, module.train(training), x, weights, setting, seed=2)
+    found = agreement.check_gradients(name, CONTENDERS[name], x, weights, setting, seed=2)
+    assert len(found) == 5
+
+
+def test_a_contender_with_another_weight_disagrees():
+    weights = Weights.random(SMALL, device=CPU, dtype=torch.float32, seed=1)
+    module = contenders.ThreeLinear(weights, PLAIN)
+    with torch.no_grad():
+        module.key.weight[3, 5] += 0.5
+    with pytest.raises(Disagreement, match=r"other: the output is off by .* explained by rounding"):
+        agreement.check_output("other", module, RUN.inputs(2, 19, 46), weights, PLAIN, seed=0)
+
+
+def test_a_contender_with_another_gradient_disagrees():
+    class Detached(contenders.ThreeLinear):
+        def forward(self, x):
+            return super().forward(x) + 0.1 * (self.query(x) - self.query(x).detach())
+
+    weights = Weights.random(SMALL, device=CPU, dtype=torch.float32, seed=1)
+    x = RUN.inputs(2, 19, 46)
+    agreement.check_output("other", Detached(weights, PLAIN), x, weights, PLAIN, seed=0)
+    with pytest.raises(Disagreement, match=r"other: the gradient of the input is off by"):
+        agreement.check_gradients("other", Detached, x, weights, PLAIN, seed=0)
+
+
+def test_a_run_with_a_disagreement_reports_no_figure(monkeypatch, tmp_path, capsys):
+    class Wrong(contenders.Tutorial):
+        def forward(self, x):
+            return super().forward(x) * 1.01
+
+    monkeypatch.setitem(CONTENDERS, "tutorial", Wrong)
+    path = tmp_path / "run.json"
+    assert (
+        command.main(["--device", "cpu", "--quick", "--shapes", str(SMALL), "--only", "layer", "--output", str(path)])
+        == 2
+    )
+    printed = capsys.readouterr()
+    assert "no figures: tutorial: the output is off by" in printed.err
+    assert printed.out == ""
+    assert not path.exists()
+
+
+def test_a_contender_that_is_not_installed_is_recorded_as_such(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "x_transformers" else find(name))
+    row = next(layer.layer(RUN, SMALL))
+    assert row.timings.absent == {X_TRANSFORMERS: "not installed"}
+    assert any(X_TRANSFORMERS in line and "not installed" in line for line in results.cells([row]))
+
+
+def test_layer_rows_hold_bounds_against_the_faster_floor_and_against_torch():
+    forward, training = layer.layer(RUN, SMALL)
+    assert (forward.bench, training.bench) == ("layer, forward", "layer, forward + backward")
+    for row in (forward, training):
+        floor = row.notes["floor"]
+        assert row.timings.median_ms(floor) == min(map(row.timings.median_ms, contenders.FLOOR))
+        bounds = {c.against: c.bound for c in row.comparisons}
+        assert bounds[floor] == 1.05
+        assert bounds["nn.MultiheadAttention"] == 1.0
+        assert bounds["tutorial"] is None
+        assert all(c.subject == OURS for c in row.comparisons)
+
+
+def test_bytes_written_counts_new_memory_and_writes_but_no_views():
+    x = torch.zeros(7, 11)
+    with BytesWritten() as counter:
+        x.view(77)[:5].reshape(5, 1).transpose(0, 1)
+    assert counter.total == 0
+    with BytesWritten() as counter:
+        x + 1
+        x[2:5].mul_(3)
+    assert counter.total == 4 * (77 + 33)
+
+
+def test_a_decoding_step_writes_as_much_into_a_long_cache_as_into_a_short_one():
+    shape = Shape(2, 61, 46, 2)
+    weights = Weights.random(shape, device=CPU, dtype=torch.float32, seed=0)
+    ours = contenders.Polyhead(weights, PLAIN).eval().layer
+    assert bytes_of_step(RUN, ours, shape, 13) == bytes_of_step(RUN, ours, shape, 61)
+
+
+def test_functions_entered_is_a_count_without_noise():
+    x = torch.ones(3)
+    module = nn.Identity()
+    assert functions_entered(lambda: None) < functions_entered(lambda: module(x))
+    assert functions_entered(lambda: module(x)) == functions_entered(lambda: module(x))
+
+
+def test_a_run_writes_what_it_was_taken_on_and_shows_a_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "QUICK_ALTERNATIONS", 2)
+    path = tmp_path / "results" / "run.json"
+    arguments = ["--device", "cpu", "--quick", "--shapes", "2x19x46x2", "--output", str(path)]
+    assert command.main(arguments) == 0
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert written["machine"]["cpu"]
+    assert written["machine"]["cores"] >= 1
+    assert set(written["versions"]) >= {"python", "torch", "triton"}
+    assert {"commit", "date", "misses"} <= set(written)
+    assert {row["bench"].split(",")[0] for row in written["rows"]} == {
+        "layer", "causal", "padded", "NaN guard", "decode one token", "overhead",
+    }  # fmt: skip
+    first = written["rows"][0]
+    assert first["dtype"] == "float32"
+    assert all(len(samples) == 2 for samples in first["samples_ms"].values())
+    shown = capsys.readouterr().out
+    assert "layer, forward" in shown
+    assert str(path) in shown
+
+
+def a_row(low: float) -> Row:
+    timings = Timings({"ours": [2.0], "floor": [1.0]}, {"tutorial": "out of memory"})
+    comparison = Comparison("ours", "floor", Ratio(low + 0.1, low, low + 0.2), 1.05)
+    return Row.of("layer, forward", "2x3x5x1", torch.float32, timings, [comparison, None], failed="")
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_the_table_marks_misses_and_absences(with_rich, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find(name) if with_rich or name != "rich" else None)
+    results.show([a_row(1.3), a_row(0.9)])
+    shown = capsys.readouterr().out
+    assert shown.count("MISS") == 1
+    assert shown.count("out of memory") == 2
+    assert "layer, forward at 2x3x5x1: ours / floor is 1.400 [1.300, 1.500], above 1.05" in shown
+
+
+def test_strict_turns_a_miss_into_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_rows", lambda run, only, shapes: iter([a_row(1.3)]))
+    arguments = ["--device", "cpu", "--output", str(tmp_path / "run.json")]
+    assert command.main(arguments) == 0
+    assert command.main([*arguments, "--strict"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--shapes", "2x10x512"], "got '2x10x512'"),
+        (["--shapes", "0x10x512x8"], "got '0x10x512x8'"),
+        (["--only", "layer,speed"], "no bench is called speed"),
+        (["--device", "tpu"], "tpu"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_words(arguments, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_a_layer_too_large_for_one_path_is_still_timed_on_the_other():
+    class TooLargeInEval(contenders.Tutorial):
+        def forward(self, x):
+            if not self.training:
+                raise torch.OutOfMemoryError("too large")
+            return super().forward(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONTENDERS, "tutorial", TooLargeInEval)
+        forward, training = layer.layer(RUN, SMALL)
+    assert forward.timings.absent["tutorial"] == "out of memory"
+    assert "tutorial" in training.timings.samples_ms
+
+
+def test_a_layer_too_large_for_every_path_is_recorded_as_such(monkeypatch):
+    class TooLarge(contenders.Tutorial):
+        def forward(self, x):
+            raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setitem(CONTENDERS, "tutorial", TooLarge)
+    assert all(row.timings.absent["tutorial"] == "out of memory" for row in layer.layer(RUN, SMALL))
+
+
+def test_a_guard_that_cannot_run_is_recorded_with_its_reasons(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise BackendUnsupported("sdpa", ["no fused kernel serves this"])
+
+    monkeypatch.setattr(masked.polyhead, "attention", refuse)
+    row = next(masked.guard(RUN, SMALL))
+    assert "no fused kernel serves this" in row.timings.absent[masked.GUARDED]
+    assert row.comparisons == ()
+
+
+def test_the_machine_is_described():
+    facts = machine.describe(CPU)
+    assert facts["machine"]["gpu"] is None
+    assert facts["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in facts["versions"]["torch"]
+    assert machine.describe(CPU, "abc123")["commit"] == "abc123"
+    assert machine.version("no-such-package") is None
+    assert machine._output("no-such-program") == ""
