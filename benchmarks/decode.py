@@ -48,7 +48,7 @@ def decode(run: Run, shape: Shape) -> Iterator[Row]:
     ours = Polyhead(weights, PLAIN).eval().layer
     bare = FusedQKV(weights, PLAIN).eval()
     x = run.inputs(shape.batch, tokens + 1, shape.embed_dim, salt=8)
-    prompt, new = x[:, :tokens], x[:, tokens:]
+    prompt, new = x[:, :tokens].contiguous(), x[:, tokens:].contiguous()  # as an embedding gives them
     with torch.no_grad():
         cache = _filled(ours, prompt, capacity=tokens + 1)
         key, value = (buffer.clone() for buffer in cache._buffers)

@@ -131,6 +131,18 @@ def test_contenders_given_the_same_weights_compute_the_same_function(name, kind)
     assert len(found) == 5
 
 
+def test_torch_is_timed_on_its_fast_path_in_eval_and_off_it_in_training(monkeypatch):
+    fast, calls = torch._native_multi_head_attention, []
+    monkeypatch.setattr(torch, "_native_multi_head_attention", lambda *args: calls.append(1) or fast(*args))
+    weights = Weights.random(SMALL, device=CPU, dtype=torch.float32, seed=1)
+    module = contenders.TorchLayer(weights, PLAIN)
+    x = RUN.inputs(2, 19, 46)
+    layer._training_step(module.train(), x, x)()
+    assert not calls
+    layer._forward(module.eval(), x, x)()
+    assert calls
+
+
 def test_a_contender_with_another_weight_disagrees():
     weights = Weights.random(SMALL, device=CPU, dtype=torch.float32, seed=1)
     module = contenders.ThreeLinear(weights, PLAIN)

@@ -26,7 +26,7 @@ class HeadId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> HeadId:
-        layer, dot, head = text.partition(".")
+        layer, dot, head = text.partition(".") if isinstance(text, str) else ("", "", "")
         if not (dot and layer.isdecimal() and head.isdecimal()):
             raise OptionError(f"a head is written LAYER.HEAD, as in 3.7; got {text!r}")
         return cls(int(layer), int(head))
@@ -96,4 +96,11 @@ class HeadLayout:
 
     @classmethod
     def from_dict(cls, sizes: dict[str, int]) -> HeadLayout:
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown, missing = sorted(set(sizes) - set(names)), sorted({"embed_dim", "num_heads"} - set(sizes))
+        if unknown or missing:
+            raise ShapeError(
+                f"a head layout has embed_dim, num_heads and optionally {', '.join(names[2:])}; "
+                f"got unknown names {unknown} and missing names {missing}"
+            )
         return cls(**sizes)

@@ -182,8 +182,8 @@ class Mask:
         if not isinstance(table, Tensor) or table.ndim != 2 or not table.is_floating_point():
             got = f"{table.dtype} of shape {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
             raise MaskError(f"Mask.relative takes a floating-point table [heads, distances], got {got}")
-        if not 0 <= zero < table.shape[1]:
-            raise MaskError(f"zero must be a column of the table, 0 to {table.shape[1] - 1}, got {zero}")
+        if isinstance(zero, bool) or not isinstance(zero, int) or not 0 <= zero < table.shape[1]:
+            raise MaskError(f"zero must be a column of the table, 0 to {table.shape[1] - 1}, got {zero!r}")
         return cls(relative_biases=(RelativeBias(table, zero),))
 
     @classmethod
@@ -196,6 +196,11 @@ class Mask:
         `key_padding_mask` is [batch, keys] or [keys].
         """
         mask = cls()
+        if num_heads is not None:
+            _count("num_heads", num_heads, at_least=1)
+        for name, term in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if term is not None and not isinstance(term, Tensor):
+                raise MaskError(f"{name} must be a tensor, got {type(term).__name__}")
         if attn_mask is not None:
             if attn_mask.ndim == 3:
                 if num_heads is None:
@@ -235,6 +240,11 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         """Both masks at once: a key is visible where both allow it; biases add."""
+        if isinstance(other, Tensor):
+            raise MaskError(
+                "a mask is combined with another mask, got a tensor; use Mask.dense(tensor) for booleans "
+                "(True = may attend), Mask.bias(tensor) for values to add"
+            )
         if not isinstance(other, Mask):
             return NotImplemented
         left, sinks = _narrower(self, other)
@@ -256,6 +266,12 @@ class Mask:
     def is_everything(self) -> bool:
         """Whether the mask hides nothing and adds nothing."""
         return self.left is None and self.right is None and not self.tensors
+
+    @property
+    def is_just_causal(self) -> bool:
+        """Whether the mask is `Mask.causal()` and nothing else."""
+        others = self.padding or self.packed or self.placed or self.allowed or self.biases or self.relative_biases
+        return self.right == 0 and self.left is None and not others
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -343,7 +359,10 @@ def _only_zeros_and_ones(tensor: Tensor) -> bool:
 
 
 def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MaskError(f"{name} must be a list of integers or an integer tensor, got {values!r}") from error
     if tensor.numel() == 0 and not isinstance(values, Tensor):
         tensor = tensor.long()
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:

@@ -275,6 +275,7 @@ def test_the_operator_of_pytorch_is_left_alone_where_pytorch_leaves_it(reason: s
     assert not native.called
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 def test_no_weights_are_held_where_none_are_asked_for() -> None:
     """(1, 8192, 16) with two heads would hold 512 MiB of weights; the peak is read from the allocator's own record."""
     module = MultiheadAttention(16, 2, batch_first=True).eval()

@@ -13,6 +13,7 @@ app = typer.Typer(
     name="polyhead",
     help="Multi-head attention you can run, watch and reshape, one head at a time.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # joins the lines of a docstring's paragraph
     add_completion=False,
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a report
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -42,4 +43,4 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    app()
+    app(prog_name="polyhead")

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def demo(
     sentence: Annotated[
-        list[str] | None, typer.Option(help="A sentence of your own instead of the two; may be given several times.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A sentence of your own instead of the two; may be given several times."),
     ] = None,
     head: Annotated[int, typer.Option(help="Which of the 8 heads' weights to draw, counted from 0.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the untrained layer's weights.")] = 0,

@@ -3,6 +3,6 @@
 from polyhead.functional.api import attention, explain
 from polyhead.functional.backends import BACKENDS, Choice, Explanation
 from polyhead.functional.request import AttentionOutput
-from polyhead.functional.sdpa import unmasked
+from polyhead.functional.sdpa import straight
 
-__all__ = ["BACKENDS", "AttentionOutput", "Choice", "Explanation", "attention", "explain", "unmasked"]
+__all__ = ["BACKENDS", "AttentionOutput", "Choice", "Explanation", "attention", "explain", "straight"]

@@ -36,6 +36,7 @@ def attention(
     weights: bool = False,
     statistics: bool | tuple[str, ...] | None = None,
     logsumexp: bool = False,
+    finite: bool = False,
 ) -> AttentionOutput:
     """Softmax attention of every query over the keys it may see: softmax(scale * Q K^T) V, head by head.
 
@@ -54,6 +55,8 @@ def attention(
         weights: also return the weights, before dropout, in the accumulation dtype.
         statistics: not available yet; asking raises.
         logsumexp: return the log-sum-exp of each row even if a slower backend must be taken for it.
+        finite: your word that keys and values hold no NaN or Inf. Under a mask this saves the passes over them that
+            keep hidden ones from leaking; if the word is broken, they may.
 
     A row with nothing to attend to gives exactly zero output and zero gradient. NaN and Inf in hidden keys and
     values never reach an output or a gradient.
@@ -66,7 +69,7 @@ def attention(
     """
     if statistics:
         raise OptionError("statistics of the weights are not available yet, got statistics=" + repr(statistics))
-    request = _request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp)
+    request = _request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
@@ -87,6 +90,7 @@ def explain(
     seed: int | Tensor | None = None,
     weights: bool = False,
     logsumexp: bool = False,
+    finite: bool = False,
 ) -> Explanation:
     """Which backend would serve this call of `attention`, and every reason of those that would not.
 
@@ -97,7 +101,7 @@ def explain(
     -> blockwise  tiles of plain PyTorch, online softmax
        reference  the formula, weights materialised
     """
-    return backends.explain(_request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp))
+    return backends.explain(_request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite))
 
 
 def _request(
@@ -112,8 +116,12 @@ def _request(
     seed: int | Tensor | None,
     weights: bool,
     logsumexp: bool,
+    finite: bool,
 ) -> AttentionRequest:
     """Check what arrived and put it into the one form that backends read."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        kinds = [type(x).__name__ for x in (query, key, value)]
+        raise DtypeError(f"query, key and value must be tensors, got {kinds[0]}, {kinds[1]} and {kinds[2]}")
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise ShapeError(
             "query, key and value must be [batch, heads, sequence, head_dim], "
@@ -156,21 +164,42 @@ def _request(
         scale = 1.0 / math.sqrt(head_dim)
     elif isinstance(scale, Tensor):
         _check_per_head("scale", scale, heads, query)
-    if softcap is not None and not softcap > 0:
-        raise OptionError(f"softcap must be positive, got {softcap}")
+    elif not (_is_number(scale) and math.isfinite(scale)):
+        raise OptionError(f"scale must be a finite number, or a tensor with one number a head, got {scale!r}")
+    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
+        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; None leaves the logits as they are")
     if sinks is not None:
         _check_per_head("sinks", sinks, heads, query)
-    if not 0.0 <= dropout < 1.0:
-        raise OptionError(f"dropout must be at least 0 and less than 1, got {dropout}")
+    if not (_is_number(dropout) and 0.0 <= dropout < 1.0):
+        raise OptionError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
     visibility = None
     if mask is not None:
         if not isinstance(mask, Mask):
             hint = "Mask.dense(mask) for a boolean tensor (True = may attend), Mask.bias(mask) for values to add"
             raise MaskError(f"mask must be a polyhead.Mask, got {type(mask).__name__}; use {hint}")
         visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=query.device)
-    if seed is not None and not isinstance(seed, Tensor):
-        seed = torch.full((1,), seed, dtype=torch.int64, device=query.device)
-    return AttentionRequest(query, key, value, visibility, scale, softcap, sinks, dropout, seed, weights, logsumexp)
+    if seed is not None:
+        seed = _seed(seed, query)
+    return AttentionRequest(query, key, value, visibility, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
+
+
+def _seed(seed: int | Tensor, query: Tensor) -> Tensor:
+    """One int64 on the device of the query."""
+    if isinstance(seed, Tensor):
+        if seed.dtype is not torch.int64 or seed.numel() != 1:
+            raise OptionError(
+                f"seed must be an integer or an int64 tensor of one element, got {seed.dtype} of shape {list(seed.shape)}"
+            )
+        if seed.device != query.device:
+            raise DeviceError(f"seed must be on the device of the query, got {seed.device} and {query.device}")
+        return seed.reshape(1)
+    if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt) or not -(1 << 63) <= seed < 1 << 63:
+        raise OptionError(f"seed must be an integer of 64 bits, got {seed!r}")
+    return torch.full((1,), seed, dtype=torch.int64, device=query.device)
 
 
 def _check_per_head(name: str, tensor: Tensor, heads: int, query: Tensor) -> None:
@@ -178,5 +207,7 @@ def _check_per_head(name: str, tensor: Tensor, heads: int, query: Tensor) -> Non
         raise OptionError(f"{name} must be a tensor with one number a head, got {type(tensor).__name__}")
     if tensor.shape != (heads,):
         raise ShapeError(f"{name} must have one number a head, got shape {list(tensor.shape)} for {heads} heads")
+    if not tensor.is_floating_point():
+        raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
     if tensor.device != query.device:
         raise DeviceError(f"{name} must be on the device of the query, got {tensor.device} and {query.device}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyhead.functional.dropout import draw_seed, keep_tile
-from polyhead.functional.guard import without_broken
+from polyhead.functional.guard import without_broken, without_broken_queries
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.visibility import Span, Visibility
 
@@ -31,14 +31,15 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
 def run(request: AttentionRequest) -> AttentionOutput:
     dtype = request.accumulation_dtype
     scale = request.scale
+    query, key, value = (x.to(dtype) for x in (request.query, request.key, request.value))
+    query_poison, poison = None, None
+    if request.visibility is not None and not request.finite:
+        query, query_poison = without_broken_queries(query)
+        key, value, poison = without_broken(key, value)
     # The scale is folded into the queries here, on the tape, so that a learned scale has its gradient.
-    query = request.query.to(dtype) * (scale.to(dtype)[:, None, None] if isinstance(scale, Tensor) else scale)
-    key, value = request.key.to(dtype), request.value.to(dtype)
-    broken = None
-    if request.visibility is not None:
-        key, value, broken = without_broken(key, value)
+    query = query * (scale.to(dtype)[:, None, None] if isinstance(scale, Tensor) else scale)
     seed = draw_seed(query.device) if request.dropout and request.seed is None else request.seed
-    tiling = _Tiling(request, seed, broken)
+    tiling = _Tiling(request, seed, query_poison, poison)
     sinks = None if request.sinks is None else request.sinks.to(dtype)
     output, logsumexp = _Blockwise.apply(tiling, query, key, value, sinks, *tiling.bias_tensors)
     weights = tiling.weights(query, key, logsumexp) if request.weights else None
@@ -48,14 +49,17 @@ def run(request: AttentionRequest) -> AttentionOutput:
 class _Tiling:
     """What is fixed for one call: sizes, options, and how the work is cut into tiles."""
 
-    def __init__(self, request: AttentionRequest, seed: Tensor | None, broken: Tensor | None) -> None:
+    def __init__(
+        self, request: AttentionRequest, seed: Tensor | None, query_poison: Tensor | None, poison: Tensor | None
+    ) -> None:
         self.batch, self.heads, self.kv_heads, self.queries, self.keys = request.sizes
         self.group = self.heads // self.kv_heads
         self.visibility = request.visibility
         self.softcap = request.softcap
         self.dropout = request.dropout
         self.seed = seed
-        self.broken = None if broken is None else broken.flatten(0, 1)  # [pairs, keys]
+        self.query_poison = None if query_poison is None else self.fold(query_poison)  # [pairs, group, queries]
+        self.poison = None if poison is None else poison.flatten(0, 1)  # [pairs, keys]
         self.bias_tensors = [] if self.visibility is None else self.visibility.bias_tensors
         self.columns = min(_TILE_COLUMNS, max(self.keys, 1))
         self.rows = max(16, min(1024, _TILE_ELEMENTS // max(self.batch * self.heads * self.columns, 1)))
@@ -89,8 +93,10 @@ class _Tiling:
         bias = visibility.bias_tile(rows, columns, tile.dtype)
         if bias is not None:
             tile = tile + self._pairs(bias, rows, columns)
-        if self.broken is not None:
-            tile = tile.masked_fill(self.broken[:, None, columns[0] : columns[1]], torch.nan)
+        if self.poison is not None:
+            tile = tile + self.poison[:, None, columns[0] : columns[1]]
+        if self.query_poison is not None:
+            tile = tile + self.query_poison[:, :, rows[0] : rows[1]].flatten(1)[..., None]
         allowed = visibility.allowed_tile(rows, columns)
         if allowed is not None:
             tile = tile.masked_fill(~self._pairs(allowed, rows, columns), -torch.inf)
@@ -108,7 +114,7 @@ class _Tiling:
         if not self.dropout or self.seed is None:
             return None
         keep = keep_tile(self.seed, self.dropout, self.batch, self.heads, rows, columns)
-        return keep.reshape(self.batch * self.kv_heads, -1, columns[1] - columns[0])
+        return keep.view(self.batch * self.kv_heads, self.group * (rows[1] - rows[0]), columns[1] - columns[0])
 
     def dropped(self, tile: Tensor, keep: Tensor | None) -> Tensor:
         return tile if keep is None else torch.where(keep, tile / (1 - self.dropout), 0.0)
@@ -130,7 +136,7 @@ def _forward_tiles(
     outputs, logsumexps = [], []
     for rows in tiling.row_blocks():
         height = rows[1] - rows[0]
-        query_rows = query[:, :, rows[0] : rows[1]].reshape(pairs, group * height, -1)
+        query_rows = query[:, :, rows[0] : rows[1]].flatten(1, 2)
         if sinks is None:
             largest = query.new_full((pairs, group * height, 1), -torch.inf)
             total = torch.zeros_like(largest)
@@ -152,7 +158,7 @@ def _forward_tiles(
             gathered = torch.baddbmm(gathered * decay, kept, value[:, columns[0] : columns[1]])
         empty = total == 0
         total = torch.where(empty, 1.0, total)
-        outputs.append((gathered / total).view(pairs, group, height, -1))
+        outputs.append((gathered / total).unflatten(1, (group, height)))
         logsumexps.append(torch.where(empty, -torch.inf, shift + torch.log(total)).view(pairs, group, height))
     output = torch.cat(outputs, 2) if outputs else value.new_zeros((pairs, group, 0, value.shape[-1]))
     logsumexp = torch.cat(logsumexps, 2) if logsumexps else query.new_zeros((pairs, group, 0))
@@ -174,6 +180,8 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, logsumexp, *biases = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
+        # Whatever arrives at an empty row is selected away, so that a NaN there does not meet a weight of zero.
+        grad_output = torch.where((logsumexp == -torch.inf)[..., None], 0.0, grad_output)
         inputs = [query, key, value, sinks, *biases]
         if torch.is_grad_enabled():
             grads = _taped_backward(ctx.tiling, inputs, needed, (grad_output, grad_logsumexp))
@@ -220,15 +228,16 @@ def _backward_tiles(
     for rows in tiling.row_blocks():
         cut = (slice(None), slice(None), slice(*rows))
         height = rows[1] - rows[0]
-        query_rows = query[cut].reshape(pairs, group * height, -1)
-        grad_rows = grad_output[cut].reshape(pairs, group * height, -1)
+        query_rows = query[cut].flatten(1, 2)
+        grad_rows = grad_output[cut].flatten(1, 2)
         common_rows = common[cut].reshape(pairs, group * height, 1)
         shift = logsumexp[cut].reshape(pairs, group * height, 1)
         shift = torch.where(shift == -torch.inf, torch.inf, shift)  # an empty row has weights of exactly 0
         grad_query_rows = torch.zeros_like(query_rows)
         for columns in tiling.column_blocks(rows):
             tile, slope = tiling.logits(query_rows, key, visibility, rows, columns)
-            hidden = tile == -torch.inf if tiling.broken is not None else None
+            is_broken = tiling.poison is not None or tiling.query_poison is not None
+            hidden = tile == -torch.inf if is_broken else None
             weights = tile.sub_(shift).exp_()
             if hidden is not None:
                 weights.masked_fill_(hidden, 0.0)
@@ -243,11 +252,12 @@ def _backward_tiles(
                 grad_tile = grad_tile * slope
             grad_query_rows = torch.baddbmm(grad_query_rows, grad_tile, key[:, slice(*columns)])
             grad_key[:, slice(*columns)] += torch.bmm(grad_tile.transpose(1, 2), query_rows)
-        grad_query[cut] = grad_query_rows.view(pairs, group, height, -1)
+        grad_query[cut] = grad_query_rows.unflatten(1, (group, height))
     grad_sinks = None
     if sinks is not None and needed[3]:
-        share = torch.exp(sinks.view(1, -1, 1) - logsumexp.reshape(tiling.batch, tiling.heads, -1))
-        grad_sinks = -(share * common.reshape(tiling.batch, tiling.heads, -1)).sum((0, 2))
+        shape = (tiling.batch, tiling.heads, tiling.queries)
+        share = torch.exp(sinks.view(1, -1, 1) - logsumexp.reshape(shape))
+        grad_sinks = -(share * common.reshape(shape)).sum((0, 2))
     grads = [
         grad_query.view(query_shape),
         grad_key.view(key_shape),

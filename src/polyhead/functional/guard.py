@@ -1,22 +1,45 @@
-"""Keeping NaN and Inf in hidden keys and values where they are: they are selected away, never multiplied by zero."""
+"""Keeping NaN and Inf in hidden keys and values where they are: they are taken out first, never multiplied by zero."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values with zeros in place of NaN and Inf, and which keys held any, [batch, kv_heads, keys].
+    """Keys and values with zeros in place of NaN and Inf, and a poison [batch, kv_heads, keys]: NaN at keys that held
+    any, 0 elsewhere.
 
-    The third is None where all are known to be finite. On the CPU a sum tells: it is finite only if every element
-    is. On a device nobody waits for the answer. A query that sees a broken key is to give NaN, as the formula would.
+    A query that sees such a key is to give NaN, as the formula would; a query that does not is to know nothing of it.
+    The poison is None where all is known to be finite: on the CPU a sum tells, being finite only if every element
+    is. On a device nobody waits for the answer.
     """
     if _readable(key) and bool((key.detach().sum() + value.detach().sum()).isfinite()):
         return key, value, None
-    finite_key, finite_value = key.detach().isfinite(), value.detach().isfinite()
-    broken = ~(finite_key.all(-1) & finite_value.all(-1))
-    return torch.where(finite_key, key, 0.0), torch.where(finite_value, value, 0.0), broken
+    largest_key = torch.linalg.vector_norm(key.detach(), torch.inf, -1)
+    largest_value = torch.linalg.vector_norm(value.detach(), torch.inf, -1)
+    return _Finite.apply(key), _Finite.apply(value), largest_key * 0 + largest_value * 0
+
+
+def without_broken_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The same for queries, so that what stands in a row that sees nothing reaches no key's gradient."""
+    if _readable(query) and bool(query.detach().sum().isfinite()):
+        return query, None
+    return _Finite.apply(query), torch.linalg.vector_norm(query.detach(), torch.inf, -1) * 0
+
+
+class _Finite(torch.autograd.Function):
+    """Zeros for NaN and Inf. The gradient passes unchanged: a hidden key has none, and who sees a broken one gets NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _readable(x: Tensor) -> bool:

@@ -27,9 +27,13 @@ def run(request: AttentionRequest) -> AttentionOutput:
     bias = None if visibility is None else visibility.bias_tile(*everything, dtype)
 
     query, key, value = (x.to(dtype) for x in (request.query, request.key, request.value))
-    broken = None
+    poison = None
+    filled = None  # rows that see a key; what stands in the others is selected away, in the gradient as well
     if allowed is not None:
-        key, value, broken = without_broken(key, value)
+        if not request.finite:
+            key, value, poison = without_broken(key, value)
+        filled = allowed.any(-1, keepdim=True)
+        query = torch.where(filled, query, 0.0)
 
     logits = _by_group(query, key.transpose(-1, -2))  # [batch, heads, queries, keys]
     scale = request.scale
@@ -38,8 +42,8 @@ def run(request: AttentionRequest) -> AttentionOutput:
         logits = request.softcap * torch.tanh(logits / request.softcap)
     if bias is not None:
         logits = logits + bias
-    if broken is not None:
-        logits = torch.where(over_heads(broken, heads)[:, :, None], torch.nan, logits)
+    if poison is not None:
+        logits = logits + over_heads(poison, heads)[:, :, None]
     if allowed is not None:
         logits = torch.where(allowed, logits, -torch.inf)
 
@@ -49,8 +53,11 @@ def run(request: AttentionRequest) -> AttentionOutput:
         seed = draw_seed(query.device) if request.seed is None else request.seed
         keep = keep_tile(seed, request.dropout, batch, heads, *everything)
         kept = torch.where(keep, weights / (1 - request.dropout), 0.0)
+    output = _by_group(kept, value)
+    if filled is not None:
+        output = torch.where(filled, output, 0.0)
     return AttentionOutput(
-        output=_by_group(kept, value).to(request.query.dtype),
+        output=output.to(request.query.dtype),
         logsumexp=logsumexp,
         weights=weights if request.weights else None,
         backend="reference",

@@ -46,6 +46,7 @@ class AttentionRequest:
     seed: Tensor | None  # int64, one element; None: the backend draws its own numbers
     weights: bool
     logsumexp: bool
+    finite: bool  # the caller's word that keys and values hold no NaN or Inf
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

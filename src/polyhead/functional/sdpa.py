@@ -6,7 +6,7 @@ their output selected away; keys that hold NaN or Inf are cleaned first, and a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ def _cpu_math_reasons(request: AttentionRequest) -> list[str]:
     visibility = request.visibility
     if visibility is not None and torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors):
         reasons.append(prefix + "its CPU kernel gives no gradient of a bias")
-    if not torch.backends.cuda.flash_sdp_enabled():
+    if not torch.compiler.is_compiling() and not torch.backends.cuda.flash_sdp_enabled():
         reasons.append(
             prefix + "flash attention is switched off by torch.backends.cuda.enable_flash_sdp or sdpa_kernel"
         )
@@ -92,9 +92,19 @@ def materialised_bytes(request: AttentionRequest) -> int:
 
 
 def kernel(request: AttentionRequest) -> str:
-    """The name of the kernel PyTorch will run: cudnn, flash, efficient or math."""
-    call = _prepare(request)
-    return _KERNELS[_choice(call)]
+    """The name of the kernel PyTorch will run: cudnn, flash, efficient or math. Nothing is computed to find out."""
+    query, key, value = request.query, request.key, request.value
+    batch, heads, kv_heads, queries, keys = request.sizes
+    call = _Call(query, key, value, None, False, 1.0, heads != kv_heads)
+    visibility = request.visibility
+    if visibility is not None:
+        call.causal = bool(_as_causal(visibility) and queries > 1)
+        if not _as_causal(visibility):
+            mask = query.new_empty(keys) if visibility.has_bias else query.new_empty(keys, dtype=torch.bool)
+            mask.requires_grad_(torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors))
+            call.mask = mask.expand(batch, heads, queries, keys)
+    _suit(call)
+    return _KERNELS[_choice(call, request.dropout)]
 
 
 def run(request: AttentionRequest) -> AttentionOutput:
@@ -114,13 +124,13 @@ def run(request: AttentionRequest) -> AttentionOutput:
         output = output[..., :value_dim]
     if call.filled_rows is not None:
         output = torch.where(call.filled_rows, output, 0.0)
-    if call.sees_broken is not None:
-        output = output + torch.where(call.sees_broken[..., None], torch.nan, 0.0).to(output.dtype)
+    if call.poison is not None:
+        output = output + call.poison[..., None].to(output.dtype)
     return AttentionOutput(output, backend="sdpa")
 
 
-def unmasked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
-    """Attention without mask or options over tensors a layer has just made and need not check again.
+def straight(query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, finite: bool) -> Tensor | None:
+    """Self-attention, causal or over everything, of tensors a layer has just made and need not check again.
 
     None where PyTorch would not take a fused kernel. At small sizes the checks of `attention` cost more than it does.
     """
@@ -128,11 +138,15 @@ def unmasked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> 
     if query.is_cpu:
         if not torch.backends.cuda.flash_sdp_enabled():
             return None
-    elif not torch._fused_sdp_choice(query, key, value, scale=scale, enable_gqa=grouped):
+    elif not torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped):
         return None
-    if scale is None and not grouped:
-        return F.scaled_dot_product_attention(query, key, value)
-    return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
+    if not causal:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
+    key, value, poison = (key, value, None) if finite else without_broken(key, value)
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    if poison is None:
+        return output
+    return output + over_heads(poison.cumsum(-1), query.shape[1])[..., None].to(output.dtype)
 
 
 @dataclass(slots=True)
@@ -147,7 +161,7 @@ class _Call:
     scale: float
     grouped: bool
     filled_rows: Tensor | None = None  # [batch or 1, heads or 1, queries, 1]: False where a row attends to nothing
-    sees_broken: Tensor | None = None  # [batch, heads, queries]
+    poison: Tensor | None = None  # [batch, heads, queries or 1]: NaN where a row sees a broken key, 0 elsewhere
 
 
 def _prepare(request: AttentionRequest) -> _Call:
@@ -158,17 +172,27 @@ def _prepare(request: AttentionRequest) -> _Call:
     grouped = key.shape[1] != query.shape[1]
     call = _Call(query, key, value, None, False, scale, grouped)
     if request.visibility is not None:
-        _apply_visibility(call, request.visibility, request.dropout)
-    if query.device.type == "cpu" and query.shape[-1] != value.shape[-1]:
+        _apply_visibility(call, request.visibility, request.finite)
+    _suit(call)
+    return call
+
+
+def _suit(call: _Call) -> None:
+    """Give the kernels what they want, so that PyTorch does not leave them for its math path."""
+    if call.query.is_cpu and call.query.shape[-1] != call.value.shape[-1]:
         _pad_to_one_width(call)
-    if grouped and query.device.type != "cpu" and not torch.compiler.is_compiling() and _choice(call) == 0:
-        heads = query.shape[1]
-        repeated = _Call(
-            call.query, over_heads(call.key, heads), over_heads(call.value, heads), call.mask, call.causal, scale, False
-        )
+    call.query, call.key, call.value = (_with_dense_rows(x) for x in (call.query, call.key, call.value))
+    call.mask = None if call.mask is None else _with_dense_rows(call.mask)
+    if call.grouped and not call.query.is_cpu and not torch.compiler.is_compiling() and _choice(call) == 0:
+        heads = call.query.shape[1]
+        repeated = replace(call, key=over_heads(call.key, heads), value=over_heads(call.value, heads), grouped=False)
         if _choice(repeated) != 0:
             call.key, call.value, call.grouped = repeated.key, repeated.value, False
-    return call
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """The fused kernels want the last axis to lie together in memory; PyTorch would drop to its math path without a word."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _choice(call: _Call, dropout: float = 0.0) -> int:
@@ -198,34 +222,51 @@ def _as_causal(visibility: Visibility) -> bool:
     return (square and visibility.pads_right_only) or (visibility.num_queries == 1 and visibility.key_real is None)
 
 
-def _apply_visibility(call: _Call, visibility: Visibility, dropout: float) -> None:
-    rows, columns = (0, visibility.num_queries), (0, visibility.num_keys)
+def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None:
     heads = call.query.shape[1]
-    call.key, call.value, broken = without_broken(call.key, call.value)
+    poison = None
+    if not finite:
+        call.key, call.value, poison = without_broken(call.key, call.value)
     if visibility.query_real is not None:
-        real = visibility.query_real[:, None, :, None]
-        call.query = torch.where(real, call.query, 0.0)
-        call.filled_rows = real
+        call.filled_rows = visibility.query_real[:, None, :, None]
     if _as_causal(visibility):
-        call.causal = visibility.num_queries > 1
-        if broken is not None:
-            seen = broken.cummax(-1).values if visibility.num_queries > 1 else broken.any(-1, keepdim=True)
-            call.sees_broken = over_heads(seen, heads)
-            if visibility.query_real is not None:
-                call.sees_broken = call.sees_broken & visibility.query_real[:, None]
-        return
-    allowed = visibility.without_query_padding().allowed_tile(rows, columns)
-    bias = visibility.bias_tile(rows, columns, call.query.dtype)
-    if allowed is not None:
-        if visibility.may_leave_rows_empty:
+        call.causal = bool(visibility.num_queries > 1)  # a traced size compares to a symbol
+        if poison is not None:
+            call.poison = over_heads(poison.cumsum(-1) if call.causal else poison.sum(-1, keepdim=True), heads)
+    else:
+        rows, columns = (0, visibility.num_queries), (0, visibility.num_keys)
+        allowed = visibility.without_query_padding().allowed_tile(rows, columns)
+        if allowed is not None and visibility.may_leave_rows_empty:
             filled = allowed.any(-1, keepdim=True)
             allowed = allowed | ~filled
             call.filled_rows = filled if call.filled_rows is None else call.filled_rows & filled
-        if broken is not None:
-            call.sees_broken = (allowed & over_heads(broken, heads)[:, :, None]).any(-1)
-            if call.filled_rows is not None:
-                call.sees_broken = call.sees_broken & call.filled_rows.squeeze(-1)
-    if bias is not None:
-        call.mask = bias if allowed is None else torch.where(allowed, bias, -torch.inf)
+        if poison is not None:
+            seen = poison.sum(-1, keepdim=True) if allowed is None else _seen(poison, allowed, heads)
+            call.poison = over_heads(seen, heads)
+        call.mask = _as_one_tensor(allowed, visibility.bias_tile(rows, columns, call.query.dtype))
+    if call.filled_rows is not None:
+        # A row that is selected away must not carry a NaN into the kernel, whose gradients would multiply it by zero.
+        call.query = torch.where(call.filled_rows, call.query, 0.0)
+        call.poison = None if call.poison is None else torch.where(call.filled_rows.squeeze(-1), call.poison, 0.0)
+
+
+def _as_one_tensor(allowed: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    if bias is None:
+        return allowed
+    if bias.dtype is torch.float16:
+        # A bias beyond the range makes a key unlikely; only a stated -inf may hide it.
+        largest = torch.finfo(bias.dtype).max
+        bias = bias.clamp(-largest, largest)
+    return bias if allowed is None else torch.where(allowed, bias, -torch.inf)
+
+
+def _seen(poison: Tensor, allowed: Tensor, heads: int) -> Tensor:
+    """NaN for every row that may attend to a poisoned key, [batch, heads, queries or 1]; no row meets a hidden one."""
+    broken = over_heads(poison.isnan().to(torch.float32), heads)  # [batch, heads, keys]
+    if allowed.shape[2] == 1:
+        count = (allowed[:, :, 0] * broken).sum(-1, keepdim=True)
+    elif allowed.shape[0] == allowed.shape[1] == 1:
+        count = (broken.flatten(0, 1) @ allowed[0, 0].to(broken.dtype).T).unflatten(0, broken.shape[:2])
     else:
-        call.mask = allowed
+        count = (allowed.to(broken.dtype) @ broken[..., None]).squeeze(-1)
+    return torch.where(count > 0, torch.nan, 0.0)

@@ -280,8 +280,8 @@ def _check_lengths(
         if lengths.device.type == "cpu" and batch and not torch.compiler.is_compiling() and int(lengths.max()) > size:
             raise MaskError(f"{name} lengths must not exceed the sequence, got {int(lengths.max())} for {size} tokens")
     return (
-        padding.keys.to(device, non_blocking=True),
-        None if real_queries is None else real_queries.to(device, non_blocking=True),
+        _beside("lengths", padding.keys, device),
+        None if real_queries is None else _beside("lengths", real_queries, device),
     )
 
 
@@ -298,4 +298,11 @@ def _check_rows(
     for kind, rows, size in (("queries", query_rows, queries), ("keys", key_rows, keys)):
         if rows.shape[0] not in (1, batch) or rows.shape[1] != size:
             raise MaskError(f"{name} of the {kind} must be [{batch} or 1, {size}], got {list(rows.shape)}")
-    return query_rows.to(device, non_blocking=True), key_rows.to(device, non_blocking=True)
+    return _beside(name, query_rows, device), _beside(name, key_rows, device)
+
+
+def _beside(name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """The few integers of a mask, brought to where the attention is."""
+    if tensor.device.type == "meta" and device.type != "meta":
+        raise DeviceError(f"{name} must hold values to be used on {device}, got a tensor on the meta device")
+    return tensor.to(device, non_blocking=True)

@@ -31,6 +31,18 @@ class HeadMatrices:
     key_bias: Tensor | None = None
     value_bias: Tensor | None = None
 
+    def shares_key_and_value(self, other: HeadMatrices) -> bool:
+        """Whether both heads could read one key/value head: the same key and value matrices and biases."""
+        return all(
+            ours is theirs or (ours is not None and theirs is not None and torch.equal(ours, theirs))
+            for ours, theirs in (
+                (self.key, other.key),
+                (self.value, other.value),
+                (self.key_bias, other.key_bias),
+                (self.value_bias, other.value_bias),
+            )
+        )
+
 
 class Heads(Sequence[HeadMatrices]):
     """`layer.heads`: head i's matrices as views of the layer's parameters. Writing to them changes the layer.

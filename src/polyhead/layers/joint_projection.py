@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
 
@@ -42,11 +43,11 @@ class JointProjection:
     def is_one_product(self, x: Tensor) -> bool:
         """Whether the parameters still lie where they were laid, and calling the modules would do nothing else."""
         weight = self.weight
-        if weight is None or torch.compiler.is_compiling() or x.dtype is not weight.dtype:
+        if weight is None or torch.compiler.is_compiling() or x.dtype is not weight.dtype or _is_transformed():
             return False
         for linear, parameter, pointer in self._laid:
-            held = linear._parameters
-            if parameter is not held["weight"] and parameter is not held["bias"] or parameter.data_ptr() != pointer:
+            held = linear._parameters.get  # a parametrised module no longer holds its weight
+            if parameter is not held("weight") and parameter is not held("bias") or parameter.data_ptr() != pointer:
                 return False
         return all(map(is_plain, self.linears)) and not torch.is_autocast_enabled(x.device.type)
 
@@ -58,9 +59,17 @@ class JointProjection:
             parameters = [linear.weight for linear in self.linears]
             parameters += [linear.bias for linear in self.linears if linear.bias is not None]
             if x.requires_grad or any(p.requires_grad for p in parameters):
+                if not x.is_cpu:
+                    # Here copying the weights costs less than a backward written in Python.
+                    return self._copied(x)
                 outputs: Sequence[Tensor] = _Joint.apply(x, self, *parameters)
                 return outputs
         return self.joined(x).split_with_sizes(self.sizes, -1)
+
+    def _copied(self, x: Tensor) -> Sequence[Tensor]:
+        weight = torch.cat([linear.weight for linear in self.linears])
+        bias = None if self.bias is None else torch.cat([linear.bias for linear in self.linears])
+        return F.linear(x, weight, bias).split_with_sizes(self.sizes, -1)
 
     def joined(self, x: Tensor) -> Tensor:
         """All outputs side by side on the last axis; only where `is_one_product` and nothing needs a gradient."""
@@ -77,11 +86,16 @@ def is_plain(linear: nn.Module) -> bool:
     )
 
 
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation looks on, for which `_Joint` has no rules."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
 @torch.no_grad()
 def _lay_side_by_side(parameters: Sequence[Tensor | None]) -> Tensor | None:
     """Move parameters into one block of memory, end to end by rows, and return it; None where they do not fit together."""
     plain = [p for p in parameters if type(p) is nn.Parameter and p.is_contiguous() and not p.is_meta]
-    if len(plain) != len(parameters):
+    if len(plain) != len(parameters) or _is_transformed():
         return None
     first = plain[0]
     if any(p.dtype is not first.dtype or p.device != first.device or p.shape[1:] != first.shape[1:] for p in plain):

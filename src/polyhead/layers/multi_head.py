@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, DtypeError, OptionError, ShapeError
-from polyhead.functional import AttentionOutput, attention, unmasked
+from polyhead.functional import AttentionOutput, attention, straight
 from polyhead.geometry import HeadLayout
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
 from polyhead.layers.joint_projection import JointProjection, is_plain
@@ -47,7 +47,7 @@ class MultiHeadAttention(nn.Module):
         softcap, scale: as in `polyhead.attention`.
         sinks: whether every head has a learned sink logit.
         dropout: rate at which weights are dropped in training.
-        backend: as in `polyhead.attention`.
+        finite, backend: as in `polyhead.attention`.
 
     >>> layer = MultiHeadAttention(512, 8, num_kv_heads=2, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape
@@ -82,6 +82,7 @@ class MultiHeadAttention(nn.Module):
         scale: float | None = None,
         sinks: bool = False,
         dropout: float = 0.0,
+        finite: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -108,6 +109,7 @@ class MultiHeadAttention(nn.Module):
         self.softcap = softcap
         self.scale = scale
         self.backend = backend
+        self.finite = finite
         self.mask = _own_mask(causal, window)
         self.positions = positions
 
@@ -129,7 +131,8 @@ class MultiHeadAttention(nn.Module):
         self.gate_proj = linear(embed_dim, gates[output_gate], True) if output_gate else None
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         self.register_buffer("head_gate", None, persistent=False)
-        extras = (positions, self.mask, qk_norm, output_gate, softcap, self.sinks)
+        self._is_causal = self.mask is not None and self.mask.is_just_causal
+        extras = (positions, None if self._is_causal else self.mask, qk_norm, output_gate, softcap, self.sinks)
         self._has_plain_heads = all(x is None for x in extras) and layout.value_dim == layout.head_dim
         self.reset_parameters()
         self._join_projections()
@@ -181,16 +184,20 @@ class MultiHeadAttention(nn.Module):
         """
         if (
             key is None
-            and mask is None
+            and (mask is None or (isinstance(mask, Mask) and mask.is_just_causal))
             and cache is None
             and head_gate is None
             and not (weights or logsumexp or statistics or lengths is not None or value is not None)
             and (backend or self.backend) == "auto"
             and self._has_plain_heads
-            and (output := self._forward_plain(query)) is not None
+            and (output := self._forward_plain(query, self._is_causal or mask is not None)) is not None
         ):
             return AttentionOutput(output, backend="sdpa")
         if query.is_nested:
+            if cache is not None or lengths is not None or token_positions is not None or value is not None:
+                raise OptionError("a jagged nested query takes no cache, lengths, token_positions or value; pad it")
+            if weights or logsumexp or statistics:
+                raise OptionError("weights, log-sum-exp and statistics have no jagged form; pad and use Mask.lengths")
             return self._forward_jagged(query, key, mask=mask, head_gate=head_gate, seed=seed, backend=backend)
         self._check_input("query", query, self.layout.embed_dim)
         batch, queries, _ = query.shape
@@ -226,7 +233,8 @@ class MultiHeadAttention(nn.Module):
                 "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
             )
         if isinstance(self.positions, BiasesLogits):
-            bias = self.positions(queries, span, device=q.device)
+            dtype = torch.float64 if q.dtype is torch.float64 else None
+            bias = self.positions(queries, span, device=q.device, dtype=dtype)
             mask = bias if mask is None else mask & bias
         result = attention(
             q,
@@ -242,15 +250,16 @@ class MultiHeadAttention(nn.Module):
             weights=weights,
             statistics=statistics,
             logsumexp=logsumexp,
+            finite=self.finite,
         )
         heads = result.output.transpose(1, 2)  # [batch, queries, heads, value_dim]
         if head_gate is not None or self.head_gate is not None or self.gate_proj is not None:
             heads = self._gated(heads, query, head_gate)
-        output = self.out_proj(heads.reshape(batch, queries, -1))
+        output = self.out_proj(heads.flatten(2))
         return AttentionOutput(output, result.logsumexp, result.weights, result.statistics, result.backend)
 
-    def _forward_plain(self, x: Tensor) -> Tensor | None:
-        """Unmasked self-attention with nothing in between: the same numbers as the long way, with little Python.
+    def _forward_plain(self, x: Tensor, causal: bool) -> Tensor | None:
+        """Plain self-attention with nothing in between: the same numbers as the long way, with little Python.
 
         None where the long way must be taken. At short sequences the checks it leaves out cost more than the matrix
         products do.
@@ -258,7 +267,8 @@ class MultiHeadAttention(nn.Module):
         modules = self._modules
         joint, out_proj = self._of_self, modules["out_proj"]
         layout = self.layout
-        if joint is None or x.ndim != 3 or self._buffers["head_gate"] is not None or (self.training and self.dropout):
+        gated = self._buffers.get("head_gate", self) is not None  # a parameter in its place counts as well
+        if joint is None or x.ndim != 3 or x.is_nested or gated or (self.training and self.dropout):
             return None
         batch, length, width = x.shape
         if width != layout.embed_dim or not (batch and length) or not is_plain(out_proj):
@@ -273,7 +283,7 @@ class MultiHeadAttention(nn.Module):
         else:
             together = joint.joined(x).view(batch, length, -1, layout.head_dim).transpose(1, 2)
             q, k, v = together.split_with_sizes((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), 1)
-        heads = unmasked(q, k, v, self.scale)
+        heads = straight(q, k, v, self.scale, causal, self.finite)
         if heads is None:
             return None
         weight, bias = out_proj._parameters["weight"], out_proj._parameters["bias"]
@@ -372,12 +382,14 @@ class MultiHeadAttention(nn.Module):
         """A jagged nested tensor of sequences goes in padded and comes out jagged."""
         if key is not None:
             raise OptionError("a jagged nested query attends to itself; for cross-attention pad and use Mask.lengths")
-        offsets = query.offsets()
+        offsets, total = query.offsets(), query.values().shape[0]
         padded = torch.nested.to_padded_tensor(query, 0.0)
         lengths = Mask.lengths(offsets.diff())
         result = self(padded, mask=lengths if mask is None else mask & lengths, **options)
-        rows = torch.arange(padded.shape[1], device=padded.device) < offsets.diff()[:, None]
-        output = torch.nested.nested_tensor_from_jagged(result.output[rows], offsets)
+        # Indices of a known number, where a boolean mask would have to wait for the device to count.
+        row = torch.repeat_interleave(offsets.diff(), output_size=total)
+        place = torch.arange(total, device=offsets.device) - offsets[row]
+        output = torch.nested.nested_tensor_from_jagged(result.output[row, place], offsets)
         return AttentionOutput(output, backend=result.backend)
 
     def _check_input(self, name: str, x: Tensor, width: int) -> None:
@@ -427,9 +439,9 @@ class MultiHeadAttention(nn.Module):
         size = layer.layout.group_size
         for index, head in enumerate(heads):
             leader = heads[index - index % size]
-            if not (torch.equal(head.key, leader.key) and torch.equal(head.value, leader.value)):
+            if not head.shares_key_and_value(leader):
                 raise OptionError(
-                    f"heads that share a key/value head must have the same key and value matrices, "
+                    f"heads that share a key/value head must have the same key and value matrices and biases, "
                     f"got different ones in heads {index - index % size} and {index}"
                 )
         write_heads(layer.heads, heads)
@@ -528,7 +540,7 @@ class MultiHeadAttention(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The head layout travels with the weights: their shapes alone do not tell 8 heads of 64 from 16 of 32."""
-        return torch.tensor(list(self.layout.to_dict().values()))
+        return torch.tensor(list(self.layout.to_dict().values()), device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         self._check_layout(state)

@@ -135,6 +135,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         dims = query.dim()
         native = dims == 3 and self._native_serves(query, key, value, key_padding_mask, attn_mask)
+        masked = attn_mask is not None or key_padding_mask is not None
+        native_is_fast = native and not query.is_nested and (need_weights or query.shape[1] <= _SHORT)
+        if native_is_fast and not masked and not is_traced():
+            return self._native(query, None, None, need_weights, average_attn_weights)
         # PyTorch trusts the hint and leaves the mask unread where its kernel can be causal by itself.
         causal = is_causal and not native and key_padding_mask is None and not need_weights
         if not self._fits(query, key, value, key_padding_mask, attn_mask, is_causal and not native, causal):
@@ -142,18 +146,17 @@ class MultiheadAttention(nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         if causal:
-            attn_mask = None
-        masked = attn_mask is not None or key_padding_mask is not None
+            attn_mask, masked = None, False
         if attn_mask is not None and key_padding_mask is not None and attn_mask.dtype is not key_padding_mask.dtype:
             # PyTorch's own helper, for its warning in its own words.
             key_padding_mask = F._canonical_mask(
                 key_padding_mask, "key_padding_mask", attn_mask.dtype, "attn_mask", query.dtype
             )
         readable = is_readable(query)
-        if native and (need_weights or query.shape[1] <= _SHORT) and (readable or not (masked or is_traced())):
+        if native_is_fast and masked and readable:
             output, weights = self._native(query, key_padding_mask, attn_mask, need_weights, average_attn_weights)
             # It multiplies hidden values by zero and has no answer for a row that sees nothing: both would show.
-            if not masked or is_finite(output):
+            if is_finite(output):
                 return output, weights
 
         hides = masked or causal
@@ -261,20 +264,27 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Whether PyTorch would take its inference operator, which reads masks and pays no heed to `is_causal`."""
         if self.training or query is not key or key is not value or not self.batch_first:
             return False
-        weight, bias = self.in_proj_weight, self.in_proj_bias
+        weight, bias, out = self.in_proj_weight, self.in_proj_bias, self.out_proj
         if weight is None or bias is None or query.dtype is not weight.dtype or bias.dtype is not query.dtype:
             return False
         if self.num_heads % 2 or self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
             return False
-        if any(isinstance(mask, Tensor) and mask.is_floating_point() for mask in (attn_mask, key_padding_mask)):
+        for mask in (attn_mask, key_padding_mask):
+            if mask is not None and (not isinstance(mask, Tensor) or mask.is_floating_point()):
+                return False
+        if torch.is_grad_enabled() and (
+            query.requires_grad
+            or weight.requires_grad
+            or bias.requires_grad
+            or out.weight.requires_grad
+            or out.bias.requires_grad
+        ):
             return False
-        tensors = (query, weight, bias, self.out_proj.weight, self.out_proj.bias)
         return (
             torch.backends.mha.get_fastpath_enabled()
             and not torch.is_autocast_enabled()
-            and not torch.overrides.has_torch_function(tensors)
             and query.device.type in _NATIVE_DEVICES
-            and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+            and not torch.overrides.has_torch_function((query, weight, bias, out.weight, out.bias))
         )
 
     # ---- the computation
@@ -295,6 +305,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if key_padding_mask is not None:
                 hidden = hidden | key_padding_mask[:, None, None]
             hidden = hidden.expand(batch, self.num_heads, -1, -1)
+        out = self.out_proj
         return torch._native_multi_head_attention(
             tokens,
             tokens,
@@ -303,8 +314,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             self.num_heads,
             self.in_proj_weight,
             self.in_proj_bias,
-            self.out_proj.weight,
-            self.out_proj.bias,
+            out.weight,
+            out.bias,
             hidden,
             need_weights,
             average_attn_weights,

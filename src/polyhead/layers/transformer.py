@@ -1,0 +1,345 @@
+"""Small transformers made of our attention, so that tests, demos and experiments have a whole model to stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyhead.errors import DtypeError, OptionError, ShapeError
+from polyhead.layers.blocks import Block, DecoderBlock, EncoderBlock, FeedForward
+from polyhead.layers.kv_cache import (
+    GrowingCache,
+    KVCache,
+    PagedCache,
+    PreallocatedCache,
+    QuantizedCache,
+    RollingCache,
+)
+from polyhead.layers.multi_head import Memory
+from polyhead.layers.positions import AddsToInput, Positions
+from polyhead.masks import Mask, Side
+
+__all__ = ["DecoderBlock", "Encoder", "EncoderBlock", "FeedForward", "LanguageModel", "SequenceToSequence"]
+
+_CACHES: dict[str, type[KVCache]] = {
+    "growing": GrowingCache,
+    "preallocated": PreallocatedCache,
+    "rolling": RollingCache,
+    "paged": PagedCache,
+    "quantized": QuantizedCache,
+}
+
+
+class _Trunk(nn.Module):
+    """Embedded tokens, blocks, and a last norm where the blocks' own come first.
+
+    A position module is shared by all blocks; a function that makes one gives each block its own. Positions of the
+    kind that is added to the input are added once, to the embeddings.
+    """
+
+    block: type[Block]
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        num_heads: int,
+        num_layers: int,
+        *,
+        positions: Positions | Callable[[], Positions] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if num_layers < 1:
+            raise ShapeError(f"a model has at least one layer, got num_layers {num_layers}")
+        shared = positions is None or isinstance(positions, Positions)
+        made = [positions if shared else cast(Callable[[], Positions], positions)() for _ in range(num_layers)]
+        self.positions = made[0] if isinstance(made[0], AddsToInput) else None
+        self.embedding = nn.Embedding(vocab_size, embed_dim)
+        nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)  # tied, it then gives logits of unit variance
+        self.blocks = nn.ModuleList(
+            self.block(embed_dim, num_heads, positions=None if self.positions is not None else own, **options)
+            for own in made
+        )
+        first = cast(Block, self.blocks[0])
+        self.norm = type(first.attention_norm)(embed_dim) if first.norm_first else nn.Identity()
+
+    def embed(self, tokens: Tensor, positions: int | Tensor = 0) -> Tensor:
+        """[batch, sequence] to [batch, sequence, embed_dim], of unit variance before positions are added."""
+        if tokens.ndim != 2:
+            raise ShapeError(f"tokens must be [batch, sequence], got shape {list(tokens.shape)}")
+        if tokens.is_floating_point() or tokens.dtype is torch.bool:
+            raise DtypeError(f"tokens must be integers, got {tokens.dtype}")
+        x: Tensor = self.embedding(tokens) * self.embedding.embedding_dim**0.5
+        return x if self.positions is None else cast(Tensor, self.positions(x, positions))
+
+
+class Encoder(_Trunk):
+    """Tokens [batch, sequence] to vectors [batch, sequence, embed_dim] that have seen each other."""
+
+    block = EncoderBlock
+
+    def forward(self, tokens: Tensor, mask: Mask | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return cast(Tensor, self.norm(x))
+
+
+class LanguageModel(_Trunk):
+    """A decoder-only model: tokens [batch, sequence] to logits [batch, sequence, vocab_size].
+
+    `positions` is a module of `polyhead.layers.positions`, or a function that makes one for each block; further
+    options are those of `DecoderBlock` and of `MultiHeadAttention`. With `source_dim` every block also attends to a
+    source. With `tie_embeddings` the token embedding is the output map as well.
+
+    >>> from polyhead.layers.positions import Rotary
+    >>> model = LanguageModel(97, 32, 4, 2, num_kv_heads=2, positions=Rotary(8)).eval()
+    >>> prompts = torch.tensor([[5, 7, 11], [13, 17, 0]])
+    >>> model.generate(prompts, max_new_tokens=4, lengths=[3, 2]).shape
+    torch.Size([2, 4])
+    """
+
+    block = DecoderBlock
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        num_heads: int,
+        num_layers: int,
+        *,
+        tie_embeddings: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(vocab_size, embed_dim, num_heads, num_layers, **options)
+        self.output = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        mask: Mask | None = None,
+        caches: Sequence[KVCache] | None = None,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+        token_positions: Tensor | None = None,
+        source: Tensor | Sequence[Memory] | None = None,
+        source_lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
+        """Logits of the token after each of `tokens`.
+
+        Args:
+            tokens: [batch, sequence]; with caches, the ones that follow those.
+            mask: besides the causal edge, as in `MultiHeadAttention`.
+            caches: one for each block, from `new_caches`.
+            lengths: how many tokens of each sequence are real, the rest being padding on the right.
+            token_positions: as in `MultiHeadAttention`; left padding needs them where positions are absolute.
+            source: [batch, keys, source_dim], or what `remember` made of it; `source_lengths` of its keys are real.
+        """
+        if caches is not None and len(caches) != len(self.blocks):
+            raise OptionError(f"there must be one cache a block, got {len(caches)} for {len(self.blocks)} blocks")
+        batch, count = tokens.shape[0], tokens.shape[-1]
+        if lengths is not None and caches is None:
+            padding = Mask.lengths(lengths).to(tokens.device)
+            mask, lengths = padding if mask is None else mask & padding, None
+        source_mask = None
+        if source_lengths is not None:
+            every = torch.full((batch,), count)  # said outright: equal lengths would be taken for the queries' as well
+            source_mask = Mask.lengths(source_lengths, queries=every).to(tokens.device)
+        start: int | Tensor = 0
+        if token_positions is not None:
+            start = token_positions
+        elif self.positions is not None and caches:
+            start = caches[0].next_positions(count, device=tokens.device) if caches[0].lengths else 0
+        x = self.embed(tokens, start)
+        for index, block in enumerate(self.blocks):
+            x = block(
+                x,
+                source if source is None or isinstance(source, Tensor) else source[index],
+                mask=mask,
+                source_mask=source_mask,
+                cache=None if caches is None else caches[index],
+                lengths=lengths,
+                token_positions=token_positions,
+            )
+        return F.linear(self.norm(x), self.embedding.weight if self.output is None else self.output.weight)
+
+    def remember(self, source: Tensor) -> list[Memory]:
+        """The source projected once for every block, to be given to `forward` many times."""
+        layers = [cast(DecoderBlock, block).cross_attention for block in self.blocks]
+        if None in layers:
+            raise OptionError("only a model built with source_dim remembers a source, got one built without")
+        return [layer.remember(source) for layer in layers if layer is not None]
+
+    def new_caches(
+        self, kind: str | type[KVCache], batch_size: int, *, capacity: int | None = None, **options: Any
+    ) -> list[KVCache]:
+        """One empty cache for each block: "growing", "preallocated", "rolling", "paged", "quantized", or a class.
+
+        `capacity` is in tokens, for the kinds that need one; a rolling cache takes the blocks' own window unless
+        `window` is given. `options` are the cache's own.
+        """
+        build = _CACHES.get(kind) if isinstance(kind, str) else kind
+        if build is None:
+            raise OptionError(f"kind must be one of {', '.join(map(repr, _CACHES))} or a class, got {kind!r}")
+        if capacity is not None and issubclass(build, PagedCache):
+            pages = -(-capacity // options.setdefault("page_size", 16))
+            options.setdefault("num_pages", pages * batch_size)
+        elif capacity is not None and issubclass(build, PreallocatedCache | QuantizedCache):
+            options["capacity"] = capacity
+        caches = []
+        for block in self.blocks:
+            attention = cast(DecoderBlock, block).attention
+            weight, mask = attention.k_proj.weight, attention.mask
+            own = {"dtype": weight.dtype, "device": weight.device, **options}
+            if issubclass(build, RollingCache) and mask is not None and mask.left is not None:
+                own.setdefault("window", mask.left + 1)
+            caches.append(build.for_layout(attention.layout, batch_size=batch_size, **own))
+        return caches
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        caches: Sequence[KVCache] | str | None = "growing",
+        lengths: Sequence[int] | None = None,
+        side: Side = "right",
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+        eos: int | None = None,
+        **source: Any,
+    ) -> Tensor:
+        """The tokens that follow each prompt, [batch, at most max_new_tokens].
+
+        Args:
+            tokens: prompts [batch, sequence], of which `lengths` are real; padding stands on the given `side`.
+            caches: a kind of cache, caches that may hold earlier tokens, or None to compute everything anew.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by it and drawn from.
+            top_k: draw from so many of the likeliest.
+            eos: a token after which a sequence says nothing else; generation ends when all have said it.
+            source: `source` and `source_lengths`, as in `forward`.
+        """
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise OptionError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
+        if side not in ("left", "right"):
+            raise OptionError(f"side must be 'left' or 'right', got {side!r}")
+        batch, width = tokens.shape
+        real = [width] * batch if lengths is None else list(lengths)
+        if len(real) != batch or not all(1 <= length <= width for length in real):
+            raise OptionError(f"lengths must give each of {batch} prompts 1 to {width} tokens, got {real}")
+        rows, ends = torch.arange(batch, device=tokens.device), torch.tensor(real, device=tokens.device)
+        if side == "left":
+            place = torch.arange(width, device=tokens.device) + (width - ends)[:, None]
+            tokens = tokens.gather(1, place % max(width, 1))  # each prompt moves to the front of its row
+        if isinstance(caches, str):
+            caches = self.new_caches(caches, batch, capacity=width + max_new_tokens)
+        block, padded = tokens, None if lengths is None else real
+        done = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+        new: list[Tensor] = []
+        for _ in range(max_new_tokens):
+            logits = self(block, caches=caches, lengths=padded, **source)[rows, ends - 1]
+            token = _choose(logits, temperature, top_k, generator)
+            if eos is not None:
+                token = torch.where(done, eos, token)
+                done = done | (token == eos)
+            new.append(token)
+            if eos is not None and bool(done.all()):
+                break
+            if caches is not None:
+                block, ends, padded = token[:, None], torch.ones_like(ends), None
+            else:
+                block = F.pad(block, (0, 1)).index_put((rows, ends), token)
+                ends, padded = ends + 1, None if padded is None else [length + 1 for length in padded]
+        return torch.stack(new, 1) if new else tokens[:, :0]
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """A token for each row of logits [batch, vocab_size]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = torch.where(logits < least, -torch.inf, logits)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+class SequenceToSequence(nn.Module):
+    """An encoder of source tokens, and a language model of target tokens whose blocks attend to what it made of them.
+
+    Options are those of `Encoder` and `LanguageModel`; `target_positions` are the decoder's where it needs its own.
+
+    >>> model = SequenceToSequence(97, 89, 32, 4, 2).eval()
+    >>> source = torch.randint(97, (3, 7))
+    >>> model(source, torch.randint(89, (3, 5)), source_lengths=[7, 2, 5]).shape
+    torch.Size([3, 5, 89])
+    >>> model.generate(source, max_new_tokens=6, start=1, source_lengths=[7, 2, 5]).shape
+    torch.Size([3, 6])
+    """
+
+    def __init__(
+        self,
+        source_vocab_size: int,
+        target_vocab_size: int,
+        embed_dim: int,
+        num_heads: int,
+        num_layers: int,
+        *,
+        positions: Positions | Callable[[], Positions] | None = None,
+        target_positions: Positions | Callable[[], Positions] | None = None,
+        tie_embeddings: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        sizes = embed_dim, num_heads, num_layers
+        target_positions = positions if target_positions is None else target_positions
+        self.encoder = Encoder(source_vocab_size, *sizes, positions=positions, **options)
+        self.decoder = LanguageModel(
+            target_vocab_size,
+            *sizes,
+            positions=target_positions,
+            tie_embeddings=tie_embeddings,
+            source_dim=embed_dim,
+            **options,
+        )
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_lengths: Sequence[int] | Tensor | None = None,
+        target_lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
+        """Logits [batch, targets, target_vocab_size] of the token after each of `target`; padding is on the right."""
+        logits: Tensor = self.decoder(
+            target, lengths=target_lengths, source=self.encode(source, source_lengths), source_lengths=source_lengths
+        )
+        return logits
+
+    def encode(self, source: Tensor, lengths: Sequence[int] | Tensor | None = None) -> Tensor:
+        """[batch, keys, embed_dim]."""
+        mask = None if lengths is None else Mask.lengths(lengths).to(source.device)
+        return cast(Tensor, self.encoder(source, mask))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        source: Tensor,
+        max_new_tokens: int,
+        *,
+        start: int,
+        source_lengths: Sequence[int] | Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Target tokens [batch, at most max_new_tokens] after the token `start`, as `LanguageModel.generate` does."""
+        memories = self.decoder.remember(self.encode(source, source_lengths))
+        first = torch.full((source.shape[0], 1), start, device=source.device)
+        return self.decoder.generate(first, max_new_tokens, source=memories, source_lengths=source_lengths, **options)
