@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     run = Run(device, DTYPES[device.type], QUICK_ALTERNATIONS if options.quick else ALTERNATIONS, options.seed)
     facts = {**machine.describe(device, options.commit), "alternations": run.alternations, "quick": options.quick}
-    path = options.output or RESULTS / f"{_file_name(device, facts)}{'-quick' if options.quick else ''}.json"
+    path = options.output or RESULTS / f"{_file_name(device, facts)}{_suffix(options)}.json"
     rows: list[Row] = []
     try:
         for row in _rows(run, options.only, options.shapes or [Shape.parse(text) for text in SHAPES[device.type]]):
@@ -70,6 +70,12 @@ def _file_name(device: torch.device, facts: dict[str, object]) -> str:
     assert isinstance(described, dict)
     words = described["gpu"] if device.type == "cuda" else f"{described['cpu']} {described['cores']} cores"
     return f"{device.type}-" + re.sub(r"[^a-z0-9]+", "-", str(words).lower()).strip("-")
+
+
+def _suffix(options: argparse.Namespace) -> str:
+    """A look or a part never takes the place of a machine's whole run."""
+    part = options.shapes is not None or options.only != list(BENCHES)
+    return ("-quick" if options.quick else "") + ("-partial" if part else "")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -43,7 +43,7 @@ def plain_formula(
     dtype = query.dtype
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    logits = query @ key.transpose(-1, -2)
+    logits = _product(query, key.transpose(-1, -2))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     logits = logits * (factor.to(dtype)[:, None, None] if isinstance(factor, Tensor) else factor)
     if softcap is not None:
@@ -66,7 +66,14 @@ def plain_formula(
     weights = exponentials / total
     kept = weights if keep is None else torch.where(keep, weights / (1 - rate), 0.0)
     logsumexp = torch.where(empty, -torch.inf, largest + torch.log(total)).squeeze(-1)
-    return Formula(kept @ value, logsumexp, weights)
+    return Formula(_product(kept, value), logsumexp, weights)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product rounded once; its own sums are wide, as they are in every matrix unit."""
+    if left.dtype in (torch.bfloat16, torch.float16):
+        return (left.float() @ right.float()).to(left.dtype)
+    return left @ right
 
 
 def assert_within_error_budget(

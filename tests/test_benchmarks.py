@@ -273,6 +273,24 @@ def test_strict_turns_a_miss_into_a_failure(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "ending"),
+    [
+        ([], "cores.json"),
+        (["--quick"], "cores-quick.json"),
+        (["--only", "layer"], "cores-partial.json"),
+        (["--shapes", "2x3x8x2", "--quick"], "cores-quick-partial.json"),
+    ],
+)
+def test_a_part_of_a_run_never_replaces_the_whole(arguments, ending, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "_rows", lambda run, only, shapes: iter([a_row(0.9)]))
+    assert command.main(["--device", "cpu", *arguments]) == 0
+    (written,) = tmp_path.iterdir()
+    assert written.name.startswith("cpu-")
+    assert written.name.endswith(ending)
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--shapes", "2x10x512"], "got '2x10x512'"),

@@ -270,8 +270,13 @@ class Mask:
     @property
     def is_just_causal(self) -> bool:
         """Whether the mask is `Mask.causal()` and nothing else."""
-        others = self.padding or self.packed or self.placed or self.allowed or self.biases or self.relative_biases
-        return self.right == 0 and self.left is None and not others
+        return self.right == 0 and self.left is None and self.is_band
+
+    @property
+    def is_band(self) -> bool:
+        """Whether the mask is a causal edge or a window, the same for every sequence, and nothing else."""
+        terms = (self.padding, self.packed, self.allowed, self.biases, self.relative_biases)
+        return self.placed is None and sum(map(len, terms)) == 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

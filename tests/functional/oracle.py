@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +16,7 @@ Rows = tuple[tuple[int, ...], ...]
 LEARNED = ("query", "key", "value", "bias", "table", "sinks", "scale")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Who:
     """Every kind of mask in plain Python, all of them at once."""
 
@@ -98,6 +99,7 @@ class Who:
             return bool(own[b % own.shape[0], h % own.shape[1], i % own.shape[2], j])
         return True
 
+    @functools.lru_cache(maxsize=8)  # noqa: B019, a handful of answers that one test asks for again and again
     def visible(self, batch: int, heads: int, queries: int, keys: int) -> Tensor:
         """Boolean [batch, heads, queries, keys], asked pair by pair."""
         apart = 1 if self.dense is None or self.dense.shape[1] == 1 else heads
@@ -111,6 +113,7 @@ class Who:
         shaped = torch.tensor(table, dtype=torch.bool).reshape(batch, apart, queries, keys)
         return shaped.expand(batch, heads, queries, keys).clone()
 
+    @functools.lru_cache(maxsize=8)  # noqa: B019
     def distances(self, batch: int, queries: int, keys: int) -> Tensor:
         """Key position minus query position, [batch, queries, keys]."""
         places = [
@@ -218,7 +221,8 @@ def result_and_gradients(
         name: torch.zeros_like(x) if grad is None else grad
         for (name, x), grad in zip(inputs.items(), grads, strict=True)
     }
-    return Formula(result.output.detach(), result.logsumexp, result.weights, found)
+    parts = (x if x is None else x.detach() for x in (result.output, result.logsumexp, result.weights))
+    return Formula(*parts, found)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

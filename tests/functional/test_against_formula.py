@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor
 
 from polyhead import explain
 from polyhead.functional import BACKENDS, blockwise
@@ -14,9 +15,8 @@ from tests.error_budget import Formula, assert_within_error_budget
 from tests.functional.oracle import Scene, Who, normal, result_and_gradients, scenes
 
 OURS = ("reference", "blockwise")
-# What PyTorch's CPU kernel was measured to need instead of 2; in bfloat16 and float16 it rounds the weights and the
-# gradient of the logits before it multiplies them, as the plain formula does, and its output once more.
-SDPA_FACTOR = {torch.float32: 2.0, torch.bfloat16: 2.0, torch.float16: 2.0}
+# The factor PyTorch's CPU kernel needs in place of our 2, as measured over these scenes and rounded up.
+SDPA_FACTOR = {torch.float32: 2.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +81,12 @@ MASKS = {
 }
 
 
-def fixed_scene(queries: int, keys: int, who: Who) -> Scene:
+def fixed_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
     return Scene(
-        normal(2, 6, queries, 13, seed=1), normal(2, 2, keys, 13, seed=2), normal(2, 2, keys, 11, seed=3), who=who
+        normal(2, 6, queries, 13, seed=seed + 1),
+        normal(2, 2, keys, 13, seed=seed + 2),
+        normal(2, 2, keys, 11, seed=seed + 3),
+        who=who,
     )
 
 
@@ -96,31 +99,46 @@ def test_every_kind_of_mask_is_the_formula_in_float64(backend: str, size: str, m
     assert_equal(result_and_gradients(scene, backend), result_and_gradients(scene), everything=False)
 
 
-def everything_scene(queries: int, keys: int, who: Who) -> Scene:
+def everything_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
     """Bias, relative bias, sinks, softcap and a scale a head, all learned."""
-    bias = normal(1, 6, queries, keys, seed=4)
+    bias = normal(1, 6, queries, keys, seed=seed + 4)
     return replace(
-        fixed_scene(queries, keys, who),
+        fixed_scene(queries, keys, who, seed),
         bias=torch.where(bias > 1.5, -torch.inf, bias),
-        table=normal(6, 17, seed=5),
+        table=normal(6, 17, seed=seed + 5),
         zero=11,
-        sinks=normal(6, seed=6),
-        scale=normal(6, seed=7) / 4,
+        sinks=normal(6, seed=seed + 6),
+        scale=normal(6, seed=seed + 7) / 4,
         softcap=3.0,
     )
 
 
-def assert_within_budgets(scene: Scene, backend: str, dtype: torch.dtype, factor: float, everything: bool) -> None:
-    exact = result_and_gradients(scene, everything=everything)
-    plain = result_and_gradients(scene.to(dtype), everything=everything)
-    actual = result_and_gradients(scene.to(dtype), backend, everything=everything)
-    for name in ("output", "logsumexp", "weights") if everything else ("output",):
-        ours, theirs, right = (getattr(x, name) for x in (actual, plain, exact))
-        assert_within_error_budget(ours, exact=right, plain=theirs, factor=factor, name=name)
-    for name, right in exact.gradients.items():
-        ours, theirs = actual.gradients[name], plain.gradients[name]
-        assert ours.dtype is dtype
-        assert_within_error_budget(ours, exact=right, plain=theirs, factor=factor, name=f"gradient of {name}")
+def assert_within_budgets(
+    draws: list[Scene], backend: str, dtype: torch.dtype, *, factor: float = 2, everything: bool = False
+) -> None:
+    """Several draws are held against the budget together: by luck the plain formula may lose nothing in one of them."""
+
+    def computed(dtype: torch.dtype, backend: str | None = None) -> dict[str, Tensor]:
+        return stacked(
+            [result_and_gradients(scene.to(dtype), backend, everything=everything) for scene in draws], everything
+        )
+
+    exact, plain, actual = computed(torch.float64), computed(dtype), computed(dtype, backend)
+    for name in exact:
+        if name.startswith("gradient"):
+            assert actual[name].dtype is dtype
+        assert_within_error_budget(actual[name], exact=exact[name], plain=plain[name], factor=factor, name=name)
+    assert exact.keys() == plain.keys() == actual.keys()
+
+
+def stacked(results: list[Formula], everything: bool) -> dict[str, Tensor]:
+    parts = []
+    for result in results:
+        part = {"output": result.output}
+        if everything:
+            part |= {"log-sum-exp": result.logsumexp, "weights": result.weights}
+        parts.append(part | {f"gradient of {name}": grad for name, grad in result.gradients.items()})
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -129,8 +147,9 @@ def assert_within_budgets(scene: Scene, backend: str, dtype: torch.dtype, factor
 def test_our_backends_stay_within_the_error_budget(backend: str, mask: str, dtype: torch.dtype) -> None:
     queries, keys = 29, 41
     who = MASKS[mask](queries, keys)
-    assert_within_budgets(fixed_scene(queries, keys, who), backend, dtype, 2, everything=False)
-    assert_within_budgets(everything_scene(queries, keys, who), backend, dtype, 2, everything=True)
+    assert_within_budgets([fixed_scene(queries, keys, who)], backend, dtype)
+    draws = [everything_scene(queries, keys, who, seed) for seed in ((0, 10, 20, 30, 40) if dtype is torch.float32 else (0,))]
+    assert_within_budgets(draws, backend, dtype, everything=True)
 
 
 @pytest.mark.parametrize("dtype", SDPA_FACTOR, ids=str)
@@ -138,7 +157,7 @@ def test_our_backends_stay_within_the_error_budget(backend: str, mask: str, dtyp
 def test_pytorchs_kernel_stays_within_its_documented_factor(mask: str, dtype: torch.dtype) -> None:
     for queries, keys in ((29, 41), (37, 37)):
         scene = fixed_scene(queries, keys, MASKS[mask](queries, keys))
-        assert_within_budgets(scene, "sdpa", dtype, SDPA_FACTOR[dtype], everything=False)
+        assert_within_budgets([scene], "sdpa", dtype, factor=SDPA_FACTOR[dtype])
 
 
 def test_every_parameter_of_an_attention_has_its_gradient_in_blockwise() -> None:
@@ -148,24 +167,19 @@ def test_every_parameter_of_an_attention_has_its_gradient_in_blockwise() -> None
     assert all(float(grad.abs().max()) > 0.01 for grad in found.values())
 
 
-@pytest.mark.parametrize("backend", OURS)
-def test_logits_of_ten_thousand_in_float16_are_right(backend: str) -> None:
-    query, key = normal(1, 3, 19, 16, seed=1) * 100, normal(1, 3, 23, 16, seed=2) * 100
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_that_float16_cannot_hold_are_right(backend: str) -> None:
+    query, key = normal(1, 3, 19, 16, seed=1) * 128, normal(1, 3, 23, 16, seed=2) * 128
     scene = Scene(query, key, normal(1, 3, 23, 16, seed=3), scale=1.0)
-    assert float(scene.formula().logsumexp.max()) > 65504  # the logits themselves do not fit into float16
-    exact = scene.formula()
-    half = scene.to(torch.float16)
-    half = replace(half, scale=1.0)
-    result = half.run(backend, logsumexp=True)
-    torch.testing.assert_close(result.output.double(), exact.output, rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(result.logsumexp.double(), exact.logsumexp, rtol=1e-6, atol=0)
-
-
-def test_logits_of_ten_thousand_in_float16_are_right_in_pytorchs_kernel() -> None:
-    query, key = normal(1, 3, 19, 16, seed=1) * 100, normal(1, 3, 23, 16, seed=2) * 100
-    scene = Scene(query, key, normal(1, 3, 23, 16, seed=3), scale=1.0)
-    result = scene.to(torch.float16).run("sdpa")
-    torch.testing.assert_close(result.output.double(), scene.formula().output, rtol=2e-3, atol=2e-3)
+    exact = result_and_gradients(scene)
+    assert float(exact.logsumexp.max()) > torch.finfo(torch.float16).max
+    ours = backend in OURS
+    actual = result_and_gradients(scene.to(torch.float16), backend, logsumexp=ours)
+    torch.testing.assert_close(actual.output.double(), exact.output, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(actual.gradients["value"].double(), exact.gradients["value"], rtol=1e-3, atol=1e-3)
+    assert all(grad.isfinite().all() for grad in actual.gradients.values())
+    if ours:
+        torch.testing.assert_close(actual.logsumexp.double(), exact.logsumexp, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -159,3 +159,29 @@ def test_empty_batches_and_sequences_give_what_pytorch_gives(
         mine, expected = (module(query, key, key, need_weights=need_weights) for module in modules)
     assert mine[0].shape == query.shape
     torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, 5), (3, 0, 5), (3, 5, 0), (3, 0, 0)], ids=str)
+def test_empty_batches_and_sequences_take_masks(
+    shape: tuple[int, int, int], training: bool, need_weights: bool
+) -> None:
+    """Without a key there is nothing to attend to, so the output is the bias."""
+    batch, queries, keys = shape
+    module = MultiheadAttention(6, 2, batch_first=True).train(training)
+    query, key = torch.randn(batch, queries, 6), torch.randn(batch, keys, 6)
+    for first, second in ((query, key), (key, key)):
+        attn_mask = torch.zeros(first.shape[1], keys, dtype=torch.bool)
+        padding = torch.zeros(batch, keys, dtype=torch.bool)
+        for options in (
+            {"attn_mask": attn_mask},
+            {"key_padding_mask": padding},
+            {"attn_mask": attn_mask, "key_padding_mask": padding},
+        ):
+            with torch.set_grad_enabled(training):
+                output, weights = module(first, second, second, need_weights=need_weights, **options)
+            assert output.shape == first.shape
+            assert weights is None or weights.shape == (batch, first.shape[1], keys)
+            if not keys:
+                torch.testing.assert_close(output, module.out_proj.bias.expand_as(output))

@@ -161,7 +161,7 @@ class Visibility:
 
 def resolve(mask: Mask, *, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Visibility | None:
     """Hold a mask against the sizes of an attention; None where it hides and adds nothing."""
-    if mask.is_everything:
+    if mask.is_everything or _shows_everything(mask, queries, keys):
         return None
     for tensor in (*mask.allowed, *mask.biases):
         _check_dense(tensor, batch, heads, queries, keys)
@@ -225,6 +225,11 @@ def resolve(mask: Mask, *, batch: int, heads: int, queries: int, keys: int, devi
         biases=mask.biases,
         relative_biases=mask.relative_biases,
     )
+
+
+def _shows_everything(mask: Mask, queries: int, keys: int) -> bool:
+    """Whether a causal edge or window hides nothing: a single query, the last, is not kept from any key before it."""
+    return queries == 1 and keys > 0 and mask.is_band and (mask.left is None or mask.left >= keys - 1)
 
 
 def _both(a: Tensor | None, b: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.nn.modules import module as nn_module
 class JointProjection:
     """The maps of `linears`, which must have one input width, as one matrix product where that is possible."""
 
-    __slots__ = ("_laid", "bias", "linears", "sizes", "weight")
+    __slots__ = ("_hooks", "_laid", "bias", "linears", "sizes", "weight")
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = tuple(linears)
@@ -33,28 +33,35 @@ class JointProjection:
             self.bias = _lay_side_by_side(biases)
             if self.bias is None:
                 self.weight = None
-        self._laid = (
-            [(linear, linear.weight, linear.weight.data_ptr()) for linear in linears] if self.weight is not None else []
-        )
-        self._laid += (
-            [(linear, linear.bias, linear.bias.data_ptr()) for linear in linears] if self.bias is not None else []
-        )
+        self._hooks = tuple(hooks for linear in linears for hooks in hooks_of(linear))
+        self._laid = [
+            (linear._parameters, name, parameter, 0 if parameter is None else parameter.data_ptr())
+            for linear in linears
+            for name, parameter in linear._parameters.items()
+            if self.weight is not None
+        ]
 
     def is_one_product(self, x: Tensor) -> bool:
-        """Whether the parameters still lie where they were laid, and calling the modules would do nothing else."""
+        """Whether the parameters still lie where they were laid, and calling the modules would do nothing else.
+
+        Asked at every call, so that it costs a few microseconds and not more.
+        """
         weight = self.weight
-        if weight is None or torch.compiler.is_compiling() or x.dtype is not weight.dtype or _is_transformed():
+        if weight is None or x.dtype is not weight.dtype or torch.compiler.is_compiling():
             return False
-        for linear, parameter, pointer in self._laid:
-            held = linear._parameters.get  # a parametrised module no longer holds its weight
-            if parameter is not held("weight") and parameter is not held("bias") or parameter.data_ptr() != pointer:
+        if any(self._hooks) or has_global_hooks() or torch._C._is_any_autocast_enabled() or _is_transformed():
+            return False
+        for held, name, parameter, pointer in self._laid:
+            if held.get(name) is not parameter or (parameter is not None and parameter.data_ptr() != pointer):
                 return False
-        return all(map(is_plain, self.linears)) and not torch.is_autocast_enabled(x.device.type)
+        return True
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """`[linear(x) for linear in linears]`."""
-        if not self.is_one_product(x):
-            return [linear(x) for linear in self.linears]
+        return self.separate(x) if self.is_one_product(x) else [linear(x) for linear in self.linears]
+
+    def separate(self, x: Tensor) -> Sequence[Tensor]:
+        """Each map's output, from one product; only where `is_one_product`."""
         if torch.is_grad_enabled():
             parameters = [linear.weight for linear in self.linears]
             parameters += [linear.bias for linear in self.linears if linear.bias is not None]
@@ -77,13 +84,13 @@ class JointProjection:
         return F.linear(x, self.weight, self.bias)
 
 
-def is_plain(linear: nn.Module) -> bool:
-    """Whether calling the module would do its matrix product and nothing else."""
-    if type(linear) is not nn.Linear or nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
-        return False
-    return not (
-        linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
-    )
+def hooks_of(linear: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The module's own tables of hooks; any that is not empty makes a call more than a matrix product."""
+    return linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
+
+
+def has_global_hooks() -> bool:
+    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
 
 
 def _is_transformed() -> bool:
@@ -97,6 +104,8 @@ def _lay_side_by_side(parameters: Sequence[Tensor | None]) -> Tensor | None:
     plain = [p for p in parameters if type(p) is nn.Parameter and p.is_contiguous() and not p.is_meta]
     if len(plain) != len(parameters) or _is_transformed():
         return None
+    if len({p.data_ptr() for p in plain}) != len(plain):
+        return None  # tied parameters stay tied
     first = plain[0]
     if any(p.dtype is not first.dtype or p.device != first.device or p.shape[1:] != first.shape[1:] for p in plain):
         return None

@@ -14,7 +14,7 @@ from polyhead.errors import CheckpointError, DtypeError, OptionError, ShapeError
 from polyhead.functional import AttentionOutput, attention, straight
 from polyhead.geometry import HeadLayout
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
-from polyhead.layers.joint_projection import JointProjection, is_plain
+from polyhead.layers.joint_projection import JointProjection, hooks_of
 from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.masks import Mask
@@ -183,13 +183,13 @@ class MultiHeadAttention(nn.Module):
             seed, weights, statistics, logsumexp, backend: as in `polyhead.attention`.
         """
         if (
-            key is None
-            and (mask is None or (isinstance(mask, Mask) and mask.is_just_causal))
+            self._has_plain_heads
+            and key is None
             and cache is None
             and head_gate is None
             and not (weights or logsumexp or statistics or lengths is not None or value is not None)
             and (backend or self.backend) == "auto"
-            and self._has_plain_heads
+            and (mask is None or (isinstance(mask, Mask) and mask.is_just_causal))
             and (output := self._forward_plain(query, self._is_causal or mask is not None)) is not None
         ):
             return AttentionOutput(output, backend="sdpa")
@@ -200,7 +200,7 @@ class MultiHeadAttention(nn.Module):
                 raise OptionError("weights, log-sum-exp and statistics have no jagged form; pad and use Mask.lengths")
             return self._forward_jagged(query, key, mask=mask, head_gate=head_gate, seed=seed, backend=backend)
         self._check_input("query", query, self.layout.embed_dim)
-        batch, queries, _ = query.shape
+        queries = query.shape[1]
         start = self._first_position(cache, queries, query.device) if token_positions is None else token_positions
         if isinstance(self.positions, AddsToInput):
             query = self.positions(query, start)
@@ -271,12 +271,15 @@ class MultiHeadAttention(nn.Module):
         if joint is None or x.ndim != 3 or x.is_nested or gated or (self.training and self.dropout):
             return None
         batch, length, width = x.shape
-        if width != layout.embed_dim or not (batch and length) or not is_plain(out_proj):
+        last, hooks = self._last
+        if width != layout.embed_dim or not (batch and length) or out_proj is not last or any(hooks):
+            return None
+        if type(out_proj) is not nn.Linear:
             return None
         if joint.linears != (modules["q_proj"], modules["k_proj"], modules["v_proj"]) or not joint.is_one_product(x):
             return None
         if torch.is_grad_enabled():
-            q, k, v = (part.view(batch, length, -1, layout.head_dim).transpose(1, 2) for part in joint(x))
+            q, k, v = (part.view(batch, length, -1, layout.head_dim).transpose(1, 2) for part in joint.separate(x))
         elif layout.group_size == 1:
             together = joint.joined(x).view(batch, length, 3, layout.num_heads, layout.head_dim)
             q, k, v = together.permute(2, 0, 3, 1, 4).unbind(0)
@@ -564,6 +567,7 @@ class MultiHeadAttention(nn.Module):
     def _join_projections(self) -> None:
         layout = self.layout
         linears = [self.q_proj, self.k_proj, self.v_proj]
+        self._last = (self.out_proj, hooks_of(self.out_proj))  # in a tuple, so that it is no module of its own
         if not all(type(linear) is nn.Linear for linear in linears):
             self._of_self = self._of_source = None
             return
@@ -577,7 +581,7 @@ class MultiHeadAttention(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_of_self", "_of_source")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_of_self", "_of_source", "_last")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -47,7 +47,7 @@ def _keep_forward(module: nn.Module, inputs: tuple[Tensor]) -> None:
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with attention that is defined for every mask, and never slower.
+    """`torch.nn.MultiheadAttention` with attention that is defined for every mask.
 
     Arguments, results, initial weights, state dict and errors are those of `torch.nn.MultiheadAttention`. These
     differ, and only these:
@@ -300,11 +300,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         """PyTorch's inference operator, given the boolean masks as they are."""
         hidden, kind = key_padding_mask, None if key_padding_mask is None else 1
         if attn_mask is not None:
-            batch, length, _ = tokens.shape
-            hidden, kind = attn_mask.view(-1, 1 if attn_mask.dim() == 2 else self.num_heads, length, length), 2
+            per_head = (tokens.shape[0], self.num_heads)
+            hidden, kind = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, per_head), 2
             if key_padding_mask is not None:
                 hidden = hidden | key_padding_mask[:, None, None]
-            hidden = hidden.expand(batch, self.num_heads, -1, -1)
+            hidden = hidden.expand(*per_head, -1, -1)
         out = self.out_proj
         return torch._native_multi_head_attention(
             tokens,
@@ -382,7 +382,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             unseen = unseen.transpose(0, 1)
 
         def cleaned(x: Tensor) -> Tensor:
-            return torch.where(unseen[..., None] & ~x.detach().isfinite(), 0.0, x)
+            return torch.where(unseen[..., None], torch.nan_to_num(x, 0.0, 0.0, 0.0), x)
 
         clean_key = cleaned(key)
         return clean_key if query is key else query, clean_key, clean_key if value is key else cleaned(value)

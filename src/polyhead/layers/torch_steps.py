@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyhead.functional.guard import without_broken
 from polyhead.masks import Mask
 
 
@@ -24,9 +23,12 @@ def with_weights(
     empty = None
     if bias is not None and not (finite and _fills_rows(bias)):
         hidden = bias.detach() == -torch.inf
-        k, v, broken = without_broken(k, v)
-        if broken is not None:
-            bias = torch.where(~hidden & broken[:, :, None], torch.nan, bias)
+        if not finite:
+            # Taken out of keys and values, and put back as NaN into the logits of those who see them.
+            whole_k, whole_v = k.detach().isfinite(), v.detach().isfinite()
+            broken = ~(whole_k.all(-1) & whole_v.all(-1))[:, :, None]  # [batch, heads, 1, keys]
+            k, v = torch.where(whole_k, k, 0.0), torch.where(whole_v, v, 0.0)
+            bias = torch.where(broken & ~hidden, torch.nan, bias)
         empty = hidden.all(-1, keepdim=True)
         bias = bias.masked_fill(empty, 0.0)
     scaled = (q * math.sqrt(1.0 / head_dim)).reshape(batch * heads, queries, head_dim)
@@ -77,7 +79,7 @@ def torch_bias(
         bias = _added(attn_mask, q)
         bias = bias[None, None] if bias.dim() == 2 else bias.unflatten(0, (q.shape[0], q.shape[1]))
     if key_padding_mask is not None:
-        rows = _added(key_padding_mask, q).view(q.shape[0], 1, 1, -1 if k.shape[2] else 0)
+        rows = _added(key_padding_mask, q).view(q.shape[0], 1, 1, k.shape[2])
         bias = rows if bias is None else bias + rows
     return bias
 
