@@ -265,7 +265,7 @@ class Mask:
     @property
     def is_everything(self) -> bool:
         """Whether the mask hides nothing and adds nothing."""
-        return self.left is None and self.right is None and not self.tensors
+        return self.left is None and self.right is None and len(self.tensors) == 0
 
     @property
     def is_just_causal(self) -> bool:

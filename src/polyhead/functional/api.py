@@ -71,7 +71,7 @@ def attention(
         raise OptionError("statistics of the weights are not available yet, got statistics=" + repr(statistics))
     request = _request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite)
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             return backends.run(request, backend)
     return backends.run(request, backend)
@@ -128,7 +128,7 @@ def _request(
             f"got shapes {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
         )
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (
             x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (query, key, value)

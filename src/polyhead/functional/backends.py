@@ -91,7 +91,7 @@ def run(request: AttentionRequest, backend: str) -> AttentionOutput:
 
 
 def check_name(backend: str) -> None:
-    if backend not in _RUN:
+    if not isinstance(backend, str) or backend not in _RUN:
         raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
 
 

@@ -20,14 +20,20 @@ def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor |
         return key, value, None
     largest_key = torch.linalg.vector_norm(key.detach(), torch.inf, -1)
     largest_value = torch.linalg.vector_norm(value.detach(), torch.inf, -1)
-    return _Finite.apply(key), _Finite.apply(value), largest_key * 0 + largest_value * 0
+    return _finite(key), _finite(value), largest_key * 0 + largest_value * 0
 
 
 def without_broken_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
     """The same for queries, so that what stands in a row that sees nothing reaches no key's gradient."""
     if _readable(query) and bool(query.detach().sum().isfinite()):
         return query, None
-    return _Finite.apply(query), torch.linalg.vector_norm(query.detach(), torch.inf, -1) * 0
+    return _finite(query), torch.linalg.vector_norm(query.detach(), torch.inf, -1) * 0
+
+
+def _finite(x: Tensor) -> Tensor:
+    if not _is_eager():
+        return torch.where(x.detach().isfinite(), x, 0.0)
+    return _Finite.apply(x) if x.requires_grad and torch.is_grad_enabled() else _Finite.forward(None, x)
 
 
 class _Finite(torch.autograd.Function):
@@ -44,8 +50,13 @@ class _Finite(torch.autograd.Function):
 
 def _readable(x: Tensor) -> bool:
     """Whether a value can be looked at without waiting for a device or breaking a trace."""
-    eager = not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
-    return eager and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+    return _is_eager() and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+
+
+def _is_eager() -> bool:
+    """Whether operators run as they are called, with no trace and no function transform looking on."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not traced and torch._C._functorch.maybe_current_level() is None
 
 
 def over_heads(x: Tensor, heads: int) -> Tensor:

@@ -38,9 +38,7 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append("PyTorch's fused kernels give no log-sum-exp with a gradient")
     if request.dropout and request.seed is not None:
         reasons.append("PyTorch's fused kernels draw their own dropout and cannot replay a seed")
-    if reasons:
-        return reasons
-    return math_reasons(request)
+    return reasons + math_reasons(request)
 
 
 def math_reasons(request: AttentionRequest) -> list[str]:
@@ -138,7 +136,9 @@ def straight(query: Tensor, key: Tensor, value: Tensor, scale: float | None, cau
     if query.is_cpu:
         if not torch.backends.cuda.flash_sdp_enabled():
             return None
-    elif not torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped):
+    elif not _is_flash_sure(query) and not torch._fused_sdp_choice(
+        query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
+    ):
         return None
     if not causal:
         return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
@@ -147,6 +147,12 @@ def straight(query: Tensor, key: Tensor, value: Tensor, scale: float | None, cau
     if poison is None:
         return output
     return output + over_heads(poison.cumsum(-1), query.shape[1])[..., None].to(output.dtype)
+
+
+def _is_flash_sure(query: Tensor) -> bool:
+    """Whether a fused kernel serves these queries without asking PyTorch, which takes longer than this."""
+    usual = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 128)
+    return usual and query.is_cuda and torch.backends.cuda.flash_sdp_enabled()
 
 
 @dataclass(slots=True)

@@ -234,7 +234,10 @@ class LanguageModel(_Trunk):
         real = [width] * batch if lengths is None else list(lengths)
         if len(real) != batch or not all(1 <= length <= width for length in real):
             raise OptionError(f"lengths must give each of {batch} prompts 1 to {width} tokens, got {real}")
-        rows, ends = torch.arange(batch, device=tokens.device), torch.tensor(real, device=tokens.device)
+        rows, ends = (
+            torch.arange(batch, device=tokens.device),
+            torch.tensor(real, dtype=torch.long, device=tokens.device),
+        )
         if side == "left":
             place = torch.arange(width, device=tokens.device) + (width - ends)[:, None]
             tokens = tokens.gather(1, place % max(width, 1))  # each prompt moves to the front of its row

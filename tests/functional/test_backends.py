@@ -1,0 +1,322 @@
+"""Who serves a request and why the others do not: every branch of the choice is taken, and the reasons are read."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyhead import Explanation, Mask, attention, explain
+from polyhead.errors import BackendUnsupported, OptionError
+from polyhead.functional import BACKENDS, backends, sdpa
+
+Q = torch.randn(2, 6, 19, 8)
+K = torch.randn(2, 2, 23, 8)
+V = torch.randn(2, 2, 23, 11)
+
+
+def kernels_run(**options: Any) -> list[str]:
+    """The operators that compute attention or its pieces, in the order PyTorch ran them."""
+    names: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    query, key, value = options.pop("tensors", (Q, K, K))
+    with Recorder():
+        attention(query, key, value, **options)
+    return [name for name in names if any(part in name for part in ("scaled_dot", "bmm", "softmax"))]
+
+
+FLASH = ["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+
+
+# ---- every reason
+
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "weights": ({"weights": True}, "do not return weights"),
+    "softcap": ({"softcap": 3.0}, "have no softcap"),
+    "sinks": ({"sinks": torch.zeros(6)}, "have no learned sinks"),
+    "log-sum-exp": ({"logsumexp": True}, "give no log-sum-exp with a gradient"),
+    "seeded dropout": ({"dropout": 0.1, "seed": 3}, "cannot replay a seed"),
+    "dropout": ({"dropout": 0.1}, "math path, which materialises the weights: its CPU kernel has no dropout"),
+    "gradient of a bias": (
+        {"mask": Mask.bias(torch.randn(19, 23, requires_grad=True))},
+        "its CPU kernel gives no gradient of a bias",
+    ),
+    "gradient of a relative bias": (
+        {"mask": Mask.relative(torch.randn(6, 5, requires_grad=True), 2)},
+        "its CPU kernel gives no gradient of a bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_a_named_backend_that_cannot_serve_says_why(case: str) -> None:
+    options, words = REASONS[case]
+    choice = explain(Q, K, K, **options)["sdpa"]
+    assert not choice.supported
+    assert choice.kernel == choice.avoided == ""
+    assert any(words in reason for reason in choice.reasons)
+    with pytest.raises(BackendUnsupported, match=words) as caught:
+        attention(Q, K, K, backend="sdpa", **options)
+    assert caught.value.backend == "sdpa"
+    assert caught.value.reasons == choice.reasons
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_auto_takes_another_backend_where_pytorch_cannot_serve(case: str) -> None:
+    options, _ = REASONS[case]
+    expected = "reference" if case == "weights" else "blockwise"
+    assert explain(Q, K, K, **options).chosen == expected
+    assert attention(Q, K, K, **options).backend == expected
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    bias = Mask.bias(torch.randn(19, 23, requires_grad=True))
+    everything = {"weights": True, "softcap": 2.0, "sinks": torch.zeros(6), "logsumexp": True, "dropout": 0.1, "seed": 1}
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(BackendUnsupported) as caught:
+        attention(Q, K, K, mask=bias, backend="sdpa", **everything)
+    assert len(caught.value.reasons) == 8
+    assert all(reason in str(caught.value) for reason in caught.value.reasons)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (copy.backend, copy.reasons, str(copy)) == ("sdpa", caught.value.reasons, str(caught.value))
+
+
+def test_a_bias_that_needs_no_gradient_is_served_by_pytorch() -> None:
+    learned = Mask.bias(torch.randn(19, 23, requires_grad=True))
+    assert explain(Q, K, K, mask=Mask.bias(torch.randn(19, 23))).chosen == "sdpa"
+    with torch.no_grad():
+        assert explain(Q, K, K, mask=learned).chosen == "sdpa"
+        assert kernels_run(mask=learned) == FLASH
+
+
+def test_unknown_backends_are_named_with_the_known_ones() -> None:
+    for name in ("flash", None, ["sdpa"], 3):
+        with pytest.raises(OptionError, match=r"'auto' or one of 'sdpa', 'blockwise', 'reference', got"):
+            attention(Q, K, K, backend=name)
+    with pytest.raises(OptionError, match="one of sdpa, blockwise, reference, got 'flash'"):
+        explain(Q, K, K)["flash"]
+
+
+# ---- what auto chooses, and what runs
+
+MASKS = {
+    "nothing": None,
+    "causal": Mask.causal(),
+    "window": Mask.window(5),
+    "two-sided window": Mask.window(left=3, right=2),
+    "first keys": Mask.window(4, sinks=2),
+    "lengths": Mask.lengths([17, 3]),
+    "left padding": Mask.lengths([17, 3], side="left") & Mask.causal(),
+    "documents": Mask.documents([0] * 9 + [1] * 10, [0] * 13 + [1] * 10) & Mask.causal(),
+    "positions": Mask.positions(torch.arange(19), torch.arange(23)) & Mask.causal(),
+    "dense": Mask.dense(torch.rand(19, 23) < 0.5),
+    "dense, transposed": Mask.dense((torch.rand(23, 19) < 0.5).T),
+    "dense, expanded": Mask.dense((torch.rand(2, 1, 19, 1) < 0.5).expand(2, 1, 19, 23)),
+    "keys alone": Mask.dense(torch.rand(2, 1, 1, 23) < 0.5),
+    "bias": Mask.bias(torch.randn(1, 6, 19, 23)),
+    "bias of another dtype": Mask.bias(torch.randn(1, 6, 19, 23, dtype=torch.float64)),
+    "relative": Mask.relative(torch.randn(6, 9), 5),
+}
+TENSORS = {
+    "plain": (Q, K, K),
+    "another value width": (Q, K, V),
+    "narrower values": (Q, K, V[..., :3]),
+    "same heads": (Q, K.repeat_interleave(3, 1), V.repeat_interleave(3, 1)),
+    "one key head": (Q, K[:, :1], V[:, :1]),
+    "layer strides": tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (Q, K, V)),
+    "columns first": tuple(x.mT.contiguous().mT for x in (Q, K, V)),
+    "every other channel": tuple(torch.randn(*x.shape[:3], 16)[..., ::2] for x in (Q, K, K)),
+    "every other token": (torch.randn(2, 6, 38, 8)[:, :, ::2], K, V),
+    "head width 1": (Q[..., :1], K[..., :1], V[..., :1]),
+    "float64": (Q.double(), K.double(), V.double()),
+    "bfloat16": (Q.bfloat16(), K.bfloat16(), V.bfloat16()),
+    "float16": (Q.half(), K.half(), V.half()),
+}
+
+
+@pytest.mark.parametrize("tensors", TENSORS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_what_is_said_to_be_fused_is_fused(mask: str, tensors: str) -> None:
+    query, key, value = TENSORS[tensors]
+    explanation = explain(query, key, value, mask=MASKS[mask])
+    assert explanation.chosen == "sdpa"
+    assert explanation.kernel == "PyTorch's flash kernel on cpu"
+    assert kernels_run(tensors=TENSORS[tensors], mask=MASKS[mask]) == FLASH
+
+
+def test_a_scale_a_head_is_fused() -> None:
+    assert kernels_run(scale=torch.rand(6)) == FLASH
+    assert kernels_run(scale=torch.rand(6).requires_grad_()) == FLASH
+
+
+@pytest.mark.parametrize("tensors", TENSORS)
+def test_values_of_another_width_and_any_strides_give_the_same_numbers(tensors: str) -> None:
+    query, key, value = TENSORS[tensors]
+    ours = attention(query, key, value, mask=Mask.causal(), backend="reference").output
+    theirs = attention(query, key, value, mask=Mask.causal(), backend="sdpa").output
+    assert theirs.shape == ours.shape == (*query.shape[:3], value.shape[3])
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3}.get(query.dtype, 1e-5)
+    torch.testing.assert_close(theirs, ours, rtol=tolerance, atol=tolerance)
+
+
+def test_the_math_path_is_reported_and_avoided() -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        explanation = explain(Q, K, K)
+        assert explanation.chosen == "blockwise"
+        assert "flash attention is switched off" in explanation["sdpa"].reasons[0]
+        assert attention(Q, K, K).backend == "blockwise"
+        with pytest.raises(BackendUnsupported, match="its math path, which materialises the weights"):
+            attention(Q, K, K, backend="sdpa")
+    assert explain(Q, K, K).chosen == "sdpa"
+
+
+def test_the_order_of_auto() -> None:
+    assert BACKENDS == ("sdpa", "blockwise", "reference")
+    assert attention(Q, K, K).backend == "sdpa"
+    assert attention(Q, K, K, softcap=2.0).backend == "blockwise"
+    assert attention(Q, K, K, weights=True).backend == "reference"
+    assert attention(Q, K, K, weights=True, softcap=2.0, dropout=0.2, seed=1).backend == "reference"
+    assert attention(Q, K, K, logsumexp=True).backend == "blockwise"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_named_backend_is_the_one_that_answers(backend: str) -> None:
+    assert attention(Q, K, V, mask=Mask.causal(), backend=backend).backend == backend
+
+
+# ---- masks too large to be materialised
+
+
+@pytest.mark.parametrize(
+    ("mask", "elements", "item"),
+    [
+        (None, 0, 0),
+        (Mask.window(5), 19 * 23, 1),
+        (Mask.causal(), 19 * 23, 1),
+        (Mask.lengths([17, 3]), 2 * 23, 1),
+        (Mask.lengths([17, 3]) & Mask.causal(), 2 * 19 * 23, 1),
+        (Mask.dense(torch.ones(1, 6, 19, 23, dtype=torch.bool)), 6 * 19 * 23, 1),
+        (Mask.dense(torch.ones(2, 1, 1, 23, dtype=torch.bool)), 2 * 23, 1),
+        (Mask.bias(torch.randn(1, 6, 19, 23)), 6 * 19 * 23, 4),
+        (Mask.relative(torch.randn(6, 9), 5), 6 * 19 * 23, 4),
+    ],
+    ids=repr,
+)
+def test_auto_avoids_a_mask_that_would_be_too_large(
+    monkeypatch: pytest.MonkeyPatch, mask: Mask | None, elements: int, item: int
+) -> None:
+    size = elements * item
+    monkeypatch.setattr(backends, "_LARGEST_MASK", size)
+    assert explain(Q, K, K, mask=mask).chosen == "sdpa"
+    monkeypatch.setattr(backends, "_LARGEST_MASK", size - 1)
+    explanation = explain(Q, K, K, mask=mask)
+    if mask is None:
+        return
+    assert explanation.chosen == "blockwise"
+    assert explanation["sdpa"].supported
+    assert "its mask would be materialised" in explanation["sdpa"].avoided
+    assert "its mask would be materialised" in str(explanation)
+    assert attention(Q, K, K, mask=mask).backend == "blockwise"
+    assert attention(Q, K, K, mask=mask, backend="sdpa").backend == "sdpa"  # who names it gets it
+
+
+def test_explaining_a_large_mask_does_not_build_it() -> None:
+    x = torch.zeros(1, 1, 40_000, 1)
+    explanation = explain(x, x, x, mask=Mask.window(7))
+    assert "1.5 GiB" in explanation["sdpa"].avoided
+    assert explanation.chosen == "blockwise"
+
+
+@pytest.mark.parametrize("mask", [m for m in MASKS.values() if m is not None], ids=repr)
+def test_the_size_of_a_mask_is_known_before_it_is_built(mask: Mask) -> None:
+    request = _request_of(mask)
+    call = sdpa._prepare(request)
+    assert call.mask is not None
+    assert call.mask.nbytes <= sdpa.materialised_bytes(request)
+
+
+def _request_of(mask: Mask) -> Any:
+    caught: list[Any] = []
+    original = backends.run
+
+    def catch(request: Any, backend: str) -> Any:
+        caught.append(request)
+        return original(request, backend)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "run", catch)
+        attention(Q, K, K, mask=mask)
+    return caught[0]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Mask.causal(), Mask.lengths([17, 3]) & Mask.causal(), Mask.lengths([23, 0]) & Mask.causal()],
+    ids=repr,
+)
+def test_a_causal_self_attention_needs_no_mask_tensor(monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
+    monkeypatch.setattr(backends, "_LARGEST_MASK", 0)
+    x = torch.randn(2, 6, 23, 8)
+    assert explain(x, K, K, mask=mask).chosen == "sdpa"
+    assert explain(x[:, :, :1], K, K, mask=Mask.causal()).chosen == "sdpa"
+
+
+# ---- the explanation itself
+
+
+def test_an_explanation_prints_as_a_table() -> None:
+    text = str(explain(Q, K, K, softcap=2.0, sinks=torch.zeros(6)))
+    assert text.splitlines() == [
+        "   sdpa       no: PyTorch's fused kernels have no softcap; PyTorch's fused kernels have no learned sinks",
+        "-> blockwise  tiles of plain PyTorch, online softmax",
+        "   reference  the formula, weights materialised",
+    ]
+
+
+def test_an_explanation_has_an_entry_for_every_backend() -> None:
+    explanation = explain(Q, K, K)
+    assert isinstance(explanation, Explanation)
+    assert tuple(choice.backend for choice in explanation.choices) == BACKENDS
+    assert explanation["reference"].kernel == "the formula, weights materialised"
+    assert explanation["blockwise"].kernel == "tiles of plain PyTorch, online softmax"
+
+
+def test_statistics_are_refused_until_they_exist() -> None:
+    for wanted in (True, ("entropy",)):
+        with pytest.raises(OptionError, match="statistics of the weights are not available yet, got statistics="):
+            attention(Q, K, K, statistics=wanted)
+    assert attention(Q, K, K, statistics=None).statistics is None
+
+
+def test_tensors_without_memory_are_served() -> None:
+    query, key = torch.empty(2, 6, 19, 8, device="meta"), torch.empty(2, 2, 23, 8, device="meta")
+    for mask in (None, Mask.causal(), Mask.lengths([17, 3])):
+        assert attention(query, key, key, mask=mask).output.shape == (2, 6, 19, 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_decides_the_dtype(backend: str, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype):
+        result = attention(Q, K, V, mask=Mask.causal(), backend=backend).output
+        mixed = attention(Q, K.to(dtype), V.to(dtype), mask=Mask.causal(), backend=backend).output
+    expected = attention(Q.to(dtype), K.to(dtype), V.to(dtype), mask=Mask.causal(), backend=backend).output
+    assert result.dtype is dtype
+    assert torch.equal(result, expected)
+    assert torch.equal(mixed, expected)
+
+
+def test_a_promise_of_finite_keys_changes_no_number() -> None:
+    for backend in BACKENDS:
+        options: dict[str, Any] = {"mask": Mask.causal() & Mask.lengths([17, 3]), "backend": backend}
+        assert torch.equal(
+            attention(Q, K, V, finite=True, **options).output, attention(Q, K, V, finite=False, **options).output
+        )
