@@ -1,4 +1,4 @@
-"""Who may attend to whom: one mask type with one polarity, a description that costs nothing until a backend needs it."""
+"""Who may attend to whom: one mask type with one polarity, a description that costs nothing until it is used."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Mask:
 
     @classmethod
     def bias(cls, bias: Tensor, *, zero_one: bool = False) -> Mask:
-        """Values added to the scaled logits; -inf hides a key: [queries, keys] or [batch or 1, heads or 1, queries or 1, keys].
+        """Values added to the scaled logits, -inf to hide a key, in the shapes that `Mask.dense` takes.
 
         A tensor of zeros and ones alone is almost always a boolean mask in the wrong dtype, and is refused where
         its values can be read without waiting for a device; `zero_one=True` says that it is meant.
@@ -169,7 +169,7 @@ class Mask:
         if not zero_one and _readable(bias) and bias.numel() and _only_zeros_and_ones(bias):
             raise MaskError(
                 "Mask.bias adds its values to the logits, got a tensor of zeros and ones, which hides nothing; "
-                "for a 0/1 mask use Mask.dense(mask.bool()), and Mask.bias(..., zero_one=True) if adding 0 and 1 is meant"
+                "for a 0/1 mask use Mask.dense(mask.bool()); if adding 0 and 1 is meant, Mask.bias(..., zero_one=True)"
             )
         return cls(biases=(_four_dimensional("Mask.bias", bias),))
 
@@ -216,7 +216,8 @@ class Mask:
                 attn_mask = attn_mask.unflatten(0, (-1, num_heads))
             elif attn_mask.ndim != 2:
                 raise MaskError(
-                    f"attn_mask must be [queries, keys] or [batch * num_heads, queries, keys], got shape {list(attn_mask.shape)}"
+                    "attn_mask must be [queries, keys] or [batch * num_heads, queries, keys], "
+                    f"got shape {list(attn_mask.shape)}"
                 )
             mask = mask & cls._torch_term("attn_mask", attn_mask)
         if key_padding_mask is not None:
@@ -289,23 +290,20 @@ class Mask:
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on `device`. Do this once where a mask made from lists serves many layers."""
 
-        def move(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device, non_blocking=True)
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
 
-        def moved(term: Padding | Documents | RelativeBias) -> Padding | Documents | RelativeBias:
-            tensors = {
-                f.name: move(x) for f in dataclasses.fields(term) if isinstance(x := getattr(term, f.name), Tensor)
-            }
-            return dataclasses.replace(term, **tensors)
+        def move_if(x: Tensor | None) -> Tensor | None:
+            return None if x is None else move(x)
 
         return dataclasses.replace(
             self,
-            padding=tuple(moved(term) for term in self.padding),
-            packed=tuple(moved(term) for term in self.packed),
+            padding=tuple(Padding(move(term.keys), move_if(term.queries), term.side) for term in self.padding),
+            packed=tuple(Documents(move(term.queries), move_if(term.keys)) for term in self.packed),
             placed=None if self.placed is None else (move(self.placed[0]), move(self.placed[1])),
             allowed=tuple(move(x) for x in self.allowed),
             biases=tuple(move(x) for x in self.biases),
-            relative_biases=tuple(moved(term) for term in self.relative_biases),
+            relative_biases=tuple(RelativeBias(move(term.table), term.zero) for term in self.relative_biases),
         )
 
     def __repr__(self) -> str:
@@ -402,5 +400,6 @@ def _four_dimensional(name: str, tensor: Tensor) -> Tensor:
         else ""
     )
     raise MaskError(
-        f"{name} takes [queries, keys] or [batch or 1, heads or 1, queries or 1, keys], got shape {list(tensor.shape)}{hint}"
+        f"{name} takes [queries, keys] or [batch or 1, heads or 1, queries or 1, keys], "
+        f"got shape {list(tensor.shape)}{hint}"
     )

@@ -148,7 +148,9 @@ def test_our_backends_stay_within_the_error_budget(backend: str, mask: str, dtyp
     queries, keys = 29, 41
     who = MASKS[mask](queries, keys)
     assert_within_budgets([fixed_scene(queries, keys, who)], backend, dtype)
-    draws = [everything_scene(queries, keys, who, seed) for seed in ((0, 10, 20, 30, 40) if dtype is torch.float32 else (0,))]
+    draws = [
+        everything_scene(queries, keys, who, seed) for seed in ((0, 10, 20, 30, 40) if dtype is torch.float32 else (0,))
+    ]
     assert_within_budgets(draws, backend, dtype, everything=True)
 
 

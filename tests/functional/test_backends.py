@@ -80,7 +80,14 @@ def test_auto_takes_another_backend_where_pytorch_cannot_serve(case: str) -> Non
 
 def test_all_reasons_are_given_at_once() -> None:
     bias = Mask.bias(torch.randn(19, 23, requires_grad=True))
-    everything = {"weights": True, "softcap": 2.0, "sinks": torch.zeros(6), "logsumexp": True, "dropout": 0.1, "seed": 1}
+    everything = {
+        "weights": True,
+        "softcap": 2.0,
+        "sinks": torch.zeros(6),
+        "logsumexp": True,
+        "dropout": 0.1,
+        "seed": 1,
+    }
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(BackendUnsupported) as caught:
         attention(Q, K, K, mask=bias, backend="sdpa", **everything)
     assert len(caught.value.reasons) == 8

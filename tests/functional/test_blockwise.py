@@ -132,8 +132,11 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"dropout": 0.4, "seed": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [(name, {}) for name in MASKED] + [("lengths", {"softcap": 1.5}), ("documents", {"dropout": 0.4, "seed": 3})],
+    ids=str,
+)
 def test_first_and_second_derivatives_are_those_of_the_numbers(
     monkeypatch: pytest.MonkeyPatch, mask: str, options: dict[str, Any]
 ) -> None:

@@ -136,9 +136,7 @@ def test_a_weight_keeps_its_fate_when_the_sequence_grows() -> None:
 def test_the_mean_over_seeds_is_the_output_without_dropout() -> None:
     query, key, value = normal(1, 2, 7, 5, seed=1), normal(1, 2, 11, 5, seed=2), normal(1, 2, 11, 3, seed=3)
     mask = Mask.causal()
-    draws = torch.stack(
-        [attention(query, key, value, mask=mask, dropout=0.4, seed=seed).output for seed in range(400)]
-    )
+    draws = torch.stack([attention(query, key, value, mask=mask, dropout=0.4, seed=seed).output for seed in range(400)])
     expected = attention(query, key, value, mask=mask).output
     scores = (draws.mean(0) - expected) / (draws.std(0) / math.sqrt(len(draws))).clamp(min=1e-9)
     assert float(scores.abs().max()) < 5

@@ -52,7 +52,9 @@ HIDING = {
         5,
         13,
         Who(
-            query_positions=(tuple(range(4, 9)),), key_positions=((-1, 5, 4, -1, 3, 9, 11, 0, 1, 2, 8, 7, 6),), causal=True
+            query_positions=(tuple(range(4, 9)),),
+            key_positions=((-1, 5, 4, -1, 3, 9, 11, 0, 1, 2, 8, 7, 6),),
+            causal=True,
         ),
     ),
     "dense": (19, 23, Who(dense=hidden_half(19, 23))),

@@ -101,7 +101,8 @@ def explain(
     -> blockwise  tiles of plain PyTorch, online softmax
        reference  the formula, weights materialised
     """
-    return backends.explain(_request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite))
+    request = _request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite)
+    return backends.explain(request)
 
 
 def _request(
@@ -156,7 +157,8 @@ def _request(
         raise ShapeError(f"query and key must have one head_dim, got {head_dim} and {key_dim}")
     if head_dim == 0 or heads == 0 or kv_heads == 0:
         raise ShapeError(
-            f"there must be at least one head and one channel, got {heads} heads, {kv_heads} key heads, head_dim {head_dim}"
+            "there must be at least one head and one channel, "
+            f"got {heads} heads, {kv_heads} key heads and head_dim {head_dim}"
         )
     if heads % kv_heads:
         raise ShapeError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
@@ -180,7 +182,9 @@ def _request(
         visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=query.device)
     if seed is not None:
         seed = _seed(seed, query)
-    return AttentionRequest(query, key, value, visibility, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite)
+    return AttentionRequest(
+        query, key, value, visibility, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite
+    )
 
 
 def _is_number(x: object) -> bool:
@@ -192,7 +196,8 @@ def _seed(seed: int | Tensor, query: Tensor) -> Tensor:
     if isinstance(seed, Tensor):
         if seed.dtype is not torch.int64 or seed.numel() != 1:
             raise OptionError(
-                f"seed must be an integer or an int64 tensor of one element, got {seed.dtype} of shape {list(seed.shape)}"
+                "seed must be an integer or an int64 tensor of one element, "
+                f"got {seed.dtype} of shape {list(seed.shape)}"
             )
         if seed.device != query.device:
             raise DeviceError(f"seed must be on the device of the query, got {seed.device} and {query.device}")

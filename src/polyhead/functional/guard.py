@@ -37,7 +37,7 @@ def _finite(x: Tensor) -> Tensor:
 
 
 class _Finite(torch.autograd.Function):
-    """Zeros for NaN and Inf. The gradient passes unchanged: a hidden key has none, and who sees a broken one gets NaN."""
+    """Zeros for NaN and Inf. The gradient passes: a hidden key has none, and who sees a broken one gets NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -55,10 +55,10 @@ def _readable(x: Tensor) -> bool:
 
 def _is_eager() -> bool:
     """Whether operators run as they are called, with no trace and no function transform looking on."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    traced = torch.compiler.is_compiling() or torch._C._is_tracing()
     return not traced and torch._C._functorch.maybe_current_level() is None
 
 
 def over_heads(x: Tensor, heads: int) -> Tensor:
-    """[batch, kv_heads, ...] repeated so that every query head has its own; `x` itself where there is nothing to repeat."""
+    """[batch, kv_heads, ...] with each head repeated for the query heads that share it; `x` itself where none do."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -17,13 +17,7 @@ from polyhead.functional.guard import over_heads, without_broken
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.visibility import Visibility
 
-_KERNELS = {
-    int(SDPBackend.MATH): "math",
-    int(SDPBackend.FLASH_ATTENTION): "flash",
-    int(SDPBackend.EFFICIENT_ATTENTION): "efficient",
-    int(SDPBackend.CUDNN_ATTENTION): "cudnn",
-    int(SDPBackend.OVERRIDEABLE): "overrideable",
-}
+_KERNELS = {backend.value: name.removesuffix("_ATTENTION").lower() for name, backend in SDPBackend.__members__.items()}
 
 
 def unsupported_reasons(request: AttentionRequest) -> list[str]:
@@ -49,7 +43,7 @@ def math_reasons(request: AttentionRequest) -> list[str]:
         return []
     if kernel(request) != "math":
         return []
-    batch, heads, kv_heads, _, _ = request.sizes
+    _, heads, kv_heads, _, _ = request.sizes
     return [
         "PyTorch would take its math path, which materialises the weights: no fused kernel serves "
         f"{request.query.dtype} with head_dim {request.query.shape[-1]}, value_dim {request.value.shape[-1]}, "
@@ -80,11 +74,13 @@ def materialised_bytes(request: AttentionRequest) -> int:
     if visibility is None or _as_causal(visibility):
         return 0
     batch, heads, _, queries, keys = request.sizes
-    per_sequence = visibility.key_real is not None or visibility.documents or visibility.query_positions is not None
+    per_sequence = (
+        visibility.key_real is not None or len(visibility.documents) > 0 or visibility.query_positions is not None
+    )
     shapes = [x.shape for x in (*visibility.biases, *([visibility.allowed] if visibility.allowed is not None else []))]
     batch_size = max([s[0] for s in shapes] + [batch if per_sequence else 1])
     head_size = max([s[1] for s in shapes] + [heads if visibility.relative_biases else 1])
-    only_keys = visibility.left is None and visibility.right is None and not visibility.documents
+    only_keys = visibility.left is None and visibility.right is None and len(visibility.documents) == 0
     rows = 1 if only_keys and not visibility.relative_biases and all(s[2] == 1 for s in shapes) else queries
     return batch_size * head_size * rows * keys * (request.query.element_size() if visibility.has_bias else 1)
 
@@ -127,7 +123,9 @@ def run(request: AttentionRequest) -> AttentionOutput:
     return AttentionOutput(output, backend="sdpa")
 
 
-def straight(query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, finite: bool) -> Tensor | None:
+def straight(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, finite: bool
+) -> Tensor | None:
     """Self-attention, causal or over everything, of tensors a layer has just made and need not check again.
 
     None where PyTorch would not take a fused kernel. At small sizes the checks of `attention` cost more than it does.
@@ -197,7 +195,7 @@ def _suit(call: _Call) -> None:
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """The fused kernels want the last axis to lie together in memory; PyTorch would drop to its math path without a word."""
+    """The fused kernels want the last axis to lie together in memory; without, PyTorch silently takes its math path."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -222,7 +220,7 @@ def _as_causal(visibility: Visibility) -> bool:
     """
     only_causal = visibility.right == 0 and visibility.left is None
     square = visibility.num_queries == visibility.num_keys
-    others = visibility.allowed is not None or visibility.documents or visibility.has_bias
+    others = visibility.allowed is not None or len(visibility.documents) > 0 or visibility.has_bias
     if not only_causal or others or visibility.query_positions is not None:
         return False
     return (square and visibility.pads_right_only) or (visibility.num_queries == 1 and visibility.key_real is None)

@@ -57,7 +57,7 @@ class Visibility:
     def is_band(self) -> bool:
         """Whether the mask is the same causal edge or window for every sequence and head, and nothing else."""
         tensors = (self.query_positions, self.query_real, self.key_real, self.allowed)
-        return all(x is None for x in tensors) and not self.documents and not self.has_bias
+        return all(x is None for x in tensors) and len(self.documents) == 0 and not self.has_bias
 
     @property
     def may_leave_rows_empty(self) -> bool:
@@ -168,7 +168,8 @@ def resolve(mask: Mask, *, batch: int, heads: int, queries: int, keys: int, devi
     for tensor in (*mask.allowed, *mask.biases, *(term.table for term in mask.relative_biases)):
         if tensor.device != device:
             raise DeviceError(
-                f"the mask must be on the device of the query, got {tensor.device} and {device}; use mask.to({str(device)!r})"
+                f"the mask must be on the device of the query, got {tensor.device} and {device}; "
+                f"use mask.to({str(device)!r})"
             )
     for term in mask.relative_biases:
         if term.table.shape[0] not in (1, heads):
@@ -216,7 +217,9 @@ def resolve(mask: Mask, *, batch: int, heads: int, queries: int, keys: int, devi
         offset=keys - queries,
         query_positions=query_positions,
         key_positions=key_positions,
-        pads_right_only=not mask.packed and mask.placed is None and all(term.side == "right" for term in mask.padding),
+        pads_right_only=len(mask.packed) == 0
+        and mask.placed is None
+        and all(term.side == "right" for term in mask.padding),
         key_ordinals=key_ordinals if mask.sinks else None,
         query_real=query_real,
         key_real=key_real,

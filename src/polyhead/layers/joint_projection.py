@@ -100,7 +100,7 @@ def _is_transformed() -> bool:
 
 @torch.no_grad()
 def _lay_side_by_side(parameters: Sequence[Tensor | None]) -> Tensor | None:
-    """Move parameters into one block of memory, end to end by rows, and return it; None where they do not fit together."""
+    """Move parameters into one block of memory, end to end by rows, and return it; None where they do not fit."""
     plain = [p for p in parameters if type(p) is nn.Parameter and p.is_contiguous() and not p.is_meta]
     if len(plain) != len(parameters) or _is_transformed():
         return None

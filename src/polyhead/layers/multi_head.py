@@ -16,7 +16,9 @@ from polyhead.geometry import HeadLayout
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
 from polyhead.layers.joint_projection import JointProjection, hooks_of
 from polyhead.layers.kv_cache import KVCache
+from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
+from polyhead.layers.torch_exchange import copy_from, options_of, to_torch
 from polyhead.masks import Mask
 
 
@@ -37,7 +39,7 @@ class MultiHeadAttention(nn.Module):
         num_kv_heads: key/value heads: `num_heads` by default (multi-head), 1 (multi-query), between (grouped-query).
         head_dim: channels of a query and key; embed_dim / num_heads by default.
         value_dim: channels of a value; head_dim by default.
-        key_input_dim, value_input_dim: widths of the keys' and values' input, for cross-attention; embed_dim by default.
+        key_input_dim, value_input_dim: widths of the keys' and values' input; embed_dim by default.
         bias: whether the query, key and value projections have a bias.
         output_bias: whether the output projection has one; as `bias` by default.
         positions: a module of `polyhead.layers.positions` (Rotary, ALiBi, T5Bias, Sinusoidal, Learned, ...).
@@ -227,7 +229,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             view = cache.append(k, v, lengths=lengths)
             k, v, mask = view.key, view.value, view.masked(mask)
-            span = max(cache.lengths, default=span)
+            span = longest(cache.lengths, otherwise=span)
         elif lengths is not None:
             raise OptionError(
                 "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
@@ -289,8 +291,7 @@ class MultiHeadAttention(nn.Module):
         heads = straight(q, k, v, self.scale, causal, self.finite)
         if heads is None:
             return None
-        weight, bias = out_proj._parameters["weight"], out_proj._parameters["bias"]
-        return F.linear(heads.transpose(1, 2).reshape(batch, length, -1), weight, bias)
+        return F.linear(heads.transpose(1, 2).reshape(batch, length, -1), out_proj.weight, out_proj.bias)
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
         """Project a source once, so that `forward(query, memory)` can attend to it many times."""
@@ -345,7 +346,7 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         rotary = self.positions
         assert isinstance(rotary, RotatesHeads)
-        length = q.shape[2] + (max(cache.lengths, default=0) if cache is not None else 0)
+        length = q.shape[2] + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
         rotation = rotary.rotation(q, start, length=length)
         q = rotary.rotate(q, rotation)
         if key is None:
@@ -372,7 +373,8 @@ class MultiHeadAttention(nn.Module):
         shapes = ((count,), (batch, count), (batch, count, queries))
         if gate.shape not in shapes:
             raise ShapeError(
-                f"head_gate must be [{count}], [{batch}, {count}] or [{batch}, {count}, {queries}], got {list(gate.shape)}"
+                f"head_gate must be [{count}], [{batch}, {count}] or [{batch}, {count}, {queries}], "
+                f"got {list(gate.shape)}"
             )
         gate = gate.to(heads.dtype)
         if gate.ndim == 3:
@@ -385,7 +387,8 @@ class MultiHeadAttention(nn.Module):
         """A jagged nested tensor of sequences goes in padded and comes out jagged."""
         if key is not None:
             raise OptionError("a jagged nested query attends to itself; for cross-attention pad and use Mask.lengths")
-        offsets, total = query.offsets(), query.values().shape[0]
+        offsets: Tensor = query.offsets()  # type: ignore[attr-defined]
+        total = query.values().shape[0]
         padded = torch.nested.to_padded_tensor(query, 0.0)
         lengths = Mask.lengths(offsets.diff())
         result = self(padded, mask=lengths if mask is None else mask & lengths, **options)
@@ -458,86 +461,13 @@ class MultiHeadAttention(nn.Module):
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
         """The same layer as a `torch.nn.MultiheadAttention` (batch first), its weights copied."""
-        if module.bias_k is not None or module.add_zero_attn:
-            raise OptionError(
-                "add_bias_kv and add_zero_attn have no counterpart here; use polyhead.layers.torch_compat for such a module"
-            )
-        weight = module.out_proj.weight
-        layer = cls(
-            module.embed_dim,
-            module.num_heads,
-            key_input_dim=module.kdim,
-            value_input_dim=module.vdim,
-            bias=module.in_proj_bias is not None,
-            dropout=options.pop("dropout", module.dropout),
-            device=weight.device,
-            dtype=weight.dtype,
-            **options,
-        )
-        with torch.no_grad():
-            for ours, theirs in layer._torch_pairs(module):
-                ours.copy_(theirs)
+        layer = cls(**options_of(module, options))
+        copy_from(layer, module)
         return layer.train(module.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
         """A `torch.nn.MultiheadAttention` (batch first) with this layer's weights, where one exists."""
-        layout = self.layout
-        plain = (
-            HeadLayout(
-                layout.embed_dim,
-                layout.num_heads,
-                key_input_dim=layout.key_input_dim,
-                value_input_dim=layout.value_input_dim,
-            )
-            if layout.embed_dim % layout.num_heads == 0
-            else None
-        )
-        extras = {
-            "a head layout of its own": layout != plain,
-            "positions": self.positions is not None,
-            "a mask of its own": self.mask is not None,
-            "qk_norm": self.q_norm is not None,
-            "an output gate": self.gate_proj is not None,
-            "softcap": self.softcap is not None,
-            "a scale": self.scale is not None,
-            "sinks": self.sinks is not None,
-            "a head_gate": self.head_gate is not None,
-            "a bias on one side only": (self.q_proj.bias is None) != (self.out_proj.bias is None),
-        }
-        found = [name for name, present in extras.items() if present]
-        if found:
-            raise OptionError(f"torch.nn.MultiheadAttention has no counterpart for {', '.join(found)}")
-        weight = self.out_proj.weight
-        module = nn.MultiheadAttention(
-            layout.embed_dim,
-            layout.num_heads,
-            dropout=self.dropout,
-            bias=self.q_proj.bias is not None,
-            kdim=layout.key_input_dim,
-            vdim=layout.value_input_dim,
-            batch_first=True,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        with torch.no_grad():
-            for ours, theirs in self._torch_pairs(module):
-                theirs.copy_(ours)
-        return module.train(self.training)
-
-    def _torch_pairs(self, module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter beside its counterpart (or the part of it) in a `torch.nn.MultiheadAttention`."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        if module._qkv_same_embed_dim:
-            weights: Sequence[Tensor] = module.in_proj_weight.chunk(3)
-        else:
-            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        pairs = [(ours.weight, theirs) for ours, theirs in zip(projections, weights, strict=True)]
-        if module.in_proj_bias is not None:
-            pairs += [
-                (ours.bias, theirs) for ours, theirs in zip(projections, module.in_proj_bias.chunk(3), strict=True)
-            ]
-            pairs.append((self.out_proj.bias, module.out_proj.bias))
-        return [*pairs, (self.out_proj.weight, module.out_proj.weight)]
+        return to_torch(self)
 
     # ---- checkpoints and memory layout
 
@@ -603,7 +533,8 @@ def _own_mask(causal: bool, window: int | None) -> Mask | None:
         return mask
     if not causal:
         raise OptionError(
-            f"window counts the keys up to the query, so it needs causal=True; got window {window} without; for a two-sided one give forward mask=Mask.window(left=, right=)"
+            f"window counts the keys up to the query, so it needs causal=True, got window {window} without it; "
+            "for a two-sided window give forward mask=Mask.window(left=, right=)"
         )
     return Mask.window(window)
 

@@ -1,0 +1,99 @@
+"""Weights to and from `torch.nn.MultiheadAttention`: which parameter is which, and what has no counterpart there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadLayout
+
+if TYPE_CHECKING:
+    from polyhead.layers.multi_head import MultiHeadAttention
+
+
+def options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments for a layer like `module`; `options` go before what is read off it."""
+    if module.bias_k is not None or module.add_zero_attn:
+        raise OptionError(
+            "add_bias_kv and add_zero_attn have no counterpart here; use polyhead.layers.torch_compat for such a module"
+        )
+    weight = module.out_proj.weight
+    return {
+        "embed_dim": module.embed_dim,
+        "num_heads": module.num_heads,
+        "key_input_dim": module.kdim,
+        "value_input_dim": module.vdim,
+        "bias": module.in_proj_bias is not None,
+        "dropout": module.dropout,
+        "device": weight.device,
+        "dtype": weight.dtype,
+        **options,
+    }
+
+
+@torch.no_grad()
+def copy_from(layer: MultiHeadAttention, module: nn.MultiheadAttention) -> None:
+    for ours, theirs in _pairs(layer, module):
+        ours.copy_(theirs)
+
+
+def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
+    """A `torch.nn.MultiheadAttention` (batch first) with the layer's weights; refused where it would differ."""
+    found = [name for name, present in _without_counterpart(layer).items() if present]
+    if found:
+        raise OptionError(f"torch.nn.MultiheadAttention has no counterpart for {', '.join(found)}")
+    layout, weight = layer.layout, layer.out_proj.weight
+    module = nn.MultiheadAttention(
+        layout.embed_dim,
+        layout.num_heads,
+        dropout=layer.dropout,
+        bias=layer.q_proj.bias is not None,
+        kdim=layout.key_input_dim,
+        vdim=layout.value_input_dim,
+        batch_first=True,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    with torch.no_grad():
+        for ours, theirs in _pairs(layer, module):
+            theirs.copy_(ours)
+    return module.train(layer.training)
+
+
+def _without_counterpart(layer: MultiHeadAttention) -> dict[str, bool]:
+    layout = layer.layout
+    inputs = {"key_input_dim": layout.key_input_dim, "value_input_dim": layout.value_input_dim}
+    divides = layout.embed_dim % layout.num_heads == 0
+    return {
+        "a head layout of its own": not divides or layout != HeadLayout(layout.embed_dim, layout.num_heads, **inputs),
+        "positions": layer.positions is not None,
+        "a mask of its own": layer.mask is not None,
+        "qk_norm": layer.q_norm is not None,
+        "an output gate": layer.gate_proj is not None,
+        "softcap": layer.softcap is not None,
+        "a scale": layer.scale is not None,
+        "sinks": layer.sinks is not None,
+        "a head_gate": layer.head_gate is not None,
+        "a bias on one side only": (layer.q_proj.bias is None) != (layer.out_proj.bias is None),
+    }
+
+
+def _pairs(layer: MultiHeadAttention, module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
+    """Each of the layer's parameters beside its counterpart (or the part of it) in the module."""
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    if module._qkv_same_embed_dim:
+        weights: Sequence[Tensor] = module.in_proj_weight.chunk(3)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (ours.weight, theirs) for ours, theirs in zip(projections, weights, strict=True)
+    ]
+    if module.in_proj_bias is not None:
+        biases = module.in_proj_bias.chunk(3)
+        pairs += [(ours.bias, theirs) for ours, theirs in zip(projections, biases, strict=True)]
+        pairs.append((layer.out_proj.bias, module.out_proj.bias))
+    return [*pairs, (layer.out_proj.weight, module.out_proj.weight)]
