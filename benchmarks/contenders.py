@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import polyhead
 
 OURS = "polyhead"
+TRUSTING = "polyhead, finite=True"
 TORCH = "nn.MultiheadAttention"
 TUTORIAL = "tutorial"
 X_TRANSFORMERS = "x-transformers"
@@ -114,11 +116,12 @@ class Weights:
 class Polyhead(nn.Module):
     """Ours."""
 
-    def __init__(self, weights: Weights, setting: Setting) -> None:
+    def __init__(self, weights: Weights, setting: Setting, *, finite: bool = False) -> None:
         super().__init__()
         example = weights.weight["query"]
-        width = example.shape[0]
-        self.layer = polyhead.MultiHeadAttention(width, weights.heads, device=example.device, dtype=example.dtype)
+        self.layer = polyhead.MultiHeadAttention(
+            example.shape[0], weights.heads, finite=finite, device=example.device, dtype=example.dtype
+        )
         ours = (self.layer.q_proj, self.layer.k_proj, self.layer.v_proj, self.layer.out_proj)
         with torch.no_grad():
             for name, linear in zip(PROJECTIONS, ours, strict=True):
@@ -272,6 +275,7 @@ class XTransformers(nn.Module):
 
 CONTENDERS: dict[str, Callable[[Weights, Setting], nn.Module]] = {
     OURS: Polyhead,
+    TRUSTING: functools.partial(Polyhead, finite=True),
     TORCH: TorchLayer,
     TUTORIAL: Tutorial,
     X_TRANSFORMERS: XTransformers,

@@ -216,7 +216,7 @@ def test_causal_and_window_are_masks_of_the_layers_own(backend: str, x: Tensor) 
 
 
 def test_a_window_without_causal_is_refused() -> None:
-    with pytest.raises(OptionError, match="needs causal=True; got window 5 without"):
+    with pytest.raises(OptionError, match="needs causal=True, got window 5 without"):
         make(window=5)
 
 

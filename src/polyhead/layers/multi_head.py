@@ -219,8 +219,8 @@ class MultiHeadAttention(nn.Module):
             memory = key if isinstance(key, Memory) else self._project_source(key, value)
             k, v = memory.key, memory.value
         if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q)
-            k = k if isinstance(key, Memory) else self.k_norm(k)
+            q = _normed(self.q_norm, q)
+            k = k if isinstance(key, Memory) else _normed(self.k_norm, k)
         if isinstance(self.positions, RotatesHeads):
             q, k = self._rotate(q, k, start, cache, key)
         if self.mask is not None:
@@ -296,7 +296,7 @@ class MultiHeadAttention(nn.Module):
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
         """Project a source once, so that `forward(query, memory)` can attend to it many times."""
         memory = self._project_source(key, value)
-        k = memory.key if self.k_norm is None else self.k_norm(memory.key)
+        k = memory.key if self.k_norm is None else _normed(self.k_norm, memory.key)
         if isinstance(self.positions, RotatesHeads):
             k = self.positions(k)
         return Memory(k, memory.value)
@@ -537,6 +537,11 @@ def _own_mask(causal: bool, window: int | None) -> Mask | None:
             "for a two-sided window give forward mask=Mask.window(left=, right=)"
         )
     return Mask.window(window)
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """In the precision of the norm's own weight, which under autocast is not that of the heads."""
+    return norm(x.to(norm.get_parameter("weight").dtype)).to(x.dtype)
 
 
 def _split_empty(x: Tensor, heads: int) -> Tensor:
