@@ -88,6 +88,8 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         place = (row.bench, row.shape)
         for c in row.comparisons:
             ours, theirs = (f"{timings.median_ms(name):.4g} ms" for name in (c.subject, c.against))
+            _, _, option = c.subject.partition(", ")  # "polyhead, finite=True" is ours with an option
+            ours += f" {option}" if option else ""
             bound = "" if c.bound is None else f"<= {c.bound:g}"
             against = c.against + (" (floor)" if row.notes.get("floor") == c.against else "")
             verdict = "MISS" if c.missed else "ok" if c.bound is not None else ""
