@@ -73,7 +73,9 @@ def test_first_keys_are_those_of_each_sequence() -> None:
         "...... ...... ..x... ..xx.. ..xxx. ..x.xx",
         "x..... xx.... xxx... x.xx.. x..xx. x...xx",
     )
-    assert_drawn(Mask.window(1, sinks=1) & Mask.documents([0, 0, 0, 1, 1, 1]), "x..... xx.... x.x... ...x.. ...xx. ...x.x")
+    assert_drawn(
+        Mask.window(1, sinks=1) & Mask.documents([0, 0, 0, 1, 1, 1]), "x..... xx.... x.x... ...x.. ...xx. ...x.x"
+    )
     assert_drawn(
         Mask.window(1, sinks=1) & Mask.positions(torch.tensor([2, 3]), torch.tensor([3, -1, 0, 2])), "..xx x.x."
     )
@@ -207,7 +209,9 @@ def test_the_mask_of_nothing_hides_nothing() -> None:
 
 @pytest.mark.parametrize("values", [torch.tensor([[0.0, 1.0]]), torch.ones(3, 5), torch.eye(4).half()])
 def test_zeros_and_ones_are_no_bias_unless_said_so(values: Tensor) -> None:
-    with pytest.raises(MaskError, match=r"a tensor of zeros and ones, which hides nothing; .*Mask.dense\(mask.bool\(\)\)"):
+    with pytest.raises(
+        MaskError, match=r"a tensor of zeros and ones, which hides nothing; .*Mask.dense\(mask.bool\(\)\)"
+    ):
         Mask.bias(values)
     assert len(Mask.bias(values, zero_one=True).biases) == 1
     assert len(Mask.bias(values * 0).biases) == 1  # a bias that starts at zero is a bias
@@ -247,7 +251,9 @@ def test_masks_of_torchs_layer_mean_what_they_mean_there(
     query, source = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
     theirs, _ = layer(query, source, source, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
     weights = layer.in_proj_weight.chunk(3)
-    q, k, v = ((x @ w.T).unflatten(-1, (3, 4)).transpose(1, 2) for x, w in zip((query, source, source), weights))
+    q, k, v = (
+        (x @ w.T).unflatten(-1, (3, 4)).transpose(1, 2) for x, w in zip((query, source, source), weights, strict=True)
+    )
     mask = Mask.from_torch(attn_mask, key_padding_mask, num_heads=3)
     ours = attention(q, k, v, mask=mask, backend=backend).output.transpose(1, 2).flatten(2)
     torch.testing.assert_close(layer.out_proj(ours), theirs)

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyhead import Explanation, Mask, attention, explain
 from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.functional import BACKENDS, backends, sdpa
+from tests.functional.oracle import normal
 
-Q = torch.randn(2, 6, 19, 8)
-K = torch.randn(2, 2, 23, 8)
-V = torch.randn(2, 2, 23, 11)
+Q, K, V = normal(2, 6, 19, 8, seed=1).float(), normal(2, 2, 23, 8, seed=2).float(), normal(2, 2, 23, 11, seed=3).float()
 
 
 def kernels_run(**options: Any) -> list[str]:

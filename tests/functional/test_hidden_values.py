@@ -24,7 +24,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hidden_half(queries: int, keys: int) -> Tensor:
     """Some keys that nobody sees and some rows that see nothing."""
-    allowed = torch.rand(2, 1, queries, keys) < 0.6
+    allowed = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(3)) < 0.6
     allowed[:, :, :, 3:9] = False
     allowed[:, :, 5:8] = False
     return allowed
@@ -144,7 +144,7 @@ def test_broken_numbers_behind_a_mask_change_nothing_with_every_option(backend: 
         Who(key_lengths=(19, 15), causal=True),
         Who(key_lengths=(19, 15), causal=True, side="left"),
         Who(query_documents=((0,) * 9 + (1,) * 10,)),
-        Who(dense=torch.rand(2, 6, 19, 19) < 0.5),
+        Who(dense=torch.rand(2, 6, 19, 19, generator=torch.Generator().manual_seed(4)) < 0.5),
     ],
     ids=lambda who: repr(who.mask()),
 )
@@ -195,8 +195,8 @@ def test_a_nan_that_flows_back_into_an_empty_row_stops_there(backend: str) -> No
     scene = scene_of("dense").with_gradients()
     empty = ~scene.visible().any(-1)
     output = scene.run(backend).output
-    grad = torch.where(empty[..., None], torch.nan, torch.ones_like(output))
-    for grad in torch.autograd.grad(output, list(scene.learned.values()), grad):
+    arriving = torch.where(empty[..., None], torch.nan, torch.ones_like(output))
+    for grad in torch.autograd.grad(output, list(scene.learned.values()), arriving):
         assert grad.isfinite().all()
 
 
@@ -284,7 +284,8 @@ def test_empty_batches_and_sequences_work(backend: str, size: str, mask: str) ->
         assert result.weights.shape == (batch, 6, queries, keys)
         assert result.logsumexp.shape == (batch, 6, queries)
         assert (result.logsumexp == -torch.inf).all()
-    for tensor, grad in zip((query, key, value), torch.autograd.grad(result.output.sum(), (query, key, value))):
+    inputs = (query, key, value)
+    for tensor, grad in zip(inputs, torch.autograd.grad(result.output.sum(), inputs), strict=True):
         assert grad.shape == tensor.shape
         assert (grad == 0).all()
 

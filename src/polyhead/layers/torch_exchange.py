@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,27 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 
-if TYPE_CHECKING:
-    from polyhead.layers.multi_head import MultiHeadAttention
+
+class AttentionLayer(Protocol):
+    """What is read of one of our layers to tell whether, and how, PyTorch's can stand for it."""
+
+    layout: HeadLayout
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+    dropout: float
+    softcap: float | None
+    scale: float | None
+    training: bool
+
+    # Anything but None in these has no counterpart in PyTorch's layer.
+    positions: Any
+    mask: Any
+    q_norm: Any
+    gate_proj: Any
+    sinks: Any
+    head_gate: Any
 
 
 def options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[str, Any]:
@@ -36,12 +55,12 @@ def options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[s
 
 
 @torch.no_grad()
-def copy_from(layer: MultiHeadAttention, module: nn.MultiheadAttention) -> None:
+def copy_from(layer: AttentionLayer, module: nn.MultiheadAttention) -> None:
     for ours, theirs in _pairs(layer, module):
         ours.copy_(theirs)
 
 
-def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
+def to_torch(layer: AttentionLayer) -> nn.MultiheadAttention:
     """A `torch.nn.MultiheadAttention` (batch first) with the layer's weights; refused where it would differ."""
     found = [name for name, present in _without_counterpart(layer).items() if present]
     if found:
@@ -64,7 +83,7 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
     return module.train(layer.training)
 
 
-def _without_counterpart(layer: MultiHeadAttention) -> dict[str, bool]:
+def _without_counterpart(layer: AttentionLayer) -> dict[str, bool]:
     layout = layer.layout
     inputs = {"key_input_dim": layout.key_input_dim, "value_input_dim": layout.value_input_dim}
     divides = layout.embed_dim % layout.num_heads == 0
@@ -82,7 +101,7 @@ def _without_counterpart(layer: MultiHeadAttention) -> dict[str, bool]:
     }
 
 
-def _pairs(layer: MultiHeadAttention, module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
+def _pairs(layer: AttentionLayer, module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
     """Each of the layer's parameters beside its counterpart (or the part of it) in the module."""
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     if module._qkv_same_embed_dim:
