@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -345,3 +346,10 @@ def test_the_machine_is_described():
     assert machine.describe(CPU, "abc123")["commit"] == "abc123"
     assert machine.version("no-such-package") is None
     assert machine._output("no-such-program") == ""
+
+
+def test_the_page_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    from benchmarks.tables import page_with_figures
+
+    page = (project_root / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert page_with_figures(page) == page, "run python -m benchmarks.tables"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import flash_sdp_enabled
 from torch.nn.attention import SDPBackend
 
 from polyhead.functional.guard import over_heads, without_broken
@@ -61,7 +62,7 @@ def _cpu_math_reasons(request: AttentionRequest) -> list[str]:
     visibility = request.visibility
     if visibility is not None and torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors):
         reasons.append(prefix + "its CPU kernel gives no gradient of a bias")
-    if not torch.compiler.is_compiling() and not torch.backends.cuda.flash_sdp_enabled():
+    if not torch.compiler.is_compiling() and not flash_sdp_enabled():
         reasons.append(
             prefix + "flash attention is switched off by torch.backends.cuda.enable_flash_sdp or sdpa_kernel"
         )
@@ -132,13 +133,15 @@ def straight(
     """
     grouped = key.shape[1] != query.shape[1]
     if query.is_cpu:
-        if not torch.backends.cuda.flash_sdp_enabled():
+        if not flash_sdp_enabled():
             return None
     elif not _is_flash_sure(query) and not torch._fused_sdp_choice(
         query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
     ):
         return None
     if not causal:
+        if scale is None and not grouped:
+            return F.scaled_dot_product_attention(query, key, value)
         return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
     key, value, poison = (key, value, None) if finite else without_broken(key, value)
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -150,7 +153,7 @@ def straight(
 def _is_flash_sure(query: Tensor) -> bool:
     """Whether a fused kernel serves these queries without asking PyTorch, which takes longer than this."""
     usual = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 128)
-    return usual and query.is_cuda and torch.backends.cuda.flash_sdp_enabled()
+    return usual and query.is_cuda and flash_sdp_enabled()
 
 
 @dataclass(slots=True)

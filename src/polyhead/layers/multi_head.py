@@ -291,7 +291,8 @@ class MultiHeadAttention(nn.Module):
         heads = straight(q, k, v, self.scale, causal, self.finite)
         if heads is None:
             return None
-        return F.linear(heads.transpose(1, 2).reshape(batch, length, -1), out_proj.weight, out_proj.bias)
+        held = out_proj._parameters  # looking up `out_proj.weight` takes as long as a small product
+        return F.linear(heads.transpose(1, 2).reshape(batch, length, -1), held["weight"], held["bias"])  # type: ignore[arg-type]
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
         """Project a source once, so that `forward(query, memory)` can attend to it many times."""
