@@ -158,8 +158,19 @@ def test_our_backends_stay_within_the_error_budget(backend: str, mask: str, dtyp
 @pytest.mark.parametrize("mask", MASKS)
 def test_pytorchs_kernel_stays_within_its_documented_factor(mask: str, dtype: torch.dtype) -> None:
     for queries, keys in ((29, 41), (37, 37)):
-        scene = fixed_scene(queries, keys, MASKS[mask](queries, keys))
-        assert_within_budgets([scene], "sdpa", dtype, factor=SDPA_FACTOR[dtype])
+        who = MASKS[mask](queries, keys)
+        draws = [fixed_scene(queries, keys, who, seed) for seed in range(0, 40, 10)]
+        assert_within_budgets(draws, "sdpa", dtype, factor=SDPA_FACTOR[dtype])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", SDPA_FACTOR, ids=str)
+def test_pytorchs_kernel_stays_within_its_factor_under_a_bias_and_a_scale_a_head(dtype: torch.dtype) -> None:
+    draws = [replace(everything_scene(29, 41, Who(causal=True), seed), sinks=None, softcap=None) for seed in range(4)]
+    exact = torch.stack([scene.formula().output for scene in draws])
+    plain = torch.stack([scene.to(dtype).formula().output for scene in draws])
+    actual = torch.stack([scene.to(dtype).run("sdpa").output for scene in draws])
+    assert_within_error_budget(actual, exact=exact, plain=plain, factor=SDPA_FACTOR[dtype])
 
 
 def test_every_parameter_of_an_attention_has_its_gradient_in_blockwise() -> None:

@@ -56,6 +56,7 @@ class Visibility:
     @property
     def is_band(self) -> bool:
         """Whether the mask is the same causal edge or window for every sequence and head, and nothing else."""
+        # Lengths are compared to 0, here and elsewhere, because Dynamo cannot ask a tuple of tensors for its truth.
         tensors = (self.query_positions, self.query_real, self.key_real, self.allowed)
         return all(x is None for x in tensors) and len(self.documents) == 0 and not self.has_bias
 
