@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -467,7 +468,7 @@ LAYERS: list[Refusal] = [
         ShapeError,
         r"\[3\], \[2, 3\] or \[2, 3, 5\], got \[2\]",
     ),
-    ("unknown backend of a layer", lambda: LAYER(X, backend="flash"), OptionError, "got 'flash'"),
+    ("unknown backend in a constructor", lambda: LAYER(X, backend="flash"), OptionError, "got 'flash'"),
     ("statistics of a layer", lambda: LAYER(X, statistics=True), OptionError, "not available yet"),
     (
         "self-attention of three widths",
@@ -486,13 +487,57 @@ LAYERS: list[Refusal] = [
         "memory of another layer",
         lambda: LAYER(X, MultiHeadAttention(12, 6).remember(SOURCE)),
         ShapeError,
-        "one head_dim, got 4 and 2",
+        "keys of 3 heads of 4, got 6 heads of 2",
+    ),
+    (
+        "memory of a layer with other key heads",
+        lambda: MultiHeadAttention(12, 3, num_kv_heads=1)(X, LAYER.remember(SOURCE)),
+        ShapeError,
+        "keys of 1 heads of 4, got 3 heads of 4",
+    ),
+    ("value beside a memory", lambda: LAYER(X, LAYER.remember(SOURCE), SOURCE), OptionError, "got a value beside it"),
+    ("input of another dtype than the layer", lambda: LAYER(X.double()), DtypeError, "torch.float64 and torch.float32"),
+    ("input on another device than the layer", lambda: LAYER(X.to("meta")), DeviceError, "got meta and cpu"),
+    (
+        "source of another dtype than the layer",
+        lambda: LAYER(X, SOURCE.half()),
+        DtypeError,
+        "key must have the dtype of the layer",
+    ),
+    ("query that is no tensor", lambda: LAYER([[1.0]]), DtypeError, "query must be a tensor .* got list"),
+    ("cache that is a dict", lambda: LAYER(X, cache={}), OptionError, "cache must be a polyhead.KVCache, got dict"),
+    ("gate that is a number", lambda: LAYER(X, head_gate=0.5), ShapeError, "head_gate must be .* got float"),
+    ("softcap inf", lambda: MultiHeadAttention(12, 3, softcap=math.inf), OptionError, "finite, got inf"),
+    ("scale nan", lambda: MultiHeadAttention(12, 3, scale=math.nan), OptionError, "finite number, got nan"),
+    ("dropout None", lambda: MultiHeadAttention(12, 3, dropout=None), OptionError, "less than 1, got None"),
+    ("value_dim as text", lambda: MultiHeadAttention(12, 3, value_dim="4"), ShapeError, "integer, got '4'"),
+    ("qk_norm as a list", lambda: MultiHeadAttention(12, 3, qk_norm=["rms"]), OptionError, "qk_norm must be 'rms'"),
+    (
+        "unknown backend of a layer",
+        lambda: MultiHeadAttention(12, 3, backend="flash"),
+        OptionError,
+        "backend must be 'auto', 'sdpa', 'blockwise' or 'reference', got 'flash'",
+    ),
+    ("integer layer", lambda: MultiHeadAttention(12, 3, dtype=torch.int64), DtypeError, "got dtype torch.int64"),
+    ("from_torch of a linear", lambda: MultiHeadAttention.from_torch(torch.nn.Linear(2, 2)), OptionError, "got Linear"),
+    ("from_heads of tuples", lambda: MultiHeadAttention.from_heads([(1, 2)]), OptionError, "got tuple for head 0"),
+    (
+        "output_bias of another width",
+        lambda: MultiHeadAttention.from_heads(list(LAYER.heads), output_bias=torch.zeros(5)),
+        ShapeError,
+        r"output_bias must be \[12\], got \[5\]",
+    ),
+    (
+        "checkpoint with a broken layout",
+        lambda: LAYER.load_state_dict({**LAYER.state_dict(), "_extra_state": torch.zeros(2)}),
+        CheckpointError,
+        r"7 integers; got Tensor of shape \[2\]",
     ),
     (
         "memory of another batch",
         lambda: LAYER(X, LAYER.remember(SOURCE[:1])),
         ShapeError,
-        "one batch size, got 2, 1 and 1",
+        "query and memory must have one batch size, got 2 and 1",
     ),
     (
         "positions of another length",

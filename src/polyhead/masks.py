@@ -182,7 +182,7 @@ class Mask:
         if not isinstance(table, Tensor) or table.ndim != 2 or not table.is_floating_point():
             got = f"{table.dtype} of shape {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
             raise MaskError(f"Mask.relative takes a floating-point table [heads, distances], got {got}")
-        if isinstance(zero, bool) or not isinstance(zero, int) or not 0 <= zero < table.shape[1]:
+        if isinstance(zero, bool) or not isinstance(zero, int | torch.SymInt) or not 0 <= zero < table.shape[1]:
             raise MaskError(f"zero must be a column of the table, 0 to {table.shape[1] - 1}, got {zero!r}")
         return cls(relative_biases=(RelativeBias(table, zero),))
 

@@ -405,7 +405,7 @@ def test_dropout_has_the_gradient_of_the_weights_it_kept() -> None:
     ("name", "value", "words"),
     [
         ("dropout", 1.0, "dropout must be at least 0 and less than 1, got 1.0"),
-        ("softcap", 0.0, "softcap must be positive, got 0.0"),
+        ("softcap", 0.0, "softcap must be positive and finite, got 0.0"),
         ("qk_norm", "batch", "qk_norm must be 'rms', 'layer' or None, got 'batch'"),
         ("output_gate", "token", "output_gate must be 'head', 'channel' or None, got 'token'"),
     ],

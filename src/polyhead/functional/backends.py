@@ -106,7 +106,11 @@ def explain(request: AttentionRequest) -> Explanation:
 
 
 def _avoided(backend: str, request: AttentionRequest) -> str:
-    if backend == "sdpa" and (size := sdpa.materialised_bytes(request)) > _LARGEST_MASK:
+    if (
+        backend == "sdpa"
+        and not torch.compiler.is_exporting()
+        and (size := sdpa.materialised_bytes(request)) > _LARGEST_MASK
+    ):
         return f"its mask would be materialised, {size / 2**30:.1f} GiB"
     if backend == "blockwise" and torch.compiler.is_exporting():
         return "an exported graph is to hold plain operators, not unrolled tiles"

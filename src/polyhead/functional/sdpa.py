@@ -237,7 +237,8 @@ def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None
     if visibility.query_real is not None:
         call.filled_rows = visibility.query_real[:, None, :, None]
     if _as_causal(visibility):
-        call.causal = bool(visibility.num_queries > 1)  # a traced size compares to a symbol
+        if visibility.num_queries > 1:  # a branch, because a traced size compares to a symbol that the kernel refuses
+            call.causal = True
         if poison is not None:
             call.poison = over_heads(poison.cumsum(-1) if call.causal else poison.sum(-1, keepdim=True), heads)
     else:

@@ -47,7 +47,9 @@ class JointProjection:
         Asked at every call, so that it costs a few microseconds and not more.
         """
         weight = self.weight
-        if weight is None or x.dtype is not weight.dtype or torch.compiler.is_compiling():
+        if weight is None or torch.compiler.is_compiling() or x.dtype is not weight.dtype:
+            return False
+        if x.is_cpu is not weight.is_cpu or x.get_device() != weight.get_device():
             return False
         if any(self._hooks) or has_global_hooks() or torch._C._is_any_autocast_enabled() or _is_transformed():
             return False

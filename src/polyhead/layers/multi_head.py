@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyhead.errors import CheckpointError, DtypeError, OptionError, ShapeError
+from polyhead.errors import OptionError, ShapeError
 from polyhead.functional import AttentionOutput, attention, straight
 from polyhead.geometry import HeadLayout
+from polyhead.layers import checks
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
 from polyhead.layers.joint_projection import JointProjection, hooks_of
 from polyhead.layers.kv_cache import KVCache
@@ -94,13 +95,15 @@ class MultiHeadAttention(nn.Module):
         for name, size in zip(
             ("num_kv_heads", "head_dim", "value_dim", "key_input_dim", "value_input_dim"), sizes, strict=True
         ):
-            if size is not None and size < 1:
-                raise ShapeError(f"{name} must be positive, got {size}")
+            checks.check_size(name, size)
         self.layout = layout = HeadLayout(embed_dim, num_heads, *(size or 0 for size in sizes))
-        if not 0.0 <= dropout < 1.0:
-            raise OptionError(f"dropout must be at least 0 and less than 1, got {dropout}")
-        if softcap is not None and not softcap > 0:
-            raise OptionError(f"softcap must be positive, got {softcap}")
+        checks.check_rate("dropout", dropout)
+        checks.check_positive("softcap", softcap)
+        checks.check_finite("scale", scale)
+        checks.check_one_of("qk_norm", qk_norm, ("rms", "layer", None))
+        checks.check_one_of("output_gate", output_gate, ("head", "channel", None))
+        checks.check_backend(backend)
+        checks.check_dtype(dtype)
         if positions is not None:
             if not isinstance(positions, Positions):
                 raise OptionError(
@@ -123,13 +126,9 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = linear(layout.value_input_dim, layout.num_kv_heads * layout.value_dim, bias)
         self.out_proj = linear(num_heads * layout.value_dim, embed_dim, bias if output_bias is None else output_bias)
         norms: dict[str | None, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
-        if qk_norm is not None and qk_norm not in norms:
-            raise OptionError(f"qk_norm must be 'rms', 'layer' or None, got {qk_norm!r}")
         self.q_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
         self.k_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
         gates = {None: 0, "head": num_heads, "channel": num_heads * layout.value_dim}
-        if output_gate not in gates:
-            raise OptionError(f"output_gate must be 'head', 'channel' or None, got {output_gate!r}")
         self.gate_proj = linear(embed_dim, gates[output_gate], True) if output_gate else None
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         self.register_buffer("head_gate", None, persistent=False)
@@ -179,13 +178,14 @@ class MultiHeadAttention(nn.Module):
             cache: a `KVCache` of earlier tokens, to which this call appends its own.
             lengths: with a cache, how many tokens of each sequence are real where the new block is padded on the right.
             token_positions: where the queries' tokens stand, [queries] or [batch, queries]; they go on from the cache
-                (or from 0) by default.
+                (or from 0) by default. Rotary and added positions use them; a relative bias goes by the mask.
             head_gate: multiplies each head's output before the output projection: [heads], [batch, heads] or
                 [batch, heads, queries]. `layer.head_gate` holds one for every call.
             seed, weights, statistics, logsumexp, backend: as in `polyhead.attention`.
         """
         if (
             self._has_plain_heads
+            and isinstance(query, Tensor)
             and key is None
             and cache is None
             and head_gate is None
@@ -195,14 +195,16 @@ class MultiHeadAttention(nn.Module):
             and (output := self._forward_plain(query, self._is_causal or mask is not None)) is not None
         ):
             return AttentionOutput(output, backend="sdpa")
-        if query.is_nested:
+        if isinstance(query, Tensor) and query.is_nested:
             if cache is not None or lengths is not None or token_positions is not None or value is not None:
                 raise OptionError("a jagged nested query takes no cache, lengths, token_positions or value; pad it")
             if weights or logsumexp or statistics:
                 raise OptionError("weights, log-sum-exp and statistics have no jagged form; pad and use Mask.lengths")
             return self._forward_jagged(query, key, mask=mask, head_gate=head_gate, seed=seed, backend=backend)
-        self._check_input("query", query, self.layout.embed_dim)
-        queries = query.shape[1]
+        checks.check_input("query", query, self.layout.embed_dim, self.q_proj)
+        if cache is not None and not isinstance(cache, KVCache):
+            raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
+        batch, queries, _ = query.shape
         start = self._first_position(cache, queries, query.device) if token_positions is None else token_positions
         if isinstance(self.positions, AddsToInput):
             query = self.positions(query, start)
@@ -216,8 +218,13 @@ class MultiHeadAttention(nn.Module):
                     "a cache holds the layer's own earlier tokens; for cross-attention use layer.remember(key) instead"
                 )
             q = self._split(self.q_proj(query), self.layout.num_heads)
-            memory = key if isinstance(key, Memory) else self._project_source(key, value)
-            k, v = memory.key, memory.value
+            if isinstance(key, Memory):
+                if value is not None:
+                    raise OptionError("a memory holds its own values, got a value beside it; remember both together")
+                checks.check_memory(key.key, key.value, batch, self.layout)
+                k, v = key.key, key.value
+            else:
+                k, v = self._project_source(key, value)
         if self.q_norm is not None and self.k_norm is not None:
             q = _normed(self.q_norm, q)
             k = k if isinstance(key, Memory) else _normed(self.k_norm, k)
@@ -296,11 +303,11 @@ class MultiHeadAttention(nn.Module):
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
         """Project a source once, so that `forward(query, memory)` can attend to it many times."""
-        memory = self._project_source(key, value)
-        k = memory.key if self.k_norm is None else _normed(self.k_norm, memory.key)
+        k, v = self._project_source(key, value)
+        k = k if self.k_norm is None else _normed(self.k_norm, k)
         if isinstance(self.positions, RotatesHeads):
             k = self.positions(k)
-        return Memory(k, memory.value)
+        return Memory(k, v)
 
     def _project_self(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout
@@ -315,9 +322,9 @@ class MultiHeadAttention(nn.Module):
         kv_heads = layout.num_kv_heads
         return self._split(q, layout.num_heads), self._split(k, kv_heads), self._split(v, kv_heads)
 
-    def _project_source(self, key: Tensor, value: Tensor | None) -> Memory:
+    def _project_source(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
         layout = self.layout
-        self._check_input("key", key, layout.key_input_dim)
+        checks.check_input("key", key, layout.key_input_dim, self.k_proj)
         if value is None:
             if layout.value_input_dim != layout.key_input_dim:
                 raise ShapeError(
@@ -328,14 +335,14 @@ class MultiHeadAttention(nn.Module):
             current = joint is not None and joint.linears == (self.k_proj, self.v_proj)
             k, v = joint(key) if joint is not None and current else (self.k_proj(key), self.v_proj(key))
         else:
-            self._check_input("value", value, layout.value_input_dim)
+            checks.check_input("value", value, layout.value_input_dim, self.v_proj)
             if value.shape[:2] != key.shape[:2]:
                 raise ShapeError(
                     "key and value must have the same batch and sequence, "
                     f"got {list(key.shape[:2])} and {list(value.shape[:2])}"
                 )
             k, v = self.k_proj(key), self.v_proj(value)
-        return Memory(self._split(k, layout.num_kv_heads), self._split(v, layout.num_kv_heads))
+        return self._split(k, layout.num_kv_heads), self._split(v, layout.num_kv_heads)
 
     @staticmethod
     def _split(x: Tensor, heads: int) -> Tensor:
@@ -371,12 +378,7 @@ class MultiHeadAttention(nn.Module):
 
     def _gate_by_token(self, gate: Tensor, heads: Tensor) -> Tensor:
         batch, queries, count, _ = heads.shape
-        shapes = ((count,), (batch, count), (batch, count, queries))
-        if gate.shape not in shapes:
-            raise ShapeError(
-                f"head_gate must be [{count}], [{batch}, {count}] or [{batch}, {count}, {queries}], "
-                f"got {list(gate.shape)}"
-            )
+        checks.check_gate(gate, batch, count, queries)
         gate = gate.to(heads.dtype)
         if gate.ndim == 3:
             return gate.transpose(1, 2)[..., None]
@@ -399,12 +401,6 @@ class MultiHeadAttention(nn.Module):
         output = torch.nested.nested_tensor_from_jagged(result.output[row, place], offsets)
         return AttentionOutput(output, backend=result.backend)
 
-    def _check_input(self, name: str, x: Tensor, width: int) -> None:
-        if x.ndim != 3 or x.shape[2] != width:
-            raise ShapeError(f"{name} must be [batch, sequence, {width}], got shape {list(x.shape)}")
-        if not x.is_floating_point():
-            raise DtypeError(f"{name} must be floating point, got {x.dtype}; embed tokens before attention")
-
     # ---- heads
 
     @property
@@ -425,8 +421,7 @@ class MultiHeadAttention(nn.Module):
 
         With fewer `num_kv_heads` than heads, the heads of a group must have the same key and value matrices.
         """
-        if not heads:
-            raise ShapeError("a layer has at least one head, got an empty list")
+        checks.check_heads(heads, output_bias)
         first = heads[0]
         kv_heads = len(heads) if num_kv_heads is None else num_kv_heads
         options.setdefault("device", first.query.device)
@@ -477,20 +472,12 @@ class MultiHeadAttention(nn.Module):
         return torch.tensor(list(self.layout.to_dict().values()), device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        self._check_layout(state)
-
-    def _check_layout(self, state: Tensor) -> None:
-        saved = dict(zip(self.layout.to_dict(), state.tolist(), strict=True))
-        ours = self.layout.to_dict()
-        different = [name for name in ours if saved[name] != ours[name]]
-        if different:
-            words = ", ".join(f"{name} {saved[name]} where the layer has {ours[name]}" for name in different)
-            raise CheckpointError(f"the checkpoint was saved by a layer of another head layout: it has {words}")
+        checks.check_saved_layout(state, self.layout)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         key = prefix + "_extra_state"
         if key in state_dict:
-            self._check_layout(state_dict[key])  # before a single weight is touched
+            checks.check_saved_layout(state_dict[key], self.layout)  # before a single weight is touched
         else:
             state_dict[key] = self.get_extra_state()  # weights from elsewhere know no head count
         super()._load_from_state_dict(state_dict, prefix, *args)

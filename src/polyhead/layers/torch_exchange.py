@@ -36,6 +36,8 @@ class AttentionLayer(Protocol):
 
 def options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[str, Any]:
     """The constructor's arguments for a layer like `module`; `options` go before what is read off it."""
+    if not isinstance(module, nn.MultiheadAttention):
+        raise OptionError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
     if module.bias_k is not None or module.add_zero_attn:
         raise OptionError(
             "add_bias_kv and add_zero_attn have no counterpart here; use polyhead.layers.torch_compat for such a module"

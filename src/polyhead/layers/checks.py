@@ -1,0 +1,129 @@
+"""What a layer asks of its options and its inputs, in words a user can act on, before torch says it in its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import CheckpointError, DeviceError, DtypeError, OptionError, ShapeError
+from polyhead.functional import BACKENDS
+from polyhead.geometry import HeadLayout
+from polyhead.layers.heads import HeadMatrices
+
+
+def check_size(name: str, size: int | None) -> None:
+    """An optional size, where None leaves it to the layer."""
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ShapeError(f"{name} must be an integer, got {size!r}")
+    if size < 1:
+        raise ShapeError(f"{name} must be positive, got {size}")
+
+
+def check_rate(name: str, rate: float) -> None:
+    if not _is_number(rate) or not 0.0 <= rate < 1.0:
+        raise OptionError(f"{name} must be at least 0 and less than 1, got {rate!r}")
+
+
+def check_positive(name: str, number: float | None) -> None:
+    if number is not None and not (_is_number(number) and 0 < number < math.inf):
+        raise OptionError(f"{name} must be positive and finite, got {number!r}")
+
+
+def check_finite(name: str, number: float | None) -> None:
+    if number is not None and not (_is_number(number) and math.isfinite(number)):
+        raise OptionError(f"{name} must be a finite number, got {number!r}")
+
+
+def check_one_of(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        *others, last = map(repr, choices)
+        raise OptionError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+def check_backend(backend: str) -> None:
+    check_one_of("backend", backend, ("auto", *BACKENDS))
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise DtypeError(f"a layer's parameters are floating point, got dtype {dtype!r}")
+
+
+def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
+    """A sequence of vectors that the projection can take."""
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"{name} must be a tensor [batch, sequence, {width}], got {type(x).__name__}")
+    if x.ndim != 3 or x.shape[2] != width:
+        raise ShapeError(f"{name} must be [batch, sequence, {width}], got shape {list(x.shape)}")
+    if not x.is_floating_point():
+        raise DtypeError(f"{name} must be floating point, got {x.dtype}; embed tokens before attention")
+    if type(projection) is not nn.Linear:
+        return  # an adapter or a quantised module knows for itself what it takes
+    weight = projection.weight
+    if x.device != weight.device:
+        raise DeviceError(f"{name} must be on the device of the layer, got {x.device} and {weight.device}")
+    if x.dtype is not weight.dtype and not torch._C._is_any_autocast_enabled():
+        raise DtypeError(
+            f"{name} must have the dtype of the layer, got {x.dtype} and {weight.dtype}; "
+            f"cast one of them, or use torch.autocast"
+        )
+
+
+def check_memory(key: Tensor, value: Tensor, batch: int, layout: HeadLayout) -> None:
+    """Keys and values that were projected by a layer of the same heads."""
+    for name, tensor, dim in (("keys", key, layout.head_dim), ("values", value, layout.value_dim)):
+        heads = (tensor.shape[1], tensor.shape[3])
+        if heads != (layout.num_kv_heads, dim):
+            raise ShapeError(
+                f"a memory must come from a layer of the same heads: {name} of {layout.num_kv_heads} heads of {dim}, "
+                f"got {heads[0]} heads of {heads[1]}"
+            )
+        if tensor.shape[0] != batch:
+            raise ShapeError(f"query and memory must have one batch size, got {batch} and {tensor.shape[0]}")
+
+
+def check_gate(gate: Tensor, batch: int, heads: int, queries: int) -> None:
+    shapes = ((heads,), (batch, heads), (batch, heads, queries))
+    got = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
+    if not isinstance(gate, Tensor) or gate.shape not in shapes:
+        raise ShapeError(f"head_gate must be [{heads}], [{batch}, {heads}] or [{batch}, {heads}, {queries}], got {got}")
+
+
+def check_heads(heads: Any, output_bias: Tensor | None) -> None:
+    """Separate per-head matrices that can make a layer."""
+    if not heads:
+        raise ShapeError("a layer has at least one head, got an empty list")
+    for index, head in enumerate(heads):
+        if not isinstance(head, HeadMatrices):
+            raise OptionError(f"heads are given as HeadMatrices, got {type(head).__name__} for head {index}")
+        for name in ("query", "key", "value", "output"):
+            matrix = getattr(head, name)
+            if matrix.ndim != 2:
+                raise ShapeError(f"{name} of head {index} must be a matrix, got shape {list(matrix.shape)}")
+    width = heads[0].output.shape[1]
+    if output_bias is not None and output_bias.shape != (width,):
+        raise ShapeError(f"output_bias must be [{width}], got {list(output_bias.shape)}")
+
+
+def check_saved_layout(state: Any, layout: HeadLayout) -> None:
+    """The layout in a checkpoint must be the layer's own."""
+    ours = layout.to_dict()
+    if not isinstance(state, Tensor) or state.shape != (len(ours),):
+        raise CheckpointError(
+            f"a layer's extra state is its head layout, {len(ours)} integers; got {type(state).__name__}"
+            + (f" of shape {list(state.shape)}" if isinstance(state, Tensor) else "")
+        )
+    saved = dict(zip(ours, state.tolist(), strict=True))
+    different = [name for name in ours if saved[name] != ours[name]]
+    if different:
+        words = ", ".join(f"{name} {saved[name]} where the layer has {ours[name]}" for name in different)
+        raise CheckpointError(f"the checkpoint was saved by a layer of another head layout: it has {words}")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
