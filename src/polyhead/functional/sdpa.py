@@ -273,8 +273,10 @@ def _seen(poison: Tensor, allowed: Tensor, heads: int) -> Tensor:
     broken = over_heads(poison.isnan().to(torch.float32), heads)  # [batch, heads, keys]
     if allowed.shape[2] == 1:
         count = (allowed[:, :, 0] * broken).sum(-1, keepdim=True)
-    elif allowed.shape[0] == allowed.shape[1] == 1:
-        count = (broken.flatten(0, 1) @ allowed[0, 0].to(broken.dtype).T).unflatten(0, broken.shape[:2])
+    elif allowed.shape[:2] == (1, 1):
+        count = F.linear(broken, allowed[0, 0].to(broken.dtype))
+    elif allowed.shape[1] == 1:
+        count = torch.bmm(broken, allowed[:, 0].to(broken.dtype).transpose(1, 2))
     else:
         count = (allowed.to(broken.dtype) @ broken[..., None]).squeeze(-1)
     return torch.where(count > 0, torch.nan, 0.0)

@@ -45,7 +45,7 @@ class Visibility:
 
     @property
     def has_bias(self) -> bool:
-        return bool(self.biases or self.relative_biases)
+        return len(self.bias_tensors) > 0
 
     def with_bias_tensors(self, tensors: Sequence[Tensor]) -> Visibility:
         """The same, adding the given tensors in place of `bias_tensors`."""
