@@ -24,6 +24,9 @@ from polyhead.errors import BackendUnsupported
 
 CPU = torch.device("cpu")
 SMALL = Shape(2, 19, 46, 2)
+# x-transformers scripts a function when it is first imported.
+pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script` is deprecated:DeprecationWarning")
+
 RUN = Run(CPU, torch.float32, alternations=3)
 
 

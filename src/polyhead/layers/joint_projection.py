@@ -21,7 +21,7 @@ from torch.nn.modules import module as nn_module
 class JointProjection:
     """The maps of `linears`, which must have one input width, as one matrix product where that is possible."""
 
-    __slots__ = ("_hooks", "_laid", "bias", "linears", "sizes", "weight")
+    __slots__ = ("_hooks", "_laid", "_parameters", "bias", "linears", "sizes", "weight")
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = tuple(linears)
@@ -33,6 +33,7 @@ class JointProjection:
             self.bias = _lay_side_by_side(biases)
             if self.bias is None:
                 self.weight = None
+        self._parameters = tuple(p for p in (*(linear.weight for linear in linears), *biases) if p is not None)
         self._hooks = tuple(hooks for linear in linears for hooks in hooks_of(linear))
         self._laid = [
             (linear._parameters, name, parameter, 0 if parameter is None else parameter.data_ptr())
@@ -60,28 +61,20 @@ class JointProjection:
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """`[linear(x) for linear in linears]`."""
-        return self.separate(x) if self.is_one_product(x) else [linear(x) for linear in self.linears]
-
-    def separate(self, x: Tensor) -> Sequence[Tensor]:
-        """Each map's output, from one product; only where `is_one_product`."""
-        if torch.is_grad_enabled():
-            parameters = [linear.weight for linear in self.linears]
-            parameters += [linear.bias for linear in self.linears if linear.bias is not None]
-            if x.requires_grad or any(p.requires_grad for p in parameters):
-                if not x.is_cpu:
-                    # Here copying the weights costs less than a backward written in Python.
-                    return self._copied(x)
-                outputs: Sequence[Tensor] = _Joint.apply(x, self, *parameters)
-                return outputs
-        return self.joined(x).split_with_sizes(self.sizes, -1)
-
-    def _copied(self, x: Tensor) -> Sequence[Tensor]:
-        weight = torch.cat([linear.weight for linear in self.linears])
-        bias = None if self.bias is None else torch.cat([linear.bias for linear in self.linears])
-        return F.linear(x, weight, bias).split_with_sizes(self.sizes, -1)
+        if self.is_one_product(x):
+            return self.joined(x).split_with_sizes(self.sizes, -1)
+        return [linear(x) for linear in self.linears]
 
     def joined(self, x: Tensor) -> Tensor:
-        """All outputs side by side on the last axis; only where `is_one_product` and nothing needs a gradient."""
+        """All outputs side by side on the last axis; only where `is_one_product`."""
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self._parameters)):
+            if x.is_cpu:
+                tracked: Tensor = _Joint.apply(x, self, *self._parameters)
+                return tracked
+            # Here copying the weights costs less than a backward written in Python.
+            count = len(self.sizes)
+            weights, biases = self._parameters[:count], self._parameters[count:]
+            return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
@@ -131,23 +124,25 @@ def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
 
 class _Joint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, joint: JointProjection, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, joint: JointProjection, *parameters: Tensor) -> Tensor:
+        assert joint.weight is not None
         ctx.joint = joint
         ctx.save_for_backward(x, *parameters[: len(joint.sizes)])
-        return joint.joined(x).split_with_sizes(joint.sizes, -1)
+        return F.linear(x, joint.weight, joint.bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors  # raises where a weight was written to since the forward
         joint: JointProjection = ctx.joint
-        grad = torch.cat(grads, -1)
-        needs = ctx.needs_input_grad
-        count = len(weights)
-        needs_weight, needs_bias = any(needs[2 : 2 + count]), any(needs[2 + count :])
+        needs, count = ctx.needs_input_grad, len(weights)
         # A second derivative must see each weight; a first one can use the block they lie in.
         weight = torch.cat(weights) if torch.is_grad_enabled() or joint.weight is None else joint.weight
         rows = grad.flatten(0, -2)
         grad_x = grad @ weight if needs[0] else None
-        grad_weights = (rows.T @ x.flatten(0, -2)).split_with_sizes(joint.sizes) if needs_weight else [None] * count
-        grad_biases = rows.sum(0).split_with_sizes(joint.sizes) if needs_bias else [None] * (len(needs) - 2 - count)
+        grad_weights: Sequence[Tensor | None] = [None] * count
+        grad_biases: Sequence[Tensor | None] = [None] * (len(needs) - 2 - count)
+        if any(needs[2 : 2 + count]):
+            grad_weights = (rows.T @ x.flatten(0, -2)).split_with_sizes(joint.sizes)
+        if any(needs[2 + count :]):
+            grad_biases = rows.sum(0).split_with_sizes(joint.sizes)
         return grad_x, None, *grad_weights, *grad_biases

@@ -287,9 +287,7 @@ class MultiHeadAttention(nn.Module):
             return None
         if joint.linears != (modules["q_proj"], modules["k_proj"], modules["v_proj"]) or not joint.is_one_product(x):
             return None
-        if torch.is_grad_enabled():
-            q, k, v = (part.view(batch, length, -1, layout.head_dim).transpose(1, 2) for part in joint.separate(x))
-        elif layout.group_size == 1:
+        if layout.group_size == 1:
             together = joint.joined(x).view(batch, length, 3, layout.num_heads, layout.head_dim)
             q, k, v = together.permute(2, 0, 3, 1, 4).unbind(0)
         else:
