@@ -69,7 +69,7 @@ class JointProjection:
         """All outputs side by side on the last axis; only where `is_one_product`."""
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self._parameters)):
             if x.is_cpu:
-                tracked: Tensor = _Joint.apply(x, self, *self._parameters)
+                tracked: Tensor = _apply_joint(x, self, *self._parameters)
                 return tracked
             # Here copying the weights costs less than a backward written in Python.
             count = len(self.sizes)
@@ -123,26 +123,42 @@ def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
 
 
 class _Joint(torch.autograd.Function):
+    """The one product with its derivative by input, weights and biases; written to take little time in Python."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, joint: JointProjection, *parameters: Tensor) -> Tensor:
         assert joint.weight is not None
         ctx.joint = joint
-        ctx.save_for_backward(x, *parameters[: len(joint.sizes)])
+        ctx.versions = [weight._version for weight in parameters[: len(joint.sizes)]]
+        ctx.save_for_backward(x)
         return F.linear(x, joint.weight, joint.bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors  # raises where a weight was written to since the forward
+        (x,) = ctx.saved_tensors
         joint: JointProjection = ctx.joint
-        needs, count = ctx.needs_input_grad, len(weights)
+        parameters, count = joint._parameters, len(joint.sizes)
         # A second derivative must see each weight; a first one can use the block they lie in.
-        weight = torch.cat(weights) if torch.is_grad_enabled() or joint.weight is None else joint.weight
-        rows = grad.flatten(0, -2)
-        grad_x = grad @ weight if needs[0] else None
+        weight = torch.cat(parameters[:count]) if torch.is_grad_enabled() or joint.weight is None else joint.weight
+        rows, needs = grad.flatten(0, -2), ctx.needs_input_grad
+        grad_x = None
+        if needs[0]:
+            # The weights are read where they lie, so it is for us to notice that somebody wrote to them since.
+            if ctx.versions != [weight._version for weight in parameters[:count]]:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    "a projection's weight was written to between the forward and the backward"
+                )
+            grad_x = grad @ weight
         grad_weights: Sequence[Tensor | None] = [None] * count
-        grad_biases: Sequence[Tensor | None] = [None] * (len(needs) - 2 - count)
-        if any(needs[2 : 2 + count]):
-            grad_weights = (rows.T @ x.flatten(0, -2)).split_with_sizes(joint.sizes)
-        if any(needs[2 + count :]):
+        grad_biases: Sequence[Tensor | None] = [None] * (len(parameters) - count)
+        if True in needs[2 : 2 + count]:
+            grad_weights = (rows.t() @ x.flatten(0, -2)).split_with_sizes(joint.sizes)
+        if True in needs[2 + count :]:
             grad_biases = rows.sum(0).split_with_sizes(joint.sizes)
         return grad_x, None, *grad_weights, *grad_biases
+
+
+# `Function.apply` itself, without its look for leftovers of function transforms: `is_one_product` has ruled them out, and
+# at a few tokens the look takes longer than everything else here.
+_apply_joint = super(torch.autograd.Function, _Joint).apply
