@@ -159,6 +159,6 @@ class _Joint(torch.autograd.Function):
         return grad_x, None, *grad_weights, *grad_biases
 
 
-# `Function.apply` itself, without its look for leftovers of function transforms: `is_one_product` has ruled them out, and
-# at a few tokens the look takes longer than everything else here.
+# `Function.apply` itself, without its look for leftovers of function transforms: `is_one_product` has ruled them out,
+# and at a few tokens the look takes longer than everything else here.
 _apply_joint = super(torch.autograd.Function, _Joint).apply
