@@ -6,6 +6,7 @@ their output selected away; keys that hold NaN or Inf are cleaned first, and a r
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,7 +88,7 @@ def materialised_bytes(request: AttentionRequest) -> int:
 
 
 def kernel(request: AttentionRequest) -> str:
-    """The name of the kernel PyTorch will run: cudnn, flash, efficient or math. Nothing is computed to find out."""
+    """The name of the kernel PyTorch will run: cudnn, flash, efficient or math. No attention is computed for it."""
     query, key, value = request.query, request.key, request.value
     batch, heads, kv_heads, queries, keys = request.sizes
     call = _Call(query, key, value, None, False, 1.0, heads != kv_heads)
@@ -153,7 +154,13 @@ def straight(
 def _is_flash_sure(query: Tensor) -> bool:
     """Whether a fused kernel serves these queries without asking PyTorch, which takes longer than this."""
     usual = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 128)
-    return usual and query.is_cuda and flash_sdp_enabled()
+    return usual and query.is_cuda and flash_sdp_enabled() and _has_flash(query.get_device())
+
+
+@functools.cache
+def _has_flash(device: int) -> bool:
+    """NVIDIA from sm_80 on; earlier ones, and other makers', must be asked call by call."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polyhead.functional.guard import without_broken
 from polyhead.masks import Mask
 
 
@@ -24,11 +25,9 @@ def with_weights(
     if bias is not None and not (finite and _fills_rows(bias)):
         hidden = bias.detach() == -torch.inf
         if not finite:
-            # Taken out of keys and values, and put back as NaN into the logits of those who see them.
-            whole_k, whole_v = k.detach().isfinite(), v.detach().isfinite()
-            broken = ~(whole_k.all(-1) & whole_v.all(-1))[:, :, None]  # [batch, heads, 1, keys]
-            k, v = torch.where(whole_k, k, 0.0), torch.where(whole_v, v, 0.0)
-            bias = torch.where(broken & ~hidden, torch.nan, bias)
+            k, v, poison = without_broken(k, v)
+            if poison is not None:
+                bias = torch.where(hidden, bias, bias + poison[:, :, None])
         empty = hidden.all(-1, keepdim=True)
         bias = bias.masked_fill(empty, 0.0)
     scaled = (q * math.sqrt(1.0 / head_dim)).reshape(batch * heads, queries, head_dim)
