@@ -287,11 +287,16 @@ class MultiHeadAttention(nn.Module):
             return None
         if joint.linears != (modules["q_proj"], modules["k_proj"], modules["v_proj"]) or not joint.is_one_product(x):
             return None
-        if layout.group_size == 1:
-            together = joint.joined(x).view(batch, length, 3, layout.num_heads, layout.head_dim)
+        joined = joint.joined(x)
+        if joined.requires_grad and not joined.is_cpu:
+            # On a device the gradients of three column blocks are put side by side faster than those of one stack.
+            parts = joined.split_with_sizes(joint.sizes, -1)
+            q, k, v = (part.view(batch, length, -1, layout.head_dim).transpose(1, 2) for part in parts)
+        elif layout.group_size == 1:
+            together = joined.view(batch, length, 3, layout.num_heads, layout.head_dim)
             q, k, v = together.permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            together = joint.joined(x).view(batch, length, -1, layout.head_dim).transpose(1, 2)
+            together = joined.view(batch, length, -1, layout.head_dim).transpose(1, 2)
             q, k, v = together.split_with_sizes((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), 1)
         heads = straight(q, k, v, self.scale, causal, self.finite)
         if heads is None:
