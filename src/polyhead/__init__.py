@@ -1,6 +1,6 @@
 """polyhead: multi-head attention you can run, watch and reshape, one head at a time."""
 
-from polyhead.functional import AttentionOutput, Explanation, attention, explain
+from polyhead.functional import AttentionOutput, Explanation, RowStatistics, Statistics, attention, explain
 from polyhead.geometry import HeadId, HeadLayout
 from polyhead.layers import (
     GrowingCache,
@@ -30,6 +30,8 @@ __all__ = [
     "PreallocatedCache",
     "QuantizedCache",
     "RollingCache",
+    "RowStatistics",
+    "Statistics",
     "__version__",
     "attention",
     "explain",

@@ -4,5 +4,16 @@ from polyhead.functional.api import attention, explain
 from polyhead.functional.backends import BACKENDS, Choice, Explanation
 from polyhead.functional.request import AttentionOutput
 from polyhead.functional.sdpa import straight
+from polyhead.functional.statistics import RowStatistics, Statistics
 
-__all__ = ["BACKENDS", "AttentionOutput", "Choice", "Explanation", "attention", "explain", "straight"]
+__all__ = [
+    "BACKENDS",
+    "AttentionOutput",
+    "Choice",
+    "Explanation",
+    "RowStatistics",
+    "Statistics",
+    "attention",
+    "explain",
+    "straight",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 from polyhead.errors import DeviceError, DtypeError, MaskError, OptionError, ShapeError
 from polyhead.functional import backends
 from polyhead.functional.backends import Explanation
-from polyhead.functional.request import AttentionOutput, AttentionRequest
-from polyhead.functional.visibility import resolve
+from polyhead.functional.request import AttentionOutput, AttentionRequest, StatisticsRequest
+from polyhead.functional.statistics import Statistics, as_statistics
+from polyhead.functional.visibility import Visibility, resolve
 from polyhead.masks import Mask
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def attention(
     seed: int | Tensor | None = None,
     backend: str = "auto",
     weights: bool = False,
-    statistics: bool | tuple[str, ...] | None = None,
+    statistics: bool | str | Sequence[str] | Statistics | None = None,
     logsumexp: bool = False,
     finite: bool = False,
 ) -> AttentionOutput:
@@ -53,7 +55,8 @@ def attention(
         seed: makes the dropout a function of (seed, batch, head, query, key), the same in every backend of ours.
         backend: "auto", or one of "sdpa", "blockwise", "reference". A named backend never falls back.
         weights: also return the weights, before dropout, in the accumulation dtype.
-        statistics: not available yet; asking raises.
+        statistics: also tell of every row its entropy, largest logit, reach and more: True for all, names for some, or
+            `polyhead.Statistics(...)`; see `polyhead.RowStatistics`. What is not asked for costs nothing.
         logsumexp: return the log-sum-exp of each row even if a slower backend must be taken for it.
         finite: your word that keys and values hold no NaN or Inf. Under a mask this saves the passes over them that
             keep hidden ones from leaking; if the word is broken, they may.
@@ -67,9 +70,9 @@ def attention(
     >>> result.output.shape, result.backend
     (torch.Size([2, 8, 5, 16]), 'sdpa')
     """
-    if statistics:
-        raise OptionError("statistics of the weights are not available yet, got statistics=" + repr(statistics))
-    request = _request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite)
+    request = _request(
+        query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite, statistics
+    )
     kind = query.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
@@ -89,6 +92,7 @@ def explain(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     weights: bool = False,
+    statistics: bool | str | Sequence[str] | Statistics | None = None,
     logsumexp: bool = False,
     finite: bool = False,
 ) -> Explanation:
@@ -101,7 +105,9 @@ def explain(
     -> blockwise  tiles of plain PyTorch, online softmax
        reference  the formula, weights materialised
     """
-    request = _request(query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite)
+    request = _request(
+        query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite, statistics
+    )
     return backends.explain(request)
 
 
@@ -118,6 +124,7 @@ def _request(
     weights: bool,
     logsumexp: bool,
     finite: bool,
+    statistics: bool | str | Sequence[str] | Statistics | None,
 ) -> AttentionRequest:
     """Check what arrived and put it into the one form that backends read."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
@@ -174,17 +181,51 @@ def _request(
         _check_per_head("sinks", sinks, heads, query)
     if not (_is_number(dropout) and 0.0 <= dropout < 1.0):
         raise OptionError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+    asked = as_statistics(statistics)
+    names = () if asked is None else asked.wanted(learned_sinks=sinks is not None)
     visibility = None
     if mask is not None:
         if not isinstance(mask, Mask):
             hint = "Mask.dense(mask) for a boolean tensor (True = may attend), Mask.bias(mask) for values to add"
             raise MaskError(f"mask must be a polyhead.Mask, got {type(mask).__name__}; use {hint}")
-        visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=query.device)
+        visibility = resolve(
+            mask,
+            batch=batch,
+            heads=heads,
+            queries=queries,
+            keys=keys,
+            device=query.device,
+            ordinals="sink_mass" in names,
+        )
     if seed is not None:
         seed = _seed(seed, query)
     return AttentionRequest(
-        query, key, value, visibility, scale, softcap, sinks, dropout, seed, weights, logsumexp, finite
+        query,
+        key,
+        value,
+        visibility,
+        scale,
+        softcap,
+        sinks,
+        dropout,
+        seed,
+        weights,
+        logsumexp,
+        finite,
+        None if asked is None else _statistics_request(asked, names, visibility, queries, keys, query.device),
     )
+
+
+def _statistics_request(
+    asked: Statistics,
+    names: tuple[str, ...],
+    visibility: Visibility | None,
+    queries: int,
+    keys: int,
+    device: torch.device,
+) -> StatisticsRequest:
+    places = visibility if visibility is not None else Visibility(queries, keys, device, offset=keys - queries)
+    return StatisticsRequest(names, asked.sink_keys, asked.window, places)
 
 
 def _is_number(x: object) -> bool:

@@ -25,7 +25,7 @@ _TILE_COLUMNS = 512
 
 
 def unsupported_reasons(request: AttentionRequest) -> list[str]:
-    return []
+    return ["its tiles give no statistics yet"] if request.statistics is not None else []
 
 
 def run(request: AttentionRequest) -> AttentionOutput:

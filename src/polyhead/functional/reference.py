@@ -11,7 +11,8 @@ from torch import Tensor
 
 from polyhead.functional.dropout import draw_seed, keep_tile
 from polyhead.functional.guard import over_heads, without_broken
-from polyhead.functional.request import AttentionOutput, AttentionRequest
+from polyhead.functional.request import AttentionOutput, AttentionRequest, StatisticsRequest
+from polyhead.functional.statistics import POSITIONAL, RowStatistics
 
 
 def unsupported_reasons(request: AttentionRequest) -> list[str]:
@@ -47,7 +48,13 @@ def run(request: AttentionRequest) -> AttentionOutput:
     if allowed is not None:
         logits = torch.where(allowed, logits, -torch.inf)
 
-    weights, logsumexp = _softmax(logits, None if request.sinks is None else request.sinks.to(dtype)[:, None, None])
+    sinks = None if request.sinks is None else request.sinks.to(dtype)[:, None, None]
+    exponentials, total, shift, empty = _softmax(logits, sinks)
+    weights = exponentials / total
+    logsumexp = torch.where(empty, -torch.inf, shift + torch.log(total)).squeeze(-1)
+    statistics = None
+    if request.statistics is not None:
+        statistics = _statistics(request.statistics, logits, exponentials, total, shift, sinks, filled)
     kept = weights
     if request.dropout:
         seed = draw_seed(query.device) if request.seed is None else request.seed
@@ -60,12 +67,13 @@ def run(request: AttentionRequest) -> AttentionOutput:
         output=output.to(request.query.dtype),
         logsumexp=logsumexp,
         weights=weights if request.weights else None,
+        statistics=statistics,
         backend="reference",
     )
 
 
-def _softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights over real keys and log-sum-exp, sink included; a row with nothing to attend to has weights 0 and -inf."""
+def _softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """exp(logits - shift), their sum with the sink's, the shift, and whether a row has nothing at all to attend to."""
     largest = (
         logits.detach().amax(-1, keepdim=True)
         if logits.shape[-1]
@@ -74,14 +82,80 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     if sinks is not None:
         largest = torch.maximum(largest, sinks.detach())
     empty = largest == -torch.inf
-    largest = torch.where(empty, 0.0, largest)
-    exponentials = torch.exp(logits - largest)
+    shift = torch.where(empty, 0.0, largest)
+    exponentials = torch.exp(logits - shift)
     total = exponentials.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sinks - largest)
-    total = torch.where(empty, 1.0, total)
-    logsumexp = torch.where(empty, -torch.inf, largest + torch.log(total))
-    return exponentials / total, logsumexp.squeeze(-1)
+        total = total + torch.exp(sinks - shift)
+    return exponentials, torch.where(empty, 1.0, total), shift, empty
+
+
+def _statistics(
+    request: StatisticsRequest,
+    logits: Tensor,
+    exponentials: Tensor,
+    total: Tensor,
+    shift: Tensor,
+    sinks: Tensor | None,
+    filled: Tensor | None,
+) -> RowStatistics:
+    """The statistics of every row by their definitions, on the tape."""
+    names, places = request.names, request.places
+    everything = (0, logits.shape[2]), (0, logits.shape[3])
+    seen = logits != -torch.inf  # a NaN is seen
+    weights = exponentials / total
+    found: dict[str, Tensor] = {}
+    if "max_logit" in names or "confidence" in names:
+        largest = _at_lowest(logits, logits.detach())
+        found["max_logit"] = largest
+        found["confidence"] = torch.exp(largest - shift.squeeze(-1)) / total.squeeze(-1)
+    if "max_abs_logit" in names:
+        size = torch.where(seen, logits, 0.0).abs()
+        found["max_abs_logit"] = _at_lowest(size, torch.where(seen, size.detach(), -1.0)).clamp_min(0.0)
+    if "entropy" in names:
+        # log-sum-exp less the mean logit, both taken from the shift: neither is of the logits' size.
+        spread = (exponentials * torch.where(seen, logits - shift, 0.0)).sum(-1, keepdim=True)
+        if sinks is not None:
+            spread = spread + torch.exp(sinks - shift) * (sinks - shift)
+        found["entropy"] = (torch.log(total) - spread / total).squeeze(-1)
+    if "sink_mass" in names:
+        first = places.first_tile(everything[1], request.sink_keys)
+        found["sink_mass"] = (weights * (first if first.ndim == 1 else first[:, None])).sum(-1)
+    if any(name in POSITIONAL for name in names):
+        distance = places.distance_tile(*everything)
+        distance = distance if distance.ndim == 2 else distance[:, None]
+        factors = {
+            "reach": distance.abs(),
+            "signed_reach": distance,
+            "reach_squared": distance * distance,
+            "self_mass": distance == 0,
+            "previous_mass": distance == -1,
+            "next_mass": distance == 1,
+            "window_mass": distance.abs() <= request.window,
+        }
+        found |= {name: (weights * factors[name].to(weights.dtype)).sum(-1) for name in POSITIONAL if name in names}
+    if "visible_keys" in names:
+        found["visible_keys"] = seen.sum(-1).to(weights.dtype)
+    if "learned_sink_mass" in names and sinks is not None:
+        found["learned_sink_mass"] = (torch.exp(sinks - shift) / total).squeeze(-1)
+    if filled is not None:
+        nothing = {"max_logit": -torch.inf}
+        found = {
+            name: x if name == "learned_sink_mass" else torch.where(filled.squeeze(-1), x, nothing.get(name, 0.0))
+            for name, x in found.items()
+        }
+    return RowStatistics(**{name: x for name, x in found.items() if name in names})
+
+
+def _at_lowest(values: Tensor, ranked: Tensor) -> Tensor:
+    """The value of each row that ranks highest, the lowest key where several do; -inf in a row without keys."""
+    if not values.shape[-1]:
+        return values.new_full(values.shape[:-1], -torch.inf)
+    top = ranked.amax(-1, keepdim=True)
+    index = torch.arange(values.shape[-1], device=values.device)
+    # A row that holds a NaN has a NaN for its maximum, and must show it.
+    place = torch.where((ranked == top) | ranked.isnan(), index, values.shape[-1] - 1).amin(-1, keepdim=True)
+    return values.gather(-1, place).squeeze(-1)
 
 
 def _by_group(left: Tensor, right: Tensor) -> Tensor:

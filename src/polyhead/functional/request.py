@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from polyhead.functional.statistics import RowStatistics
 from polyhead.functional.visibility import Visibility
 
 
@@ -18,17 +18,28 @@ class AttentionOutput:
     `output` is [batch, heads, queries, value_dim] from the function and [batch, queries, embed_dim] from a layer.
     `logsumexp` is [batch, heads, queries] in the accumulation dtype (float32; float64 for float64 input), and
     None where it was not asked for and does not come for free. `weights` is [batch, heads, queries, keys] in the
-    accumulation dtype, before dropout, and None unless asked for. `backend` names who computed it.
+    accumulation dtype, before dropout, and None unless asked for, as are the `statistics` of every row. `backend` names
+    who computed it.
     """
 
     output: Tensor
     logsumexp: Tensor | None = None
     weights: Tensor | None = None
-    statistics: Any = None
+    statistics: RowStatistics | None = None
     backend: str = ""
 
 
 torch.export.register_dataclass(AttentionOutput, serialized_type_name="polyhead.AttentionOutput")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatisticsRequest:
+    """The row statistics to take, and where queries and keys stand for them."""
+
+    names: tuple[str, ...]  # in the order of `statistics.NAMES`
+    sink_keys: int
+    window: int
+    places: Visibility  # read for positions and ordinals alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +58,7 @@ class AttentionRequest:
     weights: bool
     logsumexp: bool
     finite: bool  # the caller's word that keys and values hold no NaN or Inf
+    statistics: StatisticsRequest | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

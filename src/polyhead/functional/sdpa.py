@@ -32,6 +32,8 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append("PyTorch's fused kernels have no learned sinks")
     if request.logsumexp:
         reasons.append("PyTorch's fused kernels give no log-sum-exp with a gradient")
+    if request.statistics is not None:
+        reasons.append("PyTorch's fused kernels give no statistics")
     if request.dropout and request.seed is not None:
         reasons.append("PyTorch's fused kernels draw their own dropout and cannot replay a seed")
     return reasons + math_reasons(request)

@@ -31,7 +31,7 @@ class Visibility:
     query_positions: Tensor | None = None  # [batch or 1, queries]
     key_positions: Tensor | None = None  # [batch or 1, keys]
     pads_right_only: bool = True  # a causal row then never meets padding among the keys
-    key_ordinals: Tensor | None = None  # [batch or 1, keys]: the how-manieth real key of its sequence; for sinks
+    key_ordinals: Tensor | None = None  # [batch or 1, keys]: the how-manieth real key of its sequence; None: j
     query_real: Tensor | None = None  # [batch or 1, queries], False for padding
     key_real: Tensor | None = None  # [batch or 1, keys], False for padding
     documents: tuple[tuple[Tensor, Tensor], ...] = ()  # ids [batch or 1, queries] and [batch or 1, keys]
@@ -121,9 +121,9 @@ class Visibility:
 
     def relative_index(self, term: RelativeBias, rows: Span, columns: Span) -> Tensor:
         """The column of the table that serves each pair, [rows, columns] or [batch, rows, columns]."""
-        return (self._distance(rows, columns) + term.zero).clamp(0, term.table.shape[1] - 1)
+        return (self.distance_tile(rows, columns) + term.zero).clamp(0, term.table.shape[1] - 1)
 
-    def _distance(self, rows: Span, columns: Span) -> Tensor:
+    def distance_tile(self, rows: Span, columns: Span) -> Tensor:
         """Key position minus query position, [rows, columns] or [batch or 1, rows, columns]."""
         if self.query_positions is not None and self.key_positions is not None:
             return (
@@ -142,26 +142,33 @@ class Visibility:
             right = None if right is None or furthest <= right else right
         if left is None and right is None:
             return None
-        distance = self._distance(rows, columns)
+        distance = self.distance_tile(rows, columns)
         visible: Tensor | None = None
         if left is not None:
             visible = distance >= -left
             if self.sinks:
-                visible = visible | self._is_first(columns)
+                visible = visible | self.first_tile(columns, self.sinks)
         if right is not None:
             before = distance <= right
             visible = before if visible is None else visible & before
         assert visible is not None
         return visible[None, None] if visible.ndim == 2 else visible[:, None]
 
-    def _is_first(self, columns: Span) -> Tensor:
+    def first_tile(self, columns: Span, count: int) -> Tensor:
+        """Whether a key is among the first `count` of its sequence, [columns] or [batch or 1, 1, columns]."""
         if self.key_ordinals is not None:
-            return self.key_ordinals[:, None, columns[0] : columns[1]] < self.sinks
-        return torch.arange(columns[0], columns[1], device=self.device) < self.sinks
+            return self.key_ordinals[:, None, columns[0] : columns[1]] < count
+        return torch.arange(columns[0], columns[1], device=self.device) < count
 
 
-def resolve(mask: Mask, *, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Visibility | None:
-    """Hold a mask against the sizes of an attention; None where it hides and adds nothing."""
+def resolve(
+    mask: Mask, *, batch: int, heads: int, queries: int, keys: int, device: torch.device, ordinals: bool = False
+) -> Visibility | None:
+    """Hold a mask against the sizes of an attention; None where it hides and adds nothing.
+
+    `ordinals` asks for the keys' ordinals even where the mask itself has no use for them.
+    """
+    ordinals = ordinals or mask.sinks > 0
     if mask.is_everything or _shows_everything(mask, queries, keys):
         return None
     for tensor in (*mask.allowed, *mask.biases):
@@ -195,7 +202,7 @@ def resolve(mask: Mask, *, batch: int, heads: int, queries: int, keys: int, devi
         query_ids, key_ids = _check_rows("document ids", packed.queries, packed.keys, batch, queries, keys, device)
         documents.append((query_ids, key_ids))
         query_real, key_real = _both(query_real, query_ids >= 0), _both(key_real, key_ids >= 0)
-        key_ordinals = _ordinals(key_ids) if mask.sinks else None
+        key_ordinals = _ordinals(key_ids) if ordinals else None
         if packed.keys is not None:
             query_positions, key_positions = (
                 -_ordinals(query_ids.flip(-1)).flip(-1),
@@ -221,7 +228,7 @@ def resolve(mask: Mask, *, batch: int, heads: int, queries: int, keys: int, devi
         pads_right_only=len(mask.packed) == 0
         and mask.placed is None
         and all(term.side == "right" for term in mask.padding),
-        key_ordinals=key_ordinals if mask.sinks else None,
+        key_ordinals=key_ordinals if ordinals else None,
         query_real=query_real,
         key_real=key_real,
         documents=tuple(documents),
