@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, results
-from benchmarks.agreement import Disagreement
 from benchmarks.contenders import Shape
 from benchmarks.decode import decode
-from benchmarks.layer import Run, causal, layer, padded
+from benchmarks.layer import causal, layer, padded
 from benchmarks.masked import guard
 from benchmarks.overhead import overhead
-from benchmarks.results import Row
-from benchmarks.runner import ALTERNATIONS
+from polyhead.lab.measuring import machine, results
+from polyhead.lab.measuring.agreement import Disagreement
+from polyhead.lab.measuring.results import Row
+from polyhead.lab.measuring.runner import ALTERNATIONS, Run
 
 SHAPES = {
     "cpu": ("2x10x512x8", "8x128x768x12", "2x1024x768x12", "1x4096x512x8"),
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Disagreement as disagreement:
         print(f"no figures: {disagreement}", file=sys.stderr)
         return 2
-    results.show(rows)
+    show(rows)
     print(f"written to {path}")
     return 1 if options.strict and results.misses(rows) else 0
 
@@ -62,6 +63,19 @@ def _rows(run: Run, only: Sequence[str], shapes: Sequence[Shape]) -> Iterator[Ro
         # The overhead has shapes of its own, at which the arithmetic vanishes.
         for shape in shapes if name != "overhead" else shapes[:1]:
             yield from BENCHES[name](run, shape)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table, then the misses by name."""
+    if importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+
+        console = Console()
+        # Files and pipes have no width of their own; a wrapped table there is no table.
+        (console if console.is_terminal else Console(width=150)).print(results.rich_table(rows))
+    else:
+        print(results.plain_table(rows))
+    print(f"\n{results.count_of_misses(rows)}")
 
 
 def _file_name(device: torch.device, facts: dict[str, object]) -> str:

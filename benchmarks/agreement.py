@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders import PROJECTIONS, Setting, Weights
+from polyhead.lab.measuring.agreement import Agreement, Disagreement, hold
 
-# The suite holds our precision to a factor of 2. Here the question is whether a contender computes the same function
-# at all, and the kernels of others are not ours to bind.
-FACTOR = 4
 T = TypeVar("T")
 
 ROWS = 256  # queries whose output is recomputed in float64, drawn from all of them
 GRADIENT_TOKENS = 256  # the float64 gradient holds tokens x tokens weights
-
-
-class Disagreement(Exception):
-    """A contender computes something else than the formula: there is nothing to compare."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """The largest error and the largest that the budget allows."""
-
-    error: float
-    allowed: float
 
 
 def formula(
@@ -66,7 +51,7 @@ def check_output(name: str, module: nn.Module, x: Tensor, weights: Weights, sett
         # A padded query's output is nobody's promise: ours gives the output bias, others attend with it.
         keep = real[:, drawn, None]
         actual, exact, plain = (torch.where(keep, y, torch.zeros_like(y)) for y in (actual, exact, plain))
-    return _hold(f"{name}: the output", actual, exact, plain)
+    return hold(f"{name}: the output", actual, exact, plain)
 
 
 def check_gradients(
@@ -102,18 +87,9 @@ def check_gradients(
     for what, ours, right, rounded in zip(names, actual, exact, plain, strict=True):
         if ours is None:
             raise Disagreement(f"{name}: no gradient of {what} arrived")
-        found.append(_hold(f"{name}: the gradient of {what}", ours, right, rounded))
+        found.append(hold(f"{name}: the gradient of {what}", ours, right, rounded))
     return found
 
 
 def _both(compute: Callable[[Weights, Tensor], T], weights: Weights, x: Tensor) -> tuple[T, T]:
     return compute(weights.to(torch.float64), x.double()), compute(weights, x)
-
-
-def _hold(what: str, actual: Tensor, exact: Tensor, plain: Tensor) -> Agreement:
-    """Error <= FACTOR * (error of the plain formula in this dtype + eps * max|exact|)."""
-    error = float((actual.double() - exact).abs().max())
-    allowed = FACTOR * float((plain.double() - exact).abs().max() + torch.finfo(actual.dtype).eps * exact.abs().max())
-    if not error <= allowed:
-        raise Disagreement(f"{what} is off by {error:.3g}, at most {allowed:.3g} is explained by rounding")
-    return Agreement(error, allowed)

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import polyhead
-from benchmarks.agreement import Disagreement, formula
+from benchmarks.agreement import formula
 from benchmarks.contenders import OURS, PLAIN, FusedQKV, Polyhead, Shape, Weights
-from benchmarks.layer import Run
-from benchmarks.results import Row
+from polyhead.lab.measuring.agreement import Disagreement
+from polyhead.lab.measuring.results import Row
+from polyhead.lab.measuring.runner import Run
 from polyhead.layers.kv_cache import PreallocatedCache
 
 BARE = "fused QKV + slice + SDPA"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +22,13 @@ from benchmarks.contenders import (
     Unavailable,
     Weights,
 )
-from benchmarks.results import Row
-from benchmarks.runner import ALTERNATIONS, OUT_OF_MEMORY, Timings, alternate, is_out_of_memory
+from polyhead.lab.measuring.results import Row
+from polyhead.lab.measuring.runner import OUT_OF_MEMORY, Run, is_out_of_memory
 
 FLOOR_BOUND = 1.05
 TORCH_BOUND = 1.0
 WITHOUT_GUESTS = (OURS, TORCH, FUSED_QKV, THREE_LINEAR)
 MASKED = (*WITHOUT_GUESTS, TRUSTING)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one run of the benchmarks is made with."""
-
-    device: torch.device
-    dtype: torch.dtype
-    alternations: int = ALTERNATIONS
-    seed: int = 0
-
-    def inputs(self, *size: int, salt: int = 0) -> Tensor:
-        """Random numbers, never zeros: some processors are faster on zeros."""
-        generator = torch.Generator().manual_seed(1000 * self.seed + salt)
-        return torch.randn(*size, generator=generator).to(self.device, self.dtype)
-
-    def time(self, calls: dict[str, Callable[[], object]], absent: dict[str, str] | None = None) -> Timings:
-        return alternate(
-            calls, device=self.device, alternations=self.alternations, seed=self.seed, absent=absent
-        )  # fmt: skip
 
 
 def layer(run: Run, shape: Shape) -> Iterator[Row]:

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import polyhead
-from benchmarks.agreement import Disagreement
 from benchmarks.contenders import Shape
-from benchmarks.layer import Run, padding
-from benchmarks.results import Row
+from benchmarks.layer import padding
 from polyhead.errors import BackendUnsupported
+from polyhead.lab.measuring.agreement import Disagreement
+from polyhead.lab.measuring.results import Row
+from polyhead.lab.measuring.runner import Run
 
 GUARDED = "polyhead.attention"
 BARE = "SDPA, mask at hand"

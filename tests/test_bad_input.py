@@ -177,14 +177,26 @@ ATTENTION: list[Refusal] = [
         DeviceError,
         "got meta and cpu",
     ),
-    ("unknown backend", lambda: attend(backend="flash"), OptionError, "'sdpa', 'blockwise', 'reference', got 'flash'"),
+    (
+        "unknown backend",
+        lambda: attend(backend="flash"),
+        OptionError,
+        "'sdpa', 'fused', 'blockwise', 'reference', got 'flash'",
+    ),
     (
         "backend that cannot",
         lambda: attend(backend="sdpa", softcap=2.0),
         BackendUnsupported,
         "'sdpa' cannot serve this request: .* no softcap",
     ),
-    ("statistics", lambda: attend(statistics=True), OptionError, "not available yet, got statistics=True"),
+    ("unknown statistic", lambda: attend(statistics="sharpness"), OptionError, "entropy, .* got 'sharpness'"),
+    ("statistics of no kind", lambda: attend(statistics=3), OptionError, "must be True, a name, .* got int"),
+    (
+        "share of sinks that are not there",
+        lambda: attend(statistics=("learned_sink_mass",)),
+        OptionError,
+        "got an attention without sinks",
+    ),
     ("explaining the wrong", lambda: explain(Q, K[:1], V), ShapeError, "one batch size, got 2, 1 and 2"),
 ]
 
@@ -469,7 +481,13 @@ LAYERS: list[Refusal] = [
         r"\[3\], \[2, 3\] or \[2, 3, 5\], got \[2\]",
     ),
     ("unknown backend in a constructor", lambda: LAYER(X, backend="flash"), OptionError, "got 'flash'"),
-    ("statistics of a layer", lambda: LAYER(X, statistics=True), OptionError, "not available yet"),
+    ("unknown statistic of a layer", lambda: LAYER(X, statistics="sharpness"), OptionError, "got 'sharpness'"),
+    (
+        "positions of a cross-attention",
+        lambda: LAYER(X, X, statistics=("entropy", "reach")),
+        OptionError,
+        "no common positions, got a request for reach",
+    ),
     (
         "self-attention of three widths",
         lambda: MultiHeadAttention(12, 3, key_input_dim=7)(X),
@@ -516,7 +534,7 @@ LAYERS: list[Refusal] = [
         "unknown backend of a layer",
         lambda: MultiHeadAttention(12, 3, backend="flash"),
         OptionError,
-        "backend must be 'auto', 'sdpa', 'blockwise' or 'reference', got 'flash'",
+        "backend must be 'auto', 'sdpa', 'fused', 'blockwise' or 'reference', got 'flash'",
     ),
     ("integer layer", lambda: MultiHeadAttention(12, 3, dtype=torch.int64), DtypeError, "got dtype torch.int64"),
     ("from_torch of a linear", lambda: MultiHeadAttention.from_torch(torch.nn.Linear(2, 2)), OptionError, "got Linear"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,15 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as command
-from benchmarks import agreement, contenders, layer, machine, masked, results, runner
-from benchmarks.agreement import Disagreement
+from benchmarks import agreement, contenders, layer, masked, tables
 from benchmarks.contenders import CONTENDERS, OURS, PLAIN, X_TRANSFORMERS, Setting, Shape, Weights
 from benchmarks.decode import BytesWritten, bytes_of_step
-from benchmarks.layer import Run
 from benchmarks.overhead import functions_entered
-from benchmarks.results import Row
-from benchmarks.runner import Comparison, Ratio, Timings, alternate, paired_ratio
 from polyhead.errors import BackendUnsupported
+from polyhead.lab.measuring import machine, results, runner
+from polyhead.lab.measuring.agreement import Disagreement, hold, hold_within
+from polyhead.lab.measuring.results import Figure, Row
+from polyhead.lab.measuring.runner import Comparison, Ratio, Run, Timings, WarmUp, alternate, paired_ratio
 
 CPU = torch.device("cpu")
 SMALL = Shape(2, 19, 46, 2)
@@ -63,7 +64,7 @@ def test_every_contender_is_timed_once_an_alternation_in_a_drawn_order():
     seen: list[str] = []
     calls = {name: lambda name=name: seen.append(name) for name in "abc"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_warm_up", lambda call, device: (1, 0.0))
+        patch.setattr(runner, "_warm_up", lambda call, device: WarmUp(1, 1e-3, 0.0))
         timings = alternate(calls, device=CPU, alternations=30, seed=7)
         first, seen = seen, []
         calls = {name: lambda name=name: seen.append(name) for name in "abc"}
@@ -77,8 +78,56 @@ def test_every_contender_is_timed_once_an_alternation_in_a_drawn_order():
 
 
 def test_a_quick_call_is_repeated_until_a_sample_can_be_measured():
-    inner, _ = runner._warm_up(lambda: None, CPU)
-    assert inner > 100
+    assert runner._warm_up(lambda: None, CPU).times > 100
+
+
+def test_a_slow_call_is_warmed_up_once_and_timed_as_one_sample(monkeypatch):
+    calls: list[int] = []
+    monkeypatch.setattr(runner, "_seconds", lambda call, times, device: calls.append(times) or 0.7)
+    assert runner._warm_up(lambda: None, CPU) == WarmUp(1, 0.7, 0.0)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(None, 31), (100.0, 31), (10.0, 20), (1e-3, 7)])
+def test_slow_calls_get_the_alternations_that_fit_and_no_fewer_than_the_fewest(monkeypatch, seconds, expected):
+    monkeypatch.setattr(runner, "_warm_up", lambda call, device: WarmUp(1, 0.25, 0.0))
+    calls = {"a": lambda: None, "b": lambda: None}
+    timings = alternate(calls, device=CPU, seconds=seconds)
+    assert {len(samples) for samples in timings.samples_ms.values()} == {expected}
+
+
+def test_collection_is_as_it_was_after_a_settled_run():
+    with runner.settled():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_time_of_one_of_several_things_that_a_call_does():
+    timings = Timings({"a": [4.0, 8.0]}, {"b": "absent"}).per(4)
+    assert timings == Timings({"a": [1.0, 2.0]}, {"b": "absent"})
+
+
+@pytest.mark.parametrize(
+    ("actual", "words"),
+    [
+        ([1.0, 2.5], r"it is off by 0.5, at most 0.4 is allowed"),
+        ([1.0, float("nan")], "it is off by nan"),
+        ([1.0], "shape"),
+    ],
+)
+def test_an_error_beyond_its_limit_is_named_with_it(actual, words):
+    exact, allowed = torch.tensor([1.0, 2.0]).double(), torch.tensor([0.0, 0.4])
+    assert hold_within("it", torch.tensor([1.0, 2.25]), exact, allowed).error == 0.25
+    with pytest.raises(Disagreement, match=words):
+        hold_within("it", torch.tensor(actual), exact, allowed)
+
+
+def test_what_rounding_explains_is_four_times_what_the_plain_formula_loses():
+    exact = torch.tensor([1.0]).double()
+    plain = torch.tensor([1.01])
+    assert hold("it", torch.tensor([1.03]), exact, plain).allowed == pytest.approx(0.04, rel=1e-3)
+    with pytest.raises(Disagreement, match="is explained by rounding"):
+        hold("it", torch.tensor([1.05]), exact, plain)
 
 
 def test_running_out_of_memory_is_recorded_and_the_others_go_on():
@@ -107,7 +156,7 @@ def test_another_error_is_not_swallowed_and_collection_is_switched_on_again(monk
         if next(calls) > 5:
             raise KeyError("later")
 
-    monkeypatch.setattr(runner, "_warm_up", lambda call, device: (1, 0.0))
+    monkeypatch.setattr(runner, "_warm_up", lambda call, device: WarmUp(1, 1e-3, 0.0))
     with pytest.raises(KeyError, match="later"):
         alternate({"breaks": breaks_later}, device=CPU, alternations=9)
     assert gc.isenabled()
@@ -262,11 +311,24 @@ def a_row(low: float) -> Row:
 def test_the_table_marks_misses_and_absences(with_rich, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find(name) if with_rich or name != "rich" else None)
-    results.show([a_row(1.3), a_row(0.9)])
+    command.show([a_row(1.3), a_row(0.9)])
     shown = capsys.readouterr().out
     assert shown.count("MISS") == 1
     assert shown.count("out of memory") == 2
     assert "layer, forward at 2x3x5x1: ours / floor is 1.400 [1.300, 1.500], above 1.05" in shown
+
+
+def test_figures_have_lines_and_misses_of_their_own():
+    figures = [Figure("beyond inputs", 28.0, "bytes a row", 24.0), Figure("bandwidth", 3.5, "TB/s")]
+    row = Row.of("memory", "1x2x3x4", torch.bfloat16, Timings({"ours": [1.0]}), [], figures=figures)
+    first, second = results.cells([row])
+    assert first == ("memory", "1x2x3x4", "28 bytes a row", "beyond inputs", "", "", "<= 24", "MISS")
+    assert second == ("", "", "3.5 TB/s", "bandwidth", "", "", "", "")
+    assert row.misses == ["memory at 1x2x3x4: beyond inputs is 28 bytes a row, above 24"]
+    assert row.to_dict()["figures"][0] == {
+        "what": "beyond inputs", "value": 28.0, "unit": "bytes a row", "bound": 24.0, "missed": True,
+    }  # fmt: skip
+    assert Figure("not a number", float("nan"), "", 1.0).missed
 
 
 def test_strict_turns_a_miss_into_a_failure(tmp_path, monkeypatch):
@@ -351,8 +413,53 @@ def test_the_machine_is_described():
     assert machine._output("no-such-program") == ""
 
 
-def test_the_page_holds_the_figures_that_were_measured(project_root: Path) -> None:
-    from benchmarks.tables import page_with_figures
+def test_a_package_within_somebody_elses_repository_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "PACKAGE", tmp_path)
+    assert machine.commit() is None
+    (tmp_path / "__init__.py").write_text("")
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert machine.commit() is None
 
+
+def test_the_page_holds_the_figures_that_were_measured(project_root: Path) -> None:
     page = (project_root / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert page_with_figures(page) == page, "run python -m benchmarks.tables"
+    assert tables.performance_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_the_page_of_statistics_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    path = project_root / "docs" / "statistics.md"
+    if not path.exists():
+        pytest.skip("docs/statistics.md is not written yet")
+    if not list(tables.RESULTS.glob(f"{tables.STATISTICS}*.json")):
+        pytest.skip("no run of polyhead bench statistics is kept in benchmarks/results yet")
+    page = path.read_text(encoding="utf-8")
+    assert tables.statistics_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(tmp_path):
+    facts = {**machine.describe(CPU, "abc123")}
+    figures = [Figure("beyond inputs", 28.0, "bytes a row", 24.0)]
+    ratio = Comparison("polyhead, statistics", "materialised", Ratio(0.02, 0.0199, 0.0201), 1 / 45)
+    timings = Timings({"polyhead, statistics": [2.0], "materialised": [100.0]}, {"flash": "not here"})
+    row = Row.of("forward", "1x2x3x4", torch.bfloat16, timings, [ratio], figures=figures, failed="something broke")
+    results.write(tmp_path / "statistics-a.json", facts, [row])
+    results.write(tmp_path / "cpu-b.json", facts, [a_row(0.9)])
+    page = "before\n<!-- figures:begin -->\nold\n<!-- figures:end -->\nafter\n"
+    told = tables.statistics_page(page, tmp_path)
+    assert told.startswith("before\n<!-- figures:begin -->\n")
+    assert told.endswith("<!-- figures:end -->\nafter\n")
+    assert "old" not in told
+    assert (
+        "| forward | 1x2x3x4 | 2 ms (statistics) | materialised | 100 ms | 0.0200 [0.0199, 0.0201] | <= 1/45 ok |"
+    ) in told
+    assert "| forward | 1x2x3x4 | 28 bytes a row | beyond inputs | | | <= 24 **miss** |" in told
+    assert "| forward | 1x2x3x4 | | flash | not here | | |" in told
+    assert "| forward | 1x2x3x4 | | | something broke | | **miss** |" in told
+    assert "layer, forward" not in told
+    assert tables.statistics_page(told, tmp_path) == told
+    other = tables.performance_page(page, tmp_path)
+    assert "layer, forward" in other
+    assert "beyond inputs" not in other
+    with pytest.raises(ValueError, match="once each"):
+        tables.statistics_page("no marks", tmp_path)
+    assert tables.statistics_page(page, tmp_path / "empty") == page

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyhead import Mask, attention
 from polyhead.errors import DtypeError, MaskError, OptionError
-from polyhead.functional import BACKENDS
+from tests.functional.oracle import ON_THE_CPU
 
 
 def visible(mask: Mask, queries: int, keys: int, batch: int = 1, heads: int = 1) -> Tensor:
@@ -33,7 +33,7 @@ def assert_drawn(mask: Mask, *pictures: str) -> None:
     assert torch.equal(visible(mask, queries, keys, batch), expected)
     query, key = torch.randn(batch, 2, queries, 3), torch.randn(batch, 1, keys, 3)
     exact = attention(query, key, key, mask=Mask.dense(expected), backend="reference").output
-    for backend in BACKENDS:
+    for backend in ON_THE_CPU:
         torch.testing.assert_close(attention(query, key, key, mask=mask, backend=backend).output, exact)
 
 
@@ -243,7 +243,7 @@ HIDE[:, 0] = HIDE_EACH[..., 0] = False
         (torch.eye(5, 7), None),  # floats are added there, zeros and ones included
     ],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_masks_of_torchs_layer_mean_what_they_mean_there(
     backend: str, attn_mask: Tensor | None, key_padding_mask: Tensor | None
 ) -> None:

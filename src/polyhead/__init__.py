@@ -1,6 +1,17 @@
 """polyhead: multi-head attention you can run, watch and reshape, one head at a time."""
 
-from polyhead.functional import AttentionOutput, Explanation, RowStatistics, Statistics, attention, explain
+from polyhead.functional import (
+    AttentionOutput,
+    AttentionProfile,
+    BlockMap,
+    Explanation,
+    RowStatistics,
+    Statistics,
+    attention,
+    explain,
+    offset_bins,
+    profile,
+)
 from polyhead.geometry import HeadId, HeadLayout
 from polyhead.layers import (
     GrowingCache,
@@ -18,6 +29,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionOutput",
+    "AttentionProfile",
+    "BlockMap",
     "Explanation",
     "GrowingCache",
     "HeadId",
@@ -35,4 +48,6 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "offset_bins",
+    "profile",
 ]

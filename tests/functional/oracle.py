@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyhead import AttentionOutput, Mask, attention
+from polyhead.functional import BACKENDS
 from tests.error_budget import Formula, plain_formula
 
+# `fused` needs a GPU or Triton's interpreter, and has tests of its own.
+ON_THE_CPU = tuple(name for name in BACKENDS if name != "fused")
 Rows = tuple[tuple[int, ...], ...]
 LEARNED = ("query", "key", "value", "bias", "table", "sinks", "scale")
 

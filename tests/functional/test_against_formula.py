@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from polyhead import explain
-from polyhead.functional import BACKENDS, blockwise
+from polyhead.functional import blockwise
 from tests.error_budget import Formula, assert_within_error_budget
-from tests.functional.oracle import Scene, Who, normal, result_and_gradients, scenes
+from tests.functional.oracle import ON_THE_CPU, Scene, Who, normal, result_and_gradients, scenes
 
 OURS = ("reference", "blockwise")
 # The factor PyTorch's CPU kernel needs in place of our 2, as measured over these scenes and rounded up.
@@ -92,7 +92,7 @@ def fixed_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_every_kind_of_mask_is_the_formula_in_float64(backend: str, size: str, mask: str) -> None:
     queries, keys = SIZES[size]
     scene = fixed_scene(queries, keys, MASKS[mask](queries, keys))
@@ -180,7 +180,7 @@ def test_every_parameter_of_an_attention_has_its_gradient_in_blockwise() -> None
     assert all(float(grad.abs().max()) > 0.01 for grad in found.values())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_logits_that_float16_cannot_hold_are_right(backend: str) -> None:
     query, key = normal(1, 3, 19, 16, seed=1) * 128, normal(1, 3, 23, 16, seed=2) * 128
     scene = Scene(query, key, normal(1, 3, 23, 16, seed=3), scale=1.0)
@@ -195,7 +195,7 @@ def test_logits_that_float16_cannot_hold_are_right(backend: str) -> None:
         torch.testing.assert_close(actual.logsumexp.double(), exact.logsumexp, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_bias_beyond_the_range_makes_keys_unlikely_and_hides_none(backend: str, dtype: torch.dtype) -> None:
     scene = fixed_scene(19, 23, Who())
@@ -211,7 +211,7 @@ def test_a_bias_beyond_the_range_makes_keys_unlikely_and_hides_none(backend: str
     assert float(result[:, :, :7].abs().min()) > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_log_sum_exp_and_weights_come_in_the_accumulation_dtype(backend: str) -> None:
     for dtype, wide in ((torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2):
         scene = fixed_scene(19, 23, Who(causal=True)).to(dtype)

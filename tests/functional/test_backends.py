@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyhead import Explanation, Mask, attention, explain
 from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.functional import BACKENDS, backends, sdpa
-from tests.functional.oracle import normal
+from tests.functional.oracle import ON_THE_CPU, normal
 
 Q, K, V = normal(2, 6, 19, 8, seed=1).float(), normal(2, 2, 23, 8, seed=2).float(), normal(2, 2, 23, 11, seed=3).float()
 
@@ -105,9 +105,9 @@ def test_a_bias_that_needs_no_gradient_is_served_by_pytorch() -> None:
 
 def test_unknown_backends_are_named_with_the_known_ones() -> None:
     for name in ("flash", None, ["sdpa"], 3):
-        with pytest.raises(OptionError, match=r"'auto' or one of 'sdpa', 'blockwise', 'reference', got"):
+        with pytest.raises(OptionError, match=r"'auto' or one of 'sdpa', 'fused', 'blockwise', 'reference', got"):
             attention(Q, K, K, backend=name)
-    with pytest.raises(OptionError, match="one of sdpa, blockwise, reference, got 'flash'"):
+    with pytest.raises(OptionError, match="one of sdpa, fused, blockwise, reference, got 'flash'"):
         explain(Q, K, K)["flash"]
 
 
@@ -185,15 +185,16 @@ def test_the_math_path_is_reported_and_avoided() -> None:
 
 
 def test_the_order_of_auto() -> None:
-    assert BACKENDS == ("sdpa", "blockwise", "reference")
+    assert BACKENDS == ("sdpa", "fused", "blockwise", "reference")
     assert attention(Q, K, K).backend == "sdpa"
     assert attention(Q, K, K, softcap=2.0).backend == "blockwise"
     assert attention(Q, K, K, weights=True).backend == "reference"
     assert attention(Q, K, K, weights=True, softcap=2.0, dropout=0.2, seed=1).backend == "reference"
     assert attention(Q, K, K, logsumexp=True).backend == "blockwise"
+    assert attention(Q, K, K, statistics="entropy").backend == "blockwise"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_a_named_backend_is_the_one_that_answers(backend: str) -> None:
     assert attention(Q, K, V, mask=Mask.causal(), backend=backend).backend == backend
 
@@ -282,9 +283,17 @@ def test_an_explanation_prints_as_a_table() -> None:
     text = str(explain(Q, K, K, softcap=2.0, sinks=torch.zeros(6)))
     assert text.splitlines() == [
         "   sdpa       no: PyTorch's fused kernels have no softcap; PyTorch's fused kernels have no learned sinks",
+        "   fused      no: our kernels run on CUDA devices, got tensors on cpu",
         "-> blockwise  tiles of plain PyTorch, online softmax",
         "   reference  the formula, weights materialised",
     ]
+
+
+def test_an_explanation_names_the_second_pass_for_statistics() -> None:
+    explanation = explain(Q, K, K, statistics="entropy")
+    assert explanation.chosen == "blockwise"
+    assert "second pass" in explanation["sdpa"].avoided
+    assert explanation["sdpa"].kernel.endswith("then a second pass over the logits for the statistics")
 
 
 def test_an_explanation_has_an_entry_for_every_backend() -> None:
@@ -295,11 +304,13 @@ def test_an_explanation_has_an_entry_for_every_backend() -> None:
     assert explanation["blockwise"].kernel == "tiles of plain PyTorch, online softmax"
 
 
-def test_statistics_are_refused_until_they_exist() -> None:
-    for wanted in (True, ("entropy",)):
-        with pytest.raises(OptionError, match="statistics of the weights are not available yet, got statistics="):
-            attention(Q, K, K, statistics=wanted)
-    assert attention(Q, K, K, statistics=None).statistics is None
+@pytest.mark.parametrize("backend", ON_THE_CPU)
+def test_every_backend_gives_the_same_statistics(backend: str) -> None:
+    expected = attention(Q, K, K, statistics=True, backend="reference").statistics
+    found = attention(Q, K, K, statistics=True, backend=backend).statistics
+    torch.testing.assert_close(dict(found.items()), dict(expected.items()), rtol=1e-4, atol=1e-5)
+    for nothing in (None, False, ()):
+        assert attention(Q, K, K, statistics=nothing, backend=backend).statistics is None
 
 
 def test_tensors_without_memory_are_served() -> None:
@@ -308,7 +319,7 @@ def test_tensors_without_memory_are_served() -> None:
         assert attention(query, key, key, mask=mask).output.shape == (2, 6, 19, 8)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_decides_the_dtype(backend: str, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype):
@@ -321,7 +332,7 @@ def test_autocast_decides_the_dtype(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_a_promise_of_finite_keys_changes_no_number() -> None:
-    for backend in BACKENDS:
+    for backend in ON_THE_CPU:
         options: dict[str, Any] = {"mask": Mask.causal() & Mask.lengths([17, 3]), "backend": backend}
         assert torch.equal(
             attention(Q, K, V, finite=True, **options).output, attention(Q, K, V, finite=False, **options).output

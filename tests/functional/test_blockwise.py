@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyhead import Mask, attention
-from polyhead.functional import BACKENDS, blockwise
+from polyhead.functional import blockwise
+from tests.functional.oracle import ON_THE_CPU
 
 
 class Allocations(TorchDispatchMode):
@@ -111,7 +112,7 @@ def test_a_window_skips_the_tiles_outside_it(monkeypatch: pytest.MonkeyPatch) ->
     assert counts == {"all": 16 * 16, "causal": 16 * 17 // 2, "window": 2 * 16 - 1 + 14}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("mask", [None, Mask.causal(), Mask.window(100), Mask.lengths([997])], ids=repr)
 def test_keys_and_values_are_never_repeated_for_the_heads_that_share_them(backend: str, mask: Mask | None) -> None:
     query = torch.randn(1, 8, 3, 32, requires_grad=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead import AttentionOutput, Mask, attention
-from polyhead.functional import BACKENDS
+from tests.functional.oracle import ON_THE_CPU
 
 # Dynamo instantiates torch.autograd.Function to follow a context that is written to, and warns about itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -57,7 +57,7 @@ def inputs(requires_grad: bool = True) -> dict[str, Tensor]:
     return {name: x.requires_grad_(requires_grad) for name, x in floats.items()} | rest
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_every_mask_compiles_in_one_graph_with_its_gradients(backend: str) -> None:
     def compute(x: dict[str, Tensor]) -> dict[str, AttentionOutput]:
         query, key, value = x["query"], x["key"], x["value"]
@@ -112,7 +112,7 @@ def test_every_option_compiles_in_one_graph(backend: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_broken_keys_behind_a_mask_stay_hidden_in_a_compiled_program(backend: str) -> None:
     """A compiled program cannot look whether all is finite, so it takes the guarded way every time."""
     x = inputs(requires_grad=False)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli import demo
+from polyhead.cli import bench, demo
 
 app = typer.Typer(
     name="polyhead",
@@ -19,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo.demo)
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

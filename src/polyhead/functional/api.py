@@ -53,7 +53,7 @@ def attention(
         sinks: a learned logit a head that takes part in the softmax and has no value.
         dropout: the rate at which weights are dropped, for training.
         seed: makes the dropout a function of (seed, batch, head, query, key), the same in every backend of ours.
-        backend: "auto", or one of "sdpa", "blockwise", "reference". A named backend never falls back.
+        backend: "auto", or one of "sdpa", "fused", "blockwise", "reference". A named backend never falls back.
         weights: also return the weights, before dropout, in the accumulation dtype.
         statistics: also tell of every row its entropy, largest logit, reach and more: True for all, names for some, or
             `polyhead.Statistics(...)`; see `polyhead.RowStatistics`. What is not asked for costs nothing.
@@ -102,6 +102,7 @@ def explain(
     >>> x = torch.randn(1, 4, 6, 8)
     >>> print(polyhead.explain(x, x, x, softcap=30.0))
        sdpa       no: PyTorch's fused kernels have no softcap
+       fused      no: our kernels run on CUDA devices, got tensors on cpu
     -> blockwise  tiles of plain PyTorch, online softmax
        reference  the formula, weights materialised
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from polyhead.errors import BackendUnsupported, OptionError
-from polyhead.functional import blockwise, reference, sdpa
+from polyhead.functional import blockwise, fused, reference, sdpa
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 
 _LARGEST_MASK = 1 << 30  # bytes of a materialised mask beyond which `auto` prefers tiles
@@ -53,11 +53,13 @@ class Explanation:
 
 _RUN: dict[str, Callable[[AttentionRequest], AttentionOutput]] = {
     "sdpa": sdpa.run,
+    "fused": fused.run,
     "blockwise": blockwise.run,
     "reference": reference.run,
 }
 _REASONS: dict[str, Callable[[AttentionRequest], list[str]]] = {
     "sdpa": sdpa.unsupported_reasons,
+    "fused": fused.unsupported_reasons,
     "blockwise": blockwise.unsupported_reasons,
     "reference": reference.unsupported_reasons,
 }
@@ -67,10 +69,15 @@ BACKENDS = tuple(_RUN)
 def order(request: AttentionRequest) -> tuple[str, ...]:
     """The order in which `auto` asks.
 
-    PyTorch's fused kernels first, then our tiles, then the formula. Where the weights are asked for they are
-    materialised anyway, and the formula is the straight way to them.
+    PyTorch's fused kernels first, then our own for what those do not have, then tiles of plain PyTorch, then the
+    formula. Statistics come for next to nothing from our kernel. Where the weights are asked for they are materialised
+    anyway, and the formula is the straight way to them.
     """
-    return ("reference", "blockwise") if request.weights else ("sdpa", "blockwise", "reference")
+    if request.weights:
+        return ("reference", "blockwise")
+    if request.statistics is not None:
+        return ("fused", "blockwise", "reference")
+    return ("sdpa", "fused", "blockwise", "reference")
 
 
 def choose(request: AttentionRequest) -> str:
@@ -106,6 +113,8 @@ def explain(request: AttentionRequest) -> Explanation:
 
 
 def _avoided(backend: str, request: AttentionRequest) -> str:
+    if backend == "sdpa" and request.statistics is not None:
+        return "its second pass for the statistics takes longer than tiles that take them as they go"
     if (
         backend == "sdpa"
         and not torch.compiler.is_exporting()
@@ -119,7 +128,10 @@ def _avoided(backend: str, request: AttentionRequest) -> str:
 
 def _kernel(backend: str, request: AttentionRequest) -> str:
     if backend == "sdpa":
-        return f"PyTorch's {sdpa.kernel(request)} kernel on {request.query.device.type}"
+        text = f"PyTorch's {sdpa.kernel(request)} kernel on {request.query.device.type}"
+        return text if request.statistics is None else text + ", then a second pass over the logits for the statistics"
+    if backend == "fused":
+        return fused.kernel(request)
     return {"blockwise": "tiles of plain PyTorch, online softmax", "reference": "the formula, weights materialised"}[
         backend
     ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from polyhead.kernels.availability import HAS_TRITON
 
 
 def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -20,7 +20,7 @@ def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor |
     """
     if _readable(key) and bool((key.detach().sum() + value.detach().sum()).isfinite()):
         return key, value, None
-    if key.is_cuda and _is_eager() and _has_triton() and key.stride(-1) == value.stride(-1) == 1:
+    if key.is_cuda and _is_eager() and HAS_TRITON and key.stride(-1) == value.stride(-1) == 1:
         return _CleanKeys.apply(key, value)
     largest_key = torch.linalg.vector_norm(key.detach(), torch.inf, -1)
     largest_value = torch.linalg.vector_norm(value.detach(), torch.inf, -1)
@@ -41,11 +41,6 @@ class _CleanKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         return grad_key, grad_value
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def without_broken_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:

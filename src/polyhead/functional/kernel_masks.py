@@ -39,7 +39,7 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         if for_columns:
             by_token["first_query"], by_token["last_query"] = _interval(key_document, query_document)
     there = {name: x for name, x in by_token.items() if x is not None}
-    batch = max((x.shape[0] for x in there.values()), default=1)
+    batch = max([1, *(x.shape[0] for x in there.values())])  # Dynamo knows no default here
     there = {name: x.to(torch.int32).expand(batch, -1).contiguous() for name, x in there.items()}
     arguments = MaskArguments(
         left=visibility.left,
@@ -52,7 +52,7 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         **there,  # type: ignore[arg-type]
     )
     if visibility.allowed is not None:
-        batch_step, head_step, query_step, key_step = _shared_strides(visibility.allowed)
+        batch_step, head_step, query_step, key_step = shared_strides(visibility.allowed)
         arguments = arguments._replace(
             allowed=visibility.allowed,
             allowed_batch=batch_step,
@@ -62,7 +62,7 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         )
     if len(visibility.biases):
         bias = visibility.biases[0].detach()
-        batch_step, head_step, query_step, key_step = _shared_strides(bias)
+        batch_step, head_step, query_step, key_step = shared_strides(bias)
         arguments = arguments._replace(
             bias=bias, bias_batch=batch_step, bias_head=head_step, bias_query=query_step, bias_key=key_step
         )
@@ -122,6 +122,6 @@ def _interval(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(there, first, count), torch.where(there, last, -1)
 
 
-def _shared_strides(tensor: Tensor) -> list[int]:
+def shared_strides(tensor: Tensor) -> list[int]:
     """Strides with 0 along axes of one element, which are shared."""
     return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

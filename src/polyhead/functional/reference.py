@@ -116,7 +116,8 @@ def _statistics(
         # log-sum-exp less the mean logit, both taken from the shift: neither is of the logits' size.
         spread = (exponentials * torch.where(seen, logits - shift, 0.0)).sum(-1, keepdim=True)
         if sinks is not None:
-            spread = spread + torch.exp(sinks - shift) * (sinks - shift)
+            # A sink of -inf is none: its term is 0, and not 0 * inf.
+            spread = spread + torch.exp(sinks - shift) * torch.where(sinks == -torch.inf, 0.0, sinks - shift)
         found["entropy"] = (torch.log(total) - spread / total).squeeze(-1)
     if "sink_mass" in names:
         first = places.first_tile(everything[1], request.sink_keys)

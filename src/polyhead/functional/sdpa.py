@@ -2,6 +2,8 @@
 
 What those kernels cannot promise is made so around them: rows with nothing to attend to are opened to finite keys and
 their output selected away; keys that hold NaN or Inf are cleaned first, and a row that sees one is given NaN again.
+What they cannot tell of their weights, log-sum-exp and row statistics, is taken by a second pass over the logits that
+never touches the values.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from torch.nn.attention import SDPBackend
 
 from polyhead.functional.guard import over_heads, without_broken
 from polyhead.functional.request import AttentionOutput, AttentionRequest
+from polyhead.functional.tiled_softmax import attend
+from polyhead.functional.tiles import prepare
 from polyhead.functional.visibility import Visibility
+
+_TILE_ELEMENTS = 1 << 21  # of the second pass, as in any pass over tiles
+_TILE_COLUMNS = 512
 
 _KERNELS = {backend.value: name.removesuffix("_ATTENTION").lower() for name, backend in SDPBackend.__members__.items()}
 
@@ -30,10 +37,8 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append("PyTorch's fused kernels have no softcap")
     if request.sinks is not None:
         reasons.append("PyTorch's fused kernels have no learned sinks")
-    if request.logsumexp:
+    if request.logsumexp and request.statistics is None:
         reasons.append("PyTorch's fused kernels give no log-sum-exp with a gradient")
-    if request.statistics is not None:
-        reasons.append("PyTorch's fused kernels give no statistics")
     if request.dropout and request.seed is not None:
         reasons.append("PyTorch's fused kernels draw their own dropout and cannot replay a seed")
     return reasons + math_reasons(request)
@@ -106,6 +111,15 @@ def kernel(request: AttentionRequest) -> str:
 
 
 def run(request: AttentionRequest) -> AttentionOutput:
+    output = _output(request)
+    if request.statistics is None:
+        return AttentionOutput(output, backend="sdpa")
+    ready = prepare(request, columns=_TILE_COLUMNS, elements=_TILE_ELEMENTS, dropout=False)
+    _, logsumexp, statistics = attend(ready.tiling, ready.query, ready.key, None, None)
+    return AttentionOutput(output, logsumexp, None, statistics, backend="sdpa")
+
+
+def _output(request: AttentionRequest) -> Tensor:
     call = _prepare(request)
     output = F.scaled_dot_product_attention(
         call.query,
@@ -124,7 +138,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
         output = torch.where(call.filled_rows, output, 0.0)
     if call.poison is not None:
         output = output + call.poison[..., None].to(output.dtype)
-    return AttentionOutput(output, backend="sdpa")
+    return output
 
 
 def straight(

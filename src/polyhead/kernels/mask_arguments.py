@@ -43,3 +43,9 @@ class MaskArguments(NamedTuple):
     table_zero: int = 0
     table_width: int = 0
     poison: Tensor | None = None  # [batch, kv_heads, keys], contiguous: NaN at keys whose NaN or Inf was taken out
+
+    @property
+    def is_band(self) -> bool:
+        """Whether it is a causal edge or a window, the same for every sequence and head, and nothing else."""
+        hiding = (self.sinks, self.query_position, self.query_document, self.allowed, self.bias, self.table)
+        return all(x is None for x in hiding)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, DeviceError, DtypeError, OptionError, ShapeError
-from polyhead.functional import BACKENDS
+from polyhead.functional import BACKENDS, Statistics
+from polyhead.functional.statistics import as_statistics
 from polyhead.geometry import HeadLayout
 from polyhead.layers.heads import HeadMatrices
 
@@ -72,6 +73,14 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
             f"{name} must have the dtype of the layer, got {x.dtype} and {weight.dtype}; "
             f"cast one of them, or use torch.autocast"
         )
+
+
+def statistics_of(asked: object, *, cross: bool) -> Statistics | None:
+    """What a call asks to be told of its rows; a cross-attention has no common positions, whoever asks."""
+    wanted = as_statistics(asked)
+    if wanted is None or wanted.cross or not cross:
+        return wanted
+    return Statistics(*wanted.names, sink_keys=wanted.sink_keys, window=wanted.window, cross=True)
 
 
 def check_memory(key: Tensor, value: Tensor, batch: int, layout: HeadLayout) -> None:

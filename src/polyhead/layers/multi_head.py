@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.functional import AttentionOutput, attention, straight
+from polyhead.functional import AttentionOutput, Statistics, attention, straight
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
@@ -164,7 +164,7 @@ class MultiHeadAttention(nn.Module):
         head_gate: Tensor | None = None,
         seed: int | Tensor | None = None,
         weights: bool = False,
-        statistics: bool | tuple[str, ...] | None = None,
+        statistics: bool | str | Sequence[str] | Statistics | None = None,
         logsumexp: bool = False,
         backend: str | None = None,
     ) -> AttentionOutput:
@@ -181,7 +181,9 @@ class MultiHeadAttention(nn.Module):
                 (or from 0) by default. Rotary and added positions use them; a relative bias goes by the mask.
             head_gate: multiplies each head's output before the output projection: [heads], [batch, heads] or
                 [batch, heads, queries]. `layer.head_gate` holds one for every call.
-            seed, weights, statistics, logsumexp, backend: as in `polyhead.attention`.
+            statistics: as in `polyhead.attention`, of every head before the gates. With a `key` queries and keys are
+                different sequences, and what compares their positions is absent.
+            seed, weights, logsumexp, backend: as in `polyhead.attention`.
         """
         if (
             self._has_plain_heads
@@ -257,7 +259,7 @@ class MultiHeadAttention(nn.Module):
             seed=seed,
             backend=self.backend if backend is None else backend,
             weights=weights,
-            statistics=statistics,
+            statistics=checks.statistics_of(statistics, cross=key is not None),
             logsumexp=logsumexp,
             finite=self.finite,
         )

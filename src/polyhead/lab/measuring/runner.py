@@ -6,20 +6,25 @@ carries that drift; the ratio of two samples taken one after the other hardly do
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 ALTERNATIONS = 31
+FEWEST = 7  # alternations of calls so slow that their time is limited
 SAMPLE_SECONDS = 2e-3  # shorter samples measure the clock and the scheduler
 WARM_UPS = 3
+WARM_SECONDS = 0.5  # a call as slow as this is warm after one
 RESAMPLES = 10_000
 OUT_OF_MEMORY = "out of memory"
 
@@ -33,7 +38,8 @@ class Ratio:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        places = 3 if self.median >= 0.05 else 4
+        return f"{self.median:.{places}f} [{self.low:.{places}f}, {self.high:.{places}f}]"
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,11 @@ class Timings:
 
     def median_ms(self, name: str) -> float:
         return statistics.median(self.samples_ms[name])
+
+    def per(self, calls: int) -> Timings:
+        """The same where each of the timed calls did something so many times."""
+        divided = {name: [sample / calls for sample in samples] for name, samples in self.samples_ms.items()}
+        return Timings(divided, self.absent, self.peak_mib)
 
     def fastest(self, *names: str) -> str | None:
         """The one with the smallest median among those that ran."""
@@ -93,23 +104,29 @@ def alternate(
     alternations: int = ALTERNATIONS,
     seed: int = 0,
     absent: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    fewest: int = FEWEST,
 ) -> Timings:
     """Time every call once an alternation, in an order drawn anew for each.
 
-    A call that runs out of memory while it is warmed up is recorded as such and left out; the others go on.
+    A call that runs out of memory while it is warmed up is recorded as such and left out; the others go on. Where
+    `seconds` are given, slow calls get as many alternations as fit into them, and no fewer than `fewest`.
     """
     missing = dict(absent or {})
-    inner, peaks = {}, {}
+    warm: dict[str, WarmUp] = {}
     for name, call in calls.items():
         try:
-            inner[name], peaks[name] = _warm_up(call, device)
+            warm[name] = _warm_up(call, device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             missing[name] = OUT_OF_MEMORY
         if name in missing and device.type == "cuda":
             torch.cuda.empty_cache()
-    order = list(inner)
+    if seconds is not None and len(warm):
+        fitting = int(seconds / sum(one.times * one.seconds for one in warm.values()))
+        alternations = min(alternations, max(fewest, fitting))
+    order = list(warm)
     shuffle = random.Random(seed).shuffle
     samples: dict[str, list[float]] = {name: [] for name in order}
     gc.collect()
@@ -119,12 +136,56 @@ def alternate(
         for _ in range(alternations):
             shuffle(order)
             for name in order:
-                samples[name].append(1e3 * _seconds(calls[name], inner[name], device) / inner[name])
+                times = warm[name].times
+                samples[name].append(1e3 * _seconds(calls[name], times, device) / times)
     finally:
         if enabled:
             gc.enable()
     ran = {name: samples[name] for name in calls if name in samples}
-    return Timings(ran, missing, peaks if device.type == "cuda" else {})
+    peaks = {name: one.peak_mib for name, one in warm.items()} if device.type == "cuda" else {}
+    return Timings(ran, missing, peaks)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a benchmark is made with."""
+
+    device: torch.device
+    dtype: torch.dtype
+    alternations: int = ALTERNATIONS
+    seed: int = 0
+    seconds: float | None = None  # of one place of the benchmark, warming up apart
+    fewest: int = FEWEST
+
+    def inputs(self, *size: int, salt: int = 0) -> Tensor:
+        """Random numbers, never zeros: some processors are faster on zeros.
+
+        They are drawn on the CPU, so that a seed means the same numbers on every device.
+        """
+        generator = torch.Generator().manual_seed(1000 * self.seed + salt)
+        return torch.randn(*size, generator=generator).to(self.device, self.dtype)
+
+    def time(self, calls: Mapping[str, Callable[[], object]], absent: Mapping[str, str] | None = None) -> Timings:
+        return alternate(
+            calls,
+            device=self.device,
+            alternations=self.alternations,
+            seed=self.seed,
+            absent=absent,
+            seconds=self.seconds,
+            fewest=self.fewest,
+        )
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """Leave what is there already out of every collection within: to look through all of torch takes half a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -132,8 +193,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _warm_up(call: Callable[[], object], device: torch.device) -> tuple[int, float]:
-    """How many calls make up one sample, and the peak of device memory of one call in MiB."""
+class WarmUp(NamedTuple):
+    """What is known of a call before it is measured."""
+
+    times: int  # calls that make up one sample
+    seconds: float  # of one call
+    peak_mib: float  # of device memory
+
+
+def _warm_up(call: Callable[[], object], device: torch.device) -> WarmUp:
     peak = 0.0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -142,10 +210,13 @@ def _warm_up(call: Callable[[], object], device: torch.device) -> tuple[int, flo
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) / 2**20
-    quickest = min(_seconds(call, 1, device) for _ in range(WARM_UPS))
-    inner = max(1, math.ceil(SAMPLE_SECONDS / quickest))
-    _seconds(call, inner, device)
-    return inner, peak
+    taken = [_seconds(call, 1, device)]
+    while len(taken) < WARM_UPS and sum(taken) < WARM_SECONDS:
+        taken.append(_seconds(call, 1, device))
+    times = max(1, math.ceil(SAMPLE_SECONDS / min(taken)))
+    if times > 1:
+        _seconds(call, times, device)
+    return WarmUp(times, min(taken), peak)
 
 
 def _seconds(call: Callable[[], object], times: int, device: torch.device) -> float:

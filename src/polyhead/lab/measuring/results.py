@@ -1,19 +1,39 @@
-"""What a run leaves behind: rows as plain values, written as JSON and shown as a table with its misses marked."""
+"""What a run leaves behind: rows as plain values, written as JSON, and the lines of a table with its misses marked."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.runner import Comparison, Timings
+from polyhead.lab.measuring.runner import Comparison, Timings
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HEADER = ("bench", "shape", "ours", "against", "theirs", "ours / theirs [95%]", "bound", "")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that stands by itself, as bytes do, with the most it may be."""
+
+    what: str
+    value: float
+    unit: str = ""
+    bound: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        return self.bound is not None and not self.value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,7 @@ class Row:
     comparisons: tuple[Comparison, ...]
     notes: dict[str, object] = field(default_factory=dict)
     failed: str = ""  # a promise beside the times that was broken
+    figures: tuple[Figure, ...] = ()
 
     @classmethod
     def of(
@@ -39,13 +60,16 @@ class Row:
         *,
         notes: dict[str, object] | None = None,
         failed: str = "",
+        figures: Iterable[Figure] = (),
     ) -> Row:
         kept = tuple(comparison for comparison in comparisons if comparison is not None)
-        return cls(bench, shape, str(dtype).removeprefix("torch."), timings, kept, notes or {}, failed)
+        name = str(dtype).removeprefix("torch.")
+        return cls(bench, shape, name, timings, kept, notes or {}, failed, tuple(figures))
 
     @property
     def misses(self) -> list[str]:
         found = [f"{c.subject} / {c.against} is {c.ratio}, above {c.bound}" for c in self.comparisons if c.missed]
+        found += [f"{figure.what} is {figure}, above {figure.bound:g}" for figure in self.figures if figure.missed]
         return [f"{self.bench} at {self.shape}: {what}" for what in [*found, *([self.failed] if self.failed else [])]]
 
     def to_dict(self) -> dict[str, object]:
@@ -57,6 +81,7 @@ class Row:
             "absent": dict(self.timings.absent),
             "peak_mib": {name: round(peak, 1) for name, peak in self.timings.peak_mib.items()},
             "comparisons": [{**asdict(c), "missed": c.missed} for c in self.comparisons],
+            "figures": [{**asdict(figure), "missed": figure.missed} for figure in self.figures],
             "failed": self.failed,
             "notes": self.notes,
             "samples_ms": {name: [round(s, 6) for s in samples] for name, samples in self.timings.samples_ms.items()},
@@ -81,7 +106,7 @@ def misses(rows: Sequence[Row]) -> list[str]:
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The table's lines, a comparison each; who could not run gets a line that says why."""
+    """The table's lines, a comparison or a figure each; who could not run gets a line that says why."""
     lines: list[tuple[str, ...]] = []
     for row in rows:
         timings = row.timings
@@ -90,10 +115,11 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             ours, theirs = (f"{timings.median_ms(name):.4g} ms" for name in (c.subject, c.against))
             _, _, option = c.subject.partition(", ")  # "polyhead, finite=True" is ours with an option
             ours += f" {option}" if option else ""
-            bound = "" if c.bound is None else f"<= {c.bound:g}"
             against = c.against + (" (floor)" if row.notes.get("floor") == c.against else "")
-            verdict = "MISS" if c.missed else "ok" if c.bound is not None else ""
-            lines.append((*place, ours, against, theirs, str(c.ratio), bound, verdict))
+            lines.append((*place, ours, against, theirs, str(c.ratio), *_verdict(c)))
+            place = ("", "")
+        for figure in row.figures:
+            lines.append((*place, str(figure), figure.what, "", "", *_verdict(figure)))
             place = ("", "")
         for name, reason in timings.absent.items():
             lines.append((*place, "", name, reason, "", "", ""))
@@ -103,24 +129,44 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return lines
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table, then the misses by name."""
-    lines = cells(rows)
-    if importlib.util.find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.table import Table
+def at_most(bound: float | None) -> str:
+    """A bound in words; one far below 1 as the fraction it was meant as.
 
-        table = Table(*HEADER, box=None, pad_edge=False)
-        for line in lines:
-            table.add_row(*line, style="bold red" if line[-1] == "MISS" else None)
-        console = Console()
-        # Files and pipes have no width of their own; a wrapped table there is no table.
-        (console if console.is_terminal else Console(width=150)).print(table)
-    else:
-        widths = [max(len(line[i]) for line in (HEADER, *lines)) for i in range(len(HEADER))]
-        for line in (HEADER, *lines):
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    >>> at_most(1.05), at_most(1 / 23)
+    ('<= 1.05', '<= 1/23')
+    """
+    if bound is None:
+        return ""
+    return f"<= 1/{1 / bound:.4g}" if 0 < bound <= 0.1 else f"<= {bound:g}"
+
+
+def _verdict(found: Comparison | Figure) -> tuple[str, str]:
+    return at_most(found.bound), "MISS" if found.missed else "ok" if found.bound is not None else ""
+
+
+def rich_table(rows: Sequence[Row]) -> Table:
+    """For a terminal; the misses are red."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in HEADER:
+        table.add_column(name, overflow="fold")
+    for line in cells(rows):
+        table.add_row(*line, style="bold red" if line[-1] == "MISS" else None)
+    return table
+
+
+def plain_table(rows: Sequence[Row]) -> str:
+    """For where there are only letters."""
+    lines = [HEADER, *cells(rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def count_of_misses(rows: Sequence[Row]) -> str:
+    """How many, then each by name."""
     found = misses(rows)
-    print(f"\n{len(found)} miss{'' if len(found) == 1 else 'es'}" + (":" if found else ""))
-    for miss in found:
-        print(f"  {miss}")
+    first = f"{len(found)} miss{'' if len(found) == 1 else 'es'}" + (":" if found else "")
+    return "\n".join([first, *(f"  {miss}" for miss in found)])

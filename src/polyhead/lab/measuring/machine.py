@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from polyhead import __version__
+
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def describe(device: torch.device, known_commit: str | None = None) -> dict[str, object]:
@@ -25,6 +27,7 @@ def describe(device: torch.device, known_commit: str | None = None) -> dict[str,
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         },
         "versions": {
+            "polyhead": __version__,
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "triton", "numpy", "x-transformers")},
             "cuda": torch.version.cuda,
@@ -64,16 +67,17 @@ def cpu_model() -> str:
 
 def commit() -> str | None:
     """The commit of the source, marked where the tree differs from it; None outside a repository."""
-    head = _output("git", "rev-parse", "HEAD")
-    if not head:
+    # An installed package may lie within somebody else's repository, which does not track it.
+    if not _output("git", "ls-files", "--error-unmatch", "__init__.py"):
         return None
-    return head + ("-modified" if _output("git", "status", "--porcelain", "--", "src", "benchmarks/*.py") else "")
+    changed = _output("git", "status", "--porcelain", "--", ".", ":(top,glob)benchmarks/*.py")
+    return _output("git", "rev-parse", "HEAD") + ("-modified" if changed else "")
 
 
 def _output(*command: str) -> str:
     """What a program of the machine prints; nothing where it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE, check=False, timeout=30)
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,126 @@
+"""`polyhead bench`: figures of this library on the machine at hand, each beside its bound."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console
+
+    from polyhead.lab.measuring.results import Row
+    from polyhead.lab.statistics_speed import Shape, Step
+
+app = typer.Typer(help="Measure this library against others on the machine at hand.", no_args_is_help=True)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure this library against others on the machine at hand."""
+
+
+@app.command("statistics")
+def statistics(
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and alternations: a look, no figure.")] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART,...", help="Any of forward, backward, profile, materialised, memory, layer, decode, cpu."
+        ),
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BxHxNxD,...",
+            help="Batch, heads (or heads/kv_heads), tokens and head_dim, for every part instead of its own.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random data and of the order of the contenders.")] = 0,
+    commit: Annotated[
+        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
+    ] = None,
+) -> None:
+    """What exact statistics of every head cost, against attention without any.
+
+    On a CUDA machine: forward, forward + backward, the profile, materialised weights, memory at 131,072 tokens, the
+    layer, and decoding one token. Anywhere: the CPU. Every contender is held against float64 before it is timed; they
+    run in turns, and a figure is the median of paired ratios with its 95% interval. A miss is an interval wholly above
+    the bound.
+    """
+    import torch
+    from rich.console import Console
+
+    from polyhead.lab import statistics_speed
+    from polyhead.lab.measuring import machine, results
+
+    parts = _parts(only)
+    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    steps = statistics_speed.plan(parts, _shapes(shapes), quick=quick, seed=seed, gpu=gpu)
+    progress, console = Console(stderr=True, highlight=False), Console(highlight=False)
+    if gpu is None:
+        left_out = [part for part in parts if part != "cpu"]
+        typer.echo(statistics_speed.NO_GPU + (f": left out are {', '.join(left_out)}" if left_out else ""))
+    if not steps:
+        return
+    device = gpu or torch.device("cpu")
+    facts = {**machine.describe(device, commit), "quick": quick, "parts": parts, "seed": seed}
+    rows: list[Row] = []
+    began = time.perf_counter()
+    for row in _measured(steps, progress):
+        rows.append(row)
+        if output is not None:
+            results.write(output, {**facts, "seconds": round(time.perf_counter() - began, 1)}, rows)
+    # Files and pipes have no width of their own; a wrapped table there is no table.
+    (console if console.is_terminal else Console(width=170, highlight=False)).print(results.rich_table(rows))
+    typer.echo(f"\n{results.count_of_misses(rows)}\n{len(rows)} rows in {time.perf_counter() - began:.0f} seconds")
+    if output is not None:
+        typer.echo(f"written to {output}")
+    if any(row.failed for row in rows):
+        raise typer.Exit(1)
+
+
+def _measured(steps: Sequence[Step], console: Console) -> Iterator[Row]:
+    """The rows as they come, with a bar on a terminal and a line a step elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from polyhead.lab.measuring import runner
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    began = time.perf_counter()
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with runner.settled(), progress as bar:
+        task = bar.add_task("", total=len(steps))
+        for step in steps:
+            bar.update(task, description=f"{step.part} at {step.place}")
+            yield from step.rows()
+            bar.advance(task)
+            if not console.is_terminal:
+                console.print(f"{time.perf_counter() - began:6.1f} s  {step.part} at {step.place}", markup=False)
+
+
+def _parts(text: str | None) -> list[str]:
+    from polyhead.lab.statistics_speed import PARTS
+
+    names = list(PARTS) if text is None else text.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        raise typer.BadParameter(
+            f"a part is one of {', '.join(PARTS)}; got {', '.join(map(repr, unknown))}", param_hint="--only"
+        )
+    return names
+
+
+def _shapes(text: str | None) -> list[Shape] | None:
+    from polyhead.lab.statistics_speed import Shape
+
+    try:
+        return None if text is None else [Shape.parse(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shapes") from None

@@ -1,0 +1,28 @@
+"""Which of our kernels a device can run. Importing this imports no Triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+# Triton reads the same variable when it is imported.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
+
+
+@functools.cache
+def capability(device: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether the twins that are written for Hopper alone can run there."""
+    return device.type == "cuda" and not IS_INTERPRETED and _has_gluon() and capability(device.index)[0] == 9
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    return HAS_TRITON and importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None

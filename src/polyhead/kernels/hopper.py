@@ -1,0 +1,43 @@
+"""What the kernels for Hopper share: descriptors for the tensor memory accelerator, sums over the rows of a tile."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+FAR = 1 << 30  # further than any key
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def row_sums(x, BLOCK_N: gl.constexpr):
+    """Sums over a row's columns, [64, 4]: each of the four threads that share a row keeps its own."""
+    apart = gl.permute(gl.reshape(x, [64, BLOCK_N // 8, 4, 2]), (0, 2, 1, 3))
+    return gl.sum(gl.reshape(apart, [64, 4, BLOCK_N // 4]), axis=2)
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator can address it: 16-byte steps and start."""
+    steps = (step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(steps) and x.numel() > 0
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], _layout(rows, columns, x.dtype))
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], DTYPES[dtype])
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,45 @@
+"""No ratio between functions that differ: what is timed is held against float64 first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The suite holds our precision to a factor of 2. Here the question is whether a contender computes the same function
+# at all, and the kernels of others are not ours to bind.
+FACTOR = 4
+
+
+class Disagreement(Exception):
+    """A contender computes something else than the formula: there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The largest error and the largest that is allowed."""
+
+    error: float
+    allowed: float
+
+
+def hold(what: str, actual: Tensor, exact: Tensor, plain: Tensor) -> Agreement:
+    """Error <= FACTOR * (error of the plain formula in the dtype of `plain` + eps * max|exact|)."""
+    rounding = (plain.double() - exact).abs().max() + torch.finfo(plain.dtype).eps * exact.abs().max()
+    return hold_within(what, actual, exact, FACTOR * float(rounding), why="is explained by rounding")
+
+
+def hold_within(
+    what: str, actual: Tensor, exact: Tensor, allowed: float | Tensor, *, why: str = "is allowed"
+) -> Agreement:
+    """Error <= `allowed`, a number or one for each element of `exact`. NaN never passes."""
+    if actual.shape != exact.shape:
+        raise Disagreement(f"{what} has shape {list(actual.shape)}, not {list(exact.shape)}")
+    errors = (actual.detach().double() - exact).abs()
+    limits = torch.as_tensor(allowed, dtype=torch.float64, device=errors.device).expand_as(errors)
+    if not bool((errors <= limits).all()):
+        worst = int(torch.where(errors <= limits, -torch.inf, (errors - limits).nan_to_num(nan=torch.inf)).argmax())
+        error, limit = float(errors.flatten()[worst]), float(limits.flatten()[worst])
+        raise Disagreement(f"{what} is off by {error:.3g}, at most {limit:.3g} {why}")
+    return Agreement(float(errors.max()), float(limits.max()))
