@@ -275,7 +275,7 @@ def check_programs(device: str) -> None:
     assert torch.equal(program.module()(*inputs).output, Layer()(*inputs).output)
 
     tensors, numbers = fused._flat(fused.MaskArguments(right=0))
-    options = (0.25, None, None, None, None, None, tensors, numbers, 0.0, None, "max_logit,entropy", 1, 0, True)
+    options = (0.25, None, None, None, None, None, tensors, numbers, 0.0, None, "max_logit,entropy", 1, 0)
     torch.library.opcheck(torch.ops.polyhead.attention_forward.default, (query, key, value, *options))
 
 

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import added_tile, keep_tile, key_ordinals, key_positions, query_positions
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, tanh
 
 
 class Strided(NamedTuple):
@@ -159,16 +157,6 @@ def head_scales(problem, i_head):
 
 
 @triton.jit
-def _tanh(x):
-    """Within a few roundings of float32 everywhere: a series where the exponentials would cancel."""
-    square = x * x
-    near = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    small = tl.math.exp2(tl.abs(x) * (-2.0 * _LOG2_E))
-    far = (1.0 - small) / (1.0 + small)
-    return tl.where(square < 0.09, near, tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
 def _turned(tile, TURNED: tl.constexpr):
     """A tile [rows, columns] as the caller keeps its own: as it is, or [columns, rows]."""
     if TURNED:
@@ -263,17 +251,17 @@ def tile_gradients(
     tile_slope = 1.0
     # log2 p
     if problem.BASE_TWO:
-        tile_log = tile_s * (scale * _LOG2_E) - _beside(logsumexp * _LOG2_E, TURNED)
+        tile_log = tile_s * (scale * LOG2E) - _beside(logsumexp * LOG2E, TURNED)
     else:
         tile_logit = tile_s * scale
         if problem.softcap is not None:
-            bent = _tanh(tile_logit / problem.softcap)
+            bent = tanh(tile_logit / problem.softcap)
             tile_slope = 1.0 - bent * bent
             tile_logit = bent * problem.softcap
         if mask.bias is not None or mask.table is not None:
             distance = distance_tile(problem, i_batch, offs_m, offs_n)
             tile_logit += _turned(added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, visible), TURNED)
-        tile_log = (tile_logit - _beside(logsumexp, TURNED)) * _LOG2_E
+        tile_log = (tile_logit - _beside(logsumexp, TURNED)) * LOG2E
     # A row that sees a poisoned key has NaN for its log-sum-exp, so the poison need not be added here again.
     tile_p = tl.math.exp2(tile_log)
     if EDGE:
@@ -287,7 +275,7 @@ def tile_gradients(
     tile_inner = tile_dp + _beside(constant, TURNED)
     if problem.gradients.entropy is not None:
         gradient = problem.gradients.entropy
-        tile_inner -= _times(tile_log * _LN_2, gradient, problem, i_pair, first_row, BLOCK_M, TURNED)
+        tile_inner -= _times(tile_log * LN2, gradient, problem, i_pair, first_row, BLOCK_M, TURNED)
     if problem.LINEAR_TERMS:
         tile_inner += _linear_terms(problem, i_batch, i_pair, first_row, offs_n, BLOCK_M, TURNED)
     tile_ds = tile_p * tile_inner

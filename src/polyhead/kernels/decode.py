@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.kernels.mask_tiles import added_tile, key_ordinals, key_positions, visible_tile
+from polyhead.kernels.softmax_tiles import tanh
 
 
 class CachePointers(NamedTuple):
@@ -63,17 +64,6 @@ class Places(NamedTuple):
     window_mass: int | None = None
     visible_keys: int | None = None
     learned_sink_mass: int | None = None
-
-
-@triton.jit
-def _tanh(x):
-    # The series where the quotient would subtract two numbers near 1.
-    square = x * x
-    tail = square * (-17.0 / 315.0 + square * (62.0 / 2835.0))
-    small = x + x * square * (-1.0 / 3.0 + square * (2.0 / 15.0) + square * tail)
-    size = tl.exp(-2.0 * tl.abs(x))
-    large = (1.0 - size) / (1.0 + size)
-    return tl.where(square < 0.09, small, tl.where(x < 0, -large, large))
 
 
 @triton.jit
@@ -386,7 +376,7 @@ def decode_kernel(
                     logits = tl.dot(tile_query, tl.trans(tile_key.to(tile_query.dtype))) * scales[None, :]
             logits *= row_scale[:, None]
             if softcap is not None:
-                logits = softcap * _tanh(logits / softcap)
+                logits = softcap * tanh(logits / softcap)
             if mask.table is not None:
                 if i_zone == WHOLE:
                     seen = mask_m[:, None] & (offs_n >= 0)[None, :]

@@ -31,9 +31,8 @@ from polyhead.kernels.mask_tiles import (
     query_positions,
     visible_tile,
 )
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, tanh
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 # A hidden logit before its factor: below every real one, and still finite after a factor of up to 1e8.
 HIDDEN = tl.constexpr(-1.0e30)
@@ -67,21 +66,6 @@ class Sizes(NamedTuple):
     keys: int
     sink_keys: int
     window: int
-
-
-@triton.jit
-def _tanh(x):
-    """Hyperbolic tangent to three units in the last place, by exp2 alone."""
-    size = tl.abs(x)
-    decay = tl.exp2(size * (-2.0 * LOG2E))
-    far = (1.0 - decay) / (1.0 + decay)
-    far = tl.where(x < 0, -far, far)
-    square = x * x
-    # Near 0 the fraction cancels; its series does not.
-    series = 62.0 / 2835 + square * (-1382.0 / 155925)
-    series = 2.0 / 15 + square * (-17.0 / 315 + square * series)
-    near = x * (1.0 + square * (-1.0 / 3 + square * series))
-    return tl.where(size < 0.4, near, far)
 
 
 @triton.jit
@@ -221,7 +205,7 @@ def _absorb(
     # [BLOCK_M, BLOCK_N], all that follows
     tile_s = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
     if SOFTCAP:
-        tile_s = _tanh(tile_s * bend)
+        tile_s = tanh(tile_s * bend)
     if not FULL or mask.table is not None:
         distance = key_positions(mask, i_batch, offs_n, sizes.keys)[None, :] - positions[:, None]
     if not FULL:
