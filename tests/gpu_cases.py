@@ -282,6 +282,9 @@ def main() -> int:
     ran: Counter[str] = Counter()
     for seed in range(arguments.cases):
         variant = everyone[seed % len(everyone)]
+        if seed % 200 == 0:
+            seconds = time.perf_counter() - began
+            print(f"{seed} cases, {len(failures)} failures, {seconds:.0f} s", flush=True)
         try:
             used = check(draw(variant, seed))
         except AssertionError as error:

@@ -123,6 +123,8 @@ def _avoided(backend: str, request: AttentionRequest) -> str:
         return f"its mask would be materialised, {size / 2**30:.1f} GiB"
     if backend == "blockwise" and torch.compiler.is_exporting():
         return "an exported graph is to hold plain operators, not unrolled tiles"
+    if backend == "fused" and torch.compiler.is_exporting():
+        return "an exported graph is to hold plain operators, not one that only polyhead knows"
     return ""
 
 

@@ -25,7 +25,7 @@ def row_sums(x, BLOCK_N: gl.constexpr):
 
 def is_readable(x: Tensor) -> bool:
     """Whether the tensor memory accelerator can address it: 16-byte steps and start."""
-    steps = (step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+    steps = (step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(steps) and x.numel() > 0
 
 
