@@ -201,7 +201,8 @@ def test_a_contender_that_a_machine_does_not_have_says_so_in_its_own_words():
     problem = Problem.draw(RUN, Shape.parse("1x2x128x16"), causal=True)
     found = Entrants()
     assert not found.enter(FLEX, lambda: contenders.flex(problem), contenders.read_flex)
-    assert found.absent == {FLEX: "Returning max scores is not supported on CPU/MPS."}
+    assert list(found.absent) == [FLEX]
+    assert found.absent[FLEX].startswith("Returning max scores is not supported on CPU")
     assert found.failed == ""
 
 

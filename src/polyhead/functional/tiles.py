@@ -7,7 +7,6 @@ first, so that a tile keeps enough rows to fill a matrix product: below some 500
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -88,8 +87,20 @@ class Tiling:
     def working(self) -> Tiling:
         """The same with memory for its tiles, to be let go with it. None on the tape, which keeps every tile, and none
         for a compiler, which plans memory by itself."""
-        own = copy.copy(self)
+        own = self._copied()
         own.workspace = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else Workspace()
+        return own
+
+    def _copied(self) -> Tiling:
+        """What `copy.copy` gives, in steps that Dynamo follows."""
+        own = Tiling.__new__(Tiling)
+        own.batch, own.heads, own.kv_heads, own.group = self.batch, self.heads, self.kv_heads, self.group
+        own.queries, own.keys = self.queries, self.keys
+        own.visibility, own.statistics, own.bias_tensors = self.visibility, self.statistics, self.bias_tensors
+        own.softcap, own.dropout, own.seed = self.softcap, self.dropout, self.seed
+        own.query_poison, own.poison = self.query_poison, self.poison
+        own.columns, own.rows, own.pairs = self.columns, self.rows, self.pairs
+        own.workspace = self.workspace
         return own
 
     def room(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor | None:
@@ -116,7 +127,7 @@ class Tiling:
         """The tiling of a part alone."""
         if part.batch == slice(0, self.batch) and part.kv_heads == slice(0, self.kv_heads):
             return self
-        own = copy.copy(self)
+        own = self._copied()
         own.batch = part.batch.stop - part.batch.start
         own.heads, own.kv_heads = part.heads.stop - part.heads.start, part.kv_heads.stop - part.kv_heads.start
         own.query_poison = None if self.query_poison is None else self.query_poison[part.batch, part.heads]
