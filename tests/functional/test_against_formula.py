@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from polyhead import explain
-from polyhead.functional import blockwise
+from polyhead.functional import tiles
 from tests.error_budget import Formula, assert_within_error_budget
 from tests.functional.oracle import ON_THE_CPU, Scene, Who, normal, result_and_gradients, scenes
 
@@ -22,8 +22,8 @@ SDPA_FACTOR = {torch.float32: 2.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, skipped tiles and partial tiles already at the sizes of these tests."""
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 7)
-    monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 7)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
 
 def serves(scene: Scene, backend: str) -> bool:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyhead import Mask, attention
-from polyhead.functional import blockwise
+from polyhead.functional import tiles
 from tests.functional.oracle import ON_THE_CPU
 
 
@@ -62,8 +62,8 @@ LONG_MASKS = {
 @pytest.mark.parametrize("mask", LONG_MASKS)
 def test_memory_of_forward_and_backward_grows_with_n(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
     tile = 1 << 15
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 256)
-    monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", tile)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 256)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile)
     learned = (TABLE,) if mask == "relative" else ()
     small, _ = spent(1024, LONG_MASKS[mask](1024), learned=learned)
     large, query_bytes = spent(2048, LONG_MASKS[mask](2048), learned=learned)
@@ -74,8 +74,8 @@ def test_memory_of_forward_and_backward_grows_with_n(monkeypatch: pytest.MonkeyP
 
 def test_memory_with_dropout_softcap_and_sinks_grows_with_n(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = 1 << 15
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 256)
-    monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", tile)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 256)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile)
     allocations, query_bytes = spent(
         2048, Mask.causal(), dropout=0.2, softcap=5.0, sinks=torch.zeros(2), scale=torch.ones(2)
     )
@@ -85,30 +85,30 @@ def test_memory_with_dropout_softcap_and_sinks_grows_with_n(monkeypatch: pytest.
 
 def test_the_default_tiles_stay_small_at_any_length() -> None:
     allocations, _ = spent(2048, Mask.causal())
-    assert allocations.largest <= blockwise._TILE_ELEMENTS
+    assert allocations.largest <= tiles.TILE_ELEMENTS
     query = torch.randn(8, 16, 64, 8)  # more heads than a tile of the least height has room for
     with Allocations() as allocations:
         attention(query, query, query, backend="blockwise")
-    assert allocations.largest <= blockwise._TILE_ELEMENTS
+    assert allocations.largest <= tiles.TILE_ELEMENTS
 
 
 def test_a_window_skips_the_tiles_outside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 64)
-    monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", 64 * 64)
-    tiles = []
-    logits = blockwise._Tiling.logits
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 64)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 64 * 64)
+    seen = []
+    logits = tiles.Tiling.logits
 
     def counted(self: Any, *args: Any) -> Any:
-        tiles.append(args[-1])
+        seen.append(args[-1])
         return logits(self, *args)
 
-    monkeypatch.setattr(blockwise._Tiling, "logits", counted)
+    monkeypatch.setattr(tiles.Tiling, "logits", counted)
     x = torch.randn(1, 1, 1024, 4)
     counts = {}
     for name, mask in {"all": None, "causal": Mask.causal(), "window": Mask.window(64, sinks=2)}.items():
-        tiles.clear()
+        seen.clear()
         attention(x, x, x, mask=mask, backend="blockwise")
-        counts[name] = len(tiles)
+        counts[name] = len(seen)
     assert counts == {"all": 16 * 16, "causal": 16 * 17 // 2, "window": 2 * 16 - 1 + 14}
 
 
@@ -142,8 +142,8 @@ def test_first_and_second_derivatives_are_those_of_the_numbers(
     monkeypatch: pytest.MonkeyPatch, mask: str, options: dict[str, Any]
 ) -> None:
     """Two row blocks of 18 queries, three column blocks of 7 keys; every input, through output and log-sum-exp."""
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 3)
-    monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 3)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
     def compute(
         query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor, sinks: Tensor, scale: Tensor
@@ -162,7 +162,7 @@ def test_first_and_second_derivatives_are_those_of_the_numbers(
 
 
 def test_every_second_derivative_of_a_small_attention_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 2)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 2)
 
     def compute(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
         mask = Mask.causal() & Mask.bias(bias)

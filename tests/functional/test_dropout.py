@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyhead import Mask, attention
-from polyhead.functional import blockwise
+from polyhead.functional import tiles
 from tests.functional.oracle import Scene, Who, normal, result_and_gradients
 
 OURS = ("reference", "blockwise")
@@ -39,8 +39,8 @@ def kept(
 def test_our_backends_drop_the_same_weights_whatever_the_tiles(
     monkeypatch: pytest.MonkeyPatch, rate: float, tile: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", tile[0])
-    monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", tile[1])
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", tile[0])
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile[1])
     for seed in (0, 17, -1, (1 << 63) - 1):
         assert torch.equal(kept(seed, rate), kept(seed, rate, backend="reference"))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead import Mask, attention
-from polyhead.functional import blockwise
+from polyhead.functional import tiles
 from tests.functional.oracle import ON_THE_CPU, Scene, Who, normal, result_and_gradients
 
 OURS = ("reference", "blockwise")
@@ -18,8 +18,8 @@ BROKEN = (torch.nan, torch.inf, -torch.inf)
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 7)
-    monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 7)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
 
 def hidden_half(queries: int, keys: int) -> Tensor:

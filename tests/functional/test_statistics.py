@@ -16,7 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from polyhead import AttentionOutput, Mask, RowStatistics, Statistics, attention, explain
 from polyhead.errors import OptionError
-from polyhead.functional import blockwise, sdpa
+from polyhead.functional import tiles
 from polyhead.functional.statistics import NAMES, POSITIONAL
 from tests.functional.oracle import Scene, Who, normal, scenes
 from tests.functional.test_blockwise import Allocations
@@ -29,9 +29,8 @@ DIFFERENTIABLE = tuple(name for name in NAMES if name != "visible_keys")
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, skipped tiles, partial tiles and parts already at the sizes of these tests."""
-    for backend in (blockwise, sdpa):
-        monkeypatch.setattr(backend, "_TILE_COLUMNS", 7)
-        monkeypatch.setattr(backend, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 7)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
 
 # ---- the definitions
@@ -184,9 +183,8 @@ def test_tiles_far_from_the_diagonal_add_up_to_the_same_reach(
     monkeypatch: pytest.MonkeyPatch, backend: str, causal: bool
 ) -> None:
     """Where a tile is far enough away its distances are not looked at one by one."""
-    for module in (blockwise, sdpa):
-        monkeypatch.setattr(module, "_TILE_COLUMNS", 16)
-        monkeypatch.setattr(module, "_TILE_ELEMENTS", 16 * 16)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 16)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 16 * 16)
     scene = Scene(*(normal(1, 2, 211, 8, seed=seed) for seed in range(3)))
     scene = scene.with_gradients()
     mask = Mask.causal() if causal else None
@@ -505,9 +503,8 @@ def test_explain_says_who_serves_statistics() -> None:
 @pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
 def test_memory_of_statistics_and_their_gradients_grows_with_n(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     tile = 1 << 15
-    for module in (blockwise, sdpa):
-        monkeypatch.setattr(module, "_TILE_COLUMNS", 256)
-        monkeypatch.setattr(module, "_TILE_ELEMENTS", tile)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 256)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile)
     peaks = []
     for n in (1024, 2048):
         query, key = torch.randn(1, 2, n, 8, requires_grad=True), torch.randn(1, 1, n, 8, requires_grad=True)
@@ -533,8 +530,8 @@ GRADIENT_MASKS = {
 def test_first_and_second_derivatives_are_those_of_the_numbers(
     monkeypatch: pytest.MonkeyPatch, mask: str, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 3)
-    monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 3)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
     def compute(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
         both = Mask.bias(bias) if GRADIENT_MASKS[mask] is None else Mask.bias(bias) & GRADIENT_MASKS[mask]
@@ -555,8 +552,7 @@ def test_first_and_second_derivatives_are_those_of_the_numbers(
 @pytest.mark.parametrize("name", ["max_logit", "max_abs_logit", "entropy", "confidence", "reach", "self_mass"])
 @pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
 def test_each_statistic_can_be_differentiated_alone(monkeypatch: pytest.MonkeyPatch, backend: str, name: str) -> None:
-    for module in (blockwise, sdpa):
-        monkeypatch.setattr(module, "_TILE_COLUMNS", 2)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 2)
 
     def compute(query: Tensor, key: Tensor) -> Tensor:
         return getattr(attention(query, key, key, backend=backend, statistics=name).statistics, name)

@@ -6,6 +6,7 @@ part of it. Query heads that share a key head are folded into its rows, so that 
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator
 
 import torch
@@ -88,7 +89,7 @@ def _cuts(window: Span, block: int, most: int) -> Iterator[Span]:
             yield begin, min(begin + most, stop) if block > most else stop
 
 
-class _Part:
+class _Part(abc.ABC):
     """One statistic: it takes each tile of log weights and weights, [batch, heads, rows, columns], and adds it up."""
 
     def __init__(self, request: ProfileRequest) -> None:
@@ -106,14 +107,16 @@ class _Part:
     def of_columns(self, columns: Span) -> slice:
         return slice(columns[0] - self.request.columns[0], columns[1] - self.request.columns[0])
 
+    @abc.abstractmethod
     def take(self, logs: Tensor, weights: Tensor, rows: Span, columns: Span) -> None:
-        raise NotImplementedError
+        """Add a tile."""
 
-    def end_rows(self, rows: Span) -> None:
+    def end_rows(self, rows: Span) -> None:  # noqa: B027, only some have anything to do here
         """All columns of these rows have been taken."""
 
+    @abc.abstractmethod
     def found(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """What was added up, by the names of `AttentionProfile`."""
 
 
 class _Received(_Part):

@@ -23,9 +23,6 @@ from polyhead.functional.tiled_softmax import attend
 from polyhead.functional.tiles import prepare
 from polyhead.functional.visibility import Visibility
 
-_TILE_ELEMENTS = 1 << 21  # of the second pass, as in any pass over tiles
-_TILE_COLUMNS = 512
-
 _KERNELS = {backend.value: name.removesuffix("_ATTENTION").lower() for name, backend in SDPBackend.__members__.items()}
 
 
@@ -114,7 +111,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
     output = _output(request)
     if request.statistics is None:
         return AttentionOutput(output, backend="sdpa")
-    ready = prepare(request, columns=_TILE_COLUMNS, elements=_TILE_ELEMENTS, dropout=False)
+    ready = prepare(request, dropout=False)
     _, logsumexp, statistics = attend(ready.tiling, ready.query, ready.key, None, None)
     return AttentionOutput(output, logsumexp, None, statistics, backend="sdpa")
 

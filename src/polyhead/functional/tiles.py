@@ -19,6 +19,9 @@ from polyhead.functional.guard import without_broken, without_broken_queries
 from polyhead.functional.request import AttentionRequest
 from polyhead.functional.visibility import Span, Visibility
 
+# Logits of one tile, all heads together: with their exponentials they stay in a CPU's cache.
+TILE_ELEMENTS = 1 << 21
+TILE_COLUMNS = 512
 _FULL_ROWS = 512  # from here on a matrix product of a tile runs at full speed
 _FEW_ROWS = 64  # below, turning the keys costs more than the product gains from it
 _LOG2_E = 1.4426950408889634
@@ -54,8 +57,6 @@ class Tiling:
         self,
         request: AttentionRequest,
         *,
-        columns: int,
-        elements: int,
         seed: Tensor | None = None,
         query_poison: Tensor | None = None,
         poison: Tensor | None = None,
@@ -70,8 +71,8 @@ class Tiling:
         self.query_poison = query_poison  # [batch, heads, queries]
         self.poison = poison  # [batch, kv_heads, keys]
         self.bias_tensors = [] if self.visibility is None else self.visibility.bias_tensors
-        self.columns = min(columns, max(self.keys, 1))
-        self.rows, self.pairs = self._cut(elements)
+        self.columns = min(TILE_COLUMNS, max(self.keys, 1))
+        self.rows, self.pairs = self._cut(TILE_ELEMENTS)
         self.workspace: Workspace | None = None
 
     def _cut(self, elements: int) -> tuple[int, int]:
@@ -248,7 +249,7 @@ class Prepared:
     sinks: Tensor | None
 
 
-def prepare(request: AttentionRequest, *, columns: int, elements: int, dropout: bool = True) -> Prepared:
+def prepare(request: AttentionRequest, *, dropout: bool = True) -> Prepared:
     dtype = request.accumulation_dtype
     scale = request.scale
     query, key, value = (x.to(dtype) for x in (request.query, request.key, request.value))
@@ -261,7 +262,7 @@ def prepare(request: AttentionRequest, *, columns: int, elements: int, dropout: 
     seed = None
     if dropout and request.dropout:
         seed = draw_seed(query.device) if request.seed is None else request.seed
-    tiling = Tiling(request, columns=columns, elements=elements, seed=seed, query_poison=query_poison, poison=poison)
+    tiling = Tiling(request, seed=seed, query_poison=query_poison, poison=poison)
     return Prepared(tiling, query, key, value, None if request.sinks is None else request.sinks.to(dtype))
 
 
