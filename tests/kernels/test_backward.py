@@ -245,13 +245,13 @@ def guarded_memory() -> Iterator[None]:
 def visibility_of(scene: Scene, device: str) -> Visibility:
     batch, heads, queries, keys = scene.sizes
     mask = scene.mask
+    where = torch.zeros(0, device=device).device  # cuda is cuda:0
     visibility = None
     if mask is not None:
-        where = torch.device(device)
         visibility = resolve(
             mask.to(device), batch=batch, heads=heads, queries=queries, keys=keys, device=where, ordinals=True
         )
-    return visibility or Visibility(queries, keys, torch.device(device), offset=keys - queries)
+    return visibility or Visibility(queries, keys, where, offset=keys - queries)
 
 
 def run_kernels(

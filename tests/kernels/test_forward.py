@@ -152,9 +152,8 @@ def arguments(case: Scene, device: str) -> MaskArguments:
     mask = None if case.mask is None else case.mask.to(device)
     if mask is None:
         return MaskArguments(offset=keys - queries)
-    visibility = resolve(
-        mask, batch=batch, heads=heads, queries=queries, keys=keys, device=torch.device(device), ordinals=True
-    )
+    where = torch.zeros(0, device=device).device  # cuda is cuda:0
+    visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=where, ordinals=True)
     return MaskArguments(offset=keys - queries) if visibility is None else pack(visibility)
 
 

@@ -20,6 +20,7 @@ from polyhead.layers.kv_cache import (
     RollingCache,
 )
 from polyhead.masks import Mask
+from tests.waiting import waiting_is_an_error
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM, VALUE_DIM = 3, 6, 2, 29, 5, 7
 WINDOW, SINKS = 11, 2
@@ -270,9 +271,7 @@ def test_no_append_waits_for_the_device(kind: str, ragged: bool, sample: Sample)
     cache = builders[kind]()
     there = Sample(sample.query.cuda(), sample.key.cuda(), sample.value.cuda())
     index = torch.tensor([2, 0, 1], device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for start, stop in [(0, 7), (7, 8), (8, 13), (13, 14), (14, 15), (15, 19)]:
             piece = there.piece(start, stop)
             view = cache.append(piece.key, piece.value, lengths=[stop - start, 1, 1] if ragged else None)
@@ -282,5 +281,3 @@ def test_no_append_waits_for_the_device(kind: str, ragged: bool, sample: Sample)
         cache.crop([length - 1 for length in cache.lengths])
         cache.reorder([2, 0, 1] if ragged or kind == "paged" else index)
         cache.fork().append(piece.key[:, :, :1], piece.value[:, :, :1])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from polyhead import GrowingCache, Mask, MultiHeadAttention, PreallocatedCache
 from polyhead.errors import OptionError
 from polyhead.layers.positions import ALiBi, Learned, Rotary, Sinusoidal, T5Bias
+from tests.waiting import waiting_is_an_error
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 3, 7, 24, 4, 2, 6
 pytestmark = [
@@ -429,16 +429,6 @@ def test_a_sequence_without_a_real_token_gives_the_output_bias_and_no_gradient()
 # ---- on a GPU
 
 
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 GPU_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "alone": dict,
     "causal": lambda: {"mask": Mask.causal()},
@@ -469,7 +459,7 @@ def test_a_forward_on_a_gpu_never_waits_for_it(options: str, call: str, training
     x, arguments = torch.randn(3, 64, 256, device="cuda", dtype=torch.bfloat16), GPU_CALLS[call]()
     with torch.set_grad_enabled(training):
         layer(x, **arguments)  # kernels are loaded on first use, which waits
-        with synchronising_is_an_error():
+        with waiting_is_an_error():
             output = layer(x, **arguments).output
             if training:
                 output.float().square().mean().backward()
@@ -489,7 +479,7 @@ def test_decoding_on_a_gpu_never_waits_for_it(lengths: list[int] | None) -> None
                 layer(prompt, cache=cache, lengths=lengths)
                 layer(token, cache=cache)
                 continue
-            with synchronising_is_an_error():
+            with waiting_is_an_error():
                 layer(prompt, cache=cache, lengths=lengths)
                 for _ in range(3):
                     layer(token, cache=cache)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,19 +19,11 @@ from polyhead.layers.positions import (
     T5Bias,
     YarnScaling,
 )
+from tests.waiting import waiting_is_an_error
 
 pytestmark = pytest.mark.gpu
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 5, 19, 26
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 ROTARIES = [
@@ -49,7 +40,7 @@ ROTARIES = [
 def test_rotation_on_the_gpu_never_waits_and_equals_the_cpu(rotary: Rotary, dtype: torch.dtype) -> None:
     x = torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM).to(dtype)
     on_gpu, row = x.cuda(), torch.arange(5, 5 + LENGTH).cuda()
-    with synchronising_is_an_error():
+    with waiting_is_an_error():
         outputs = [rotary(on_gpu, 5), rotary(on_gpu, 70_001), rotary(on_gpu, row, length=5 + LENGTH)]
     tolerance = 4 * torch.finfo(dtype).eps * x.abs().max().item()
     for output, expected in zip(outputs, (rotary(x, 5), rotary(x, 70_001), rotary(x, 5)), strict=True):
@@ -70,7 +61,7 @@ def test_biases_on_the_gpu_never_wait_and_equal_the_cpu(make: Callable[[], ALiBi
     bias = make()
     (expected,) = bias.mask(35, 35).tensors
     bias = bias.cuda()
-    with synchronising_is_an_error():
+    with waiting_is_an_error():
         (actual,) = bias.mask(35, 35, device="cuda").tensors
     torch.testing.assert_close(actual.cpu(), expected)
 
@@ -78,7 +69,7 @@ def test_biases_on_the_gpu_never_wait_and_equal_the_cpu(make: Callable[[], ALiBi
 def test_absolute_positions_on_the_gpu_never_wait() -> None:
     x, row = torch.randn(BATCH, LENGTH, 26).cuda(), torch.arange(LENGTH).cuda()
     sinusoidal, learned = Sinusoidal(26, base=7001.0), Learned(97, 26).cuda()
-    with synchronising_is_an_error():
+    with waiting_is_an_error():
         outputs = [sinusoidal(x, 3), sinusoidal(x, row), learned(x, 3), learned(x, row)]
     torch.testing.assert_close(outputs[0].cpu(), Sinusoidal(26, base=7001.0)(x.cpu(), 3))
 

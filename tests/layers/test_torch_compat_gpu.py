@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 from torch import nn
 
 from polyhead.layers.torch_compat import MultiheadAttention
+from tests.waiting import waiting_is_an_error
 
 pytestmark = pytest.mark.gpu
 
@@ -94,18 +92,6 @@ def test_padding_and_empty_rows_stay_clean_on_the_device(training: bool, need_we
     if training:
         output.sum().backward()
         assert all(p.grad.isfinite().all() for p in module.parameters())
-
-
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @both

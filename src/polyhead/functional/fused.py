@@ -412,8 +412,8 @@ def _backward_operator(
     result = []
     if head_scale is not None and inner_scale is not None and need_scale:
         # The logits are linear in both: the gradient of a scale is that of its queries along themselves.
-        # Rows without keys have none, whatever stands in them.
-        along = grad_query.float() * torch.where(grad_query == 0, 0.0, query.float())
+        # Rows without keys have none, whatever stands in them. What is left of a long sum is small: it is taken wide.
+        along = grad_query.double() * torch.where(grad_query == 0, 0.0, query.double())
         result.append((along.sum((0, 2, 3)) / inner_scale).to(head_scale.dtype))
         grad_query = torch.where((head_scale == 0)[:, None, None], 0.0, grad_query)
     for need, like, grad in (

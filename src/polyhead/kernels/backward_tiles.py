@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import added_tile, keep_tile, key_ordinals, key_positions, query_positions
-from polyhead.kernels.softmax_tiles import LN2, LOG2E, tanh
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, tanh
 
 
 class Strided(NamedTuple):
@@ -263,7 +263,7 @@ def tile_gradients(
             tile_logit += _turned(added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, visible), TURNED)
         tile_log = (tile_logit - _beside(logsumexp, TURNED)) * LOG2E
     # A row that sees a poisoned key has NaN for its log-sum-exp, so the poison need not be added here again.
-    tile_p = tl.math.exp2(tile_log)
+    tile_p = exp2(tile_log, problem.query.pointer.dtype.element_ty == tl.float32)
     if EDGE:
         seen = _turned(visible, TURNED)
         tile_p = tl.where(seen, tile_p, 0.0)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.kernels.mask_tiles import added_tile, key_ordinals, key_positions, visible_tile
-from polyhead.kernels.softmax_tiles import tanh
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, tanh
 
 
 class CachePointers(NamedTuple):
@@ -99,6 +99,11 @@ def _logits(tile_query, tile_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, 
 
 
 @triton.jit
+def _exp(x, EXACT: tl.constexpr):
+    return exp2(x * LOG2E, EXACT)
+
+
+@triton.jit
 def _load_scales(ptr_scale, row, head, token, i_row, i_head, offs_token, mask_n):
     """The scale of each token, [BLOCK_N]; `row`, `head` and `token` are strides."""
     ptr = ptr_scale + i_row * row + i_head.to(tl.int64) * head + offs_token * token
@@ -132,6 +137,7 @@ def _store_rows(
     next_mass,
     window_mass,
     visible_keys,
+    EXACT: tl.constexpr,
 ):
     """Write log-sum-exp and statistics of rows from their sums; returns what the unnormalised output is multiplied by.
 
@@ -144,13 +150,14 @@ def _store_rows(
         top = tl.maximum(largest, sink)
     nothing = (top == -float("inf")) & (total == 0.0)
     shift = tl.where(top == -float("inf"), 0.0, top)
-    shrink = tl.exp(largest - shift)
+    shrink = _exp(largest - shift, EXACT)
     everything = total * shrink
     if ptr_sinks is not None:
-        learned = tl.exp(sink - shift)
+        learned = _exp(sink - shift, EXACT)
         everything += learned
     everything = tl.where(nothing, 1.0, everything)
-    logsumexp = tl.where(nothing, -float("inf"), shift + tl.log(everything))
+    log_everything = log2(everything, EXACT) * LN2
+    logsumexp = tl.where(nothing, -float("inf"), shift + log_everything)
     tl.store(ptr_logsumexp + offs_row, logsumexp, mask=mask_row)
 
     ptr = ptr_statistics + offs_row
@@ -163,7 +170,7 @@ def _store_rows(
         moved = shrink * (spread + tl.where(largest == -float("inf"), 0.0, largest - shift) * total)
         if ptr_sinks is not None:
             moved += tl.where(learned > 0.0, learned * (sink - shift), 0.0)
-        entropy = tl.log(everything) - moved / everything
+        entropy = log_everything - moved / everything
         tl.store(ptr + places.entropy * num_rows, tl.where(filled, entropy, 0.0), mask=mask_row)
     if places.confidence is not None:
         tl.store(ptr + places.confidence * num_rows, tl.where(filled, share, 0.0), mask=mask_row)
@@ -226,6 +233,7 @@ def decode_kernel(
     BLOCK_VALUE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    EXACT: tl.constexpr = ptr_query.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = GROUP * QUERIES
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     i_pair = tl.program_id(0) // ROW_BLOCKS  # batch * KV_HEADS + key head
@@ -395,8 +403,8 @@ def decode_kernel(
             new_largest = tl.maximum(largest, tl.max(logits, 1))
             shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
             below = logits - shift[:, None]
-            exponential = tl.exp(below)
-            shrink = tl.exp(largest - shift)
+            exponential = _exp(below, EXACT)
+            shrink = _exp(largest - shift, EXACT)
             if places.entropy is not None:
                 # Never two numbers of the logits' size: when the maximum moves, the sum moves by the difference.
                 moved = tl.where(largest == -float("inf"), 0.0, largest - shift)
@@ -493,6 +501,7 @@ def decode_kernel(
             next_mass,
             window_mass,
             visible_keys,
+            EXACT,
         )
         output = tl.where((total != 0.0)[:, None], tile_output * share[:, None], 0.0)
         offs_output = (i_batch.to(tl.int64) * QUERIES + offs_query) * (KV_HEADS * GROUP) + offs_head
@@ -558,6 +567,7 @@ def join_kernel(
     BLOCK_VALUE: tl.constexpr,
 ):
     """One program a row: the parts' maxima give the common one, and every sum moves to it."""
+    EXACT: tl.constexpr = ptr_output.dtype.element_ty == tl.float32
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head, i_query = i_row // (HEADS * QUERIES), (i_row // QUERIES) % HEADS, i_row % QUERIES
     num_rows = num_rows.to(tl.int64)
@@ -571,7 +581,7 @@ def join_kernel(
     mask_part = totals != 0.0
     largest = tl.max(maxima, 0)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
-    factor = tl.exp(maxima - shift)
+    factor = _exp(maxima - shift, EXACT)
     total = tl.sum(totals * factor, 0)
     ptr += 2 * plane
     largest_size, spread, reach, signed_reach, reach_squared = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -622,6 +632,7 @@ def join_kernel(
         next_mass,
         window_mass,
         visible_keys,
+        EXACT,
     )
     # [BLOCK_PARTS, BLOCK_VALUE]
     offs_value = tl.arange(0, BLOCK_VALUE)
@@ -634,7 +645,7 @@ def join_kernel(
         filled = tl.load(ptr_part + plane, mask=offs_part < splits, other=0.0) != 0.0
         offs = (offs_part * num_rows + i_row)[:, None] * DIM_VALUE + offs_value[None, :]
         tile = tl.load(ptr_parts + offs, mask=filled[:, None] & mask_value[None, :], other=0.0)
-        tile_output += tl.sum(tile * tl.exp(below)[:, None], 0)
+        tile_output += tl.sum(tile * _exp(below, EXACT)[:, None], 0)
     output = tl.where(total != 0.0, tile_output * share, 0.0)
     ptr = ptr_output + ((i_batch * QUERIES + i_query) * HEADS + i_head) * DIM_VALUE + offs_value
     tl.store(ptr, output.to(ptr_output.dtype.element_ty), mask=mask_value)

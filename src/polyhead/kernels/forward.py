@@ -31,7 +31,7 @@ from polyhead.kernels.mask_tiles import (
     query_positions,
     visible_tile,
 )
-from polyhead.kernels.softmax_tiles import LN2, LOG2E, tanh
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, tanh
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 # A hidden logit before its factor: below every real one, and still finite after a factor of up to 1e8.
@@ -263,8 +263,9 @@ def _absorb(
         next_shift = tl.maximum(shift, top * gain)
         move = shift - next_shift
         exponent = tile_s * gain - next_shift[:, None]
-    decay = tl.exp2(move)
-    tile_p = tl.exp2(exponent)
+    EXACT: tl.constexpr = tile_q.dtype == tl.float32
+    decay = exp2(move, EXACT)
+    tile_p = exp2(exponent, EXACT)
     if not FULL:
         tile_p = tl.where(visible, tile_p, 0.0)
     added_total = tl.sum(tile_p, 1)
@@ -511,7 +512,8 @@ def _forward_kernel(
     is_empty = total == 0.0
     is_broken = total != total
     total = tl.where(is_empty, 1.0, total)
-    log_total = tl.log2(total)
+    EXACT: tl.constexpr = tile_q.dtype == tl.float32
+    log_total = log2(total, EXACT)
     if ADDED:
         logsumexp = shift + log_total * LN2
     else:
@@ -544,7 +546,7 @@ def _forward_kernel(
     if rows.max_abs_logit is not None:
         tl.store(rows.max_abs_logit + offs_row, tl.where(is_broken, nan, largest_size), mask=mask_m)
     if rows.confidence is not None:
-        value = tl.where(sees_keys, tl.exp2(over_shift) / total, 0.0)
+        value = tl.where(sees_keys, exp2(over_shift, EXACT) / total, 0.0)
         tl.store(rows.confidence + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
     if rows.entropy is not None:
         tl.store(rows.entropy + offs_row, (log_total - spread / total) * LN2, mask=mask_m)
@@ -568,9 +570,9 @@ def _forward_kernel(
         tl.store(rows.visible_keys + offs_row, visible_keys.to(tl.float32), mask=mask_m)
     if rows.learned_sink_mass is not None:
         if ADDED:
-            value = tl.exp2((sink - shift) * LOG2E) / total
+            value = exp2((sink - shift) * LOG2E, EXACT) / total
         else:
-            value = tl.exp2(sink - shift) / total
+            value = exp2(sink - shift, EXACT) / total
         tl.store(rows.learned_sink_mass + offs_row, value, mask=mask_m)
     if rows.argmax is not None:
         tl.store(rows.argmax + offs_row, argmax, mask=mask_m)

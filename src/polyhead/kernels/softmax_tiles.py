@@ -10,6 +10,46 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def exp2(x, EXACT: tl.constexpr):
+    """2 to the power of x, below 2 to the 127th. EXACT: to one unit in the last place, by products alone.
+
+    The units made for exponentials are off by two, which 16-bit inputs hide and float32's do not.
+    """
+    if EXACT:
+        x = tl.where(x < -127.0, -127.0, x)  # NaN stays; from there on the result is 0
+        whole = tl.floor(x + 0.5)
+        part = x - whole
+        # 2**part between -1/2 and 1/2, within 2e-9, and exactly 1 at 0.
+        series = 9.61843736e-03 + part * (1.33988744e-03 + part * 1.53533618e-04)
+        series = 2.40226479e-01 + part * (5.55033247e-02 + part * series)
+        near = 1.0 + part * (6.93147203e-01 + part * series)
+        result = near * ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    else:
+        result = tl.exp2(x)
+    return result
+
+
+@triton.jit
+def log2(x, EXACT: tl.constexpr):
+    """The logarithm of x, which is a positive normal number or NaN. EXACT: to one unit in the last place of the larger
+    of it and 1."""
+    if EXACT:
+        bits = x.to(tl.int32, bitcast=True)
+        whole = (bits - 0x3F3504F3) >> 23  # so that the rest lies between the root of 1/2 and that of 2
+        rest = (bits - (whole << 23)).to(tl.float32, bitcast=True)
+        # log(m) = 2 atanh((m - 1) / (m + 1))
+        part = tl.div_rn(rest - 1.0, rest + 1.0)
+        square = part * part
+        series = 1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))
+        series = 1.0 + square * (1.0 / 3 + square * series)
+        result = whole.to(tl.float32) + part * (2.0 * LOG2E) * series
+        result += x - x  # NaN stays
+    else:
+        result = tl.log2(x)
+    return result
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent to three units in the last place, by exp2 alone."""
     size = tl.abs(x)

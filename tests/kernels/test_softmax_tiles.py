@@ -1,0 +1,62 @@
+"""The arithmetic of the kernels against float64, one number at a time, in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreted import in_the_interpreter
+
+UNIT = 2.0**-23  # in the last place of 1 in float32
+
+
+def drawn(low: float, high: float, device: str) -> Tensor:
+    return (torch.rand(50_000, generator=torch.Generator().manual_seed(0)) * (high - low) + low).to(device)
+
+
+def check_exp2(device: str) -> None:
+    from tests.kernels.elementwise import apply
+
+    x = drawn(-125, 10, device)
+    exact = torch.exp2(x.double())
+    assert ((apply("exp2", x).double() - exact) / exact).abs().max() <= UNIT
+    ends = torch.tensor([0.0, -1.0, -3.0, 5.0, -127.5, -1e30, -torch.inf, torch.nan], device=device)
+    assert apply("exp2", ends).tolist()[:7] == [1.0, 0.5, 0.125, 32.0, 0.0, 0.0, 0.0]
+    assert apply("exp2", ends)[7].isnan()
+
+
+def check_log2(device: str) -> None:
+    from tests.kernels.elementwise import apply
+
+    # Close to 1 and far from it: the sum of a row's exponentials is at least 1 and at most its keys.
+    for x in (drawn(1, 1.01, device), drawn(1, 2, device), drawn(1, 1e6, device)):
+        exact = torch.log2(x.double())
+        assert ((apply("log2", x).double() - exact).abs() / exact.clamp_min(1)).max() <= UNIT
+    assert apply("log2", torch.ones(1, device=device)).item() == 0
+    assert apply("log2", torch.full([1], torch.nan, device=device)).isnan()
+
+
+def check_tanh(device: str) -> None:
+    from tests.kernels.elementwise import apply
+
+    for x in (drawn(-1e-3, 1e-3, device), drawn(-1, 1, device), drawn(-50, 50, device)):
+        exact = torch.tanh(x.double())
+        relative = (apply("tanh", x).double() - exact).abs() / exact.abs().clamp_min(1e-30)
+        assert relative.max() <= 3 * UNIT
+
+
+CHECKS = {"exp2": check_exp2, "log2": check_log2, "tanh": check_tanh}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_the_interpreter_a_function_is_that_of_float64(name: str, project_root: Path) -> None:
+    in_the_interpreter(project_root, f"from tests.kernels.test_softmax_tiles import *; check_{name}('cpu')")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_a_gpu_a_function_is_that_of_float64(name: str) -> None:
+    CHECKS[name]("cuda")
