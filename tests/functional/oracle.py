@@ -172,8 +172,11 @@ class Scene:
     def options(self) -> dict[str, object]:
         return {"mask": self.mask, "scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
-    def run(self, backend: str, **options: object) -> AttentionOutput:
-        return attention(self.query, self.key, self.value, backend=backend, **self.options(), **options)
+    def run(self, backend: str, device: str = "cpu", **options: object) -> AttentionOutput:
+        inputs = {"query": self.query, "key": self.key, "value": self.value, **self.options()}
+        if device != "cpu":
+            inputs = {name: x.to(device) if isinstance(x, Tensor | Mask) else x for name, x in inputs.items()}
+        return attention(**inputs, backend=backend, **options)
 
     def formula(self, keep: Tensor | None = None, rate: float = 0.0) -> Formula:
         """The formula in the scene's own dtype, over the mask that was asked pair by pair."""

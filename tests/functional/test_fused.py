@@ -47,22 +47,12 @@ def tiles_for(device: str) -> object:
     return nullcontext() if device == "cuda" else small_tiles()
 
 
-def run(case: Scene, backend: str, device: str = "cpu", **options: object) -> AttentionOutput:
-    tensors = {
-        name: x.to(device) if isinstance(x, Tensor) else x
-        for name, x in {"scale": case.scale, "sinks": case.sinks}.items()
-    }
-    mask = None if case.mask is None else case.mask.to(device)
-    query, key, value = (x.to(device) for x in (case.query, case.key, case.value))
-    return attention(query, key, value, mask=mask, softcap=case.softcap, backend=backend, **tensors, **options)
-
-
 def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "cpu") -> dict[str, Tensor]:
     """The gradients of a random functional of the output, the log-sum-exp or the statistics that are named."""
     case = case.with_gradients()
     asked = tuple(name for name in told if name in NAMES and (name != "learned_sink_mass" or case.sinks is not None))
     statistics = Statistics(*asked, sink_keys=SINK_KEYS, window=WINDOW) if asked else None
-    result = run(case, backend, device, statistics=statistics)
+    result = case.run(backend, device, statistics=statistics)
     there = {"output": result.output, "logsumexp": result.logsumexp}
     there |= {} if result.statistics is None else dict(result.statistics.items())
     loss = torch.zeros((), dtype=torch.float64)
@@ -86,7 +76,7 @@ def check_output(name: str, case: Scene, dtype: torch.dtype, device: str) -> Non
     exact, plain = result_and_gradients(case.to(torch.float64)), result_and_gradients(case)
     case = case.with_gradients()
     with tiles_for(device), poisoned_memory():
-        result = run(case, "fused", device)
+        result = case.run("fused", device)
         output = result.output.cpu()
         # The functional of `result_and_gradients`.
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(output.dtype)
@@ -183,7 +173,7 @@ def check_hidden(kind: str, device: str, dtype: torch.dtype) -> None:
         broken, count = break_hidden(clean)
         assert count > 0
         with tiles_for(device):
-            expected, actual = (run(x, "fused", device, statistics=True) for x in (clean, broken))
+            expected, actual = (x.run("fused", device, statistics=True) for x in (clean, broken))
             grads, broken_grads = (gradients(x, "fused", told, device) for x in (clean, broken))
         assert torch.equal(actual.output, expected.output)
         assert actual.statistics is not None
@@ -200,8 +190,8 @@ def check_seen(device: str) -> None:
     key = case.key.clone()
     key[0, 0, 6, 3] = torch.nan
     with tiles_for(device):
-        result = run(replace(case, key=key), "fused", device, statistics=True)
-        clean = run(case, "fused", device, statistics=True)
+        result = replace(case, key=key).run("fused", device, statistics=True)
+        clean = case.run("fused", device, statistics=True)
     group = case.query.shape[1] // key.shape[1]
     seen = torch.zeros(case.query.shape[:3], dtype=torch.bool)
     seen[0, :group] = case.visible()[0, :group, :, 6]
@@ -218,8 +208,8 @@ def check_dropout(device: str) -> None:
     case = scene(batch=2, who=Who(causal=True)).to(torch.float32)
     options = {"dropout": 0.3, "seed": 5, "statistics": ("entropy",)}
     with tiles_for(device):
-        dropped, kept = run(case, "fused", device, **options), run(case, "fused", device, statistics=("entropy",))
-    expected = run(case, "reference", **options)
+        dropped, kept = case.run("fused", device, **options), case.run("fused", device, statistics=("entropy",))
+    expected = case.run("reference", **options)
     assert torch.allclose(dropped.output.cpu(), expected.output, atol=1e-5)
     assert not torch.allclose(dropped.output, kept.output, atol=1e-2)
     assert dropped.statistics is not None
@@ -230,7 +220,7 @@ def check_dropout(device: str) -> None:
 def check_refusals(device: str) -> None:
     """No second derivative, and none at all of a count."""
     case = scene(who=Who(causal=True)).to(torch.float32).with_gradients()
-    result = run(case, "fused", device, statistics=True)
+    result = case.run("fused", device, statistics=True)
     assert result.statistics is not None
     assert result.statistics.visible_keys is not None
     assert not result.statistics.visible_keys.requires_grad
@@ -381,7 +371,7 @@ def test_on_a_gpu_the_gradient_of_cudnn_is_ours(
 def test_on_a_gpu_a_statistic_that_is_differentiated_leaves_cudnn() -> None:
     case = scene(queries=333, keys=333, dims=(64, 64)).to(torch.bfloat16).with_gradients()
     with mock.patch.object(fused, "_cudnn_backward", wraps=fused._cudnn_backward) as taken:
-        result = run(case, "fused", "cuda", statistics=("entropy",))
+        result = case.run("fused", "cuda", statistics=("entropy",))
         assert result.statistics is not None
         (result.output.sum() + result.statistics.entropy.sum()).backward()
     assert not taken.called

@@ -157,12 +157,12 @@ def functional(case: Case, directions: dict[str, Tensor], result: dict[str, Tens
     return loss
 
 
-def exactly(case: Case) -> dict[str, Tensor]:
+def exactly(case: Case, backend: str = "reference", device: str = "cpu") -> dict[str, Tensor]:
     names = tuple(name for name in case.told if name != "logsumexp")
     statistics = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW) if names else None
-    result = case.scene.run("reference", statistics=statistics, dropout=case.rate, seed=SEED)
+    result = case.scene.run(backend, device, statistics=statistics, dropout=case.rate, seed=SEED)
     told = {} if result.statistics is None else dict(result.statistics.items())
-    return {"output": result.output, "logsumexp": result.logsumexp, **told}
+    return {name: x.cpu() for name, x in {"output": result.output, "logsumexp": result.logsumexp, **told}.items()}
 
 
 def plainly(case: Case) -> dict[str, Tensor]:
@@ -305,8 +305,8 @@ def check(name: str, case: Case, dtype: torch.dtype, device: str, tiles: object 
     directions = {told: torch.randn(shape, generator=generator).bfloat16().double() for told, shape in shapes.items()}
     exact, _ = gradients(case, exactly, directions)
     rounded = replace(case, scene=case.scene.to(dtype))
-    # As a forward in that dtype gives it: its roundings of the logits are in the log-sum-exp too.
-    result = exactly(rounded)
+    # As a forward in that dtype gives it, on a GPU our own: its roundings of the logits are in the log-sum-exp too.
+    result = exactly(rounded) if device == "cpu" else exactly(rounded, "fused", device)
     plain, _ = gradients(rounded, plainly, {told: x.to(dtype) for told, x in directions.items()})
 
     # Nothing of a row that sees no key may be read: not its query, not what arrives for its output and statistics.

@@ -254,16 +254,21 @@ def _absorb(
         largest_abs = tl.maximum(largest_abs, top_abs)
 
     # `move` is how far the shift goes and `exponent` what is left of the logits, both in base 2.
+    EXACT: tl.constexpr = tile_q.dtype == tl.float32
     if ADDED:
         next_shift = tl.maximum(shift, top)
         # Differences of numbers of a float's size; a clamp keeps 0 * inf out of the sums.
         move = tl.maximum((shift - next_shift) * LOG2E, HIDDEN)
         exponent = tl.maximum((tile_s - next_shift[:, None]) * LOG2E, HIDDEN)
+    elif EXACT:
+        # The scale as it was given: times log2(e) it would be rounded, and large logits with it.
+        next_shift = tl.maximum(shift, top * gain)
+        move = tl.maximum((shift - next_shift) * LOG2E, HIDDEN)
+        exponent = (tile_s * gain - next_shift[:, None]) * LOG2E
     else:
         next_shift = tl.maximum(shift, top * gain)
         move = shift - next_shift
         exponent = tile_s * gain - next_shift[:, None]
-    EXACT: tl.constexpr = tile_q.dtype == tl.float32
     decay = exp2(move, EXACT)
     tile_p = exp2(exponent, EXACT)
     if not FULL:
@@ -419,7 +424,9 @@ def _forward_kernel(
     bend, gain = factor, factor
     if SOFTCAP:
         bend, gain = factor / softcap, softcap
-    if not ADDED:
+    EXACT: tl.constexpr = tile_q.dtype == tl.float32
+    BASE_TWO: tl.constexpr = not (ADDED or EXACT)  # shift, sink and gain are those of logits in base 2
+    if BASE_TWO:
         gain = gain * LOG2E
 
     # [BLOCK_M]
@@ -429,7 +436,7 @@ def _forward_kernel(
     if ptr_sinks is not None:
         # The sink is a first key without a value.
         sink = tl.load(ptr_sinks + i_head).to(tl.float32)
-        if not ADDED:
+        if BASE_TWO:
             sink = sink * LOG2E
         shift = tl.maximum(shift, sink)
         total = tl.where(sink == -float("inf"), 0.0, zeros + 1.0)
@@ -512,12 +519,11 @@ def _forward_kernel(
     is_empty = total == 0.0
     is_broken = total != total
     total = tl.where(is_empty, 1.0, total)
-    EXACT: tl.constexpr = tile_q.dtype == tl.float32
     log_total = log2(total, EXACT)
-    if ADDED:
-        logsumexp = shift + log_total * LN2
-    else:
+    if BASE_TWO:
         logsumexp = (shift + log_total) * LN2
+    else:
+        logsumexp = shift + log_total * LN2
     tl.store(ptr_logsumexp + offs_row, tl.where(is_empty, -float("inf"), logsumexp), mask=mask_m)
 
     # [BLOCK_M, BLOCK_VALUE]
@@ -536,10 +542,14 @@ def _forward_kernel(
         sees_keys = largest > -float("inf")
         largest_logit, largest_size = largest, tl.maximum(largest_abs, 0.0)
         over_shift = (largest - shift) * LOG2E
-    else:
+    elif BASE_TWO:
         sees_keys = largest > HIDDEN
         largest_logit, largest_size = largest * (gain * LN2), tl.maximum(largest_abs, 0.0) * (gain * LN2)
         over_shift = largest * gain - shift
+    else:
+        sees_keys = largest > HIDDEN
+        largest_logit, largest_size = largest * gain, tl.maximum(largest_abs, 0.0) * gain
+        over_shift = (largest * gain - shift) * LOG2E
     if rows.max_logit is not None:
         value = tl.where(sees_keys, largest_logit, -float("inf"))
         tl.store(rows.max_logit + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
@@ -569,10 +579,10 @@ def _forward_kernel(
     if rows.visible_keys is not None:
         tl.store(rows.visible_keys + offs_row, visible_keys.to(tl.float32), mask=mask_m)
     if rows.learned_sink_mass is not None:
-        if ADDED:
-            value = exp2((sink - shift) * LOG2E, EXACT) / total
-        else:
+        if BASE_TWO:
             value = exp2(sink - shift, EXACT) / total
+        else:
+            value = exp2((sink - shift) * LOG2E, EXACT) / total
         tl.store(rows.learned_sink_mass + offs_row, value, mask=mask_m)
     if rows.argmax is not None:
         tl.store(rows.argmax + offs_row, argmax, mask=mask_m)
