@@ -7,15 +7,16 @@ for a device and a CUDA graph may hold it. Lengths stay on the device, and may c
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.functional.statistics import NAMES
+from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 
 MOST_QUERIES = 16
 _MOST_SPLITS = 128
@@ -52,6 +53,13 @@ class CacheArguments(NamedTuple):
         return self.key.shape[2], self.block_table.shape[1] * self.key.shape[1], self.key.shape[1]
 
 
+def decode_runs_on(query: Tensor) -> bool:
+    """Whether there are kernels for this device at all; asked first, so that others pay nothing for the reasons."""
+    if query.is_cuda:
+        return HAS_TRITON and torch.version.cuda is not None
+    return IS_INTERPRETED and query.is_cpu
+
+
 def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
     """Why the decode kernels cannot serve these tensors, whose shapes fit together."""
     reasons = []
@@ -72,8 +80,13 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
         reasons.append(f"query and cache must be on one device, got {sorted({str(x.device) for x in tensors})}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         reasons.append("decode has no gradient")
-    if query.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
-        reasons.append(f"the kernels run on CUDA devices, got tensors on {query.device.type}")
+    kind = query.device.type
+    if kind != "meta" and not decode_runs_on(query):
+        missing = "" if HAS_TRITON else ", and Triton is not installed"
+        reasons.append(f"the kernels run on CUDA devices, got tensors on {kind}{missing}")
+    elif kind == "cuda" and not torch.compiler.is_compiling() and capability(query.device.index) < (8, 0):
+        major, minor = capability(query.device.index)
+        reasons.append(f"the kernels need compute capability 8.0, got {major}.{minor}")
     return reasons
 
 
@@ -119,7 +132,9 @@ def decode(
         raise BackendUnsupported("decode", reasons)
     if query.shape[2] == 1 and cache.key_position is None:
         right = None  # a single query is the last token, and nothing stands after it
-    output, logsumexp, statistics = _decode(
+    # Calling an operator costs as much Python as launching the kernels, so only who traces meets one.
+    run = _decode if _is_traced(query) else _decode_at_once
+    output, logsumexp, statistics = run(
         query,
         *cache,
         head_scale,
@@ -139,8 +154,14 @@ def decode(
     return output, logsumexp, dict(zip(names, statistics.unbind(0), strict=True))
 
 
-@torch.library.custom_op("polyhead::decode", mutates_args=())
-def _decode(
+def _is_traced(query: Tensor) -> bool:
+    """Whether somebody looks at the operators: a compiler, a dispatch mode, a subclass of tensors, a meta device."""
+    if torch.compiler.is_compiling() or type(query) is not Tensor or query.is_meta:
+        return True
+    return _get_current_dispatch_mode() is not None
+
+
+def _decode_at_once(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -279,6 +300,9 @@ def _decode(
                 num_warps=4,
             )
     return output, logsumexp, found
+
+
+_decode = torch.library.custom_op("polyhead::decode", mutates_args=())(_decode_at_once)
 
 
 @_decode.register_fake

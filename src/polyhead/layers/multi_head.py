@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.functional import AttentionOutput, Statistics, attention, straight
+from polyhead.functional.cached import cached_attention, cached_reasons
+from polyhead.functional.decode import decode_runs_on
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
 from polyhead.layers.joint_projection import JointProjection, hooks_of
-from polyhead.layers.kv_cache import KVCache
+from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.torch_exchange import copy_from, options_of, to_torch
@@ -234,10 +236,10 @@ class MultiHeadAttention(nn.Module):
             q, k = self._rotate(q, k, start, cache, key)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
-        span = k.shape[2]
+        span, view = k.shape[2], None
         if cache is not None:
             view = cache.append(k, v, lengths=lengths)
-            k, v, mask = view.key, view.value, view.masked(mask)
+            mask = view.masked(mask)
             span = longest(cache.lengths, otherwise=span)
         elif lengths is not None:
             raise OptionError(
@@ -247,27 +249,48 @@ class MultiHeadAttention(nn.Module):
             dtype = torch.float64 if q.dtype is torch.float64 else None
             bias = self.positions(queries, span, device=q.device, dtype=dtype)
             mask = bias if mask is None else mask & bias
-        result = attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            scale=self.scale,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            dropout=self.dropout if self.training else 0.0,
-            seed=seed,
-            backend=self.backend if backend is None else backend,
-            weights=weights,
-            statistics=checks.statistics_of(statistics, cross=key is not None),
-            logsumexp=logsumexp,
-            finite=self.finite,
-        )
+        backend = self.backend if backend is None else backend
+        asked = checks.statistics_of(statistics, cross=key is not None)
+        dropout = self.dropout if self.training else 0.0
+        result = None
+        if view is not None:
+            if decode_runs_on(q) and backend in ("auto", "fused") and not (weights or dropout or seed is not None):
+                result = self._decode(q, view, mask, asked)
+            if result is None:
+                k, v = view.key, view.value
+        if result is None:
+            result = attention(
+                q,
+                k,
+                v,
+                mask=mask,
+                scale=self.scale,
+                softcap=self.softcap,
+                sinks=self.sinks,
+                dropout=dropout,
+                seed=seed,
+                backend=backend,
+                weights=weights,
+                statistics=asked,
+                logsumexp=logsumexp,
+                finite=self.finite,
+            )
         heads = result.output.transpose(1, 2)  # [batch, queries, heads, value_dim]
         if head_gate is not None or self.head_gate is not None or self.gate_proj is not None:
             heads = self._gated(heads, query, head_gate)
         output = self.out_proj(heads.flatten(2))
         return AttentionOutput(output, result.logsumexp, result.weights, result.statistics, result.backend)
+
+    def _decode(
+        self, q: Tensor, view: CacheView, mask: Mask | None, statistics: Statistics | None
+    ) -> AttentionOutput | None:
+        """A few new tokens over the cache's own memory; None where our kernels cannot serve it."""
+        held = (q, view.storage, view.num_keys)
+        if len(cached_reasons(*held, mask=mask, scale=self.scale, sinks=self.sinks)):
+            return None
+        return cached_attention(
+            *held, mask=mask, scale=self.scale, softcap=self.softcap, sinks=self.sinks, statistics=statistics
+        )
 
     def _forward_plain(self, x: Tensor, causal: bool) -> Tensor | None:
         """Plain self-attention with nothing in between: the same numbers as the long way, with little Python.

@@ -4,33 +4,63 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import CacheError
+from polyhead.functional.decode import CacheArguments
 from polyhead.geometry import HeadLayout
 from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, host_integers, integers, longest
 from polyhead.masks import Mask
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class CacheView:
     """The keys and values to attend to, and what a mask must add so that they line up with the queries.
 
-    `key` is [batch, kv_heads, tokens, head_dim], `value` [batch, kv_heads, tokens, value_dim]. They may be windows
-    into the cache's own memory: read them before the next call that changes the cache, and never write to them.
+    `key` is [batch, kv_heads, num_keys, head_dim], `value` [batch, kv_heads, num_keys, value_dim]. `storage` says where
+    they lie in the cache's memory, for kernels that read them there; a cache that holds them in another form (pages,
+    int8) puts `key` and `value` together when one of them is first asked for. All of this may be windows into the
+    cache's own memory: read it before the next call that changes the cache, and never write to it.
     `mask` is None where attention lines up by itself (the last query stands beside the last key).
     `new_lengths` counts the real tokens of the block just appended, sequence by sequence; a plain `view()` has none.
     """
 
-    key: Tensor
-    value: Tensor
-    mask: Mask | None
-    lengths: tuple[int, ...]
-    new_lengths: tuple[int, ...] | None = None
+    __slots__ = ("_cache", "_stored", "_tensors", "lengths", "mask", "new_lengths", "num_keys")
+
+    def __init__(
+        self,
+        cache: KVCache,
+        stored: tuple[Tensor, ...],
+        num_keys: int,
+        mask: Mask | None,
+        new_lengths: tuple[int, ...] | None,
+    ) -> None:
+        self._cache = cache
+        self._stored = stored
+        self._tensors: tuple[Tensor, Tensor] | None = None
+        self.num_keys = num_keys
+        self.mask = mask
+        self.lengths = cache.lengths
+        self.new_lengths = new_lengths
+
+    @property
+    def storage(self) -> CacheArguments:
+        return self._cache._describe(self._stored)
+
+    @property
+    def key(self) -> Tensor:
+        return self._together()[0]
+
+    @property
+    def value(self) -> Tensor:
+        return self._together()[1]
+
+    def _together(self) -> tuple[Tensor, Tensor]:
+        if self._tensors is None:
+            self._tensors = self._cache._read(self._stored, self.num_keys)
+        return self._tensors
 
     def masked(self, mask: Mask | None) -> Mask | None:
         """`mask` with what this view adds to it."""
@@ -123,8 +153,7 @@ class KVCache(ABC):
 
         The mask hides empty slots and knows no queries, so it aligns no causal mask; `append` returns one that does.
         """
-        key, value = self._read()
-        return CacheView(key, value, self._occupied_mask(), self._lengths)
+        return self._view(self._stored(), self._occupied_mask())
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Row b becomes what row `index[b]` was (beam search). The batch size becomes the length of the index.
@@ -170,8 +199,18 @@ class KVCache(ABC):
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView: ...
 
     @abstractmethod
-    def _read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, padded on the right to the longest sequence."""
+    def _stored(self) -> tuple[Tensor, ...]:
+        """The memory that holds the keys and values up to the longest sequence."""
+
+    def _describe(self, stored: tuple[Tensor, ...]) -> CacheArguments:
+        """That memory in a kernel's words; whose the tokens in it are is for a mask to say."""
+        key, value = stored
+        return CacheArguments(key, value)
+
+    def _read(self, stored: tuple[Tensor, ...], num_keys: int) -> tuple[Tensor, Tensor]:
+        """That memory as plain keys and values, padded on the right to the longest sequence."""
+        key, value = stored
+        return key, value
 
     @abstractmethod
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
@@ -183,6 +222,11 @@ class KVCache(ABC):
     def _needs_rows_on_host(self) -> bool:
         """Whether a reorder must know its rows in Python although all sequences are equally long."""
         return False
+
+    def _view(
+        self, stored: tuple[Tensor, ...], mask: Mask | None, new_lengths: tuple[int, ...] | None = None
+    ) -> CacheView:
+        return CacheView(self, stored, stored[0].shape[2], mask, new_lengths)
 
     def _occupied_mask(self) -> Mask | None:
         if not self.is_ragged:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import CacheError
+from polyhead.functional.decode import CacheArguments
 from polyhead.layers.kv_cache.base import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import TokenLayout, count, integers, longest, positive
+from polyhead.masks import Mask
 
 Tables = list[list[int]]
 
@@ -87,9 +89,9 @@ class PagedCache(KVCache):
     """Sequences as lists of pages. A fork, a reordered beam or a branch of a prefix shares pages and copies, when it
     is written to, only the last page if that is partly filled.
 
-    Pages go back to the pool by `reset`, `crop`, and when a cache is no longer referenced. `block_tables` and `pool`
-    are what a paged kernel reads; `append` and `view` gather the pages into contiguous keys and values, which the
-    PyTorch backends need: a copy as long as the cache.
+    Pages go back to the pool by `reset`, `crop`, and when neither a cache nor its views are referenced any more.
+    `block_tables` and `pool` are what our kernels read. `key` and `value` of a view, which the PyTorch backends need,
+    gather the pages: a copy as long as the cache.
 
     >>> prompt = PagedCache(num_pages=7, page_size=4, batch_size=1, num_kv_heads=2, head_dim=3)
     >>> view = prompt.append(torch.ones(1, 2, 6, 3), torch.ones(1, 2, 6, 3))
@@ -124,6 +126,8 @@ class PagedCache(KVCache):
         super().__init__(batch_size, pool.layout)
         self._pool = pool
         self._tables: Tables = [[] for _ in range(self.batch_size)]
+        self._on_host: Tensor | None = None  # the tables as tensors, until they change
+        self._on_device: Tensor | None = None
         # The finaliser knows the pool and the tables, never the cache itself, which it would keep alive.
         weakref.finalize(self, _give_back_all, pool, self._tables).atexit = False
 
@@ -138,8 +142,10 @@ class PagedCache(KVCache):
     @property
     def block_tables(self) -> Tensor:
         """The pages of each sequence in order, int32 [batch, most pages]. Entries past a sequence's last page are 0, a
-        page that exists, so that a kernel may load a whole row."""
-        return self._host_tables().to(self._pool.layout.device, non_blocking=True)
+        page that exists, so that a kernel may load a whole row. Never write to it: it serves until a table changes."""
+        if self._on_device is None:
+            self._on_device = self._host_tables().to(self._pool.layout.device, non_blocking=True)
+        return self._on_device
 
     @property
     def nbytes(self) -> int:
@@ -165,6 +171,7 @@ class PagedCache(KVCache):
     def reset(self) -> None:
         _give_back_all(self._pool, self._tables)
         self._tables[:] = [[] for _ in range(self._built_batch or 0)]
+        self._tables_changed()
         self._lengths = (0,) * (self._built_batch or 0)
         self._width = 0
 
@@ -198,6 +205,7 @@ class PagedCache(KVCache):
             assert page == expected  # a fresh pool hands out its pages in order
             pool.hold([page] * (uses[page] - 1))
         self._tables[:] = state["tables"]
+        self._tables_changed()
         self._lengths = state["lengths"]
         self._width = state["width"]
 
@@ -226,11 +234,12 @@ class PagedCache(KVCache):
         pool.give_back(sources)
         for table, missing in zip(self._tables, fresh, strict=True):
             table.extend(pool.take() for _ in range(missing))
+        if shared or any(fresh):
+            self._tables_changed()
 
         self._write(key, value, new_lengths)
         self._advance(new_lengths, num_tokens)
-        held_key, held_value = self._read()
-        return CacheView(held_key, held_value, self._lengths_mask(new_lengths, num_tokens), self._lengths, new_lengths)
+        return self._view(self._stored(), self._lengths_mask(new_lengths, num_tokens), new_lengths)
 
     def _write(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...]) -> None:
         place = torch.arange(key.shape[2])
@@ -242,17 +251,28 @@ class PagedCache(KVCache):
         for pages, block in ((self._pool.keys, key), (self._pool.values, value)):
             pages.flatten(0, 1).index_copy_(0, slot, block[row, :, place])  # [tokens, kv_heads, dim]
 
-    def _read(self) -> tuple[Tensor, Tensor]:
-        tables = self.block_tables.flatten()
-        layout = self._pool.layout
+    def _stored(self) -> tuple[Tensor, ...]:
+        return self._pool.keys, self._pool.values, self.block_tables
 
-        def gather(pages: Tensor, dim: int) -> Tensor:
-            rows = pages.index_select(0, tables)  # [batch * pages, page_size, kv_heads, dim]
-            tokens = self._pages_for(self._width) * self.page_size if self.batch_size else self._width
-            tokens_first = rows.view(self.batch_size, tokens, layout.num_kv_heads, dim)
-            return tokens_first.narrow(1, 0, self._width).transpose(1, 2)
+    def _describe(self, stored: tuple[Tensor, ...]) -> CacheArguments:
+        keys, values, tables = stored
+        return CacheArguments(keys, values, block_table=tables)
 
-        return gather(self._pool.keys, layout.head_dim), gather(self._pool.values, layout.value_dim)
+    def _read(self, stored: tuple[Tensor, ...], num_keys: int) -> tuple[Tensor, Tensor]:
+        keys, values, tables = stored
+        batch, most = tables.shape
+
+        def gather(pages: Tensor) -> Tensor:
+            rows = pages.index_select(0, tables.flatten())  # [batch * pages, page_size, kv_heads, dim]
+            tokens = most * self.page_size if batch else num_keys
+            return rows.view(batch, tokens, *pages.shape[2:]).narrow(1, 0, num_keys).transpose(1, 2)
+
+        return gather(keys), gather(values)
+
+    def _view(
+        self, stored: tuple[Tensor, ...], mask: Mask | None, new_lengths: tuple[int, ...] | None = None
+    ) -> CacheView:
+        return CacheView(self, stored, self._width, mask, new_lengths)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         assert rows is not None  # the base reads the index back for a cache that needs rows on the host
@@ -261,6 +281,7 @@ class PagedCache(KVCache):
             self._pool.hold(table)
         _give_back_all(self._pool, self._tables)
         self._tables[:] = new
+        self._tables_changed()
 
     def _crop(self, kept: tuple[int, ...]) -> None:
         for table, length in zip(self._tables, kept, strict=True):
@@ -268,13 +289,21 @@ class PagedCache(KVCache):
             dropped = table[pages:]
             del table[pages:]
             self._pool.give_back(dropped)
+            if dropped:
+                self._tables_changed()
 
     # ---- pages
 
+    def _tables_changed(self) -> None:
+        self._on_host = None
+        self._on_device = None
+
     def _host_tables(self) -> Tensor:
-        most = longest([len(table) for table in self._tables], otherwise=0)
-        rows = [table + [0] * (most - len(table)) for table in self._tables]
-        return torch.tensor(rows, dtype=torch.int32).view(len(rows), most)
+        if self._on_host is None:
+            most = longest([len(table) for table in self._tables], otherwise=0)
+            rows = [table + [0] * (most - len(table)) for table in self._tables]
+            self._on_host = torch.tensor(rows, dtype=torch.int32).view(len(rows), most)
+        return self._on_host
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -282,6 +311,7 @@ class PagedCache(KVCache):
     def _share(self, tables: Tables, lengths: tuple[int, ...], width: int, built_batch: int) -> Self:
         twin = type(self).on_pool(self._pool, batch_size=built_batch)
         twin._tables[:] = [list(table) for table in tables]
+        twin._tables_changed()
         for table in twin._tables:
             self._pool.hold(table)
         twin._lengths = lengths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyhead.functional.decode import CacheArguments
 from polyhead.layers.kv_cache.slots import SlotCache
 from polyhead.layers.kv_cache.tokens import TokenLayout, count
 
@@ -15,7 +16,8 @@ class QuantizedCache(SlotCache):
     What comes back differs from what was stored by at most `largest / 254`, where `largest` is the largest magnitude
     of that token in that head, and by the rounding of float32 and of the cache's dtype. Zeros come back as zeros. A
     token that holds a NaN or an infinity comes back as NaN in that head, all of it: it stays as loud as it was, and
-    touches no other token. Views are dequantised copies, as long as the cache.
+    touches no other token. Our kernels read the int8 numbers; `key` and `value` of a view are dequantised copies, as
+    long as the cache.
 
     >>> cache = QuantizedCache(capacity=7, batch_size=1, num_kv_heads=1, head_dim=2)
     >>> key = torch.tensor([[[[127.0, -63.7]]]])
@@ -44,7 +46,11 @@ class QuantizedCache(SlotCache):
     def _encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return (*quantize(key), *quantize(value))
 
-    def _decode(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def _describe(self, stored: tuple[Tensor, ...]) -> CacheArguments:
+        key, key_scale, value, value_scale = stored
+        return CacheArguments(key, value, key_scale=key_scale.squeeze(-1), value_scale=value_scale.squeeze(-1))
+
+    def _read(self, stored: tuple[Tensor, ...], num_keys: int) -> tuple[Tensor, Tensor]:
         key, key_scale, value, value_scale = stored
         dtype = self._require_layout().dtype
         return dequantize(key, key_scale, dtype), dequantize(value, value_scale, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -71,7 +70,8 @@ class RollingCache(SlotCache):
         in_order = not any(self._floors)
         if in_order and longest(ends, otherwise=start + num_tokens) <= self._capacity:
             view = super()._append(key, value, new_lengths, layout)
-            return dataclasses.replace(view, mask=self._windowed(view.mask, num_tokens, all_real))
+            view.mask = self._windowed(view.mask, num_tokens, all_real)
+            return view
 
         floors = tuple(
             max(floor, end - self._ring) if end > self._capacity else floor
@@ -83,14 +83,13 @@ class RollingCache(SlotCache):
             self._write(write, key, value)
             self._advance(new_lengths, num_tokens)
             self._floors = floors
-            held_key, held_value = self._read()
+            stored = self._stored()
             key_positions = self._slot_positions()
             mask: Mask | None = Mask.positions(self._positions(starts, start, new_lengths, num_tokens), key_positions)
         else:
-            held_key, held_value = key, value
+            stored = key, value
             if start:
-                old_key, old_value = self._read()
-                held_key, held_value = torch.cat([old_key, key], dim=2), torch.cat([old_value, value], dim=2)
+                stored = tuple(torch.cat(pair, dim=2) for pair in zip(self._stored(), stored, strict=True))
             old_positions = self._slot_positions()
             self._write(write, key, value)
             self._advance(new_lengths, num_tokens)
@@ -102,11 +101,11 @@ class RollingCache(SlotCache):
                 rows = max(old_positions.shape[0], positions.shape[0])
                 key_positions = torch.cat([old_positions.expand(rows, -1), positions.expand(rows, -1)], dim=1)
                 mask = Mask.positions(positions, key_positions)
-        return CacheView(held_key, held_value, self._windowed(mask, num_tokens, all_real), self._lengths, new_lengths)
+        return self._view(stored, self._windowed(mask, num_tokens, all_real), new_lengths)
 
-    def _read(self) -> tuple[Tensor, Tensor]:
+    def _stored(self) -> tuple[Tensor, ...]:
         used = min(self._width, self._capacity)
-        return self._decode(tuple(buffer.narrow(2, 0, used) for buffer in self._buffers))
+        return tuple(buffer.narrow(2, 0, used) for buffer in self._buffers)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         super()._reorder(rows, where)

@@ -17,8 +17,8 @@ from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, longe
 class SlotCache(KVCache):
     """The shared body of the caches whose storage is [batch, kv_heads, slots, width] tensors.
 
-    A kind of cache says what it stores for a token (`_widths`, `_encode`, `_decode`) and what happens when the slots
-    do not suffice (`_reserve`).
+    A kind of cache says what it stores for a token (`_widths`, `_encode`, `_describe`, `_read`) and what happens when
+    the slots do not suffice (`_reserve`).
     """
 
     def __init__(self, batch_size: int | None, layout: TokenLayout | None, capacity: int) -> None:
@@ -61,10 +61,6 @@ class SlotCache(KVCache):
     def _encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return key, value
 
-    def _decode(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        key, value = stored
-        return key, value
-
     def _reserve(self, needed: int) -> None:
         """Make room for `needed` tokens a sequence, or refuse."""
         if needed > self._capacity:
@@ -84,12 +80,11 @@ class SlotCache(KVCache):
         for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
             write(buffer, block)
         self._advance(new_lengths, num_tokens)
-        held_key, held_value = self._read()
-        return CacheView(held_key, held_value, self._lengths_mask(new_lengths, num_tokens), self._lengths, new_lengths)
+        return self._view(self._stored(), self._lengths_mask(new_lengths, num_tokens), new_lengths)
 
-    def _read(self) -> tuple[Tensor, Tensor]:
+    def _stored(self) -> tuple[Tensor, ...]:
         self._require_layout()
-        return self._decode(tuple(buffer.narrow(2, 0, self._width) for buffer in self._buffers))
+        return tuple(buffer.narrow(2, 0, self._width) for buffer in self._buffers)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         layout = self._require_layout()
