@@ -264,9 +264,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--only", default="", help="variants whose names hold this, such as float32")
     parser.add_argument("--share", help="of the variants, as I/N: compile them and stop")
     arguments = parser.parse_args()
-    everyone = variants()
+    everyone = [variant for variant in variants() if arguments.only in str(variant)]
     if arguments.share:
         index, count = map(int, arguments.share.split("/"))
         for variant in everyone[index::count]:
@@ -274,7 +275,9 @@ def main() -> int:
         return 0
     began = time.perf_counter()
     workers = [
-        subprocess.Popen([sys.executable, "-m", "tests.gpu_cases", "--share", f"{i}/{arguments.workers}"])
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu_cases", "--share", f"{i}/{arguments.workers}", "--only", arguments.only]
+        )
         for i in range(arguments.workers)
     ]
     codes = [worker.wait() for worker in workers]

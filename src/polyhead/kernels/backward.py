@@ -38,6 +38,7 @@ from polyhead.kernels.backward_tiles import (
 )
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import key_spans, query_span, visible_tile
+from polyhead.kernels.softmax_tiles import add_product, products
 
 
 class BiasGradients(NamedTuple):
@@ -100,7 +101,11 @@ def _constants_kernel(problem, output, gradients, values, BLOCK_M: tl.constexpr)
     tile_o = load_tile(output, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM, BLOCK, False).to(tl.float32)
     tile_do = load_tile(problem.grad_output, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM, BLOCK, False)
     # A row that sees no key has an output of zeros, and what stands in its gradient must not be read.
-    constant = -tl.sum(tl.where(tile_o == 0.0, 0.0, tile_o * tile_do.to(tl.float32)), 1)
+    tile_product = tl.where(tile_o == 0.0, 0.0, tile_o * tile_do.to(tl.float32))
+    if tile_do.dtype == tl.float32:
+        # Gradients of the logits are small differences to it.
+        tile_product = tl.where(tile_o == 0.0, 0.0, tile_o.to(tl.float64) * tile_do.to(tl.float64))
+    constant = -tl.sum(tile_product, 1).to(tl.float32)
     if gradients.logsumexp is not None:
         constant += load_row(gradients.logsumexp, problem, i_pair, first_row, BLOCK_M)
     constant = _less_term(constant, gradients.entropy, values.entropy, problem, i_pair, first_row, BLOCK_M)
@@ -165,16 +170,16 @@ def _keys_step(
         tile_q = tl.where(filled[:, None], tile_q, 0.0).to(tile_q.dtype)
         tile_do = tl.where(filled[:, None], tile_do, 0.0).to(tile_do.dtype)
     # [BLOCK_N, BLOCK_M]: this way round, weights and gradients go from registers into the next products.
-    tile_s = tl.dot(tile_k, tl.trans(tile_q), input_precision="ieee")
-    tile_dp = tl.dot(tile_v, tl.trans(tile_do), input_precision="ieee")
+    tile_s = products(tile_k, tile_q)
+    tile_dp = products(tile_v, tile_do)
     tile_kept, _, tile_raw = tile_gradients(
         problem, tile_s, tile_dp, visible, logsumexp, constant, i_batch, i_head, first_row, offs_n, BLOCK_M, EDGE, True
     )
     if problem.head_scale is not None:
         _, own = head_scales(problem, i_head)
         tile_raw *= own  # the heads of a group share one sum
-    tile_dv = tl.dot(tile_kept.to(tile_do.dtype), tile_do, tile_dv, input_precision="ieee")
-    tile_dk = tl.dot(tile_raw.to(tile_q.dtype), tile_q, tile_dk, input_precision="ieee")
+    tile_dv = add_product(tile_dv, tile_kept.to(tile_do.dtype), tile_do)
+    tile_dk = add_product(tile_dk, tile_raw.to(tile_q.dtype), tile_q)
     return tile_dk, tile_dv
 
 
@@ -301,8 +306,8 @@ def _queries_step(
         problem.value, i_batch, i_kv_head, first_column, num_keys, BLOCK_N, DIM_VALUE, BLOCK_VALUE, not EDGE
     )
     # [BLOCK_M, BLOCK_N]
-    tile_s = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
-    tile_dp = tl.dot(tile_do, tl.trans(tile_v), input_precision="ieee")
+    tile_s = products(tile_q, tile_k)
+    tile_dp = products(tile_do, tile_v)
     offs_m = first_row + tl.arange(0, BLOCK_M)
     offs_n = first_column + tl.arange(0, BLOCK_N)
     distance = distance_tile(problem, i_batch, offs_m, offs_n)
@@ -317,7 +322,7 @@ def _queries_step(
         _add_bias_gradient(into, tile_ds, visible, i_batch, i_head, offs_m, offs_n, num_keys)
     if into.table is not None:
         _add_table_gradient(into, problem, tile_ds, visible, i_batch, i_head, offs_m, offs_n)
-    return tl.dot(tile_raw.to(tile_k.dtype), tile_k, tile_dq, input_precision="ieee")
+    return add_product(tile_dq, tile_raw.to(tile_k.dtype), tile_k)
 
 
 @triton.jit

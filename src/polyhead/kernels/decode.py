@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.kernels.mask_tiles import added_tile, key_ordinals, key_positions, visible_tile
-from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, tanh
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, add_product, exp2, log2, products, tanh
 
 
 class CachePointers(NamedTuple):
@@ -81,21 +81,6 @@ def _load_rows(ptr_rows, mask_rows, DIM: tl.constexpr, BLOCK: tl.constexpr):
     else:
         tile = tl.load(ptr, mask=mask_rows[:, None] & (offs < DIM)[None, :], other=0)
     return tile
-
-
-@triton.jit
-def _logits(tile_query, tile_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr):
-    """Dot products of rows and keys, float32 [BLOCK_M, BLOCK_N]."""
-    if (tile_query.dtype == tl.float32) and (BLOCK_KEY > 16):
-        # One chain of additions over all channels loses twice what PyTorch's product of a single row does; several
-        # short ones, added up at the end, do not. In 16 bits the inputs' own rounding is far larger.
-        CHUNKS: tl.constexpr = BLOCK_KEY // 16
-        rows = tl.permute(tl.reshape(tile_query, [BLOCK_M, CHUNKS, 16]), [1, 0, 2])
-        keys = tl.permute(tl.reshape(tile_key, [BLOCK_N, CHUNKS, 16]), [1, 2, 0])
-        products = tl.sum(tl.dot(rows, keys, input_precision="ieee"), 0)
-    else:
-        products = tl.dot(tile_query, tl.trans(tile_key), input_precision="ieee")
-    return products
 
 
 @triton.jit
@@ -364,7 +349,7 @@ def decode_kernel(
             tile_value = _load_rows(ptr_values, mask_n, DIM_VALUE, BLOCK_VALUE)
 
             if cache.key_scale is None:
-                logits = _logits(tile_query, tile_key, BLOCK_M, BLOCK_N, BLOCK_KEY)
+                logits = products(tile_query, tile_key)
             else:
                 scales = _load_scales(
                     cache.key_scale,
@@ -378,7 +363,7 @@ def decode_kernel(
                 )
                 if tile_query.dtype == tl.float32:
                     tile_key = tile_key.to(tl.float32) * scales[:, None]
-                    logits = _logits(tile_query, tile_key, BLOCK_M, BLOCK_N, BLOCK_KEY)
+                    logits = products(tile_query, tile_key)
                 else:
                     # The steps are exact in 16 bits, where their products with the scales would be rounded.
                     logits = tl.dot(tile_query, tl.trans(tile_key.to(tile_query.dtype))) * scales[None, :]
@@ -465,7 +450,7 @@ def decode_kernel(
                     exponential = tl.where(visible, exponential, 0.0)
             tile_value = tile_value.to(tile_query.dtype)
             weights = exponential.to(tile_query.dtype)
-            tile_output = tl.dot(weights, tile_value, tile_output * shrink[:, None], input_precision="ieee")
+            tile_output = add_product(tile_output * shrink[:, None], weights, tile_value)
             largest = new_largest
 
     # Whole tiles ask nobody whether a row is real, so rows past the real ones are emptied here.

@@ -31,7 +31,7 @@ from polyhead.kernels.mask_tiles import (
     query_positions,
     visible_tile,
 )
-from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, tanh
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, add_product, exp2, log2, products, tanh
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 # A hidden logit before its factor: below every real one, and still finite after a factor of up to 1e8.
@@ -203,7 +203,7 @@ def _absorb(
         FULL,
     )  # fmt: skip
     # [BLOCK_M, BLOCK_N], all that follows
-    tile_s = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
+    tile_s = products(tile_q, tile_k)
     if SOFTCAP:
         tile_s = tanh(tile_s * bend)
     if not FULL or mask.table is not None:
@@ -339,7 +339,7 @@ def _absorb(
         source_value, strides_value, i_batch, i_kv_head, first_key, sizes.keys, BLOCK_N, DIM_VALUE, BLOCK_VALUE,
         DESCRIPTORS, FULL,
     )  # fmt: skip
-    acc = tl.dot(tile_p.to(tile_v.dtype), tile_v, acc * decay[:, None], input_precision="ieee")
+    acc = add_product(acc * decay[:, None], tile_p.to(tile_v.dtype), tile_v)
     return (
         acc,
         next_shift,
@@ -605,7 +605,7 @@ def choose_blocks(width: int, element_size: int, queries: int, asked: int, capab
     """
     if element_size == 4:
         # Products of float32 do not go through the matrix units; what counts is that the tiles stay in registers.
-        blocks = Blocks(64, 32, 8, 2) if width <= 64 else Blocks(32, 32, 8, 2)
+        blocks = Blocks(64, 32, 8, 2) if width <= 64 else Blocks(32, 32, 8, 2) if width <= 128 else Blocks(32, 16, 8, 2)
     elif capability < (9, 0):
         # Shared memory of 100 to 163 KiB.
         blocks = (
