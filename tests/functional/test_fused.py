@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from polyhead import AttentionOutput, Mask, Statistics, attention, explain
 from polyhead.errors import BackendUnsupported
@@ -269,6 +271,22 @@ def check_programs(device: str) -> None:
     torch.library.opcheck(torch.ops.polyhead.attention_forward.default, (query, key, value, *options))
 
 
+def check_layouts(device: str) -> None:
+    """An output has its axes in the order of the query's, and is the same whatever that is."""
+    heads_first = torch.randn(2, 3, 23, 16, device=device)
+    tokens_first = heads_first.transpose(1, 2).contiguous().transpose(1, 2)
+    both = torch.cat([tokens_first, tokens_first], -1)[..., 16:]  # a part of something wider
+    outputs = []
+    for query in (heads_first, tokens_first, both):
+        output = attention(query, heads_first, heads_first, backend="fused").output
+        assert output.stride() == torch.empty_like(query).stride()
+        outputs.append(output)
+    assert outputs[0].equal(outputs[1])
+    assert outputs[0].equal(outputs[2])
+    narrow = attention(heads_first, heads_first, heads_first[..., :8], backend="fused").output
+    assert narrow.transpose(1, 2).is_contiguous()
+
+
 INTERPRETED = "from tests.functional.test_fused import *\n"
 
 
@@ -291,11 +309,11 @@ def test_in_the_interpreter_a_broken_key_is_seen_by_who_sees_it(project_root: Pa
 
 
 def test_in_the_interpreter_dropout_is_that_of_the_other_backends(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_dropout('cpu')\ncheck_refusals('cpu')")
+    in_the_interpreter(project_root, INTERPRETED + "check_dropout('cpu')\ncheck_refusals('cpu')\ncheck_layouts('cpu')")
 
 
 def test_in_the_interpreter_compilers_and_exporters_see_through(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_programs('cpu')")
+    in_the_interpreter(project_root, INTERPRETED + "check_programs('cpu')\ncheck_layouts('cpu')")
 
 
 def reasons_of(*shape: int, **options: object) -> tuple[str, ...]:
@@ -348,6 +366,7 @@ def test_on_a_gpu_the_rest_holds_too() -> None:
     check_dropout("cuda")
     check_refusals("cuda")
     check_programs("cuda")
+    check_layouts("cuda")
 
 
 @pytest.mark.gpu
@@ -365,6 +384,35 @@ def test_on_a_gpu_the_gradient_of_cudnn_is_ours(
     with mock.patch.object(fused, "_cudnn_backward", wraps=fused._cudnn_backward) as taken:
         check_output("ours", case, dtype, "cuda")
     assert not taken.called
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_on_a_gpu_cudnn_serves_us_and_pytorch_in_any_order(ours_first: bool, tokens_first: bool) -> None:
+    """PyTorch keeps cuDNN's plans; one that was made for us must not be wrong for it, nor the other way round."""
+    length = 192 + 128 * ours_first + 256 * tokens_first  # of which no plan is kept yet
+    case = scene(batch=2, heads=(4, 4), queries=length, keys=length, dims=(64, 64), who=Who(causal=True))
+    case = case.to(torch.bfloat16)
+    exact, plain = result_and_gradients(case.to(torch.float64)), result_and_gradients(case)
+    direction = torch.randn(case.query.shape, generator=torch.Generator().manual_seed(7)).bfloat16().cuda()
+
+    def ours(*inputs: Tensor) -> Tensor:
+        return attention(*inputs, mask=Mask.causal(), backend="fused").output
+
+    def theirs(*inputs: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(*inputs, is_causal=True)
+
+    for name, call in [("ours", ours), ("theirs", theirs)][:: 1 if ours_first else -1]:
+        leaves = [x.cuda() for x in (case.query, case.key, case.value)]
+        if tokens_first:
+            leaves = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves]
+        leaves = [x.requires_grad_() for x in leaves]
+        found = torch.autograd.grad(call(*leaves), leaves, direction)
+        for learned, grad in zip(("query", "key", "value"), found, strict=True):
+            expected = {"exact": exact.gradients[learned], "plain": plain.gradients[learned]}
+            assert_within_error_budget(grad.cpu(), **expected, name=f"{name}: the gradient of {learned}")
 
 
 @pytest.mark.gpu

@@ -5,10 +5,11 @@ from __future__ import annotations
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.tiled_softmax import attend
 from polyhead.functional.tiles import prepare
+from polyhead.functional.tracing import TRANSFORMED, is_transformed
 
 
 def unsupported_reasons(request: AttentionRequest) -> list[str]:
-    return []
+    return [TRANSFORMED] if is_transformed() else []
 
 
 def run(request: AttentionRequest) -> AttentionOutput:

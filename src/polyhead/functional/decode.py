@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.functional.statistics import NAMES
+from polyhead.functional.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
+from polyhead.kernels.sizes import power_of_two
 
 MOST_QUERIES = 16
 _MOST_SPLITS = 128
@@ -80,6 +81,8 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
         reasons.append(f"query and cache must be on one device, got {sorted({str(x.device) for x in tensors})}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         reasons.append("decode has no gradient")
+    if is_transformed():
+        reasons.append(TRANSFORMED)
     kind = query.device.type
     if kind != "meta" and not decode_runs_on(query):
         missing = "" if HAS_TRITON else ", and Triton is not installed"
@@ -133,7 +136,7 @@ def decode(
     if query.shape[2] == 1 and cache.key_position is None:
         right = None  # a single query is the last token, and nothing stands after it
     # Calling an operator costs as much Python as launching the kernels, so only who traces meets one.
-    run = _decode if _is_traced(query) else _decode_at_once
+    run = _decode if is_traced(query) else _decode_at_once
     output, logsumexp, statistics = run(
         query,
         *cache,
@@ -152,13 +155,6 @@ def decode(
         splits,
     )
     return output, logsumexp, dict(zip(names, statistics.unbind(0), strict=True))
-
-
-def _is_traced(query: Tensor) -> bool:
-    """Whether somebody looks at the operators: a compiler, a dispatch mode, a subclass of tensors, a meta device."""
-    if torch.compiler.is_compiling() or type(query) is not Tensor or query.is_meta:
-        return True
-    return _get_current_dispatch_mode() is not None
 
 
 def _decode_at_once(
@@ -294,8 +290,8 @@ def _decode_at_once(
                 HEADS=heads,
                 QUERIES=queries,
                 DIM_VALUE=dim_value,
-                BLOCK_SPLITS=max(16, _power_of_two(splits)),
-                BLOCK_PARTS=min(max(4, _power_of_two(splits)), 32),
+                BLOCK_SPLITS=max(16, power_of_two(splits)),
+                BLOCK_PARTS=min(max(4, power_of_two(splits)), 32),
                 BLOCK_VALUE=blocks.dim_value,
                 num_warps=4,
             )
@@ -342,12 +338,12 @@ def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statisti
     `rows` is the query heads of a group times the new tokens; `indirect` says that pages or positions are loaded before
     it is known which keys to load.
     """
-    block_m = min(max(16, _power_of_two(rows)), _MOST_ROWS)
-    block_key, block_value = max(16, _power_of_two(dim_key)), max(16, _power_of_two(dim_value))
+    block_m = min(max(16, power_of_two(rows)), _MOST_ROWS)
+    block_key, block_value = max(16, power_of_two(dim_key)), max(16, power_of_two(dim_value))
     quantised = itemsize == 1
     is_plain = itemsize == 2 and not indirect
     room = 16 if quantised else 64 if is_plain and block_m == 16 else 32  # KiB of keys and values in one tile
-    block_n = min(max(16, _power_of_two(room * 1024 // ((block_key + block_value) * itemsize) + 1) // 2), 128)
+    block_n = min(max(16, power_of_two(room * 1024 // ((block_key + block_value) * itemsize) + 1) // 2), 128)
     many = statistics > 4
     warps = 8 if itemsize == 4 or block_m == _MOST_ROWS or (many and block_m > 16) else 4
     # A load whose address is loaded before it takes two stages more to be as far ahead.
@@ -378,10 +374,6 @@ def plan_splits(pairs: int, tiles: int, room: int) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def _row_head_token(x: Tensor | None, paged: bool) -> tuple[int, int, int]:

@@ -19,8 +19,10 @@ from polyhead.functional.guard import without_broken
 from polyhead.functional.kernel_masks import mask_reasons, pack, shared_strides
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.statistics import RowStatistics
+from polyhead.functional.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, has_hopper_kernels
 from polyhead.kernels.mask_arguments import MaskArguments
+from polyhead.kernels.outputs import output_like
 
 _LARGEST_DIM = 256
 # False leaves every gradient to our own kernel.
@@ -64,6 +66,8 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append(f"our kernels take head and value dims from 1 to {_LARGEST_DIM}, got {head_dim} and {value_dim}")
     if request.weights:
         reasons.append("our kernels never hold the weights")
+    if is_transformed():
+        reasons.append(TRANSFORMED)
     return reasons + mask_reasons(request.visibility)
 
 
@@ -90,14 +94,16 @@ def run(request: AttentionRequest) -> AttentionOutput:
         bias = visibility.biases[0] if len(visibility.biases) else None
         table = visibility.relative_biases[0].table if len(visibility.relative_biases) else None
     seed = draw_seed(query.device) if request.dropout and request.seed is None else request.seed
-    is_per_head = isinstance(request.scale, Tensor)
+    scale, head_scale = (1.0, request.scale) if isinstance(request.scale, Tensor) else (request.scale, None)
     tensors, numbers = _flat(mask)
-    output, logsumexp, *found = torch.ops.polyhead.attention_forward(
+    # Calling an operator takes as much Python as launching a kernel, and twice that where gradients are recorded.
+    forward = _forward_operator if is_traced(query) else _Recorded.apply if needs_grad else _forward
+    output, logsumexp, *found = forward(
         query,
         key,
         value,
-        1.0 if is_per_head else request.scale,
-        request.scale if is_per_head else None,
+        scale,
+        head_scale,
         request.softcap,
         request.sinks,
         bias,
@@ -164,8 +170,7 @@ def _names(joined: str) -> tuple[str, ...]:
     return tuple(joined.split(",")) if joined else ()
 
 
-@torch.library.custom_op("polyhead::attention_forward", mutates_args=(), schema=_FORWARD_SCHEMA)
-def _forward_operator(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -235,10 +240,15 @@ def _row_poison(poison: Tensor, mask: MaskArguments, queries: int) -> Tensor:
     return torch.where(seen > 0, torch.nan, 0.0)
 
 
+_forward_operator = torch.library.custom_op("polyhead::attention_forward", mutates_args=(), schema=_FORWARD_SCHEMA)(
+    _forward
+)
+
+
 @_forward_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
     batch, heads, queries, _ = query.shape
-    output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+    output = output_like(_with_dense_rows(query), value.shape[3])
     count = 1 + len(_names(options[-3]))
     return [output, *(query.new_empty((batch, heads, queries), dtype=torch.float32) for _ in range(count))]
 
@@ -269,7 +279,8 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     output, logsumexp, *statistics = results
     needed = [ctx.needs_input_grad[i] for i in (4, 6, 7, 8)]
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
-    found = torch.ops.polyhead.attention_backward(
+    backward = _backward_operator if torch.is_grad_enabled() or is_traced(query) else _backward
+    found = backward(
         grad_output,
         query,
         key,
@@ -308,8 +319,24 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 _forward_operator.register_autograd(_differentiate, setup_context=_remember)
 
 
-@torch.library.custom_op("polyhead::attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
-def _backward_operator(
+class _Recorded(torch.autograd.Function):
+    """The same on the tape of plain PyTorch."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_forward(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _remember(ctx, inputs, list(output))
+        ctx.lists = (None, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _differentiate(ctx, list(grads))
+
+
+def _backward(
     grad_output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -425,6 +452,11 @@ def _backward_operator(
             result.append(_laid_out_like(grad, like))
     inputs = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
     return [*(_laid_out_like(grad, like) for grad, like in inputs), *result]
+
+
+_backward_operator = torch.library.custom_op("polyhead::attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)(
+    _backward
+)
 
 
 @_backward_operator.register_fake
@@ -560,6 +592,9 @@ def _cudnn_backward(
         is_broken = logsumexp.isnan()
         output = torch.where(is_broken[..., None], 0.0, output)
         logsumexp = torch.where(is_broken, torch.inf, logsumexp)
+    # PyTorch keeps cuDNN's plans by the layout of query, key and value, and takes for granted that the output has that
+    # of the query. Another one would be read wrongly, here or in a later call of its own with such inputs.
+    output = _laid_out_like(output, query)
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     queries, keys = query.shape[2], key.shape[2]
     grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -21,6 +21,7 @@ from polyhead.functional.guard import over_heads, without_broken
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.tiled_softmax import attend
 from polyhead.functional.tiles import prepare
+from polyhead.functional.tracing import TRANSFORMED, is_forward_mode, is_transformed
 from polyhead.functional.visibility import Visibility
 
 _KERNELS = {backend.value: name.removesuffix("_ATTENTION").lower() for name, backend in SDPBackend.__members__.items()}
@@ -38,6 +39,10 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append("PyTorch's fused kernels give no log-sum-exp with a gradient")
     if request.dropout and request.seed is not None:
         reasons.append("PyTorch's fused kernels draw their own dropout and cannot replay a seed")
+    if is_forward_mode():
+        reasons.append("PyTorch's fused kernels have no forward-mode derivative")
+    elif request.statistics is not None and is_transformed():
+        reasons.append(TRANSFORMED)
     return reasons + math_reasons(request)
 
 

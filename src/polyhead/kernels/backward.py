@@ -38,6 +38,7 @@ from polyhead.kernels.backward_tiles import (
 )
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import key_spans, query_span, visible_tile
+from polyhead.kernels.sizes import blocks_of, power_of_two
 from polyhead.kernels.softmax_tiles import add_product, products
 
 
@@ -481,7 +482,7 @@ def backward(
         into = into._replace(table=torch.zeros(table_shape, dtype=torch.float64, device=query.device))
     # What is the same for every key of a row is in C, and the walks need not know it.
     by_key = gradients._replace(logsumexp=None, confidence=None, learned_sink_mass=None)
-    block_value = max(16, triton.next_power_of_2(value_dim))
+    block_value = max(16, power_of_two(value_dim))
     problem = Problem(
         query=_strided(query),
         key=_strided(key),
@@ -505,7 +506,7 @@ def backward(
         window=window,
         DIM_KEY=tl.constexpr(head_dim),
         DIM_VALUE=tl.constexpr(value_dim),
-        BLOCK_KEY=tl.constexpr(max(16, triton.next_power_of_2(head_dim))),
+        BLOCK_KEY=tl.constexpr(max(16, power_of_two(head_dim))),
         BLOCK_VALUE=tl.constexpr(block_value),
         BASE_TWO=tl.constexpr(
             query.dtype is not torch.float32 and softcap is None and mask.bias is None and mask.table is None
@@ -518,9 +519,9 @@ def backward(
     with torch.cuda.device_of(query):
         if constant.numel():
             block_m = max(1, min(64, 8192 // block_value))
-            grid = (batch * heads * triton.cdiv(num_queries, block_m),)
+            grid = (batch * heads * blocks_of(num_queries, block_m),)
             _constants_kernel[grid](problem, _strided(output), gradients, values, BLOCK_M=block_m)
-            _queries_kernel[(batch * heads * triton.cdiv(num_queries, for_queries.block_m),)](
+            _queries_kernel[(batch * heads * blocks_of(num_queries, for_queries.block_m),)](
                 problem,
                 into,
                 _strided(grad_query),
@@ -530,7 +531,7 @@ def backward(
                 num_stages=for_queries.stages,
             )
         if grad_key.numel():
-            _keys_kernel[(batch * kv_heads * triton.cdiv(num_keys, for_keys.block_n),)](
+            _keys_kernel[(batch * kv_heads * blocks_of(num_keys, for_keys.block_n),)](
                 problem,
                 _strided(grad_key),
                 _strided(grad_value),

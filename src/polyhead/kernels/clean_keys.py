@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from polyhead.kernels.sizes import blocks_of, power_of_two
+
 
 @triton.jit
 def _clean_tile(ptr_from, ptr_to, offs_from, offs_to, mask_tile):
@@ -90,9 +92,9 @@ def clean_keys(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     poison = key.new_empty(batch, heads, tokens)
     if not poison.numel():
         return clean_key, clean_value, poison
-    block_key, block_value = triton.next_power_of_2(dim_key), triton.next_power_of_2(dim_value)
+    block_key, block_value = power_of_two(dim_key), power_of_two(dim_value)
     block_tokens = max(1, min(64, 8192 // max(block_key, block_value)))
-    grid = (batch * heads * triton.cdiv(tokens, block_tokens),)
+    grid = (batch * heads * blocks_of(tokens, block_tokens),)
     with torch.cuda.device_of(key):
         _clean_kernel[grid](
             key,

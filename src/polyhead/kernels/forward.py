@@ -31,6 +31,8 @@ from polyhead.kernels.mask_tiles import (
     query_positions,
     visible_tile,
 )
+from polyhead.kernels.outputs import output_like
+from polyhead.kernels.sizes import blocks_of, power_of_two
 from polyhead.kernels.softmax_tiles import LN2, LOG2E, add_product, exp2, log2, products, tanh
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
@@ -652,7 +654,7 @@ def forward(
     batch, heads, queries, dim_key = query.shape
     kv_heads, keys, dim_value = value.shape[1:]
     # In memory [batch, queries, heads, value_dim], as the layer that joins the heads wants it.
-    output = query.new_empty(batch, queries, heads, dim_value).transpose(1, 2)
+    output = output_like(query, dim_value)
     shape = (batch, heads, queries)
     logsumexp = query.new_empty(shape, dtype=torch.float32)
     statistics = {name: torch.empty_like(logsumexp) for name in names}
@@ -664,7 +666,7 @@ def forward(
     if not logsumexp.numel():
         return output, logsumexp, statistics, indices
 
-    block_key, block_value = (max(16, triton.next_power_of_2(dim)) for dim in (dim_key, dim_value))
+    block_key, block_value = (max(16, power_of_two(dim)) for dim in (dim_key, dim_value))
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (9, 0)
     asked = len(statistics) + len(indices)
     blocks = choose_blocks(max(block_key, block_value), query.element_size(), queries, asked, capability)
@@ -680,7 +682,7 @@ def forward(
         ]
     by_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
     with torch.cuda.device_of(query):
-        _forward_kernel[(batch * heads * triton.cdiv(queries, blocks.rows),)](
+        _forward_kernel[(batch * heads * blocks_of(queries, blocks.rows),)](
             *sources,
             output,
             logsumexp,
@@ -724,6 +726,6 @@ def _fits_descriptor(x: Tensor) -> bool:
 
 def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     # The stride of an axis of one element is never stepped, and may be anything that the rules allow.
-    aligned = triton.cdiv(x.shape[3], 16) * 16
+    aligned = blocks_of(x.shape[3], 16) * 16
     strides = [stride if size > 1 else aligned for size, stride in zip(x.shape, x.stride(), strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, width])

@@ -12,7 +12,6 @@ the four threads that share it, and meet once, at the end.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from polyhead.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, multiprocessors, row_sums
 from polyhead.kernels.mask_arguments import MaskArguments
+from polyhead.kernels.outputs import output_like
+from polyhead.kernels.sizes import blocks_of, power_of_two
 
 STATISTICS = ("max_logit", "entropy", "confidence", "reach", "signed_reach", "visible_keys")
 
@@ -426,14 +427,14 @@ def forward(
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     offset = keys - queries
-    output = query.new_empty(batch, queries, heads, value_dim).transpose(1, 2)
+    output = output_like(query, value_dim)
     wanted = ["logsumexp"] + [name for name in ("entropy", "reach", "signed_reach") if name in names]
     wanted += ["max_logit"] if "max_logit" in names or "confidence" in names else []
     shape = (batch, heads, queries)
     found = {name: torch.empty(shape, dtype=torch.float32, device=query.device) for name in wanted}
-    dim, value_dim = max(64, triton.next_power_of_2(dim)), max(64, triton.next_power_of_2(value_dim))
+    dim, value_dim = max(64, power_of_two(dim)), max(64, power_of_two(value_dim))
     block = 128
-    blocks = triton.cdiv(queries, 128)
+    blocks = blocks_of(queries, 128)
     total = blocks * batch * heads
     is_full = left is None and right is None
     # Every block of a full mask takes the same time: one program a multiprocessor then walks through its share, and

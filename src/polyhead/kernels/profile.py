@@ -32,6 +32,7 @@ from polyhead.kernels.profile_tiles import (
     take_columns,
     whole_span,
 )
+from polyhead.kernels.sizes import blocks_of, power_of_two
 
 
 class ColumnResults(NamedTuple):
@@ -349,7 +350,7 @@ def walk(
     tiles = tiles_for(query, by_columns=by_columns, busy=busy)
     if block is not None and 0 in _pools(block, tiles)[:2]:
         tiles = tiles_for(query, by_columns=by_columns, busy=True)
-    top = triton.next_power_of_2(topk) if topk else 1
+    top = power_of_two(topk) if topk else 1
 
     def new(*shape: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> Tensor:
         make = torch.zeros if zero else torch.empty
@@ -360,7 +361,7 @@ def walk(
     if received:
         found["received"] = new(columns, zero=not by_columns)
     if block is not None:
-        found["block_map"] = new(triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1]), zero=True)
+        found["block_map"] = new(blocks_of(rows, block[0]), blocks_of(columns, block[1]), zero=True)
     if offsets:
         found["offsets"] = new(OFFSET_BINS.value, zero=True)
     if argmax:
@@ -393,7 +394,7 @@ def walk(
         )
     with torch.cuda.device_of(query):
         if by_columns:
-            count = batch * heads * triton.cdiv(columns, tiles.columns)
+            count = batch * heads * blocks_of(columns, tiles.columns)
             _column_kernel[(count,)](problem, mask, column_results, **constants)
         else:
             row_results = RowResults(
@@ -404,7 +405,7 @@ def walk(
                 key_set=None if key_set is None else key_set.contiguous().view(torch.uint8),
                 key_set_batch=0 if key_set is None or key_set.shape[0] == 1 else key_set.shape[1],
             )
-            count = batch * heads * triton.cdiv(rows, tiles.rows)
+            count = batch * heads * blocks_of(rows, tiles.rows)
             _row_kernel[(count,)](problem, mask, column_results, row_results, **constants, TOP=top)
     return found
 

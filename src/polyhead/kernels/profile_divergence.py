@@ -13,6 +13,7 @@ from torch import Tensor
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.profile_prepare import Problem, block_dim, tiles_for
 from polyhead.kernels.profile_tiles import column_span, head_factor, load_rows, log2_weights
+from polyhead.kernels.sizes import blocks_of
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def divergences(problem: Problem, mask: MaskArguments, head_pairs: Tensor) -> Te
     """Sums over the rows of divergence and distance, and the number of rows that see a key, [3, batch, pairs]."""
     query, pairs = problem.query, head_pairs.shape[0]
     tiles = tiles_for(query, by_columns=False, heads_at_once=2)
-    blocks = triton.cdiv(problem.rows, tiles.rows)
+    blocks = blocks_of(problem.rows, tiles.rows)
     sums = torch.empty(3, problem.batch, pairs, blocks, device=query.device)
     if not sums.numel() or not problem.columns:
         return sums.zero_().sum(-1)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from polyhead.kernels.sizes import blocks_of, power_of_two
+
 _LOG2_E = 1.4426950408889634
 LARGEST_TILE = 128
 
@@ -81,7 +83,7 @@ def prepare(
     query, key = _readable(query), _readable(key)
     batch, heads = query.shape[:2]
     row_count = rows[1] - rows[0]
-    padded = triton.cdiv(row_count, LARGEST_TILE) * LARGEST_TILE
+    padded = blocks_of(row_count, LARGEST_TILE) * LARGEST_TILE
     shift = torch.empty(batch * heads, padded, device=query.device, dtype=torch.float32)
     inner = _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
     factors, ratios, factor, ratio = None, None, 0.0, _LOG2_E
@@ -97,9 +99,9 @@ def prepare(
             ratio = factor / scale
     high = _rounded(ratio)
     if shift.numel():
-        block = min(1024, triton.next_power_of_2(padded))
+        block = min(1024, power_of_two(padded))
         with torch.cuda.device_of(query):
-            _shift_kernel[(batch * heads * triton.cdiv(padded, block),)](
+            _shift_kernel[(batch * heads * blocks_of(padded, block),)](
                 logsumexp,
                 shift,
                 ratios,
@@ -201,7 +203,7 @@ def _shared_bytes(tiles: Tiles, row_bytes: int, by_columns: bool) -> int:
 
 
 def block_dim(query: Tensor) -> int:
-    return max(16, triton.next_power_of_2(query.shape[3]))
+    return max(16, power_of_two(query.shape[3]))
 
 
 def _readable(x: Tensor) -> Tensor:

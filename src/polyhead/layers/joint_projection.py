@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
+
+from polyhead.functional.tracing import is_transformed
 
 
 class JointProjection:
@@ -52,7 +53,7 @@ class JointProjection:
             return False
         if x.is_cpu is not weight.is_cpu or x.get_device() != weight.get_device():
             return False
-        if any(self._hooks) or has_global_hooks() or torch._C._is_any_autocast_enabled() or _is_transformed():
+        if any(self._hooks) or has_global_hooks() or torch._C._is_any_autocast_enabled() or is_transformed():
             return False
         for held, name, parameter, pointer in self._laid:
             if held.get(name) is not parameter or (parameter is not None and parameter.data_ptr() != pointer):
@@ -88,16 +89,11 @@ def has_global_hooks() -> bool:
     return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
 
 
-def _is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation looks on, for which `_Joint` has no rules."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-
-
 @torch.no_grad()
 def _lay_side_by_side(parameters: Sequence[Tensor | None]) -> Tensor | None:
     """Move parameters into one block of memory, end to end by rows, and return it; None where they do not fit."""
     plain = [p for p in parameters if type(p) is nn.Parameter and p.is_contiguous() and not p.is_meta]
-    if len(plain) != len(parameters) or _is_transformed():
+    if len(plain) != len(parameters) or is_transformed():
         return None
     if len({p.data_ptr() for p in plain}) != len(plain):
         return None  # tied parameters stay tied

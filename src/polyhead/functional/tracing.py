@@ -1,0 +1,38 @@
+"""Who looks on while operators are called: compilers, function transforms, dispatch modes.
+
+Who traces must meet an operator, which nobody else need pay for. Who transforms must meet plain operators, for which
+PyTorch has rules.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+TRANSFORMED = "PyTorch's function transforms and forward-mode differentiation need plain operators"
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation looks on; a compiler has its own way with them."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def is_forward_mode() -> bool:
+    """Whether derivatives go forward along with the values."""
+    if not is_transformed():
+        return False
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return forward_ad._current_level >= 0 or (
+        innermost is not None and innermost.key() == torch._C._functorch.TransformType.Jvp
+    )
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a compiler, a dispatch mode, a subclass of tensors or a meta device looks on."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
+        return True
+    return _get_current_dispatch_mode() is not None

@@ -1,0 +1,21 @@
+"""Sizes of tiles and grids, in plain Python: Triton's own functions of these names take as long as a small kernel."""
+
+from __future__ import annotations
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less.
+
+    >>> power_of_two(1), power_of_two(64), power_of_two(65)
+    (1, 64, 128)
+    """
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def blocks_of(number: int, size: int) -> int:
+    """How many blocks of a size hold so many.
+
+    >>> blocks_of(128, 64), blocks_of(129, 64)
+    (2, 3)
+    """
+    return -(-number // size)
