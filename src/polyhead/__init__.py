@@ -1,5 +1,6 @@
 """polyhead: multi-head attention you can run, watch and reshape, one head at a time."""
 
+from polyhead import huggingface as huggingface
 from polyhead.functional import (
     AttentionOutput,
     AttentionProfile,
