@@ -83,7 +83,7 @@ def test_a_quick_call_is_repeated_until_a_sample_can_be_measured():
 
 def test_a_slow_call_is_warmed_up_once_and_timed_as_one_sample(monkeypatch):
     calls: list[int] = []
-    monkeypatch.setattr(runner, "_seconds", lambda call, times, device: calls.append(times) or 0.7)
+    monkeypatch.setattr(runner, "_seconds", lambda call, times, device, leads=0: calls.append(times) or 0.7)
     assert runner._warm_up(lambda: None, CPU) == WarmUp(1, 0.7, 0.0)
     assert calls == [1]
 

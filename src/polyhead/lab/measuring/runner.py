@@ -2,6 +2,10 @@
 
 Machines drift: another process wakes up, a clock falls, a card warms. A ratio of two medians taken minutes apart
 carries that drift; the ratio of two samples taken one after the other hardly does.
+
+On a GPU a sample follows a call of the same, as layers follow each other in a model: what is timed is how long a call
+takes where calls come one after the other. A call whose kernels take longer than its Python is then as long as its
+kernels, and one whose Python takes longer is as long as that.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ FEWEST = 7  # alternations of calls so slow that their time is limited
 SAMPLE_SECONDS = 2e-3  # shorter samples measure the clock and the scheduler
 WARM_UPS = 3
 WARM_SECONDS = 0.5  # a call as slow as this is warm after one
+LEAD_SECONDS = 5e-3  # beside a call as slow as this, its Python is nothing
 RESAMPLES = 10_000
 OUT_OF_MEMORY = "out of memory"
 
@@ -136,8 +141,9 @@ def alternate(
         for _ in range(alternations):
             shuffle(order)
             for name in order:
-                times = warm[name].times
-                samples[name].append(1e3 * _seconds(calls[name], times, device) / times)
+                times, taken = warm[name].times, warm[name].seconds
+                leads = 1 if device.type == "cuda" and taken < LEAD_SECONDS else 0
+                samples[name].append(1e3 * _seconds(calls[name], times, device, leads) / times)
     finally:
         if enabled:
             gc.enable()
@@ -219,10 +225,13 @@ def _warm_up(call: Callable[[], object], device: torch.device) -> WarmUp:
     return WarmUp(times, min(taken), peak)
 
 
-def _seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
+def _seconds(call: Callable[[], object], times: int, device: torch.device, leads: int = 0) -> float:
+    """The time of so many calls; `leads` go before them, whose kernels still run while the first is prepared."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
+        for _ in range(leads):
+            call()
         start.record()
         for _ in range(times):
             call()
