@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from polyhead import Mask, attention
+from polyhead import AttentionOutput, Mask, attention
 from polyhead.errors import BackendUnsupported
 from tests.kernels.interpreted import in_the_interpreter
 
-pytestmark = [  # PyTorch's own, of how it maps and differentiates forward
+pytestmark = [  # PyTorch's own, of how it maps, differentiates forward and compiles
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
 ]
@@ -81,3 +82,21 @@ def check_kernels() -> None:
 
 def test_in_the_interpreter_our_kernels_refuse(project_root: Path) -> None:
     in_the_interpreter(project_root, "from tests.functional.test_transforms import *\ncheck_kernels()")
+
+
+@pytest.mark.parametrize("statistics", [None, ("entropy",)])
+def test_a_compiled_call_takes_the_backend_of_an_eager_one(statistics: tuple[str, ...] | None) -> None:
+    """And an exported one the plain operators, which are all that another program knows."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, query: Tensor) -> AttentionOutput:
+            return attention(query, KEY, KEY, mask=Mask.causal(), statistics=statistics)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        eager, compiled = (call(QUERIES[0]) for call in (Layer(), torch.compile(Layer(), backend="eager")))
+        assert eager.backend == ("sdpa" if statistics is None else "blockwise")
+        assert compiled.backend == eager.backend
+        exported = torch.export.export(Layer(), (QUERIES[0],)).module()(QUERIES[0])
+    assert exported.backend == ("sdpa" if statistics is None else "reference")
+    torch.testing.assert_close(exported.output, eager.output)

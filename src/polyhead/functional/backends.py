@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.functional import blockwise, fused, reference, sdpa
 from polyhead.functional.request import AttentionOutput, AttentionRequest
+from polyhead.functional.tracing import is_exporting
 
 _LARGEST_MASK = 1 << 30  # bytes of a materialised mask beyond which `auto` prefers tiles
 
@@ -115,15 +114,11 @@ def explain(request: AttentionRequest) -> Explanation:
 def _avoided(backend: str, request: AttentionRequest) -> str:
     if backend == "sdpa" and request.statistics is not None:
         return "its second pass for the statistics takes longer than tiles that take them as they go"
-    if (
-        backend == "sdpa"
-        and not torch.compiler.is_exporting()
-        and (size := sdpa.materialised_bytes(request)) > _LARGEST_MASK
-    ):
+    if backend == "sdpa" and not is_exporting() and (size := sdpa.materialised_bytes(request)) > _LARGEST_MASK:
         return f"its mask would be materialised, {size / 2**30:.1f} GiB"
-    if backend == "blockwise" and torch.compiler.is_exporting():
+    if backend == "blockwise" and is_exporting():
         return "an exported graph is to hold plain operators, not unrolled tiles"
-    if backend == "fused" and torch.compiler.is_exporting():
+    if backend == "fused" and is_exporting():
         return "an exported graph is to hold plain operators, not one that only polyhead knows"
     return ""
 

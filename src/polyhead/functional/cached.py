@@ -13,6 +13,7 @@ from torch import Tensor
 from polyhead.functional.decode import CacheArguments, decode, decode_reasons
 from polyhead.functional.request import AttentionOutput
 from polyhead.functional.statistics import RowStatistics, Statistics
+from polyhead.functional.tracing import is_exporting
 from polyhead.masks import Mask, Padding
 
 
@@ -30,7 +31,7 @@ def cached_reasons(
         return [f"there is nothing to decode, got a query of shape {list(query.shape)} and {num_keys} keys"]
     reasons = decode_reasons(query, cache)
     kind = query.device.type
-    if torch.compiler.is_exporting():
+    if is_exporting():
         reasons.append("an exported graph is to hold plain operators, not one that only polyhead knows")
     if kind != "meta" and torch.is_autocast_enabled(kind) and query.dtype is not torch.get_autocast_dtype(kind):
         reasons.append(f"autocast computes in {torch.get_autocast_dtype(kind)}, got a query of {query.dtype}")

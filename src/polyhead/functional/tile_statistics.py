@@ -15,6 +15,7 @@ from torch import Tensor
 from polyhead.functional.request import StatisticsRequest
 from polyhead.functional.statistics import LINEAR
 from polyhead.functional.tiles import Tiling
+from polyhead.functional.tracing import is_exporting
 from polyhead.functional.visibility import Span
 
 # Below this the exponential is exactly 0 in every dtype, so that the product of both is too, and none is 0 * inf.
@@ -153,7 +154,7 @@ def linear_sums(
         if columns[0] < request.sink_keys:
             yield "sink_mass", tile[..., : request.sink_keys - columns[0]].sum(-1)
         names = tuple(name for name in names if name != "sink_mass")
-    if places.query_positions is None and not torch.compiler.is_exporting():
+    if places.query_positions is None and not is_exporting():
         low, high = _distances(request, rows, columns)
         gap = max(low, -high)
         ahead = torch.arange(0, -height, -1, device=tile.device, dtype=tile.dtype) + (

@@ -14,6 +14,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 TRANSFORMED = "PyTorch's function transforms and forward-mode differentiation need plain operators"
 
 
+def is_exporting() -> bool:
+    """Whether the call becomes part of an exported graph.
+
+    The flag behind `torch.compiler.is_exporting`: the function itself says True in every compiled call of PyTorch 2.11.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def is_transformed() -> bool:
     """Whether torch.func or forward-mode differentiation looks on; a compiler has its own way with them."""
     if torch.compiler.is_compiling():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import DeviceError, MaskError
+from polyhead.functional.tracing import is_exporting
 from polyhead.masks import Mask, Padding, RelativeBias
 
 Span = tuple[int, int]  # from, to (exclusive)
@@ -135,7 +136,7 @@ class Visibility:
 
     def _band_tile(self, rows: Span, columns: Span) -> Tensor | None:
         left, right = self.left, self.right
-        if self.query_positions is None and not torch.compiler.is_exporting():
+        if self.query_positions is None and not is_exporting():
             nearest = columns[0] - (rows[1] - 1) - self.offset
             furthest = columns[1] - 1 - rows[0] - self.offset
             left = None if left is None or nearest >= -left else left

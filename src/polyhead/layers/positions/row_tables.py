@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polyhead.functional.tracing import is_exporting
+
 FIRST_CAPACITY = 256
 # Beyond this many rows a table is computed for the rows in use alone: the memory would outweigh the time it saves.
 LARGEST_CAPACITY = 1 << 16
@@ -94,7 +96,7 @@ def rows_of(table: RowTable, start: int, count: int, device: torch.device, dtype
 
 def in_a_buffer(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The same rows, of which a compiled graph does not compute the sines again for every batch and head."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not is_exporting():
         # Inductor fuses a formula into each of its users, but an as_strided needs memory to point into.
         return tuple(row.as_strided(row.size(), row.stride()) for row in rows)
     return rows
