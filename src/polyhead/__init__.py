@@ -14,6 +14,8 @@ from polyhead.functional import (
     profile,
 )
 from polyhead.geometry import HeadId, HeadLayout
+from polyhead.huggingface.attention import WATCHERS as _WATCHERS
+from polyhead.huggingface.registration import register as _register
 from polyhead.layers import (
     GrowingCache,
     HeadMatrices,
@@ -25,8 +27,13 @@ from polyhead.layers import (
     RollingCache,
 )
 from polyhead.masks import Mask
+from polyhead.observatory import HeadProfile, observe
+from polyhead.observatory.transformers_models import open_entrance as _open_entrance
 
 __version__ = "0.1.0"
+
+# Rooms beside each other do not import each other: here the one that watches is shown into transformers' models.
+_open_entrance(_register, _WATCHERS)
 
 __all__ = [
     "AttentionOutput",
@@ -37,6 +44,7 @@ __all__ = [
     "HeadId",
     "HeadLayout",
     "HeadMatrices",
+    "HeadProfile",
     "KVCache",
     "Mask",
     "MultiHeadAttention",
@@ -49,6 +57,7 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "observe",
     "offset_bins",
     "profile",
 ]

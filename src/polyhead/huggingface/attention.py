@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import MaskError, OptionError
-from polyhead.functional import attention
+from polyhead.functional import RowStatistics, Statistics, attention
 from polyhead.functional.dropout import draw_seed, keep_tile
 from polyhead.huggingface.arguments import refuse_unknown
 from polyhead.huggingface.described import DescribedMask
@@ -16,6 +16,26 @@ from polyhead.masks import Mask
 
 # Families whose eager attention scales its output by what a learned sink leaves, and returns weights that sum to one.
 SINKS_APART = ("granite_swa", "granitemoe_swa")
+
+
+class WatchedCall(Protocol):
+    """One call that somebody watches: what is to be told of its rows, and whom to tell."""
+
+    asked: Statistics
+
+    def tell(self, rows: RowStatistics) -> None: ...
+
+
+class Watcher(Protocol):
+    """Who watches a module: asked before every call, None where this one is left alone."""
+
+    def begin(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
+    ) -> WatchedCall | None: ...
+
+
+# By module and not by context: what a backward computes again runs in a thread of autograd's own.
+WATCHERS: dict[nn.Module, Watcher] = {}
 
 
 def attend(
@@ -65,6 +85,8 @@ def attend(
     wanted = _wants_weights(output_attentions)
     rate = float(dropout) if getattr(module, "training", False) else 0.0
     seed = draw_seed(query.device) if wanted and rate else None
+    watcher = None if torch.compiler.is_compiling() else WATCHERS.get(module)
+    watched = None if watcher is None else watcher.begin(module, query, key, mask, learned_sinks=s_aux is not None)
     result = attention(
         query,
         key,
@@ -76,7 +98,10 @@ def attend(
         dropout=rate,
         seed=seed,
         weights=wanted,
+        statistics=None if watched is None else watched.asked,
     )
+    if watched is not None and result.statistics is not None:
+        watched.tell(result.statistics)
     output, weights = result.output, result.weights
     if weights is not None:
         weights = weights.to(query.dtype)

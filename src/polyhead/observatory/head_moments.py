@@ -1,0 +1,96 @@
+"""What a layer's heads have in common, in one matrix: the second moments of all head outputs side by side.
+
+Cosine between contributions, CKA, mutual information, total correlation, effective rank: all that compares heads
+linearly follows from it (`polyhead.analysis.relations`), so that no output of a head need be kept. It is a mergeable
+value like those of `accumulators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadMoments:
+    """Count, mean and scatter of the outputs of all heads of a layer, in float64.
+
+    >>> import torch
+    >>> outputs = torch.randn(50, 4, 3, generator=torch.Generator().manual_seed(0))
+    >>> whole = HeadMoments.empty(4, 3).update(outputs)
+    >>> parts = HeadMoments.empty(4, 3).update(outputs[:20]).merge(HeadMoments.empty(4, 3).update(outputs[20:]))
+    >>> torch.allclose(parts.covariance, whole.covariance), whole.covariance.shape
+    (True, torch.Size([4, 3, 4, 3]))
+    """
+
+    count: Tensor  # the sum of the weights
+    mean: Tensor  # [heads, dim]
+    scatter: Tensor  # [heads, dim, heads, dim]: the weighted sum of products of distances from the mean
+
+    @classmethod
+    def empty(cls, num_heads: int, dim: int, device: torch.device | str | None = None) -> Self:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        return cls(zeros(), zeros(num_heads, dim), zeros(num_heads, dim, num_heads, dim))
+
+    @property
+    def num_heads(self) -> int:
+        return self.mean.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.mean.shape[1]
+
+    @property
+    def covariance(self) -> Tensor:
+        """[heads, dim, heads, dim]; NaN where fewer than two tokens were seen."""
+        return self.scatter / torch.where(self.count > 1, self.count - 1, torch.nan)
+
+    def update(self, values: Tensor, weights: Tensor | None = None) -> Self:
+        """With the outputs of the heads at some tokens [tokens, heads, dim], and a weight for each token.
+
+        A token of weight 0 is never read, whatever stands there.
+        """
+        if values.ndim != 3 or values.shape[1:] != self.mean.shape:
+            raise ShapeError(
+                f"outputs must be [tokens, {self.num_heads} heads, {self.dim}], got shape {list(values.shape)}"
+            )
+        rows = values.detach().to(torch.float64).flatten(1)
+        if weights is None:
+            weights = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
+        elif weights.shape != rows.shape[:1]:
+            raise ShapeError(f"weights must be one a token, [{rows.shape[0]}], got shape {list(weights.shape)}")
+        weights = weights.to(torch.float64)
+        count = weights.sum()
+        rows = torch.where((weights != 0)[:, None], rows, 0.0)
+        mean = (weights @ rows) / torch.where(count > 0, count, 1.0)
+        distance = rows - mean
+        scatter = (distance * weights[:, None]).T @ distance
+        return self.merge(type(self)(count, mean.view_as(self.mean), scatter.view_as(self.scatter)))
+
+    def merge(self, other: Self) -> Self:
+        if other.mean.shape != self.mean.shape:
+            raise ShapeError(
+                "moments of one layout can be merged, "
+                f"got {self.num_heads} heads of {self.dim} and {other.num_heads} of {other.dim}"
+            )
+        count = self.count + other.count
+        some = torch.where(count > 0, count, 1.0)
+        apart = (other.mean - self.mean).flatten()
+        between = torch.outer(apart, apart) * (self.count * other.count / some)
+        mean = (self.mean * self.count + other.mean * other.count) / some
+        return type(self)(count, mean, self.scatter + other.scatter + between.view_as(self.scatter))
+
+    def state(self) -> dict[str, Tensor]:
+        return {"count": self.count, "mean": self.mean, "scatter": self.scatter}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        return cls(state["count"], state["mean"], state["scatter"])

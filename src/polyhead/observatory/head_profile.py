@@ -1,0 +1,88 @@
+"""`HeadProfile`: the table of what is known of each head, one row a head."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.observatory.statistics import AttentionSite
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadProfile:
+    """One row a head: where it is, over how many tokens it was watched, and each statistic.
+
+    `table["entropy"]` is the mean over tokens, `table["entropy_spread"]` the standard deviation, `table["entropy_max"]`
+    the largest, each a float64 tensor of as many numbers as there are heads. NaN where a statistic has no meaning, as
+    reach has none in a cross-attention. `print(table)` shows it.
+    """
+
+    sites: tuple[AttentionSite, ...]  # of each row
+    heads: tuple[int, ...]  # of each row
+    names: tuple[str, ...]  # the statistics
+    columns: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def __getitem__(self, column: str) -> Tensor:
+        if column not in self.columns:
+            raise OptionError(f"a column is one of {', '.join(self.columns)}; got {column!r}")
+        return self.columns[column]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row as a plain dict: what `pandas.DataFrame(table.rows())` or `pyarrow.Table.from_pylist` takes."""
+        numbers = {name: column.tolist() for name, column in self.columns.items()}
+        for index, (site, head) in enumerate(zip(self.sites, self.heads, strict=True)):
+            place = {"site": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "head": head}
+            yield {**place, **{name: column[index] for name, column in numbers.items()}}
+
+    def __repr__(self) -> str:
+        tokens = int(self.columns["tokens"].max()) if len(self) else 0
+        return f"HeadProfile({len(self)} heads, {tokens:,} tokens: {', '.join(self.names) or 'nothing'})"
+
+    def __str__(self) -> str:
+        header, body = self._cells()
+        widths = [max(len(row[index]) for row in (header, *body)) for index in range(len(header))]
+        lines = []
+        previous = None
+        for site, row in zip((None, *self.sites), (header, *body), strict=True):
+            if site is not None and (site.stack, site.kind) != previous:
+                previous = (site.stack, site.kind)
+                lines.append(f"{site.stack}, {site.kind}-attention")
+            lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        header, body = self._cells()
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in ("site", *header))
+        lines = []
+        for site, row in zip(self.sites, body, strict=True):
+            cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (site.name, *row))
+            lines.append(f"<tr>{cells}</tr>")
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        """The header, and each row as text: `mean ±spread`, and for the largest logit its maximum."""
+        header, shown = ["head", "tokens"], []
+        for name in self.names:
+            header.append(name)
+            shown.append((name, f"{name}_spread"))
+            if name in ("max_logit", "max_abs_logit"):
+                header.append(f"{name}_max")
+                shown.append((f"{name}_max", ""))
+        body = []
+        for row in self.rows():
+            cells = [f"{row['layer']}.{row['head']}", f"{row['tokens']:,.0f}"]
+            for name, spread in shown:
+                number = row[name]
+                text = "-" if math.isnan(number) else f"{number:.3g}"
+                cells.append(f"{text} ±{row[spread]:.2g}" if spread and text != "-" else text)
+            body.append(cells)
+        return header, body

@@ -1,0 +1,46 @@
+"""What sessions have gathered, as one value: merged with others, and laid out as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.observatory.head_profile import HeadProfile
+from polyhead.observatory.statistics import SiteStatistics, Wanted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observations:
+    """Statistics of the heads of a model, site by site; merging those of two runs equals one run over both."""
+
+    wanted: Wanted
+    sites: tuple[SiteStatistics, ...] = ()
+
+    def merge(self, other: Self) -> Self:
+        if self.wanted != other.wanted:
+            raise OptionError(f"only the same statistics can be merged, got {self.wanted} and {other.wanted}")
+        found = {(x.site.name, x.site.kind): x for x in self.sites}
+        for site in other.sites:
+            name = (site.site.name, site.site.kind)
+            found[name] = found[name].merge(site) if name in found else site
+        return type(self)(self.wanted, tuple(found.values()))
+
+    def table(self) -> HeadProfile:
+        """One row a head, stack by stack and layer by layer. This is where a device is waited for."""
+        stacks = list(dict.fromkeys((x.site.stack, x.site.kind) for x in self.sites))
+        sites = sorted(self.sites, key=lambda x: (stacks.index((x.site.stack, x.site.kind)), x.site.layer))
+        names = [name for name in self.wanted.names if any(name in site.columns for site in self.sites)]
+        rows = [(site.site, head) for site in sites for head in site.heads]
+        computed = [(site.compute(), len(site.heads)) for site in sites]
+        wanted = ("tokens", *(f"{name}{suffix}" for name in names for suffix in ("", "_spread", "_max")))
+        empty = torch.zeros(0, dtype=torch.float64)
+        columns = {
+            name: torch.cat(
+                [empty, *(found.get(name, empty.new_full((heads,), torch.nan)) for found, heads in computed)]
+            )
+            for name in wanted
+        }
+        return HeadProfile(tuple(site for site, _ in rows), tuple(head for _, head in rows), tuple(names), columns)

@@ -1,0 +1,274 @@
+"""`observe`: watch the heads of a model while it runs, and leave it as it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.functional import RowStatistics, Statistics
+from polyhead.geometry import HeadId
+from polyhead.masks import Mask
+from polyhead.observatory import torch_modules, transformers_models
+from polyhead.observatory.head_profile import HeadProfile
+from polyhead.observatory.observations import Observations
+from polyhead.observatory.rows import Tokens, hidden_by_bias
+from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
+
+
+def observe(
+    model: nn.Module,
+    *,
+    layers: Iterable[int | str] | None = None,
+    heads: Iterable[int | HeadId] | None = None,
+    statistics: bool | str | Sequence[str] | Statistics | None = None,
+    every: int = 1,
+) -> Session:
+    """Gather statistics of every head of `model` while it runs inside a `with` block.
+
+    Args:
+        model: a model of Hugging Face transformers that uses its attention interface, or any module with
+            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention` inside.
+        layers: only these: numbers (in every stack: an encoder's, a decoder's, its cross-attention's) or module paths.
+        heads: only these: numbers (in every layer) or `HeadId(layer, head)`.
+        statistics: names, or `polyhead.Statistics(...)` to set `sink_keys` and `window` (1 and 8 by default).
+        every: gather from every k-th call of each layer, from the first on. The others cost nothing where no gradient
+            is taken.
+
+    Only real tokens count: no padding, no row that sees no key. The model's weights, mode, configuration and hooks are
+    afterwards what they were, also after an exception. Inside the block nothing runs compiled.
+
+    >>> import torch, polyhead
+    >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True)
+    >>> with polyhead.observe(layer, statistics=("entropy", "reach")) as session:
+    ...     output = layer(torch.randn(3, 5, 16)).output
+    >>> session.table()
+    HeadProfile(2 heads, 15 tokens: entropy, reach)
+    """
+    return Session(model, layers=layers, heads=heads, statistics=statistics, every=every)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One attention that is being watched."""
+
+    session: Session
+    site: AttentionSite
+    columns: tuple[str, ...]
+    asked: Statistics
+    tokens: Tokens | Tensor | None  # whose rows are real, or which
+    counts: bool = True
+    learned_sinks: bool = False
+    mask: Mask | None = None
+    sinks_in_view: Tensor | None = None  # [batch]; False where the first keys of the sequence are no longer there
+
+    @torch.no_grad()
+    def tell(self, rows: RowStatistics) -> None:
+        if not self.counts:
+            return
+        if self.sinks_in_view is not None and rows.sink_mass is not None:
+            rows = replace(rows, sink_mass=torch.where(self.sinks_in_view[:, None, None], rows.sink_mass, 0.0))
+        hidden = hidden_by_bias(self.mask)
+        if hidden is not None and rows.visible_keys is not None:
+            rows = replace(rows, visible_keys=rows.visible_keys - hidden)
+        real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
+        self.session.add(self, rows, real)
+
+
+class Session:
+    """Statistics of a model's heads, gathered while it is entered; made by `observe`.
+
+    It can be entered again, and goes on gathering. `observations` is what was gathered, as a value that can be merged
+    with another session's; `table()` shows it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layers: Iterable[int | str] | None = None,
+        heads: Iterable[int | HeadId] | None = None,
+        statistics: bool | str | Sequence[str] | Statistics | None = None,
+        every: int = 1,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"observe takes a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise OptionError(f"every must be an integer of at least 1, got {every!r}")
+        self.model = model
+        self.wanted = Wanted.of(statistics)
+        self.every = every
+        self.layers = None if layers is None else _chosen_layers(layers)
+        self.heads = None if heads is None else _chosen_heads(heads)
+        for layer in self.layers or ():
+            if isinstance(layer, str) and layer not in dict(model.named_modules()):
+                raise OptionError(f"layers are numbers or paths of the model's modules, got {layer!r}")
+        self._find_modules()
+        self._sites: dict[tuple[str, str], AttentionSite] = {}
+        self._calls: Counter[AttentionSite] = Counter()
+        self._gathered: dict[AttentionSite, SiteStatistics] = {}
+        self._starts: dict[int, Tokens] = {}
+        self._latest: dict[str, Tokens | Tensor | None] = {}
+        self._arrivals: dict[int, transformers_models.Arrival] = {}
+        self._undo: ExitStack | None = None
+
+    def _find_modules(self) -> None:
+        modules = self.model.named_modules()
+        self._names = {id(module): name or type(module).__name__ for name, module in modules}
+        self._asking = transformers_models.asking_modules(self.model)
+        self._layers = torch_modules.attention_layers(self.model)
+        if not len(self._asking) and not len(self._layers):
+            raise OptionError(transformers_models.why_unobservable(self.model))
+
+    # ---- entering and leaving
+
+    def __enter__(self) -> Self:
+        if self._undo is not None:
+            raise OptionError("this session is entered already; make another with polyhead.observe(model)")
+        self._find_modules()  # the model may have been changed since
+        with ExitStack() as undo:
+            # A compiled graph has no place for what is told beside its result.
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.callback(self._forget)
+            if len(self._asking):
+                undo.enter_context(transformers_models.switched(self.model, self._asking))
+                for module in self._asking:
+                    undo.callback(transformers_models.announce(module, self._arrivals).remove)
+                undo.enter_context(transformers_models.watching(self.model, self))
+            undo.enter_context(torch_modules.without_shortcuts(self._layers))
+            for layer in self._layers:
+                undo.enter_context(torch_modules.watched(layer, self))
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+    def _forget(self) -> None:
+        self._latest.clear()
+        self._starts.clear()
+        self._arrivals.clear()
+
+    # ---- what the watched modules call
+
+    def begin(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
+    ) -> Call | None:
+        """A call of a model of transformers is about to be computed; None where it is not watched."""
+        arrival = self._arrivals.pop(id(module), transformers_models.Arrival())
+        cross = arrival.cross or transformers_models.looks_cross(module, query, key, mask)
+        tokens = Tokens.of(mask, query, key)
+        call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
+        if call is not None:
+            call.mask = mask
+        if arrival.first_key == 0:
+            self._starts[id(module)] = tokens
+        elif arrival.first_key is not None and call is not None and not cross:
+            # A windowed cache has let go of the first keys, unless what it let go of was padding before them.
+            start = self._starts.get(id(module), tokens).first_real()
+            call.sinks_in_view = (start >= arrival.first_key).expand(query.shape[0])
+        return call
+
+    def call(
+        self,
+        module: nn.Module,
+        num_heads: int,
+        tokens: Tokens | Tensor | None,
+        *,
+        cross: bool,
+        learned_sinks: bool = False,
+    ) -> Call | None:
+        """How to watch one call of a module; None where it is not one of those asked for."""
+        site = self._site(self._names[id(module)], num_heads, cross=cross)
+        root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
+        if cross:
+            # The queries are the tokens of the self-attention that went before, in the same layers.
+            tokens = _fitting(self._latest.get(root), tokens)
+        else:
+            self._latest[root] = tokens
+        columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
+        if not self._is_chosen(site) or not len(columns):
+            return None
+        # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
+        # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
+        again = torch._C._current_graph_task_id() != -1
+        counts = not again and self._calls[site] % self.every == 0
+        self._calls[site] += not again
+        if not counts and not torch.is_grad_enabled():
+            return None
+        asked = self.wanted.of_rows(columns, cross=cross)
+        return Call(self, site, columns, asked, tokens, counts, learned_sinks)
+
+    def add(self, call: Call, rows: RowStatistics, real: Tensor | None) -> None:
+        """Reduce the rows of a call, where they lie, and add them to what its site has gathered."""
+        there = self._gathered.get(call.site)
+        if there is None:
+            assert rows.visible_keys is not None
+            device = rows.visible_keys.device
+            there = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
+        self._gathered[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
+
+    def _site(self, name: str, num_heads: int, *, cross: bool) -> AttentionSite:
+        kind: Literal["self", "cross"] = "cross" if cross else "self"
+        found = self._sites.get((name, kind))
+        if found is None:
+            stack = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+            layer = sum((site.stack, site.kind) == (stack, kind) for site in self._sites.values())
+            found = self._sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads)
+        return found
+
+    def _is_chosen(self, site: AttentionSite) -> bool:
+        chosen = self.layers is None or site.layer in self.layers or site.name in self.layers
+        return chosen and len(self._heads_of(site)) > 0
+
+    def _heads_of(self, site: AttentionSite) -> tuple[int, ...]:
+        every = range(site.num_heads)
+        if self.heads is None:
+            return tuple(every)
+        return tuple(head for head in every if head in self.heads or HeadId(site.layer, head) in self.heads)
+
+    # ---- what was gathered
+
+    @property
+    def observations(self) -> Observations:
+        return Observations(self.wanted, tuple(self._gathered.values()))
+
+    def table(self) -> HeadProfile:
+        """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic."""
+        return self.observations.table()
+
+
+def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
+    chosen = frozenset([layers] if isinstance(layers, int | str) else layers)
+    for layer in chosen:
+        if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
+            raise OptionError(f"layers are numbers from 0 on or paths of modules, got {layer!r}")
+    return chosen
+
+
+def _chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:
+    chosen = frozenset([heads] if isinstance(heads, int | HeadId) else heads)
+    for head in chosen:
+        number = head.head if isinstance(head, HeadId) else head
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise OptionError(f"heads are numbers from 0 on or polyhead.HeadId(layer, head), got {head!r}")
+    return chosen
+
+
+def _fitting(tokens: Tokens | Tensor | None, queries: Tokens | Tensor | None) -> Tokens | Tensor | None:
+    """The tokens of an earlier call, where they can be the queries of this one."""
+    if tokens is None or not isinstance(queries, Tokens):
+        return None
+    sizes = (tokens.batch, tokens.queries) if isinstance(tokens, Tokens) else tuple(tokens.shape)
+    return tokens if sizes == (queries.batch, queries.queries) else None

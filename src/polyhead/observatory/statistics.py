@@ -1,0 +1,179 @@
+"""What is gathered of every head: a call's rows are reduced where they lie, and join the rest as mergeable values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.functional import RowStatistics, Statistics
+from polyhead.functional.statistics import NAMES as ROW_NAMES
+from polyhead.functional.statistics import POSITIONAL
+from polyhead.observatory.accumulators import Maximum, MeanAndSpread
+
+# The entropy over its maximum, the logarithm of how many keys the row sees (plus one where there is a learned sink).
+SHARE = "entropy_share"
+DEFAULT = (
+    "entropy",
+    SHARE,
+    "confidence",
+    "max_logit",
+    "reach",
+    "sink_mass",
+    "self_mass",
+    "previous_mass",
+    "next_mass",
+    "window_mass",
+)
+NAMES = (*DEFAULT, *(name for name in ROW_NAMES if name not in (*DEFAULT, "visible_keys")))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSite:
+    """One place of a model where heads attend.
+
+    `name` is the path of its module. Sites whose paths differ in numbers alone are one `stack`, and `layer` counts them
+    in the order in which they were first called: an encoder, a decoder and its cross-attention are three stacks.
+    """
+
+    name: str
+    kind: Literal["self", "cross"]
+    stack: str
+    layer: int
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which statistics to gather, and their parameters."""
+
+    names: tuple[str, ...]
+    sink_keys: int = 1
+    window: int = 8
+
+    @classmethod
+    def of(cls, asked: object) -> Wanted:
+        """What the `statistics` argument of `observe` means."""
+        if asked is None or asked is True:
+            return cls(DEFAULT)
+        if isinstance(asked, Statistics):
+            names = tuple(name for name in asked.names if name != "visible_keys") or DEFAULT
+            return cls(names, asked.sink_keys, asked.window)
+        names = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, list | tuple | set) else ()
+        if not len(names):
+            raise OptionError(
+                f"statistics must be a name, several names or polyhead.Statistics(...), got {asked!r}; "
+                f"the names are {', '.join(NAMES)}"
+            )
+        for name in names:
+            if name not in NAMES:
+                raise OptionError(f"a statistic of a head is one of {', '.join(NAMES)}; got {name!r}")
+        return cls(tuple(name for name in NAMES if name in names))
+
+    def columns(self, *, cross: bool, learned_sinks: bool) -> tuple[str, ...]:
+        """The names that mean something at a site; positions of a cross-attention are absent, not 0."""
+        absent = (POSITIONAL if cross else ()) + (() if learned_sinks else ("learned_sink_mass",))
+        return tuple(name for name in self.names if name not in absent)
+
+    def of_rows(self, columns: Sequence[str], *, cross: bool) -> Statistics:
+        """What to ask `attention` for. Which rows see a key at all is always asked."""
+        names = {"entropy" if name == SHARE else name for name in columns} | {"visible_keys"}
+        return Statistics(*sorted(names), sink_keys=self.sink_keys, window=self.window, cross=cross)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SiteStatistics:
+    """What was gathered at one site: mergeable, each tensor [statistics, heads]."""
+
+    site: AttentionSite
+    heads: tuple[int, ...]
+    columns: tuple[str, ...]
+    moments: MeanAndSpread
+    largest: Maximum
+
+    @classmethod
+    def empty(
+        cls, site: AttentionSite, heads: Sequence[int], columns: Sequence[str], device: torch.device | None = None
+    ) -> Self:
+        shape = (len(columns), len(heads))
+        return cls(site, tuple(heads), tuple(columns), MeanAndSpread.empty(shape, device), Maximum.empty(shape, device))
+
+    def update(self, rows: RowStatistics, real: Tensor | None = None, *, learned_sinks: bool = False) -> Self:
+        """With the rows of one call; `real` [batch or 1, queries] is False for padding. Waits for no device."""
+        values, weights = by_head(rows, real, self.columns, self.heads, learned_sinks=learned_sinks)
+        moments, largest = self.moments.update(values, weights), self.largest.update(values, weights)
+        return type(self)(self.site, self.heads, self.columns, moments, largest)
+
+    def merge(self, other: Self) -> Self:
+        mine, theirs = ((x.site.name, x.site.kind, x.heads, x.columns) for x in (self, other))
+        if mine != theirs:
+            raise OptionError(f"only the same heads and statistics of a site can be merged, got {mine} and {theirs}")
+        moments, largest = self.moments.merge(other.moments), self.largest.merge(other.largest)
+        return type(self)(self.site, self.heads, self.columns, moments, largest)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Columns of numbers, one a head, on the CPU: `tokens`, then each statistic's mean, spread and maximum."""
+        count, mean, spread = (x.cpu() for x in self.moments.compute())
+        largest = torch.where(count > 0, self.largest.compute().cpu(), torch.nan)
+        # A row with a single key has no share of a maximum that is 0, so its column counts fewer rows than the others.
+        tokens = count.amax(0) if len(self.columns) else torch.zeros(len(self.heads), dtype=torch.float64)
+        found = {"tokens": tokens}
+        for index, name in enumerate(self.columns):
+            found[name] = mean[index]
+            found[f"{name}_spread"] = spread[index]
+            found[f"{name}_max"] = largest[index]
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            **{f"moments.{name}": tensor for name, tensor in self.moments.state().items()},
+            **{f"largest.{name}": tensor for name, tensor in self.largest.state().items()},
+        }
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Self:
+        """The same site with what was saved of it."""
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+
+        moments, largest = MeanAndSpread.from_state(part("moments.")), Maximum.from_state(part("largest."))
+        return type(self)(self.site, self.heads, self.columns, moments, largest)
+
+
+def by_head(
+    rows: RowStatistics,
+    real: Tensor | None,
+    columns: Sequence[str],
+    heads: Sequence[int],
+    *,
+    learned_sinks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Samples and weights, each [statistics, heads, batch * queries]: 1 for real tokens that see some key, else 0."""
+    keys = rows.visible_keys
+    assert keys is not None
+    num_heads = keys.shape[1]
+
+    def arranged(x: Tensor) -> Tensor:
+        x = x.detach().transpose(0, 1)
+        # One view a head: an index tensor would be copied to the device, and that is waited for.
+        return x if len(heads) == num_heads else torch.stack([x[head] for head in heads])
+
+    keys = arranged(keys)  # [heads, batch, queries]
+    counted = keys > 0
+    if real is not None:
+        counted = counted & real
+    most = keys + 1 if learned_sinks else keys
+    values, weights = [], []
+    for name in columns:
+        if name == SHARE:
+            assert rows.entropy is not None
+            values.append(arranged(rows.entropy) / most.clamp_min(2).log())
+            weights.append(counted & (most > 1))
+        else:
+            values.append(arranged(getattr(rows, name)))
+            weights.append(counted)
+    return torch.stack(values).flatten(2), torch.stack(weights).flatten(2)
