@@ -1,0 +1,1 @@
+"""What the heads do, from statistics alone."""

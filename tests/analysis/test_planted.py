@@ -1,0 +1,58 @@
+"""Planted models: their duplicates come first in every relation, and random weights have no group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polyhead import HeadId, MultiHeadAttention
+from polyhead.analysis.redundancy import redundancy
+from polyhead.analysis.relations import cka, cosine, mutual_information, subspace_overlap
+from polyhead.lab.planted import Sizes, planted_model, random_model, random_tokens
+from polyhead.observatory.head_moments import HeadMoments
+
+
+def moments_of(model: nn.Module, tokens: Tensor) -> tuple[HeadMoments, Tensor, list[HeadId]]:
+    """Of all heads of all layers side by side, with their rows of the output projections."""
+    layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    seen: dict[int, Tensor] = {}
+    handles = [
+        layer.out_proj.register_forward_pre_hook(lambda _, args, i=i: seen.__setitem__(i, args[0]))
+        for i, layer in enumerate(layers)
+    ]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    outputs = torch.cat([seen[i].unflatten(-1, (layer.layout.num_heads, -1)) for i, layer in enumerate(layers)], 2)
+    weights = torch.stack([head.output for layer in layers for head in layer.heads])
+    heads = [HeadId(i, head) for i, layer in enumerate(layers) for head in range(layer.layout.num_heads)]
+    moments = HeadMoments.empty(len(heads), outputs.shape[-1])
+    for text in outputs:
+        moments = moments.update(text)
+    return moments, weights, heads
+
+
+def ranked(relation: Tensor) -> list[tuple[int, int]]:
+    """Pairs of heads, the most alike first."""
+    rows, columns = torch.tril_indices(len(relation), len(relation), -1)
+    order = torch.where(relation.isnan(), -torch.inf, relation)[rows, columns].argsort(descending=True)
+    return [(int(columns[i]), int(rows[i])) for i in order]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_planted_duplicates_come_first_and_random_weights_have_no_group(seed: int) -> None:
+    planted, null = planted_model(seed), random_model(seed + 100)
+    tokens = random_tokens(seed, batch=24, length=61, vocab_size=Sizes().vocab_size)
+    moments, weights, heads = moments_of(planted.model, tokens)
+    truth = {tuple(sorted((heads.index(one), heads.index(other)))) for one, other in planted.duplicates}
+    assert len(truth) == 2
+    relations = {"cosine": cosine(moments, weights), "CKA": cka(moments, weights), "overlap": subspace_overlap(weights)}
+    relations["information"] = mutual_information(moments)
+    for name, relation in relations.items():
+        assert set(ranked(relation)[:2]) == truth, name
+    chance = cosine(*moments_of(null, tokens)[:2])
+    assert set(redundancy(relations["cosine"], chance).groups) == truth
+    other = cosine(*moments_of(random_model(seed + 200), tokens)[:2])
+    assert redundancy(other, chance).groups == ()
