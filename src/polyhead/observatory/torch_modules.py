@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,34 @@ from polyhead.layers import MultiHeadAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_steps import torch_mask
 from polyhead.observatory.rows import Tokens
-
-if TYPE_CHECKING:
-    from polyhead.observatory.session import Call, Session
+from polyhead.observatory.statistics import AttentionSite
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class WatchedCall(Protocol):
+    """One call that is watched: what is to be told of its rows, and whom to tell."""
+
+    site: AttentionSite
+    asked: Statistics
+    counts: bool
+    learned_sinks: bool
+
+    def tell(self, rows: RowStatistics) -> None: ...
+
+
+class Watcher(Protocol):
+    """Who watches layers: asked before every call, None where this one is left alone."""
+
+    def call(
+        self,
+        module: nn.Module,
+        num_heads: int,
+        tokens: Tokens | Tensor | None,
+        *,
+        cross: bool,
+        learned_sinks: bool = False,
+    ) -> WatchedCall | None: ...
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -44,7 +67,7 @@ def without_shortcuts(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def watched(layer: nn.Module, session: Session) -> Iterator[None]:
+def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
     """Hooks on a layer, and off again."""
     if isinstance(layer, MultiHeadAttention):
         ours = _Ours(session)
@@ -64,10 +87,10 @@ def watched(layer: nn.Module, session: Session) -> Iterator[None]:
 class _Ours:
     """Asks a layer of ours for statistics beside its output, and hides from its caller that they were asked for."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Watcher) -> None:
         self.session = session
         self.names = tuple(inspect.signature(MultiHeadAttention.forward).parameters)[1:]
-        self.waiting: list[tuple[Call, Statistics | None]] = []
+        self.waiting: list[tuple[WatchedCall, Statistics | None]] = []
 
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
@@ -134,7 +157,7 @@ def _crossed(asked: Statistics, cross: bool) -> Statistics:
     return Statistics(*asked.names, sink_keys=asked.sink_keys, window=asked.window, cross=cross or asked.cross)
 
 
-def _torch_hook(session: Session) -> Hook:
+def _torch_hook(session: Watcher) -> Hook:
     """Tells of `torch.nn.MultiheadAttention` by a computation beside its own, so that its results stay its own."""
     names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
 
@@ -151,7 +174,7 @@ def _torch_hook(session: Session) -> Hook:
 
 
 @torch.no_grad()
-def _tell_torch(layer: MultiheadAttention, session: Session, given: dict[str, Any]) -> None:
+def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, Any]) -> None:
     query, key, value = given["query"], given["key"], given["value"]
     attn_mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
     cross = query is not key
