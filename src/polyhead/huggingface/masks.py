@@ -81,10 +81,11 @@ def make_mask(
     holds its booleans, [batch, 1, queries, keys]. Inside a graph that is being compiled or traced it is the plain
     tensor that eager gets.
     """
-    from transformers import masking_utils
+    # By name: the compiler of PyTorch 2.11 cannot look into transformers' lazy package.
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
+        mask_function = causal_mask_function
     if device is None:  # some versions leave it to be found out
         told = [x.device for x in (attention_mask, q_offset) if isinstance(x, Tensor)]
         device = told[0] if told else "cpu"
@@ -101,9 +102,7 @@ def make_mask(
         "device": device,
     }
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return masking_utils.eager_mask(
-            **sizes, dtype=dtype, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs
-        )
+        return eager_mask(**sizes, dtype=dtype, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs)
     pattern = read_pattern(mask_function)
     description = None
     if pattern is not None:
@@ -111,7 +110,7 @@ def make_mask(
         description = describe(pattern, places, attention_mask)
     if description is None:
         # Without its leave to skip, transformers evaluates the function for every pair.
-        description = Mask.dense(masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False))
+        description = Mask.dense(sdpa_mask(**sizes, allow_is_causal_skip=False))
     if description.is_everything and allow_is_bidirectional_skip:
         return None
     return DescribedMask(description, (batch_size, 1, q_length, kv_length), dtype, device)
