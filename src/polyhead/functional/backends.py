@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.functional import blockwise, fused, reference, sdpa
 from polyhead.functional.request import AttentionOutput, AttentionRequest
-from polyhead.functional.tracing import is_exporting
+from polyhead.functional.tracing import EXPORTED, is_exporting
 
 _LARGEST_MASK = 1 << 30  # bytes of a materialised mask beyond which `auto` prefers tiles
 
@@ -119,7 +119,7 @@ def _avoided(backend: str, request: AttentionRequest) -> str:
     if backend == "blockwise" and is_exporting():
         return "an exported graph is to hold plain operators, not unrolled tiles"
     if backend == "fused" and is_exporting():
-        return "an exported graph is to hold plain operators, not one that only polyhead knows"
+        return EXPORTED
     return ""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from polyhead.functional.decode import CacheArguments, decode, decode_reasons
 from polyhead.functional.request import AttentionOutput
 from polyhead.functional.statistics import RowStatistics, Statistics
-from polyhead.functional.tracing import is_exporting
+from polyhead.functional.tracing import EXPORTED, is_exporting
 from polyhead.masks import Mask, Padding
 
 
@@ -32,7 +32,7 @@ def cached_reasons(
     reasons = decode_reasons(query, cache)
     kind = query.device.type
     if is_exporting():
-        reasons.append("an exported graph is to hold plain operators, not one that only polyhead knows")
+        reasons.append(EXPORTED)
     if kind != "meta" and torch.is_autocast_enabled(kind) and query.dtype is not torch.get_autocast_dtype(kind):
         reasons.append(f"autocast computes in {torch.get_autocast_dtype(kind)}, got a query of {query.dtype}")
     for name, tensor in (("scale", scale), ("sinks", sinks)):

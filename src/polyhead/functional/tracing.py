@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+EXPORTED = "an exported graph is to hold plain operators, not one that only polyhead knows"
 TRANSFORMED = "PyTorch's function transforms and forward-mode differentiation need plain operators"
 
 

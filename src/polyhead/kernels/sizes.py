@@ -1,4 +1,4 @@
-"""Sizes of tiles and grids, in plain Python: Triton's own functions of these names take as long as a small kernel."""
+"""Sizes of tiles and grids, in plain Python: Triton's own functions for it take several microseconds a call."""
 
 from __future__ import annotations
 
