@@ -1,6 +1,7 @@
 """What attention computes, apart from how: one function, one result, several backends."""
 
 from polyhead.functional.api import attention, explain
+from polyhead.functional.attended import Attended
 from polyhead.functional.backends import BACKENDS, Choice, Explanation
 from polyhead.functional.profile_request import AttentionProfile, BlockMap, offset_bins
 from polyhead.functional.profiling import profile
@@ -10,6 +11,7 @@ from polyhead.functional.statistics import RowStatistics, Statistics
 
 __all__ = [
     "BACKENDS",
+    "Attended",
     "AttentionOutput",
     "AttentionProfile",
     "BlockMap",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import MaskError, OptionError
-from polyhead.functional import RowStatistics, Statistics, attention
+from polyhead.functional import Attended, Statistics, attention
 from polyhead.functional.dropout import draw_seed, keep_tile
 from polyhead.huggingface.arguments import refuse_unknown
 from polyhead.huggingface.described import DescribedMask
@@ -19,11 +19,13 @@ SINKS_APART = ("granite_swa", "granitemoe_swa")
 
 
 class WatchedCall(Protocol):
-    """One call that somebody watches: what is to be told of its rows, and whom to tell."""
+    """One call that somebody watches: what is to be told of it, whom to tell, and a factor for each head."""
 
-    asked: Statistics
+    asked: Statistics | None
+    whole: bool  # whether the log-sum-exp is wanted as well, for a second look
+    gate: Tensor | None  # [heads]
 
-    def tell(self, rows: RowStatistics) -> None: ...
+    def tell(self, attended: Attended) -> None: ...
 
 
 class Watcher(Protocol):
@@ -87,6 +89,7 @@ def attend(
     seed = draw_seed(query.device) if wanted and rate else None
     watcher = None if torch.compiler.is_compiling() else WATCHERS.get(module)
     watched = None if watcher is None else watcher.begin(module, query, key, mask, learned_sinks=s_aux is not None)
+    sinks = None if s_aux is None else s_aux.reshape(-1)
     result = attention(
         query,
         key,
@@ -94,14 +97,15 @@ def attend(
         mask=mask,
         scale=scaling,
         softcap=softcap,
-        sinks=None if s_aux is None else s_aux.reshape(-1),
+        sinks=sinks,
         dropout=rate,
         seed=seed,
         weights=wanted,
         statistics=None if watched is None else watched.asked,
+        logsumexp=watched is not None and watched.whole,
     )
-    if watched is not None and result.statistics is not None:
-        watched.tell(result.statistics)
+    if watched is not None:
+        watched.tell(Attended(query, key, value, result, mask, scaling, softcap, sinks))
     output, weights = result.output, result.weights
     if weights is not None:
         weights = weights.to(query.dtype)
@@ -111,6 +115,8 @@ def attend(
             kept = keep_tile(seed, rate, batch, heads, (0, queries), (0, keys))
             weights = torch.where(kept, weights / (1 - rate), 0.0)
     gates = _gates(head_mask if layer_head_mask is None else layer_head_mask, heads)
+    if watched is not None and watched.gate is not None:
+        output = output * watched.gate.to(output.dtype).view(1, heads, 1, 1)
     if gates is not None:
         output = output * gates.to(output.dtype)
         weights = None if weights is None else weights * gates.to(weights.dtype)

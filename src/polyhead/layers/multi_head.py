@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.functional import AttentionOutput, Statistics, attention, straight
+from polyhead.functional import Attended, AttentionOutput, Statistics, attention, straight
 from polyhead.functional.cached import cached_attention, cached_reasons
 from polyhead.functional.decode import decode_runs_on
 from polyhead.geometry import HeadLayout
@@ -65,6 +65,8 @@ class MultiHeadAttention(nn.Module):
     k_norm: nn.Module | None
     gate_proj: nn.Linear | None
     head_gate: Tensor | None
+    # Told of every attention, for those who watch a model; a layer by itself has none.
+    _listener: Callable[[Attended], None] | None = None
 
     def __init__(
         self,
@@ -275,6 +277,9 @@ class MultiHeadAttention(nn.Module):
                 logsumexp=logsumexp,
                 finite=self.finite,
             )
+        if self._listener is not None:
+            k, v = (k, v) if view is None else (view.key, view.value)
+            self._listener(Attended(q, k, v, result, mask, self.scale, self.softcap, self.sinks))
         heads = result.output.transpose(1, 2)  # [batch, queries, heads, value_dim]
         if head_gate is not None or self.head_gate is not None or self.gate_proj is not None:
             heads = self._gated(heads, query, head_gate)

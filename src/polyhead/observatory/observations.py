@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
 from polyhead.errors import OptionError
+from polyhead.observatory.gathering import Gathered
 from polyhead.observatory.head_profile import HeadProfile
-from polyhead.observatory.statistics import SiteStatistics, Wanted
+from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,6 +20,7 @@ class Observations:
 
     wanted: Wanted
     sites: tuple[SiteStatistics, ...] = ()
+    gathered: Mapping[AttentionSite, Mapping[str, Gathered]] = field(default_factory=dict)  # by the gatherer's name
 
     def merge(self, other: Self) -> Self:
         if self.wanted != other.wanted:
@@ -26,7 +29,12 @@ class Observations:
         for site in other.sites:
             name = (site.site.name, site.site.kind)
             found[name] = found[name].merge(site) if name in found else site
-        return type(self)(self.wanted, tuple(found.values()))
+        gathered = {site: dict(values) for site, values in self.gathered.items()}
+        for place, values in other.gathered.items():
+            there = gathered.setdefault(place, {})
+            for gatherer, value in values.items():
+                there[gatherer] = there[gatherer].merge(value) if gatherer in there else value
+        return type(self)(self.wanted, tuple(found.values()), gathered)
 
     def table(self) -> HeadProfile:
         """One row a head, stack by stack and layer by layer. This is where a device is waited for."""

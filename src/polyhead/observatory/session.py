@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.functional import RowStatistics, Statistics
+from polyhead.functional import Attended, RowStatistics, Statistics
 from polyhead.geometry import HeadId
 from polyhead.masks import Mask
 from polyhead.observatory import torch_modules, transformers_models
+from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.observations import Observations
 from polyhead.observatory.rows import Tokens, hidden_by_bias
@@ -29,6 +30,7 @@ def observe(
     layers: Iterable[int | str] | None = None,
     heads: Iterable[int | HeadId] | None = None,
     statistics: bool | str | Sequence[str] | Statistics | None = None,
+    gather: Sequence[Gatherer] = (),
     every: int = 1,
 ) -> Session:
     """Gather statistics of every head of `model` while it runs inside a `with` block.
@@ -38,7 +40,9 @@ def observe(
             `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention` inside.
         layers: only these: numbers (in every stack: an encoder's, a decoder's, its cross-attention's) or module paths.
         heads: only these: numbers (in every layer) or `HeadId(layer, head)`.
-        statistics: names, or `polyhead.Statistics(...)` to set `sink_keys` and `window` (1 and 8 by default).
+        statistics: names, or `polyhead.Statistics(...)` to set `sink_keys` and `window` (1 and 8 by default); False for
+            none.
+        gather: what to gather besides (`polyhead.observatory.Gatherer`), of all heads of the chosen layers.
         every: gather from every k-th call of each layer, from the first on. The others cost nothing where no gradient
             is taken.
 
@@ -52,7 +56,7 @@ def observe(
     >>> session.table()
     HeadProfile(2 heads, 15 tokens: entropy, reach)
     """
-    return Session(model, layers=layers, heads=heads, statistics=statistics, every=every)
+    return Session(model, layers=layers, heads=heads, statistics=statistics, gather=gather, every=every)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,31 +66,42 @@ class Call:
     session: Session
     site: AttentionSite
     columns: tuple[str, ...]
-    asked: Statistics
+    asked: Statistics | None
     tokens: Tokens | Tensor | None  # whose rows are real, or which
     counts: bool = True
+    whole: bool = False  # whether somebody takes a second look
+    gate: Tensor | None = None  # [heads]
     learned_sinks: bool = False
     mask: Mask | None = None
     sinks_in_view: Tensor | None = None  # [batch]; False where the first keys of the sequence are no longer there
 
     @torch.no_grad()
-    def tell(self, rows: RowStatistics) -> None:
+    def tell(self, attended: Attended) -> None:
         if not self.counts:
             return
+        real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
+        rows = attended.result.statistics
+        if rows is not None and len(self.columns):
+            self.session.add(self, self._corrected(rows), real)
+        if self.whole:
+            self.session.gather(self.site, attended, real)
+
+    def _corrected(self, rows: RowStatistics) -> RowStatistics:
         if self.sinks_in_view is not None and rows.sink_mass is not None:
             rows = replace(rows, sink_mass=torch.where(self.sinks_in_view[:, None, None], rows.sink_mass, 0.0))
         hidden = hidden_by_bias(self.mask)
         if hidden is not None and rows.visible_keys is not None:
             rows = replace(rows, visible_keys=rows.visible_keys - hidden)
-        real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
-        self.session.add(self, rows, real)
+        return rows
 
 
 class Session:
     """Statistics of a model's heads, gathered while it is entered; made by `observe`.
 
     It can be entered again, and goes on gathering. `observations` is what was gathered, as a value that can be merged
-    with another session's; `table()` shows it.
+    with another session's; `table()` shows it. `notes` are handed to what gathers, with every attention. `gates` holds
+    a factor for each head, [heads] by the path and the kind of a site: 0 takes a head out, and a gradient with respect
+    to a gate says what a little less of that head would do. Statistics are of the heads before their gates.
     """
 
     def __init__(
@@ -96,6 +111,7 @@ class Session:
         layers: Iterable[int | str] | None = None,
         heads: Iterable[int | HeadId] | None = None,
         statistics: bool | str | Sequence[str] | Statistics | None = None,
+        gather: Sequence[Gatherer] = (),
         every: int = 1,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -104,6 +120,7 @@ class Session:
             raise OptionError(f"every must be an integer of at least 1, got {every!r}")
         self.model = model
         self.wanted = Wanted.of(statistics)
+        self.gatherers = _distinct(gather)
         self.every = every
         self.layers = None if layers is None else _chosen_layers(layers)
         self.heads = None if heads is None else _chosen_heads(heads)
@@ -113,7 +130,10 @@ class Session:
         self._find_modules()
         self._sites: dict[tuple[str, str], AttentionSite] = {}
         self._calls: Counter[AttentionSite] = Counter()
-        self._gathered: dict[AttentionSite, SiteStatistics] = {}
+        self._statistics: dict[AttentionSite, SiteStatistics] = {}
+        self._gathered: dict[AttentionSite, dict[str, Gathered]] = {}
+        self.notes = Notes()
+        self.gates: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[int, Tokens] = {}
         self._latest: dict[str, Tokens | Tensor | None] = {}
         self._arrivals: dict[int, transformers_models.Arrival] = {}
@@ -197,27 +217,37 @@ class Session:
             tokens = _fitting(self._latest.get(root), tokens)
         else:
             self._latest[root] = tokens
+        gate = self.gates.get((site.name, site.kind))
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
-        if not self._is_chosen(site) or not len(columns):
-            return None
+        if not self._is_chosen(site) or not (len(columns) or len(self.gatherers)):
+            return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
         # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
         again = torch._C._current_graph_task_id() != -1
         counts = not again and self._calls[site] % self.every == 0
         self._calls[site] += not again
         if not counts and not torch.is_grad_enabled():
-            return None
-        asked = self.wanted.of_rows(columns, cross=cross)
-        return Call(self, site, columns, asked, tokens, counts, learned_sinks)
+            return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
+        asked = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
+        whole = len(self.gatherers) > 0
+        return Call(self, site, columns, asked, tokens, counts, whole, gate, learned_sinks)
 
     def add(self, call: Call, rows: RowStatistics, real: Tensor | None) -> None:
         """Reduce the rows of a call, where they lie, and add them to what its site has gathered."""
-        there = self._gathered.get(call.site)
+        there = self._statistics.get(call.site)
         if there is None:
             assert rows.visible_keys is not None
             device = rows.visible_keys.device
             there = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
-        self._gathered[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
+        self._statistics[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
+
+    def gather(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
+        """Show one attention to all that gather."""
+        there = self._gathered.get(site)
+        if there is None:
+            made = {gatherer.name: gatherer.empty(site, attended.query.device) for gatherer in self.gatherers}
+            there = {name: value for name, value in made.items() if value is not None}
+        self._gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
 
     def _site(self, name: str, num_heads: int, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"
@@ -242,11 +272,18 @@ class Session:
 
     @property
     def observations(self) -> Observations:
-        return Observations(self.wanted, tuple(self._gathered.values()))
+        return Observations(self.wanted, tuple(self._statistics.values()), dict(self._gathered))
 
     def table(self) -> HeadProfile:
         """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic."""
         return self.observations.table()
+
+
+def _distinct(gather: Sequence[Gatherer]) -> tuple[Gatherer, ...]:
+    names = [gatherer.name for gatherer in gather]
+    if len(set(names)) < len(names):
+        raise OptionError(f"what gathers goes by different names, got {', '.join(names)}")
+    return tuple(gather)
 
 
 def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:

@@ -60,6 +60,8 @@ class Wanted:
         """What the `statistics` argument of `observe` means."""
         if asked is None or asked is True:
             return cls(DEFAULT)
+        if asked is False:
+            return cls(())
         if isinstance(asked, Statistics):
             names = tuple(name for name in asked.names if name != "visible_keys") or DEFAULT
             return cls(names, asked.sink_keys, asked.window)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.functional import AttentionOutput, RowStatistics, Statistics, attention
+from polyhead.functional import Attended, AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.functional.statistics import as_statistics
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.torch_compat import MultiheadAttention
@@ -20,18 +21,18 @@ from polyhead.layers.torch_steps import torch_mask
 from polyhead.observatory.rows import Tokens
 from polyhead.observatory.statistics import AttentionSite
 
-Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
 
 class WatchedCall(Protocol):
-    """One call that is watched: what is to be told of its rows, and whom to tell."""
+    """One call that is watched: what is to be told of it, whom to tell, and a factor for each head."""
 
     site: AttentionSite
-    asked: Statistics
+    asked: Statistics | None
     counts: bool
+    whole: bool
+    gate: Tensor | None
     learned_sinks: bool
 
-    def tell(self, rows: RowStatistics) -> None: ...
+    def tell(self, attended: Attended) -> None: ...
 
 
 class Watcher(Protocol):
@@ -69,28 +70,40 @@ def without_shortcuts(layers: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
     """Hooks on a layer, and off again."""
-    if isinstance(layer, MultiHeadAttention):
-        ours = _Ours(session)
-        handles = [
-            layer.register_forward_pre_hook(ours.before, with_kwargs=True, prepend=False),
-            layer.register_forward_hook(ours.after, with_kwargs=True, prepend=True),
-        ]
-    else:
-        handles = [layer.register_forward_pre_hook(_torch_hook(session), with_kwargs=True)]
-    try:
-        yield
-    finally:
+    with ExitStack() as undo:
+        if isinstance(layer, MultiHeadAttention):
+            ours = _Ours(session)
+            before = layer.register_forward_pre_hook(ours.before, with_kwargs=True, prepend=False)
+            after = layer.register_forward_hook(ours.after, with_kwargs=True, prepend=True)
+            handles = (before, after)
+            layer._listener = ours.listen
+            undo.callback(delattr, layer, "_listener")
+        else:
+            theirs = _Theirs(session)
+            before = layer.register_forward_pre_hook(theirs.before, with_kwargs=True)
+            after = layer.register_forward_hook(theirs.after, with_kwargs=True, prepend=True)
+            handles = (before, after)
         for handle in handles:
-            handle.remove()
+            undo.callback(handle.remove)
+        yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A call of a layer of ours, and what its caller had asked for."""
+
+    call: WatchedCall
+    statistics: Statistics | None
+    logsumexp: bool
 
 
 class _Ours:
-    """Asks a layer of ours for statistics beside its output, and hides from its caller that they were asked for."""
+    """Asks a layer of ours for more than its caller did, and hides from the caller that it was asked."""
 
     def __init__(self, session: Watcher) -> None:
         self.session = session
         self.names = tuple(inspect.signature(MultiHeadAttention.forward).parameters)[1:]
-        self.waiting: list[tuple[WatchedCall, Statistics | None]] = []
+        self.waiting: list[_Asked] = []
 
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
@@ -101,27 +114,38 @@ class _Ours:
         query, cross = given.get("query"), given.get("key") is not None
         if not isinstance(query, Tensor) or query.ndim != 3:
             return None  # the layer says what is wrong with it
-        heads = module.layout.num_heads
-        call = self.session.call(
-            module, heads, _tokens(module, query, given), cross=cross, learned_sinks=module.sinks is not None
-        )
+        heads, learned_sinks = module.layout.num_heads, module.sinks is not None
+        call = self.session.call(module, heads, _tokens(module, query, given), cross=cross, learned_sinks=learned_sinks)
         if call is None:
             return None
         callers = as_statistics(given.get("statistics"))
-        self.waiting.append((call, callers))
-        return positional, {**keywords, "statistics": _joined(call.asked, callers, module.sinks is not None)}
+        asked = _Asked(call, callers, bool(given.get("logsumexp")))
+        self.waiting.append(asked)
+        gate = given.get("head_gate")
+        if call.gate is not None:
+            gate = call.gate if gate is None else gate * call.gate.view(-1, *(1 for _ in range(gate.ndim - 2)))
+        return positional, {
+            **keywords,
+            "statistics": _joined(call.asked, callers, learned_sinks),
+            "logsumexp": asked.logsumexp or call.whole,
+            "head_gate": gate,
+        }
+
+    def listen(self, attended: Attended) -> None:
+        if len(self.waiting):
+            self.waiting[-1].call.tell(attended)
 
     def after(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: AttentionOutput
     ) -> AttentionOutput | None:
-        if not len(self.waiting) or output.statistics is None:
+        if not len(self.waiting):
             return None
-        call, callers = self.waiting.pop()
-        call.tell(output.statistics)
-        if callers is None:
-            return replace(output, statistics=None)
-        names = callers.wanted(learned_sinks=call.learned_sinks)
-        return replace(output, statistics=RowStatistics(**{k: v for k, v in output.statistics.items() if k in names}))
+        asked = self.waiting.pop()
+        statistics = None
+        if asked.statistics is not None and output.statistics is not None:
+            names = asked.statistics.wanted(learned_sinks=asked.call.learned_sinks)
+            statistics = RowStatistics(**{k: v for k, v in output.statistics.items() if k in names})
+        return replace(output, statistics=statistics, logsumexp=output.logsumexp if asked.logsumexp else None)
 
 
 def _tokens(layer: MultiHeadAttention, query: Tensor, given: dict[str, Any]) -> Tokens | Tensor | None:
@@ -136,10 +160,10 @@ def _tokens(layer: MultiHeadAttention, query: Tensor, given: dict[str, Any]) -> 
     return torch.arange(queries, device=query.device) < real[:, None]
 
 
-def _joined(asked: Statistics, callers: Statistics | None, learned_sinks: bool) -> Statistics:
+def _joined(asked: Statistics | None, callers: Statistics | None, learned_sinks: bool) -> Statistics | None:
     """What the session and the layer's caller want, in one."""
-    if callers is None:
-        return asked
+    if callers is None or asked is None:
+        return callers if asked is None else asked
     theirs = _crossed(callers, asked.cross).wanted(learned_sinks=learned_sinks)
     for name, option in (("sink_mass", "sink_keys"), ("window_mass", "window")):
         ours, other = getattr(asked, option), getattr(callers, option)
@@ -157,24 +181,33 @@ def _crossed(asked: Statistics, cross: bool) -> Statistics:
     return Statistics(*asked.names, sink_keys=asked.sink_keys, window=asked.window, cross=cross or asked.cross)
 
 
-def _torch_hook(session: Watcher) -> Hook:
+class _Theirs:
     """Tells of `torch.nn.MultiheadAttention` by a computation beside its own, so that its results stay its own."""
-    names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
 
-    def hook(module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given = {**dict(zip(names, positional, strict=False)), **keywords}
+    def __init__(self, session: Watcher) -> None:
+        self.session = session
+        self.names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
+        self.missing: Tensor | None = None
+
+    def before(self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self.missing = None
+        given = {**dict(zip(self.names, positional, strict=False)), **keywords}
         inputs = [x for x in (given.get(name) for name in ("query", "key", "value")) if isinstance(x, Tensor)]
         if len(inputs) < 3 or not all(x.ndim in (2, 3) for x in inputs):
             return  # the layer says what is wrong with it
         if any(x.is_nested for x in inputs):
             raise OptionError("statistics have no nested form, got a nested tensor; pad it and say key_padding_mask")
-        _tell_torch(cast(MultiheadAttention, module), session, given)
+        self.missing = _tell_torch(cast(MultiheadAttention, module), self.session, given)
 
-    return hook
+    def after(
+        self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any] | None:
+        missing, self.missing = self.missing, None
+        return None if missing is None else (output[0] - missing, output[1])
 
 
-@torch.no_grad()
-def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, Any]) -> None:
+def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, Any]) -> Tensor | None:
+    """Compute the heads of a call; what its gates take from the layer's output, None where there are none."""
     query, key, value = given["query"], given["key"], given["value"]
     attn_mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
     cross = query is not key
@@ -188,16 +221,29 @@ def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, An
     shape = torch.empty(batch, 1, keys, 0, device=query.device)
     mask = torch_mask(shape, shape, None, padding, False)
     call = session.call(layer, layer.num_heads, Tokens(mask, batch, queries, keys, query.device), cross=cross)
-    if call is None or not call.counts:
-        return
+    if call is None or not (call.counts or call.gate is not None):
+        return None
     if layer.bias_k is not None or layer.add_zero_attn:
         raise OptionError(
             "observe does not know where the keys stand that add_bias_kv and add_zero_attn append, "
             f"got a torch.nn.MultiheadAttention with them at {call.site.name!r}; leave it out with layers="
         )
-    # It reads weights alone, which PyTorch's class has as well.
-    q, k, v = MultiheadAttention._project(layer, query, key, value)
-    mask = torch_mask(q, k, attn_mask, padding, False)
-    rows = attention(q, k, v[..., :1], mask=mask, statistics=call.asked).statistics
-    assert rows is not None
-    call.tell(rows)
+    if call.gate is not None and layer.training and layer.dropout:
+        raise OptionError(
+            "a head of torch.nn.MultiheadAttention is gated without dropout, which that layer draws by itself, "
+            f"got {call.site.name!r} in training with dropout {layer.dropout}; call model.eval()"
+        )
+    with torch.set_grad_enabled(call.gate is not None and torch.is_grad_enabled()):
+        # It reads weights alone, which PyTorch's class has as well.
+        q, k, v = MultiheadAttention._project(layer, query, key, value)
+        mask = torch_mask(q, k, attn_mask, padding, False)
+        seen = v if call.whole or call.gate is not None else v[..., :1]
+        result = attention(q, k, seen, mask=mask, statistics=call.asked, logsumexp=call.whole)
+        call.tell(Attended(q, k, v, result, mask))
+        if call.gate is None:
+            return None
+        taken = result.output * (1 - call.gate.to(result.output.dtype)).view(1, -1, 1, 1)
+        missing = F.linear(taken.transpose(1, 2).flatten(2), layer.out_proj.weight)  # [batch, queries, embed_dim]
+    if query.ndim == 2:
+        return missing[0]
+    return missing if layer.batch_first else missing.transpose(0, 1)
