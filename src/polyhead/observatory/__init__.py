@@ -1,18 +1,28 @@
 """Watching the heads of a running model: `observe`, and the mergeable values it gathers."""
 
+from polyhead.observatory.contributions import Contributions
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
+from polyhead.observatory.maps import AttentionMaps
 from polyhead.observatory.observations import Observations
+from polyhead.observatory.saving import load, save
 from polyhead.observatory.session import Session, observe
 from polyhead.observatory.statistics import AttentionSite
+from polyhead.observatory.wiring import Wiring, find_wiring
 
 __all__ = [
+    "AttentionMaps",
     "AttentionSite",
+    "Contributions",
     "Gathered",
     "Gatherer",
     "HeadProfile",
     "Notes",
     "Observations",
     "Session",
+    "Wiring",
+    "find_wiring",
+    "load",
     "observe",
+    "save",
 ]

@@ -21,6 +21,7 @@ class Observations:
     wanted: Wanted
     sites: tuple[SiteStatistics, ...] = ()
     gathered: Mapping[AttentionSite, Mapping[str, Gathered]] = field(default_factory=dict)  # by the gatherer's name
+    calls: Mapping[AttentionSite, int] = field(default_factory=dict)  # how often each was called, watched or not
 
     def merge(self, other: Self) -> Self:
         if self.wanted != other.wanted:
@@ -34,7 +35,8 @@ class Observations:
             there = gathered.setdefault(place, {})
             for gatherer, value in values.items():
                 there[gatherer] = there[gatherer].merge(value) if gatherer in there else value
-        return type(self)(self.wanted, tuple(found.values()), gathered)
+        calls = {place: self.calls.get(place, 0) + other.calls.get(place, 0) for place in {**self.calls, **other.calls}}
+        return type(self)(self.wanted, tuple(found.values()), gathered, calls)
 
     def table(self) -> HeadProfile:
         """One row a head, stack by stack and layer by layer. This is where a device is waited for."""

@@ -272,7 +272,21 @@ class Session:
 
     @property
     def observations(self) -> Observations:
-        return Observations(self.wanted, tuple(self._statistics.values()), dict(self._gathered))
+        calls = {site: self._calls[site] for site in self._sites.values()}
+        return Observations(self.wanted, tuple(self._statistics.values()), dict(self._gathered), calls)
+
+    def go_on_from(self, observations: Observations) -> None:
+        """Take up what an earlier session of the same model had gathered, as if this one had gathered it itself."""
+        if observations.wanted != self.wanted:
+            raise OptionError(
+                f"a session goes on with the statistics it began with, got {observations.wanted} for {self.wanted}"
+            )
+        for site in observations.calls:
+            if self._sites.setdefault((site.name, site.kind), site) != site:
+                raise OptionError(f"a session goes on with the same model, got one in which {site.name!r} is another")
+        self._calls = Counter(observations.calls)
+        self._statistics = {x.site: x for x in observations.sites}
+        self._gathered = {site: dict(values) for site, values in observations.gathered.items()}
 
     def table(self) -> HeadProfile:
         """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic."""

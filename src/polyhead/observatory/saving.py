@@ -1,0 +1,113 @@
+"""Observations in a file: everything that was gathered, bit for bit, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.observatory.gathering import Gathered, Gatherer
+from polyhead.observatory.observations import Observations
+from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
+
+FORMAT = 1
+_KEY = "polyhead.observations"
+
+
+def save(path: str | os.PathLike[str], observations: Observations) -> None:
+    """Write a safetensors file that says in its header what its tensors are.
+
+    It replaces what was there in one step: whoever reads the path finds the old file or the new one, whole.
+    """
+    from safetensors.torch import save as serialise
+
+    tensors: dict[str, Tensor] = {}
+    statistics = {x.site: x for x in observations.sites}
+    sites = []
+    for index, site in enumerate(dict.fromkeys([*observations.calls, *statistics, *observations.gathered])):
+        described: dict[str, Any] = {**asdict(site), "calls": observations.calls.get(site, 0)}
+        parts: dict[str, dict[str, Tensor]] = {}
+        if site in statistics:
+            described |= {"heads": statistics[site].heads, "columns": statistics[site].columns}
+            parts["statistics"] = statistics[site].state()
+        gathered = observations.gathered.get(site, {})
+        described["gathered"] = list(gathered)
+        parts |= {f"gathered.{name}": value.state() for name, value in gathered.items()}
+        for part, state in parts.items():
+            tensors |= {f"{index}.{part}.{name}": x.detach().cpu().contiguous() for name, x in state.items()}
+        sites.append(described)
+    facts = {"format": FORMAT, "wanted": asdict(observations.wanted), "sites": sites}
+    write_whole(Path(path), serialise(tensors, {_KEY: json.dumps(facts)}))
+
+
+def load(path: str | os.PathLike[str], gather: Sequence[Gatherer] = ()) -> Observations:
+    """Read a file that `save` wrote; `gather` are the gatherers whose values it holds."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = (file.metadata() or {}).get(_KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, a file is no mapping
+    except SafetensorError as error:
+        raise OptionError(f"observations are read from a safetensors file, got {str(path)!r}: {error}") from None
+    if header is None:
+        raise OptionError(
+            f"observations are read from a file that polyhead saved, got {str(path)!r}, which says nothing"
+        )
+    facts = json.loads(header)
+    if facts["format"] != FORMAT:
+        raise OptionError(
+            f"this version reads observations of format {FORMAT}, got format {facts['format']} in {str(path)!r}"
+        )
+    wanted = Wanted(**{**facts["wanted"], "names": tuple(facts["wanted"]["names"])})
+    found = {gatherer.name: gatherer for gatherer in gather}
+    sites, gathered, calls = [], {}, {}
+    for index, described in enumerate(facts["sites"]):
+        site = AttentionSite(**{name: described[name] for name in AttentionSite.__dataclass_fields__})
+        calls[site] = described["calls"]
+        if "columns" in described:
+            empty = SiteStatistics.empty(site, described["heads"], described["columns"])
+            sites.append(empty.with_state(_part(tensors, f"{index}.statistics.")))
+        values = {}
+        for name in described["gathered"]:
+            if name not in found:
+                raise OptionError(
+                    f"{str(path)!r} holds what {name!r} gathered, got gatherers {', '.join(found) or 'none'}"
+                )
+            values[name] = _value(found[name], site, _part(tensors, f"{index}.gathered.{name}."))
+        gathered[site] = values
+    return Observations(wanted, tuple(sites), gathered, calls)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def _value(gatherer: Gatherer, site: AttentionSite, state: Mapping[str, Tensor]) -> Gathered:
+    empty = gatherer.empty(site, torch.device("cpu"))
+    if empty is None:
+        raise OptionError(f"{gatherer.name!r} gathers nothing at {site.name!r}, got a file in which it did")
+    return empty.with_state(state)
