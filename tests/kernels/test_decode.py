@@ -58,6 +58,7 @@ CASES = [
     Case(splits=1),
     Case(splits=None, lengths=None),
     Case(splits=7, names=()),
+    Case(splits=40, dims=(16, 256), names=("max_logit", "entropy", "visible_keys")),  # more parts than tiles of keys
     Case(splits=2, names=("max_logit", "entropy"), lengths=None, dims=(64, 64)),
     Case(group=1, dims=(8, 8), names=("confidence", "visible_keys"), lengths=(5, 130)),
     Case(group=19, dims=(40, 16), splits=1, names=("reach", "max_logit")),
@@ -361,6 +362,35 @@ def test_on_a_gpu_the_sizes_of_real_models_do_too(case: Case, layout: str) -> No
 @pytest.mark.gpu
 def test_on_a_gpu_a_broken_value_reaches_those_who_see_it_alone() -> None:
     check_broken_values(torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 16])
+def test_on_a_gpu_steps_in_a_graph_follow_each_other(splits: int) -> None:
+    """Each step reads what the step before wrote, and writes its parts where that one had its own."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    key, value, query = (
+        torch.randn(2, heads, length, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for heads, length in ((2, 4099), (2, 4099), (4, 1))
+    )
+
+    def walk(steps: int, *, waiting: bool) -> list[Tensor]:
+        state, results = query, []
+        for _ in range(steps):
+            output, logsumexp, _ = decode(state, CacheArguments(key, value), scale=1.0, splits=splits)
+            if waiting:
+                torch.cuda.synchronize()
+            state = output
+            results.append(logsumexp)
+        return [*results, state]
+
+    expected = walk(50, waiting=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = walk(50, waiting=False)
+    graph.replay()
+    for actual in (walk(50, waiting=False), replayed):
+        assert all(one.equal(other) for one, other in zip(actual, expected, strict=True))
 
 
 @pytest.mark.gpu

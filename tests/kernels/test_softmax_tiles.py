@@ -1,4 +1,4 @@
-"""The arithmetic of the kernels against float64, one number at a time, in Triton's interpreter and on a GPU."""
+"""The arithmetic of the kernels against float64, function by function, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -42,13 +42,31 @@ def check_log2(device: str) -> None:
 def check_tanh(device: str) -> None:
     from tests.kernels.elementwise import apply
 
-    for x in (drawn(-1e-3, 1e-3, device), drawn(-1, 1, device), drawn(-50, 50, device)):
+    for x in (drawn(-1e-3, 1e-3, device), drawn(-1, 1, device), drawn(-40, 40, device)):
         exact = torch.tanh(x.double())
-        relative = (apply("tanh", x).double() - exact).abs() / exact.abs().clamp_min(1e-30)
-        assert relative.max() <= 3 * UNIT
+        for name, units in (("tanh", 3), ("exact_tanh", 2)):
+            relative = (apply(name, x).double() - exact).abs() / exact.abs().clamp_min(1e-30)
+            assert relative.max() <= units * UNIT
+        # The exponent of the slope is 2x, rounded.
+        slope = torch.cosh(x.double()) ** -2
+        assert (((apply("tanh_slope", x).double() - slope) / slope).abs() <= (3 + 1.5 * x.abs()) * UNIT).all()
+    ends = torch.tensor([0.0, 1e30, -torch.inf], device=device)
+    assert apply("exact_tanh", ends).tolist() == [0.0, 1.0, -1.0]
+    assert apply("tanh_slope", ends).tolist() == [1.0, 0.0, 0.0]
 
 
-CHECKS = {"exp2": check_exp2, "log2": check_log2, "tanh": check_tanh}
+def check_sums(device: str) -> None:
+    """A tile of products is added up before it meets the total: one by one, all of these would be rounded away."""
+    from tests.kernels.elementwise import added
+
+    ones = torch.ones(32, 32, device=device)
+    total = ones * 2.0**24
+    assert added(total, ones, ones).equal(total + 32)
+    halves = ones.half()
+    assert added(ones, halves, halves).equal(ones * 33)
+
+
+CHECKS = {"exp2": check_exp2, "log2": check_log2, "tanh": check_tanh, "sums": check_sums}
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -277,6 +277,7 @@ def _decode_at_once(
             num_warps=blocks.warps,
         )
         if splits > 1:
+            block_splits = max(16, power_of_two(splits))
             kernels.join_kernel[(rows,)](
                 output,
                 logsumexp,
@@ -290,8 +291,8 @@ def _decode_at_once(
                 HEADS=heads,
                 QUERIES=queries,
                 DIM_VALUE=dim_value,
-                BLOCK_SPLITS=max(16, power_of_two(splits)),
-                BLOCK_PARTS=min(max(4, power_of_two(splits)), 32),
+                BLOCK_SPLITS=block_splits,
+                BLOCK_PARTS=min(block_splits, 8192 // blocks.dim_value),
                 BLOCK_VALUE=blocks.dim_value,
                 num_warps=4,
             )

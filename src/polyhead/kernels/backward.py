@@ -85,7 +85,7 @@ def _less_term(constant, pointer_gradient, pointer_value, problem, i_pair, first
     if pointer_gradient is not None:
         gradient = load_row(pointer_gradient, problem, i_pair, first_row, BLOCK_M)
         value = load_row(pointer_value, problem, i_pair, first_row, BLOCK_M)
-        constant -= tl.where(value == 0.0, 0.0, gradient * value)
+        constant -= tl.where(value == 0.0, 0.0, gradient.to(constant.dtype) * value.to(constant.dtype))
     return constant
 
 
@@ -104,9 +104,9 @@ def _constants_kernel(problem, output, gradients, values, BLOCK_M: tl.constexpr)
     # A row that sees no key has an output of zeros, and what stands in its gradient must not be read.
     tile_product = tl.where(tile_o == 0.0, 0.0, tile_o * tile_do.to(tl.float32))
     if tile_do.dtype == tl.float32:
-        # Gradients of the logits are small differences to it.
+        # Gradients of the logits are small differences to it, so it is rounded once.
         tile_product = tl.where(tile_o == 0.0, 0.0, tile_o.to(tl.float64) * tile_do.to(tl.float64))
-    constant = -tl.sum(tile_product, 1).to(tl.float32)
+    constant = -tl.sum(tile_product, 1)
     if gradients.logsumexp is not None:
         constant += load_row(gradients.logsumexp, problem, i_pair, first_row, BLOCK_M)
     constant = _less_term(constant, gradients.entropy, values.entropy, problem, i_pair, first_row, BLOCK_M)
@@ -125,7 +125,7 @@ def _constants_kernel(problem, output, gradients, values, BLOCK_M: tl.constexpr)
     constant = tl.where(load_logsumexp(problem, i_pair, first_row, BLOCK_M) == float("inf"), 0.0, constant)
     offs = tl.arange(0, BLOCK_M)
     base = problem.constant + i_pair * num_queries + first_row
-    tl.store(base + offs, constant, mask=offs < num_queries - first_row)
+    tl.store(base + offs, constant.to(tl.float32), mask=offs < num_queries - first_row)
 
 
 @triton.jit
@@ -562,13 +562,14 @@ def _sinks_gradient(
     row_gradients: dict[str, Tensor],
     row_values: dict[str, Tensor],
 ) -> Tensor:
-    """A sink is one more key of every row, with no value and no place."""
-    log_weight = sinks.to(torch.float32)[:, None] - logsumexp
+    """A sink is one more key of every row, with no value and no place. A sum over all rows, so it is taken wide."""
+    log_weight = sinks.double()[:, None] - logsumexp.double()
     weight = torch.where(logsumexp == -torch.inf, 0.0, torch.exp(log_weight))
-    inner = constant
+    inner = constant.double()
     if "entropy" in row_gradients:
-        # Where there is no weight or all of it, the entropy has no say, whatever stands in its gradient.
-        told = (weight > 0) & (log_weight != 0)
+        # A row that sees no key has an entropy of 0, in which its gradient has no say, whatever stands there. Its
+        # log-sum-exp does not tell: it is the sink's logit, but rounded.
+        told = (weight > 0) & (row_values["entropy"] != 0)
         inner = inner - torch.where(told, row_gradients["entropy"] * log_weight, 0.0)
     total = torch.where(weight == 0, 0.0, weight * inner)
     if "learned_sink_mass" in row_gradients:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import added_tile, keep_tile, key_ordinals, key_positions, query_positions
-from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, tanh
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, tanh, tanh_slope
 
 
 class Strided(NamedTuple):
@@ -248,22 +248,25 @@ def tile_gradients(
     i_pair = i_batch * (problem.kv_heads * problem.group) + i_head
     offs_m = first_row + tl.arange(0, BLOCK_M)
     scale, _ = head_scales(problem, i_head)
+    EXACT: tl.constexpr = problem.query.pointer.dtype.element_ty == tl.float32
     tile_slope = 1.0
     # log2 p
     if problem.BASE_TWO:
         tile_log = tile_s * (scale * LOG2E) - _beside(logsumexp * LOG2E, TURNED)
     else:
-        tile_logit = tile_s * scale
-        if problem.softcap is not None:
-            bent = tanh(tile_logit / problem.softcap)
-            tile_slope = 1.0 - bent * bent
-            tile_logit = bent * problem.softcap
+        if problem.softcap is None:
+            tile_logit = tile_s * scale
+        else:
+            tile_share = tile_s * (scale / problem.softcap)  # as the forward has it, rounded alike
+            tile_bent = tanh(tile_share, EXACT)
+            tile_slope = tanh_slope(tile_share, tile_bent, EXACT)
+            tile_logit = tile_bent * problem.softcap
         if mask.bias is not None or mask.table is not None:
             distance = distance_tile(problem, i_batch, offs_m, offs_n)
             tile_logit += _turned(added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, visible), TURNED)
         tile_log = (tile_logit - _beside(logsumexp, TURNED)) * LOG2E
     # A row that sees a poisoned key has NaN for its log-sum-exp, so the poison need not be added here again.
-    tile_p = exp2(tile_log, problem.query.pointer.dtype.element_ty == tl.float32)
+    tile_p = exp2(tile_log, EXACT)
     if EDGE:
         seen = _turned(visible, TURNED)
         tile_p = tl.where(seen, tile_p, 0.0)

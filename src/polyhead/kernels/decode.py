@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.kernels.mask_tiles import added_tile, key_ordinals, key_positions, visible_tile
-from polyhead.kernels.softmax_tiles import LN2, LOG2E, add_product, exp2, log2, products, tanh
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, products, tanh
 
 
 class CachePointers(NamedTuple):
@@ -369,7 +369,7 @@ def decode_kernel(
                     logits = tl.dot(tile_query, tl.trans(tile_key.to(tile_query.dtype))) * scales[None, :]
             logits *= row_scale[:, None]
             if softcap is not None:
-                logits = softcap * tanh(logits / softcap)
+                logits = softcap * tanh(logits / softcap, EXACT)
             if mask.table is not None:
                 if i_zone == WHOLE:
                     seen = mask_m[:, None] & (offs_n >= 0)[None, :]
@@ -450,7 +450,7 @@ def decode_kernel(
                     exponential = tl.where(visible, exponential, 0.0)
             tile_value = tile_value.to(tile_query.dtype)
             weights = exponential.to(tile_query.dtype)
-            tile_output = add_product(tile_output * shrink[:, None], weights, tile_value)
+            tile_output = tl.dot(weights, tile_value, tile_output * shrink[:, None], input_precision="ieee")
             largest = new_largest
 
     # Whole tiles ask nobody whether a row is real, so rows past the real ones are emptied here.
@@ -528,9 +528,20 @@ def decode_kernel(
 
 
 @triton.jit
-def _joined(ptr, place, plane, mask_part, factor):
-    """A statistic's sum over all parts, each rescaled to the common maximum."""
-    return tl.sum(tl.load(ptr + place * plane, mask=mask_part, other=0.0) * factor, 0)
+def _load_parts(ptr, mask_split, mask_part):
+    """One number of each part, 0 where it saw no key. Loaded from all, so that no load waits for another."""
+    return tl.where(mask_part, tl.load(ptr, mask=mask_split, other=0.0), 0.0)
+
+
+@triton.jit
+def _load_outputs(
+    ptr_parts, i_row, num_rows, first, splits, DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The unnormalised outputs of parts `first` on, [PARTS, BLOCK]; anything may stand in a part that saw no key."""
+    offs_part = first + tl.arange(0, PARTS)
+    offs_value = tl.arange(0, BLOCK)
+    offs = (offs_part * num_rows + i_row)[:, None] * DIM + offs_value[None, :]
+    return tl.load(ptr_parts + offs, mask=(offs_part < splits)[:, None] & (offs_value < DIM)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["splits", "num_rows"])
@@ -557,6 +568,8 @@ def join_kernel(
     i_batch, i_head, i_query = i_row // (HEADS * QUERIES), (i_row // QUERIES) % HEADS, i_row % QUERIES
     num_rows = num_rows.to(tl.int64)
     plane = splits * num_rows
+    # [BLOCK_PARTS, BLOCK_VALUE], on its way while the maxima are compared
+    tile_part = _load_outputs(ptr_parts, i_row, num_rows, 0, splits, DIM_VALUE, BLOCK_PARTS, BLOCK_VALUE)
     # [BLOCK_SPLITS]
     offs_split = tl.arange(0, BLOCK_SPLITS)
     mask_split = offs_split < splits
@@ -564,37 +577,38 @@ def join_kernel(
     maxima = tl.load(ptr, mask=mask_split, other=-float("inf"))
     totals = tl.load(ptr + plane, mask=mask_split, other=0.0)
     mask_part = totals != 0.0
+    ptr += 2 * plane
+    largest_size, spread, reach, signed_reach, reach_squared = 0.0, 0.0, 0.0, 0.0, 0.0
+    sink_mass, self_mass, previous_mass, next_mass, window_mass, visible_keys = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    if places.entropy is not None:
+        spreads = _load_parts(ptr + places.entropy * plane, mask_split, mask_part)
     largest = tl.max(maxima, 0)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
     factor = _exp(maxima - shift, EXACT)
     total = tl.sum(totals * factor, 0)
-    ptr += 2 * plane
-    largest_size, spread, reach, signed_reach, reach_squared = 0.0, 0.0, 0.0, 0.0, 0.0
-    sink_mass, self_mass, previous_mass, next_mass, window_mass, visible_keys = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if places.max_abs_logit is not None:
-        largest_size = tl.max(tl.load(ptr + places.max_abs_logit * plane, mask=mask_part, other=0.0), 0)
+        largest_size = tl.max(_load_parts(ptr + places.max_abs_logit * plane, mask_split, mask_part), 0)
     if places.entropy is not None:
         moved = tl.where(maxima == -float("inf"), 0.0, maxima - shift) * totals
-        sums = tl.load(ptr + places.entropy * plane, mask=mask_part, other=0.0)
-        spread = tl.sum(factor * (sums + moved), 0)
+        spread = tl.sum(factor * (spreads + moved), 0)
     if places.reach is not None:
-        reach = _joined(ptr, places.reach, plane, mask_part, factor)
+        reach = tl.sum(_load_parts(ptr + places.reach * plane, mask_split, mask_part) * factor, 0)
     if places.signed_reach is not None:
-        signed_reach = _joined(ptr, places.signed_reach, plane, mask_part, factor)
+        signed_reach = tl.sum(_load_parts(ptr + places.signed_reach * plane, mask_split, mask_part) * factor, 0)
     if places.reach_squared is not None:
-        reach_squared = _joined(ptr, places.reach_squared, plane, mask_part, factor)
+        reach_squared = tl.sum(_load_parts(ptr + places.reach_squared * plane, mask_split, mask_part) * factor, 0)
     if places.sink_mass is not None:
-        sink_mass = _joined(ptr, places.sink_mass, plane, mask_part, factor)
+        sink_mass = tl.sum(_load_parts(ptr + places.sink_mass * plane, mask_split, mask_part) * factor, 0)
     if places.self_mass is not None:
-        self_mass = _joined(ptr, places.self_mass, plane, mask_part, factor)
+        self_mass = tl.sum(_load_parts(ptr + places.self_mass * plane, mask_split, mask_part) * factor, 0)
     if places.previous_mass is not None:
-        previous_mass = _joined(ptr, places.previous_mass, plane, mask_part, factor)
+        previous_mass = tl.sum(_load_parts(ptr + places.previous_mass * plane, mask_split, mask_part) * factor, 0)
     if places.next_mass is not None:
-        next_mass = _joined(ptr, places.next_mass, plane, mask_part, factor)
+        next_mass = tl.sum(_load_parts(ptr + places.next_mass * plane, mask_split, mask_part) * factor, 0)
     if places.window_mass is not None:
-        window_mass = _joined(ptr, places.window_mass, plane, mask_part, factor)
+        window_mass = tl.sum(_load_parts(ptr + places.window_mass * plane, mask_split, mask_part) * factor, 0)
     if places.visible_keys is not None:
-        visible_keys = tl.sum(tl.load(ptr + places.visible_keys * plane, mask=mask_part, other=0.0), 0)
+        visible_keys = tl.sum(_load_parts(ptr + places.visible_keys * plane, mask_split, mask_part), 0)
     share = _store_rows(
         ptr_logsumexp,
         ptr_statistics,
@@ -619,18 +633,18 @@ def join_kernel(
         visible_keys,
         EXACT,
     )
-    # [BLOCK_PARTS, BLOCK_VALUE]
-    offs_value = tl.arange(0, BLOCK_VALUE)
-    mask_value = offs_value < DIM_VALUE
     tile_output = tl.zeros([BLOCK_VALUE], tl.float32)
-    for first in range(0, splits, BLOCK_PARTS):
-        offs_part = first + tl.arange(0, BLOCK_PARTS)
-        ptr_part = ptr_sums + offs_part * num_rows + i_row
-        below = tl.load(ptr_part, mask=offs_part < splits, other=-float("inf")) - shift
-        filled = tl.load(ptr_part + plane, mask=offs_part < splits, other=0.0) != 0.0
-        offs = (offs_part * num_rows + i_row)[:, None] * DIM_VALUE + offs_value[None, :]
-        tile = tl.load(ptr_parts + offs, mask=filled[:, None] & mask_value[None, :], other=0.0)
-        tile_output += tl.sum(tile * _exp(below, EXACT)[:, None], 0)
+    for first in tl.static_range(0, BLOCK_SPLITS, BLOCK_PARTS):
+        if first > 0:
+            tile_part = _load_outputs(ptr_parts, i_row, num_rows, first, splits, DIM_VALUE, BLOCK_PARTS, BLOCK_VALUE)
+        # [BLOCK_PARTS]
+        if BLOCK_PARTS != BLOCK_SPLITS:
+            offs_part = first + tl.arange(0, BLOCK_PARTS)
+            ptr = ptr_sums + offs_part * num_rows + i_row
+            factor = _exp(tl.load(ptr, mask=offs_part < splits, other=-float("inf")) - shift, EXACT)
+            mask_part = tl.load(ptr + plane, mask=offs_part < splits, other=0.0) != 0.0
+        tile_output += tl.sum(tl.where(mask_part[:, None], tile_part, 0.0) * factor[:, None], 0)
     output = tl.where(total != 0.0, tile_output * share, 0.0)
+    offs_value = tl.arange(0, BLOCK_VALUE)
     ptr = ptr_output + ((i_batch * QUERIES + i_query) * HEADS + i_head) * DIM_VALUE + offs_value
-    tl.store(ptr, output.to(ptr_output.dtype.element_ty), mask=mask_value)
+    tl.store(ptr, output.to(ptr_output.dtype.element_ty), mask=offs_value < DIM_VALUE)

@@ -81,11 +81,20 @@ def log2(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
-    """Hyperbolic tangent to three units in the last place, by exp2 alone."""
+def _ratio(a, b, EXACT: tl.constexpr):
+    if EXACT:
+        result = tl.div_rn(a, b)
+    else:
+        result = a / b
+    return result
+
+
+@triton.jit
+def tanh(x, EXACT: tl.constexpr):
+    """Hyperbolic tangent by exp2 alone, to three units in the last place; EXACT: to two."""
     size = tl.abs(x)
-    decay = tl.exp2(size * (-2.0 * LOG2E))
-    far = (1.0 - decay) / (1.0 + decay)
+    decay = exp2(size * (-2.0 * LOG2E), EXACT)
+    far = _ratio(1.0 - decay, 1.0 + decay, EXACT)
     far = tl.where(x < 0, -far, far)
     square = x * x
     # Near 0 the fraction cancels; its series does not.
@@ -93,3 +102,16 @@ def tanh(x):
     series = 2.0 / 15 + square * (-17.0 / 315 + square * series)
     near = x * (1.0 + square * (-1.0 / 3 + square * series))
     return tl.where(size < 0.4, near, far)
+
+
+@triton.jit
+def tanh_slope(x, bent, EXACT: tl.constexpr):
+    """The derivative of tanh at x, where it is `bent`."""
+    result = 1.0 - bent * bent
+    if EXACT:
+        # Far from 0 that cancels.
+        size = tl.abs(x)
+        decay = exp2(size * (-2.0 * LOG2E), EXACT)
+        far = _ratio(4.0 * decay, (1.0 + decay) * (1.0 + decay), EXACT)
+        result = tl.where(size < 0.4, result, far)
+    return result
