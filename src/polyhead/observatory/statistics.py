@@ -11,12 +11,11 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.functional import RowStatistics, Statistics
+from polyhead.functional.row_reduction import SHARE, RowTotals, reduce_rows
 from polyhead.functional.statistics import NAMES as ROW_NAMES
 from polyhead.functional.statistics import POSITIONAL
 from polyhead.observatory.accumulators import Maximum, MeanAndSpread
 
-# The entropy over its maximum, the logarithm of how many keys the row sees (plus one where there is a learned sink).
-SHARE = "entropy_share"
 DEFAULT = (
     "entropy",
     SHARE,
@@ -106,9 +105,13 @@ class SiteStatistics:
 
     def update(self, rows: RowStatistics, real: Tensor | None = None, *, learned_sinks: bool = False) -> Self:
         """With the rows of one call; `real` [batch or 1, queries] is False for padding. Waits for no device."""
-        values, weights = by_head(rows, real, self.columns, self.heads, learned_sinks=learned_sinks)
-        moments, largest = self.moments.update(values, weights), self.largest.update(values, weights)
-        return type(self)(self.site, self.heads, self.columns, moments, largest)
+        assert rows.visible_keys is not None
+        state = RowTotals(self.moments.count, self.moments.mean, self.moments.squares, self.largest.largest)
+        if state.total.device != rows.visible_keys.device:
+            # What was loaded from a file goes where the rows are, once: rows that went to it would be waited for.
+            state = RowTotals(*(x.to(rows.visible_keys.device) for x in state))
+        *moments, largest = reduce_rows(rows, real, self.columns, self.heads, state, learned_sinks=learned_sinks)
+        return type(self)(self.site, self.heads, self.columns, MeanAndSpread(*moments), Maximum(largest))
 
     def merge(self, other: Self) -> Self:
         mine, theirs = ((x.site.name, x.site.kind, x.heads, x.columns) for x in (self, other))
@@ -144,38 +147,3 @@ class SiteStatistics:
 
         moments, largest = MeanAndSpread.from_state(part("moments.")), Maximum.from_state(part("largest."))
         return type(self)(self.site, self.heads, self.columns, moments, largest)
-
-
-def by_head(
-    rows: RowStatistics,
-    real: Tensor | None,
-    columns: Sequence[str],
-    heads: Sequence[int],
-    *,
-    learned_sinks: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Samples and weights, each [statistics, heads, batch * queries]: 1 for real tokens that see some key, else 0."""
-    keys = rows.visible_keys
-    assert keys is not None
-    num_heads = keys.shape[1]
-
-    def arranged(x: Tensor) -> Tensor:
-        x = x.detach().transpose(0, 1)
-        # One view a head: an index tensor would be copied to the device, and that is waited for.
-        return x if len(heads) == num_heads else torch.stack([x[head] for head in heads])
-
-    keys = arranged(keys)  # [heads, batch, queries]
-    counted = keys > 0
-    if real is not None:
-        counted = counted & real
-    most = keys + 1 if learned_sinks else keys
-    values, weights = [], []
-    for name in columns:
-        if name == SHARE:
-            assert rows.entropy is not None
-            values.append(arranged(rows.entropy) / most.clamp_min(2).log())
-            weights.append(counted & (most > 1))
-        else:
-            values.append(arranged(getattr(rows, name)))
-            weights.append(counted)
-    return torch.stack(values).flatten(2), torch.stack(weights).flatten(2)
