@@ -22,15 +22,15 @@ SOURCE = ROOT / "src"
 # The rooms of the house from the ground up. A room may import every room of the rows before its own; rooms of one row
 # are siblings and meet only through the values below them.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "version"),
     ("geometry",),
     ("masks",),
     ("kernels",),
     ("functional",),
     ("layers",),
-    ("huggingface", "observatory"),
+    ("huggingface", "observatory", "sources"),
     ("analysis",),
-    ("surgery", "plan", "training", "distributed", "report"),
+    ("surgery", "plan", "training", "distributed", "report", "inspection"),
     ("lab",),  # an experiment trains, operates and reports, so it stands on all of them
     ("cli",),
     ("__main__",),
@@ -48,7 +48,20 @@ HEAVY: Mapping[str, tuple[str, ...]] = {
     "triton": ("kernels",),
     "typer": ("cli",),
     "rich": ("cli",),
-    **dict.fromkeys(("transformers", "matplotlib", "plotly", "pandas", "pyarrow", "onnx", "onnxruntime"), ()),
+    **dict.fromkeys(
+        (
+            "transformers",
+            "matplotlib",
+            "plotly",
+            "pandas",
+            "pyarrow",
+            "gguf",
+            "accelerate",
+            "onnx",
+            "onnxruntime",
+        ),
+        (),
+    ),
 }
 PRINTERS = ("cli", "__main__")
 

@@ -29,8 +29,9 @@ from polyhead.layers import (
 from polyhead.masks import Mask
 from polyhead.observatory import HeadProfile, observe
 from polyhead.observatory.transformers_models import open_entrance as _open_entrance
+from polyhead.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Rooms beside each other do not import each other: here the one that watches is shown into transformers' models.
 _open_entrance(_register, _WATCHERS)

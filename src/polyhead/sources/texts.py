@@ -1,0 +1,246 @@
+"""Text by the name of a file, a folder or standard input, as a stream of documents that each know where they lay."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from polyhead.errors import OptionError
+
+STANDARD_INPUT = "-"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text that is never joined to another; `name` says where it lay: `notes.txt`, `pages.jsonl:12`."""
+
+    name: str
+    text: str
+
+
+def default_documents() -> tuple[Document, ...]:
+    """The text that is read when none is named: short documents in English and Chinese, written for this package.
+
+    >>> documents = default_documents()
+    >>> documents[0].name, documents[-1].name
+    ('en_dialogue.txt', 'zh_weather.txt')
+    """
+    folder = resources.files("polyhead.sources") / "default_texts"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".txt")), key=lambda file: file.name)
+    return tuple(Document(file.name, file.read_text(encoding="utf-8")) for file in files)
+
+
+class Texts:
+    """The documents of a file, a folder or standard input; made by `read_texts`, read anew by each loop over it.
+
+    `empty` counts the documents without a visible character that the latest loop has skipped so far.
+    """
+
+    def __init__(self, name: str, files: tuple[tuple[str, Path], ...], ignored: tuple[str, ...], field: str) -> None:
+        self.name = name
+        self.files = files  # (the name that documents bear, the path that is opened), in reading order
+        self.ignored = ignored  # files of a folder whose names end like no kind of text
+        self.field = field
+        self.empty = 0
+        self._standard_input: bytes | None = None
+
+    def __iter__(self) -> Iterator[Document]:
+        self.empty = 0
+        for document in self._every_document():
+            if document.text.strip():
+                yield document
+            else:
+                self.empty += 1
+
+    def _every_document(self) -> Iterator[Document]:
+        if self.name == STANDARD_INPUT:
+            # Standard input can be read once; the text is kept for the next loop.
+            if self._standard_input is None:
+                self._standard_input = sys.stdin.buffer.read()
+            yield Document("standard input", _decoded(self._standard_input, "standard input"))
+            return
+        for name, path in self.files:
+            read = _reader_of(path)
+            assert read is not None
+            try:
+                yield from read(path, name, self.field)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise OptionError(f"a file that ends in .gz must be whole gzip data, got {path}: {error}") from error
+            except OSError as error:
+                raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_texts(name: str | os.PathLike[str], *, field: str = "text") -> Texts:
+    """The documents in a file, in a folder (all files below it, sorted by name) or, for "-", in standard input.
+
+    A `.txt` or `.md` file is one document, a `.jsonl` file one a line, a `.parquet` file one a row; `field` names the
+    JSON field or the column that holds the text. `.txt`, `.md` and `.jsonl` may be compressed (`.gz`). In a folder,
+    files of other kinds and hidden ones are passed over. Text is UTF-8; anything else is refused with its position.
+    """
+    if name == STANDARD_INPUT:
+        return Texts(STANDARD_INPUT, (), (), field)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = sorted(_files_below(path), key=lambda file: file.relative_to(path).as_posix())
+        named = [(file.relative_to(path).as_posix(), file) for file in found]
+        files = tuple((name, file) for name, file in named if _reader_of(file))
+        ignored = tuple(name for name, file in named if not _reader_of(file))
+        if not files:
+            raise OptionError(
+                f"a folder of text must hold files that end in {_known_endings()}, "
+                f"got {path} with {len(ignored)} files of other kinds"
+            )
+        return Texts(str(path), files, ignored, field)
+    if not path.exists():
+        raise OptionError(
+            f"text is read from a file, a folder or - for standard input, got {path}: there is no such file"
+        )
+    if _reader_of(path) is None:
+        raise OptionError(f"a text file must end in {_known_endings()}, got {path.name}")
+    return Texts(str(path), ((path.name, path),), (), field)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in files if not name.startswith("."))
+
+
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _read_whole(path: Path, name: str, field: str) -> Iterator[Document]:
+    with _open(path) as file:
+        yield Document(name, _decoded(file.read(), name))
+
+
+def _read_lines(path: Path, name: str, field: str) -> Iterator[Document]:
+    with _open(path) as file:
+        start = 0
+        for number, line in enumerate(file, 1):
+            place = f"{name}:{number}"
+            content = _decoded(line, name, start=start, line=number)
+            start += len(line)
+            yield Document(place, _text_of(content, place, field) if content.strip() else "")
+
+
+def _text_of(line: str, place: str, field: str) -> str:
+    """The text in one line of JSON; null is an empty document."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise OptionError(
+            f"each line of a .jsonl file must be one JSON object, got {place}, column {error.colno}: {error.msg}"
+        ) from error
+    if not isinstance(record, dict):
+        raise OptionError(f"each line of a .jsonl file must be one JSON object, got {place}: {type(record).__name__}")
+    if field not in record:
+        raise OptionError(f"{place} has no field {field!r}, only {_listed(record)}; name the field that holds the text")
+    text = record[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise OptionError(f"the field {field!r} must be a string, got {place}: {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"text must be Unicode characters, got half of a surrogate pair in {place}, character {error.start}"
+        ) from error
+    return text
+
+
+def _read_rows(path: Path, name: str, field: str) -> Iterator[Document]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise OptionError(f"reading {name} needs pyarrow; install it with: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(file.schema_arrow, name, field)
+            row = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                for value in batch.column(0):
+                    row += 1
+                    yield Document(f"{name}:{row}", _text_in(value, f"{name}:{row}"))
+    except arrow.ArrowInvalid as error:
+        raise OptionError(f"a file that ends in .parquet must be Parquet data, got {path}: {error}") from error
+
+
+def _text_in(value: Any, place: str) -> str:
+    """The text in one cell of a table, where nothing has checked that it is UTF-8; null is an empty document."""
+    try:
+        return value.as_py() or ""
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"text must be UTF-8, got 0x{error.object[error.start]:02x} in {place} at byte {error.start}"
+        ) from error
+
+
+def _check_column(columns: Any, name: str, field: str) -> None:
+    if field not in columns.names:
+        raise OptionError(
+            f"{name} has no column {field!r}, only {_listed(columns.names)}; name the column that holds the text"
+        )
+    kind = columns.field(field).type
+    if not _is_text(kind):
+        raise OptionError(f"the column {field!r} must hold strings, got {name}: {kind}")
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _decoded(content: bytes, name: str, *, start: int = 0, line: int = 1) -> str:
+    """The bytes as UTF-8 text, a byte order mark at the very beginning left out."""
+    skipped = len(_BYTE_ORDER_MARK) if start == 0 and content.startswith(_BYTE_ORDER_MARK) else 0
+    try:
+        return content[skipped:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = skipped + error.start
+        place = f"byte {start + at}, line {line + content[:at].count(10)}"
+        raise OptionError(
+            f"text must be UTF-8, got 0x{content[at]:02x} in {name} at {place}; convert the file first, "
+            "for example with: iconv -f FROM -t UTF-8"
+        ) from error
+
+
+def _listed(names: Any, most: int = 8) -> str:
+    names = list(names)
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown + f" and {len(names) - most} more" if len(names) > most else shown or "none at all"
+
+
+_Reader = Callable[[Path, str, str], Iterator[Document]]
+_READERS: dict[str, _Reader] = {
+    ".txt": _read_whole,
+    ".md": _read_whole,
+    ".jsonl": _read_lines,
+    ".txt.gz": _read_whole,
+    ".md.gz": _read_whole,
+    ".jsonl.gz": _read_lines,
+    ".parquet": _read_rows,
+}
+
+
+def _reader_of(path: Path) -> _Reader | None:
+    return next((read for ending, read in _READERS.items() if path.name.lower().endswith(ending)), None)
+
+
+def _known_endings() -> str:
+    return ", ".join(_READERS)

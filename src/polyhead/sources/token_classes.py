@@ -1,0 +1,101 @@
+"""What each entry of a vocabulary is, seen from the text it stands for: the start of a word, a full stop, a number."""
+
+from __future__ import annotations
+
+import unicodedata
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.sources.contexts import special_tokens, tokenise, unknown_token
+
+
+class TokenClass(IntEnum):
+    """The classes of `token_classes`; the numbers are written to files, so they stay."""
+
+    SPECIAL = 0  # stands for no text: [CLS], <|endoftext|>
+    UNKNOWN = 1  # stands for any text that the vocabulary lacks
+    WORD = 2  # letters that begin a word, or letters of a script that is written without spaces
+    CONTINUATION = 3  # letters that go on with a word; in byte-level vocabularies also the first word of a line
+    NUMBER = 4  # digits and no letters
+    PUNCTUATION = 5
+    SYMBOL = 6  # +, €, →
+    WHITESPACE = 7
+    NEWLINE = 8
+    FRAGMENT = 9  # some bytes of a character
+    OTHER = 10  # control characters, or an id that stands for nothing
+
+
+# Words are not told apart by spaces in these, so a token of theirs that has none before it may still begin one.
+_WITHOUT_SPACES = ("CJK ", "HIRAGANA ", "KATAKANA ", "THAI ", "LAO ", "KHMER ", "MYANMAR ", "TIBETAN ", "BOPOMOFO ")
+# Something that the vocabulary holds: what follows it in a decoded pair shows whether a space stands between.
+_ANCHORS = ("a", "A", "0", "一", "e")
+
+
+def token_classes(tokenizer: Any) -> Tensor:
+    """The `TokenClass` of every id of the vocabulary, [ids] int8.
+
+    Each entry is decoded after a token that is known to be a word, so one rule serves WordPiece, byte-level BPE and
+    SentencePiece: the entry begins a word if a space stands between the two. A token with a letter is a word or goes
+    on with one; without a letter, a digit makes it a number, then a punctuation mark decides, then a symbol.
+    """
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if size == 0:
+        raise OptionError(f"a tokenizer must have a vocabulary, got an empty {type(tokenizer).__name__}")
+    anchor, anchor_text = _anchor(tokenizer)
+    decoded = _decode(tokenizer, [[anchor, token] for token in range(size)])
+    classes = [class_of_text(text.removeprefix(anchor_text)) for text in decoded]
+    unknown = unknown_token(tokenizer)
+    if unknown is not None:
+        classes[unknown] = TokenClass.UNKNOWN
+    for token in special_tokens(tokenizer).ids:
+        if token < size:
+            classes[token] = TokenClass.SPECIAL
+    return torch.tensor([int(found) for found in classes], dtype=torch.int8)
+
+
+def _anchor(tokenizer: Any) -> tuple[int, str]:
+    for text in _ANCHORS:
+        for token in tokenise(tokenizer, text)[-1:]:
+            decoded = _decode(tokenizer, [[token]])[0]
+            if decoded.strip() == text:
+                return token, decoded
+    raise OptionError(f"a vocabulary must hold one of {', '.join(_ANCHORS)} as a token, got {type(tokenizer).__name__}")
+
+
+def _decode(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return list(backend.decode_batch(rows, skip_special_tokens=False))
+    return [tokenizer.decode(row, skip_special_tokens=False, clean_up_tokenization_spaces=False) for row in rows]
+
+
+def class_of_text(text: str) -> TokenClass:
+    """The class of a piece of text that may begin with a space.
+
+    >>> [class_of_text(text).name for text in (" river", "ing", "河", " 1968", "?", "'s", "\\n\\n", "→")]
+    ['WORD', 'CONTINUATION', 'WORD', 'NUMBER', 'PUNCTUATION', 'CONTINUATION', 'NEWLINE', 'SYMBOL']
+    """
+    if not text:
+        return TokenClass.OTHER
+    if "\ufffd" in text:
+        return TokenClass.FRAGMENT
+    kinds = {unicodedata.category(character)[0] for character in text if not character.isspace()}
+    if not kinds:
+        return TokenClass.NEWLINE if "\n" in text or "\r" in text else TokenClass.WHITESPACE
+    # A combining mark is part of a letter.
+    if kinds & {"L", "M"}:
+        begins = text[0].isspace() or _written_without_spaces(text)
+        return TokenClass.WORD if begins else TokenClass.CONTINUATION
+    for kind, found in (("N", TokenClass.NUMBER), ("P", TokenClass.PUNCTUATION), ("S", TokenClass.SYMBOL)):
+        if kind in kinds:
+            return found
+    return TokenClass.OTHER
+
+
+def _written_without_spaces(text: str) -> bool:
+    first = next(character for character in text if unicodedata.category(character)[0] in "LM")
+    return unicodedata.name(first, "").startswith(_WITHOUT_SPACES)

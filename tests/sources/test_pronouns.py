@@ -1,0 +1,57 @@
+"""The sentences cannot be solved by where a name stands, how long it is, or which name it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from polyhead.sources.pronouns import pronoun_sentences
+
+PRONOUNS = {"en": {"she", "he", "it", "they"}, "zh": {"她", "他", "它", "他们"}}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_there_are_forty_and_their_places_hold_what_they_say(language):
+    sentences = pronoun_sentences(language)
+    assert len(sentences) == 40
+    assert len({sentence.text for sentence in sentences}) == 40
+    for sentence in sentences:
+        assert sentence.language == language
+        assert sentence.text[slice(*sentence.pronoun)] in PRONOUNS[language]
+        assert sentence.antecedent[1] <= sentence.pronoun[0], "a causal model has seen it"
+        assert sentence.distractor[1] <= sentence.pronoun[0]
+        names = {sentence.text[slice(*span)] for span in (sentence.antecedent, sentence.distractor)}
+        assert len(names) == 2
+        assert all(name.strip() == name and name for name in names)
+        assert not set("{}<>[]|") & set(sentence.text)
+
+
+def test_all_are_those_of_both_languages():
+    assert pronoun_sentences() == pronoun_sentences("en") + pronoun_sentences("zh")
+
+
+@pytest.mark.parametrize(
+    "prefers",
+    [
+        lambda sentence: sentence.antecedent < sentence.distractor,  # the first name
+        lambda sentence: sentence.antecedent > sentence.distractor,  # the last
+        lambda sentence: name(sentence, sentence.antecedent) < name(sentence, sentence.distractor),  # a certain one
+        lambda sentence: len(name(sentence, sentence.antecedent)) > len(name(sentence, sentence.distractor)),
+    ],
+)
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_nothing_but_the_meaning_tells_which_is_meant(language, prefers):
+    of_equal_length = Counter()
+    right: Counter[int] = Counter()
+    for sentence in pronoun_sentences(language):
+        right[sentence.frame] += prefers(sentence)
+        lengths = {len(name(sentence, span)) for span in (sentence.antecedent, sentence.distractor)}
+        of_equal_length[sentence.frame] += len(lengths) == 1
+    assert len(right) == 10
+    for frame, count in right.items():
+        assert count == 2 or (count == 0 and of_equal_length[frame] == 4), frame
+
+
+def name(sentence, span) -> str:
+    return sentence.text[slice(*span)].lower()
