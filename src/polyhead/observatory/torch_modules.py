@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.functional import Attended, AttentionOutput, RowStatistics, Statistics, attention
+from polyhead.functional.gates import gate_factors
 from polyhead.functional.statistics import as_statistics
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.torch_compat import MultiheadAttention
@@ -29,7 +30,7 @@ class WatchedCall(Protocol):
     asked: Statistics | None
     counts: bool
     whole: bool
-    gate: Tensor | None
+    gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
     learned_sinks: bool
 
     def tell(self, attended: Attended) -> None: ...
@@ -123,7 +124,9 @@ class _Ours:
         self.waiting.append(asked)
         gate = given.get("head_gate")
         if call.gate is not None:
-            gate = call.gate if gate is None else gate * call.gate.view(-1, *(1 for _ in range(gate.ndim - 2)))
+            sizes = (query.shape[0], heads, query.shape[1])
+            own = gate_factors(call.gate, *sizes)
+            gate = call.gate if gate is None else (gate_factors(gate, *sizes) * own).squeeze(-1).expand(sizes)
         return positional, {
             **keywords,
             "statistics": _joined(call.asked, callers, learned_sinks),
@@ -242,7 +245,8 @@ def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, An
         call.tell(Attended(q, k, v, result, mask))
         if call.gate is None:
             return None
-        taken = result.output * (1 - call.gate.to(result.output.dtype)).view(1, -1, 1, 1)
+        factors = gate_factors(call.gate, batch, layer.num_heads, queries).to(result.output.dtype)
+        taken = result.output * (1 - factors)
         missing = F.linear(taken.transpose(1, 2).flatten(2), layer.out_proj.weight)  # [batch, queries, embed_dim]
     if query.ndim == 2:
         return missing[0]

@@ -1,0 +1,31 @@
+"""How much each head matters: what a loss loses without it, exactly (`ablate`) and by its slope (`gradient_scores`)."""
+
+from polyhead.analysis.importance.ablation import ablate
+from polyhead.analysis.importance.examples import Examples
+from polyhead.analysis.importance.gradients import gradient_scores
+from polyhead.analysis.importance.losses import (
+    Classification,
+    Language,
+    Loss,
+    Masked,
+    Representation,
+    RowLosses,
+    as_loss,
+)
+from polyhead.analysis.importance.overlap import GradientOverlap
+from polyhead.analysis.importance.result import Importance
+
+__all__ = [
+    "Classification",
+    "Examples",
+    "GradientOverlap",
+    "Importance",
+    "Language",
+    "Loss",
+    "Masked",
+    "Representation",
+    "RowLosses",
+    "ablate",
+    "as_loss",
+    "gradient_scores",
+]

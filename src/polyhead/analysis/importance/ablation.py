@@ -1,0 +1,88 @@
+"""`ablate`: take out one head after the other, and see what it costs. Exact, and one run of the model for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.analysis.importance.losses import Loss, RowLosses, as_loss
+from polyhead.analysis.importance.measuring import Heads, Layers, Place, checked, evaluating, listed, look, of_batch
+from polyhead.analysis.importance.result import Importance, merged
+from polyhead.errors import OptionError
+from polyhead.observatory import Session, observe
+
+
+def ablate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses],
+    *,
+    layers: Layers = None,
+    heads: Heads = None,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> Importance:
+    """By how much the loss grows without each head, the model otherwise as it is.
+
+    Args:
+        model: what `polyhead.observe` can watch. It runs in evaluation mode and is afterwards as it was.
+        batches: mappings of what the model is called with, `Examples`, or batches of `polyhead.sources`; read once.
+        loss: "language", "classification" or "representation", a value of `losses`, or a function
+            `loss(model, batch)` that gives [rows] or a scalar.
+        layers, heads: only these, as in `observe`.
+        progress: called after every run with how many were made and how many there are to be, None if nobody knows.
+
+    A head is out when its output is multiplied by 0 before the output projection, whose bias stays. What the head had
+    written on average goes as well: this is the model without the head, not the model with the head's mean.
+
+    >>> from polyhead.layers.transformer import LanguageModel
+    >>> model = LanguageModel(13, 8, 2, 1)
+    >>> ablate(model, [{"tokens": torch.tensor([[3, 5, 7, 11]])}], "language")
+    Importance(2 heads for 'language' over 3 predictions in 1 documents: ablation)
+    """
+    asked, layers, heads = as_loss(loss), listed(layers), listed(heads)
+    number = len(batches) if isinstance(batches, Sized) else None
+    places: tuple[Place, ...] = ()
+    parts: list[Importance] = []
+    done = 0
+    with torch.no_grad(), evaluating(model):
+        for batch in batches:
+            if not len(places):
+                places, _ = look(model, asked, batch, layers, heads)
+            count = sum(len(place.heads) for place in places)
+
+            def made(count: int = count) -> None:
+                nonlocal done
+                done += 1
+                if progress is not None:
+                    progress(done, None if number is None else number * count)
+
+            with observe(model, statistics=False) as session:
+                intact, changes = _changes(session, model, asked, batch, places, made)
+            parts.append(of_batch(asked, batch, places, intact, {"ablation": torch.stack(changes, 1)}))
+    if not len(parts):
+        raise OptionError("importance is measured on batches, got none")
+    return merged(parts)
+
+
+def _changes(
+    session: Session, model: nn.Module, loss: Loss, batch: Any, places: tuple[Place, ...], made: Callable[[], None]
+) -> tuple[RowLosses, list[Tensor]]:
+    """The intact model's losses, and by how much they grow without each head, [rows] each."""
+    # The intact model has open gates, and runs the same steps: a head that changes nothing has exactly 0.
+    session.gates.update({place.key: place.open_gate() for place in places})
+    question = loss.ask(model, batch)
+    intact = checked(question)
+    changes = []
+    for place in places:
+        for head in place.heads:
+            gate = place.open_gate()
+            gate[head] = 0.0
+            session.gates[place.key] = gate
+            without = checked(question, intact)
+            changes.append(without.totals.double() - intact.totals.double())
+            made()
+        session.gates[place.key] = place.open_gate()
+    return intact, changes

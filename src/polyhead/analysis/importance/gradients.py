@@ -1,0 +1,112 @@
+"""`gradient_scores`: what the slope of the loss says of all heads at once, by one backward for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.analysis.importance.losses import Loss, RowLosses, as_loss
+from polyhead.analysis.importance.measuring import Heads, Layers, Place, checked, evaluating, listed, look, of_batch
+from polyhead.analysis.importance.overlap import GradientOverlap
+from polyhead.analysis.importance.result import Importance, merged
+from polyhead.errors import OptionError
+from polyhead.observatory import Session, observe
+
+Plan = tuple[tuple[Place, ...], RowLosses]
+
+
+def gradient_scores(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses],
+    *,
+    layers: Layers = None,
+    heads: Heads = None,
+    overlap: bool = True,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> Importance:
+    """|dL/dgate| and -dL/dgate of every head, a gate being a factor of what the head writes, at 1.
+
+    `gradient` is the mean over rows of |dL/dgate| of the row's own loss (the head importance of Michel, Levy and
+    Neubig, 2019), `taylor` minus the mean of dL/dgate: what removing the head adds to the loss if the loss is straight
+    between gate 1 and gate 0. With `overlap`, the cosine over tokens of the effects of the heads of each layer as well.
+
+    Arguments are those of `ablate`. Rows must not read each other, as they do not in a transformer. A loss that is one
+    number for a batch counts as one row. No `.grad` is touched.
+
+    >>> from polyhead.layers.transformer import LanguageModel
+    >>> model = LanguageModel(13, 8, 2, 1)
+    >>> gradient_scores(model, [{"tokens": torch.tensor([[3, 5, 7, 11]])}], "language")
+    Importance(2 heads for 'language' over 3 predictions in 1 documents: gradient, taylor)
+    """
+    asked, layers, heads = as_loss(loss), listed(layers), listed(heads)
+    if asked.flat is not None:
+        raise OptionError(f"gradient scores need a loss with a slope, got {asked.name!r}: {asked.flat}")
+    number = len(batches) if isinstance(batches, Sized) else None
+    plans: dict[Hashable, Plan] = {}
+    parts: list[Importance] = []
+    with evaluating(model):
+        for batch in batches:
+            shape = asked.shape(batch)
+            plan = plans.get(shape) if shape is not None else None
+            if plan is None:
+                plan = look(model, asked, batch, layers, heads)
+                plans = {**plans, shape: plan} if shape is not None else plans
+            with torch.enable_grad(), observe(model, statistics=False) as session:
+                parts.append(_of_one(session, model, asked, batch, plan, overlap))
+            if progress is not None:
+                progress(len(parts), number)
+    if not len(parts):
+        raise OptionError("importance is measured on batches, got none")
+    return merged(parts)
+
+
+def _of_one(session: Session, model: nn.Module, loss: Loss, batch: Any, plan: Plan, overlap: bool) -> Importance:
+    places, seen = plan
+    rows = len(seen.weights)
+    gates = [_gate(place, rows if seen.by_row else None, overlap).requires_grad_() for place in places]
+    session.gates.update({place.key: gate for place, gate in zip(places, gates, strict=True)})
+    losses = checked(loss.ask(model, batch))
+    if not losses.totals.requires_grad:
+        raise OptionError(
+            f"gradient scores need a loss that can be differentiated, got one without a gradient from {loss.name!r}; "
+            "does it run the model under torch.no_grad, or detach what it gave?"
+        )
+    slopes = torch.autograd.grad(losses.totals.sum(), gates, allow_unused=True)
+    by_row, overlaps = [], {}
+    for place, gate, slope in zip(places, gates, slopes, strict=True):
+        effects = torch.zeros_like(gate) if slope is None else slope.double()
+        if overlap:
+            empty = GradientOverlap.empty(place.site.num_heads, effects.device)
+            overlaps[place.site] = GradientOverlap(empty.update(effects).products.cpu())
+            effects = effects.sum(-1)
+        effects = effects if seen.by_row else effects.reshape(-1, place.site.num_heads).sum(0, keepdim=True)
+        by_row.append(effects[:, list(place.heads)].to("cpu", torch.float64))
+    slope = torch.cat(by_row, 1)
+    return of_batch(loss, batch, places, losses, {"gradient": slope.abs(), "taylor": -slope}, overlaps=overlaps)
+
+
+def _gate(place: Place, rows: int | None, overlap: bool) -> Tensor:
+    """A gate of its own for each row, where the loss tells rows apart, and for each token, where effects are compared.
+
+    `rows` is None for a loss that is one number.
+    """
+    shapes = sorted(set(place.shapes))
+    heads = place.site.num_heads
+    if rows is not None and any(batch != rows for batch, _ in shapes):
+        raise OptionError(
+            f"a loss of {rows} rows needs a model that computes {rows} rows, got {place.site.name!r}, which was called "
+            f"with {', '.join(str(batch) for batch, _ in shapes)}; give a loss that is one number for the batch"
+        )
+    if not overlap:
+        return place.open_gate() if rows is None else place.open_gate(rows, heads)
+    if len(shapes) > 1:
+        raise OptionError(
+            "effects of tokens are compared where a layer is called in one shape, "
+            f"got {place.site.name!r} called with batch and queries {' and '.join(map(str, shapes))}; say overlap=False"
+        )
+    ((batch, queries),) = shapes
+    return place.open_gate(batch, heads, queries)

@@ -1,0 +1,163 @@
+"""What every measure of importance begins with: the places where heads can be gated, and a model that holds still."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.analysis.importance.losses import Loss, Question, RowLosses
+from polyhead.analysis.importance.result import Importance
+from polyhead.errors import OptionError, ShapeError
+from polyhead.functional import Attended
+from polyhead.geometry import HeadId
+from polyhead.observatory import AttentionSite, Notes, observe
+
+Layers = Iterable[int | str] | None
+Heads = Iterable[int | HeadId] | None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off, and every module back in its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A site in one run of a model: which of its heads are measured, and in what shape they were computed."""
+
+    site: AttentionSite
+    heads: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]  # batch and queries of each call
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.site.name, self.site.kind
+
+    def open_gate(self, *sizes: int) -> Tensor:
+        """Ones of the given sizes, [heads] by default."""
+        dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
+        return torch.ones(sizes or (self.site.num_heads,), dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """In what shapes a site was called; it holds no numbers."""
+
+    device: torch.device
+    shapes: tuple[tuple[int, int], ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+        batch, _, queries, _ = attended.query.shape
+        return type(self)(attended.query.device, (*self.shapes, (batch, queries)), attended.result.output.dtype)
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(self.device, self.shapes + other.shapes, self.dtype)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"shapes": torch.tensor(self.shapes, dtype=torch.int64).reshape(-1, 2)}
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Self:
+        return type(self)(self.device, tuple((row[0], row[1]) for row in state["shapes"].tolist()), self.dtype)
+
+
+class _Seeing:
+    name = "shapes"
+
+    def empty(self, site: AttentionSite, device: torch.device) -> _Seen:
+        return _Seen(device)
+
+
+@torch.no_grad()
+def look(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads) -> tuple[tuple[Place, ...], RowLosses]:
+    """Run the loss once, and see where heads are computed on the way."""
+    with observe(model, layers=layers, heads=heads, statistics=False, gather=[_Seeing()]) as session:
+        losses = loss.ask(model, batch)()
+    found = {site: values[_Seeing.name] for site, values in session.observations.gathered.items()}
+    stacks = list(dict.fromkeys((site.stack, site.kind) for site in found))
+    places = []
+    for site in sorted(found, key=lambda site: (stacks.index((site.stack, site.kind)), site.layer)):
+        seen, chosen = found[site], _chosen(site, heads)
+        assert isinstance(seen, _Seen)
+        if len(chosen):
+            places.append(Place(site, chosen, seen.shapes, seen.device, seen.dtype))
+    if not len(places):
+        raise OptionError("heads= and layers= must leave a head that the loss makes the model compute, got none")
+    return tuple(places), losses
+
+
+def listed(chosen: Any) -> Any:
+    """What can be read several times."""
+    return chosen if chosen is None or isinstance(chosen, int | str | Collection) else tuple(chosen)
+
+
+def _chosen(site: AttentionSite, heads: Any) -> tuple[int, ...]:
+    every = range(site.num_heads)
+    if heads is None:
+        return tuple(every)
+    wanted = {heads} if isinstance(heads, int | HeadId) else set(heads)
+    return tuple(head for head in every if head in wanted or HeadId(site.layer, head) in wanted)
+
+
+def checked(question: Question, intact: RowLosses | None = None) -> RowLosses:
+    """The losses of a run; those of the intact model must be numbers, and all others weigh rows as it does."""
+    losses = question()
+    if losses.totals.ndim != 1 or losses.totals.shape != losses.weights.shape:
+        raise ShapeError(
+            "losses and their weights are both [rows], "
+            f"got shapes {list(losses.totals.shape)} and {list(losses.weights.shape)}"
+        )
+    if intact is None:
+        wrong = (~losses.totals.detach().isfinite()).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            raise OptionError(f"the intact model's loss must be finite, got {float(losses.totals[row])} for row {row}")
+    elif not torch.equal(losses.weights, intact.weights):
+        raise OptionError(
+            "a loss weighs the rows of a batch the same each time it is asked, got other weights without a head"
+        )
+    return losses
+
+
+def of_batch(
+    loss: Loss, batch: Any, places: Iterable[Place], losses: RowLosses, totals: Mapping[str, Tensor], **more: Any
+) -> Importance:
+    """What one batch says, row by row [rows, heads], summed by document."""
+    rows = len(losses.weights)
+    given = getattr(batch, "documents", None) if losses.by_row else None
+    named = given is not None
+    numbers = torch.as_tensor(given).to("cpu", torch.int64) if named else torch.arange(rows)
+    if numbers.shape != (rows,):
+        raise ShapeError(f"documents are numbered row by row, [{rows}], got shape {list(numbers.shape)}")
+    documents, place = numbers.unique(return_inverse=True)
+
+    def by_document(x: Tensor) -> Tensor:
+        x = x.detach().to("cpu", torch.float64)
+        return x.new_zeros((len(documents), *x.shape[1:])).index_add_(0, place, x)
+
+    sites = [(place.site, head) for place in places for head in place.heads]
+    return Importance(
+        loss.name,
+        tuple(site for site, _ in sites),
+        tuple(head for _, head in sites),
+        documents,
+        by_document(losses.weights),
+        by_document(losses.totals),
+        {name: by_document(values) for name, values in totals.items()},
+        named,
+        **more,
+    )
