@@ -1,0 +1,198 @@
+"""Words and tokens: which tokens of a model are the pieces of which word of a treebank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.observatory.gathering import Gatherer, Notes
+from polyhead.observatory.observations import Observations
+from polyhead.observatory.session import observe
+from polyhead.observatory.words import LONGEST, WordMap
+from polyhead.sources import Context, LoadedModel, batches, special_tokens
+from polyhead.sources.treebank import Sentence, Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aligned:
+    """Texts as a model reads them, with the word of each token; `contexts[i]` and `maps[i]` are of one text."""
+
+    contexts: tuple[Context, ...]
+    maps: tuple[WordMap, ...]
+    sentences: int  # in these texts
+    too_long: int  # sentences left out because their text has too many tokens
+    unreadable: int  # sentences left out because no token of the text is a piece of any of their words
+    words: int  # in these texts
+    wordless: int  # of them, words without a token of their own: they are neither asked nor expected
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def __str__(self) -> str:
+        left_out = f"; left out: {self.too_long} too long, {self.unreadable} without words the tokenizer can read"
+        return (
+            f"{self.sentences:,} sentences, {self.words:,} words ({self.wordless:,} without a token of their own)"
+            + (left_out if self.too_long or self.unreadable else "")
+        )
+
+
+def align(sentences: Iterable[Sentence], tokenizer: Any, *, together: int = 1, longest: int | None = None) -> Aligned:
+    """Cut sentences into the tokens of a fast tokenizer, and find each token's word.
+
+    The tokenizer reads the text as it stands, with its special tokens. A token is a piece of the word with which it
+    shares the most characters, the first of several; a word may so be left without a token. `together` sentences in a
+    row become one text. Texts of more than `longest` tokens (the model's limit, and 512) are left out and counted.
+    """
+    if together < 1:
+        raise OptionError(f"together is a number of sentences, at least 1, got {together}")
+    limit = LONGEST if longest is None else min(longest, LONGEST)
+    contexts: list[Context] = []
+    maps: list[WordMap] = []
+    kept = too_long = unreadable = 0
+    special_ids = special_tokens(tokenizer).ids
+    for group in _groups(sentences, together):
+        text, spans = _joined(group)
+        ids, special, offsets = cut(text, tokenizer, special_ids)
+        if len(ids) > limit:
+            too_long += len(group)
+            continue
+        tokens = pieces_of(offsets, special, spans)
+        if all(word < 0 for word in tokens):
+            unreadable += len(group)
+            continue
+        contexts.append(Context(len(contexts), 0, ids, special))
+        maps.append(_word_map(group, tokens))
+        kept += len(group)
+    return Aligned(
+        contexts=tuple(contexts),
+        maps=tuple(maps),
+        sentences=kept,
+        too_long=too_long,
+        unreadable=unreadable,
+        words=sum(len(found) for found in maps),
+        wordless=sum(found.pieces().count(0) for found in maps),
+    )
+
+
+def cut(
+    text: str, tokenizer: Any, special_ids: Collection[int] | None = None
+) -> tuple[list[int], list[bool], list[Span]]:
+    """The ids of a text, which of them are special, and the characters that each stands for.
+
+    `special_ids` are the tokenizer's (`polyhead.sources.special_tokens`), for whoever cuts many texts.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise OptionError(
+            "aligning words needs a tokenizer that knows the characters of each token (a fast one, with a "
+            f"tokenizer.json), got {type(tokenizer).__name__}"
+        )
+    found = tokenizer(
+        text, return_offsets_mapping=True, return_special_tokens_mask=True, return_attention_mask=False, verbose=False
+    )
+    ids = list(found["input_ids"])
+    # The mask knows those around the text; one that is spelled out in it is no word either. An unknown word is one.
+    never_words = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    special = [
+        bool(mark) or token in never_words for token, mark in zip(ids, found["special_tokens_mask"], strict=True)
+    ]
+    return ids, special, [(int(start), int(end)) for start, end in found["offset_mapping"]]
+
+
+def pieces_of(offsets: Sequence[Span], special: Sequence[bool], spans: Sequence[Span | None]) -> list[int]:
+    """For each token the span with which it shares the most characters, the first of several, -1 where none.
+
+    `spans` stand in the order of the text and do not overlap; None is nowhere.
+
+    >>> pieces_of([(0, 0), (0, 4), (4, 5), (5, 6)], [True, False, False, False], [(0, 3), (3, 6)])  # didn't
+    [-1, 0, 1, 1]
+    """
+    places = [(start, end, index) for index, (start, end) in _known(spans)]
+    pieces = []
+    first = 0
+    for (start, end), is_special in zip(offsets, special, strict=True):
+        if is_special or end <= start:
+            pieces.append(-1)
+            continue
+        # A tokenizer may step back: the bytes of one character are tokens that stand for the same characters.
+        while first and places[first - 1][1] > start:
+            first -= 1
+        while first < len(places) and places[first][1] <= start:
+            first += 1
+        best, shared = -1, 0
+        for place_start, place_end, index in places[first:]:
+            if place_start >= end:
+                break
+            common = min(end, place_end) - max(start, place_start)
+            if common > shared:
+                best, shared = index, common
+        pieces.append(best)
+    return pieces
+
+
+def watch(
+    loaded: LoadedModel,
+    contexts: Sequence[Context],
+    gather: Sequence[Gatherer],
+    *,
+    batch_tokens: int = 2048,
+    progress: Callable[[int], object] | None = None,
+) -> Observations:
+    """Let a model read contexts while it is gathered from; `progress` is told how many were read with each batch.
+
+    `notes.documents` are the contexts' document numbers. Of an encoder-decoder the encoder reads.
+    """
+    if loaded.main_input != "input_ids" and loaded.kind != "encoder-decoder":
+        raise OptionError(f"words are for models that read text, got {loaded.name}, which reads {loaded.main_input}")
+    model = loaded.model.get_encoder() if loaded.kind == "encoder-decoder" else loaded.model
+    device = next(model.parameters()).device
+    with torch.no_grad(), observe(model, statistics=False, gather=gather) as session:
+        for batch in batches(contexts, loaded.tokenizer, batch_tokens=batch_tokens):
+            session.notes = Notes(documents=batch.documents)
+            model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device))
+            if progress is not None:
+                progress(len(batch.documents))
+        return session.observations
+
+
+def _groups(sentences: Iterable[Sentence], together: int) -> Iterable[list[Sentence]]:
+    group: list[Sentence] = []
+    for sentence in sentences:
+        group.append(sentence)
+        if len(group) == together:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _joined(group: Sequence[Sentence]) -> tuple[str, list[Span | None]]:
+    """The text of several sentences, and where each word stands in it."""
+    text = ""
+    spans: list[Span | None] = []
+    for index, sentence in enumerate(group):
+        spans += [None if span is None else (span[0] + len(text), span[1] + len(text)) for span in sentence.spans]
+        text += sentence.text
+        if index + 1 < len(group) and sentence.spaces[-1]:
+            text += " "
+    return text, spans
+
+
+def _word_map(group: Sequence[Sentence], tokens: Sequence[int]) -> WordMap:
+    governors: list[int] = []
+    for sentence in group:
+        before = len(governors)
+        governors += [head + before if head >= 0 else -1 for head in sentence.heads]
+    return WordMap(
+        tokens=tuple(tokens),
+        governors=tuple(governors),
+        relations=tuple(relation for sentence in group for relation in sentence.relations),
+        sentences=tuple(index for index, sentence in enumerate(group) for _ in sentence.words),
+    )
+
+
+def _known(spans: Sequence[Span | None]) -> Iterable[tuple[int, Span]]:
+    return ((index, span) for index, span in enumerate(spans) if span is not None)

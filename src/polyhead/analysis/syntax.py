@@ -1,0 +1,403 @@
+"""Which grammatical relation a head knows: for each, the head that most often looks from one word at the other.
+
+A head that is the best of hundreds on some sentences is flattered by them. So half of the texts (drawn by a seed)
+choose the head of each relation, and only the other half says how good it is. The same goes for what it is compared
+with: the best fixed offset ("the word before"), which knows no grammar at all.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.analysis.intervals import wilson
+from polyhead.errors import OptionError
+from polyhead.observatory.observations import Observations
+from polyhead.observatory.statistics import AttentionSite
+from polyhead.observatory.words import ByContext, WordAttention, WordMap
+
+UPWARD, DOWNWARD = DIRECTIONS = ("dependent -> head", "head -> dependent")
+EVERY = "every relation"
+MINIMUM = 30
+
+
+@dataclass(frozen=True, slots=True)
+class SyntaxRow:
+    """One relation in one direction, as told by the held-out texts.
+
+    From a dependent, the word to find is its governor. From a governor, it is one of its dependents by that relation.
+    Only words count that may be seen: in a causal model, none that comes later.
+    """
+
+    relation: str
+    direction: str
+    count: int  # words asked in the held-out texts
+    site: str  # of the head that was best in the other half
+    layer: int
+    head: int
+    accuracy: float
+    low: float  # the ends of the 95% interval of Wilson
+    high: float
+    offset: int  # in words, the best in the other half
+    baseline: float  # how often the word at that offset is right
+    baseline_low: float
+    baseline_high: float
+    head_only: int  # words for which the head is right and the offset is wrong
+    baseline_only: int
+    chosen_count: int  # words asked in the half that chose
+    chosen_accuracy: float  # of the head there: flattered
+    chosen_baseline: float
+
+    @property
+    def verdict(self) -> str:
+        """Whether the head is better or worse than the offset, judged by the words on which they differ; "" if open.
+
+        The 95% interval of the head's part of those words lies on one side of a half. In a table where no head is any
+        better, about one row in forty says "better" by chance.
+        """
+        low, high = wilson(self.head_only, self.head_only + self.baseline_only)
+        return "better" if low > 0.5 else "worse" if high < 0.5 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class SyntaxTable:
+    """The best head of each relation and direction, the most frequent first; `print(table)` shows it."""
+
+    entries: tuple[SyntaxRow, ...]
+    left_out: tuple[tuple[str, str, int], ...]  # relation, direction and held-out count of those too rare to judge
+    heads: int  # among which the best was chosen
+    texts: tuple[int, int]  # that chose, and held out
+    minimum: int
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row as a plain dict: what `pandas.DataFrame(table.rows())` or `pyarrow.Table.from_pylist` takes."""
+        for entry in self.entries:
+            yield {**asdict(entry), "verdict": entry.verdict}
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """The header, and each row as text."""
+        header = ["relation", "direction", "words", "head", "accuracy", "95%", "offset", "baseline", "95%", "head is"]
+        body = []
+        for row in self.entries:
+            own, other = (
+                [f"{share:.3f}", f"{low:.3f}-{high:.3f}"]
+                for share, low, high in (
+                    (row.accuracy, row.low, row.high),
+                    (row.baseline, row.baseline_low, row.baseline_high),
+                )
+            )
+            place = [row.relation, row.direction, str(row.count), f"{row.layer}.{row.head}"]
+            body.append([*place, *own, f"{row.offset:+d}", *other, row.verdict or "-"])
+        return header, body
+
+    def notes(self) -> str:
+        """What the numbers are of, in a few sentences."""
+        better = sum(row.verdict == "better" for row in self.entries)
+        worse = sum(row.verdict == "worse" for row in self.entries)
+        return (
+            f"Each head is the best of {self.heads} on {self.texts[0]:,} texts; every number is of {self.texts[1]:,} "
+            f"others (seed {self.seed}). {better} of {len(self)} beat the best fixed offset, {worse} do worse. "
+            f"Left out: {len(self.left_out)} with fewer than {self.minimum} words in a half."
+        )
+
+    def __str__(self) -> str:
+        header, body = self.cells()
+        widths = [max(len(row[index]) for row in (header, *body)) for index in range(len(header))]
+        lines = []
+        for row in (header, *body):
+            words = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+            numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+            lines.append("  ".join([*words, *numbers]).rstrip())
+        return "\n".join([*lines, self.notes()])
+
+    def _repr_html_(self) -> str:
+        header, body = self.cells()
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+        lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+        return f"{table}<p>{html.escape(self.notes())}</p>"
+
+    def save(self, path: str | os.PathLike[str], **about: Any) -> None:
+        """Write it to a `.json` or `.parquet` file, whole or not at all, with whatever else is said `about` it."""
+        file = Path(path)
+        about = {
+            **about, "heads": self.heads, "texts": self.texts, "minimum": self.minimum, "seed": self.seed,
+            "left_out": self.left_out,
+        }  # fmt: skip
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}.unfinished")
+        try:
+            if file.suffix == ".json":
+                text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
+                unfinished.write_text(text + "\n", encoding="utf-8")
+            elif file.suffix == ".parquet":
+                _write_parquet(unfinished, list(self.rows()), about)
+            else:
+                raise OptionError(f"a table is written to a .json or a .parquet file, got {file.name!r}")
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SyntaxTable:
+        """Read what `save` has written."""
+        file = Path(path)
+        if file.suffix == ".json":
+            about = json.loads(file.read_text(encoding="utf-8"))
+            rows = about.pop("rows")
+        elif file.suffix == ".parquet":
+            rows, about = _read_parquet(file)
+        else:
+            raise OptionError(f"a table is read from a .json or a .parquet file, got {file.name!r}")
+        return cls(
+            entries=tuple(SyntaxRow(**{k: v for k, v in row.items() if k != "verdict"}) for row in rows),
+            left_out=tuple((relation, direction, count) for relation, direction, count in about["left_out"]),
+            heads=about["heads"],
+            texts=(about["texts"][0], about["texts"][1]),
+            minimum=about["minimum"],
+            seed=about["seed"],
+        )
+
+
+def syntax_table(
+    observations: Observations, *, minimum: int = MINIMUM, seed: int = 0, gatherer: str = "words"
+) -> SyntaxTable:
+    """What a `WordAttention` gathered, relation by relation.
+
+    A relation and direction with fewer than `minimum` words to ask in either half is left out, and counted. The
+    intervals take words for independent draws; words of one sentence are not quite that.
+    """
+    if minimum < 1:
+        raise OptionError(f"minimum is a number of words, at least 1, got {minimum}")
+    sites, states, maps = _gathered(observations, gatherer)
+    held_out = _held_out(len(maps), seed)
+    visible = torch.stack([state["visible"] for state in states]).any(0)
+    edges = _Edges.of(maps, held_out, visible)
+    entries: list[SyntaxRow] = []
+    left_out: list[tuple[str, str, int]] = []
+    for direction in DIRECTIONS:
+        for instances in (edges.asked(direction, every=True), edges.asked(direction, every=False)):
+            correct = torch.cat([instances.correct(state["looks"]) for state in states], -1)  # [2, relations, heads]
+            totals = instances.totals()
+            for index, relation in enumerate(instances.relations):
+                chosen, held = int(totals[0, index]), int(totals[1, index])
+                if min(chosen, held) < minimum:
+                    left_out.append((relation, direction, held))
+                    continue
+                best = int(correct[0, index].argmax())  # of several, torch may take any; the counts are the same
+                best = int((correct[0, index] == correct[0, index, best]).nonzero()[0])
+                entries.append(_row(instances, index, direction, correct[:, index, best], best, sites, states))
+    entries.sort(key=lambda row: (row.relation != EVERY, -row.count, row.relation, row.direction))
+    return SyntaxTable(
+        entries=tuple(entries),
+        left_out=tuple(left_out),
+        heads=sum(site.num_heads for site in sites),
+        texts=(len(maps) - int(held_out.sum()), int(held_out.sum())),
+        minimum=minimum,
+        seed=seed,
+    )
+
+
+def _gathered(
+    observations: Observations, gatherer: str
+) -> tuple[list[AttentionSite], list[dict[str, Tensor]], list[WordMap]]:
+    """The sites, what each has gathered, and the maps of the texts that were read."""
+    found = {site: values[gatherer] for site, values in observations.gathered.items() if gatherer in values}
+    values = [value for value in found.values() if isinstance(value, ByContext)]
+    gatherers = [value.gatherer for value in values if isinstance(value.gatherer, WordAttention)]
+    if not values or len(gatherers) != len(found):
+        raise OptionError(
+            f"a syntax table is made of what a WordAttention gathered under the name {gatherer!r}, got none; "
+            "observe the model with gather=[WordAttention(maps)]"
+        )
+    states = [value.state() for value in values]
+    contexts = states[0]["contexts"]
+    if any(not torch.equal(state["contexts"], contexts) for state in states):
+        raise OptionError("every layer must have read the same texts, got some that read others; observe with every=1")
+    return list(found), states, [gatherers[0].maps[context] for context in contexts.tolist()]
+
+
+def _held_out(texts: int, seed: int) -> Tensor:
+    """Which texts say how good the choice is: half of them, the larger half of an odd number."""
+    order = torch.randperm(texts, generator=torch.Generator().manual_seed(seed))
+    held_out = torch.ones(texts, dtype=torch.bool)
+    held_out[order[: texts // 2]] = False
+    return held_out
+
+
+# ---- the questions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Instances:
+    """Words that are asked, [instances], and the words each may answer with, [edges]."""
+
+    relations: tuple[str, ...]
+    relation: Tensor  # [instances]
+    held_out: Tensor  # [instances] bool
+    instance: Tensor  # [edges]: whose answer it is
+    asked: Tensor  # [edges]: the row of the word that is asked
+    answer: Tensor  # [edges]: the index in its text of the word that is right
+    offset: Tensor  # [edges]: from the one to the other, in words
+
+    def _right(self, edges: Tensor) -> Tensor:
+        """Whether any answer of an instance is given, from [edges, ...] to [instances, ...]."""
+        right = torch.zeros(len(self.relation), *edges.shape[1:], dtype=torch.int64)
+        return right.index_add_(0, self.instance, edges.to(torch.int64)) > 0
+
+    def hits(self, looks: Tensor) -> Tensor:
+        """Which instances each head gets right, [instances, heads], of the words it looks at [words, heads]."""
+        return self._right(looks[self.asked] == self.answer[:, None])
+
+    def offset_hits(self, offset: int) -> Tensor:
+        return self._right(self.offset == offset)
+
+    def by_relation(self, values: Tensor) -> Tensor:
+        """Sums over the instances of each half and relation, [2, relations, ...]."""
+        sums = torch.zeros(2 * len(self.relations), *values.shape[1:], dtype=torch.int64)
+        place = self.held_out.to(torch.int64) * len(self.relations) + self.relation
+        return sums.index_add_(0, place, values.to(torch.int64)).unflatten(0, (2, len(self.relations)))
+
+    def correct(self, looks: Tensor) -> Tensor:
+        return self.by_relation(self.hits(looks))
+
+    def totals(self) -> Tensor:
+        return self.by_relation(torch.ones_like(self.relation))
+
+    def best_offset(self, relation: int) -> int:
+        """Right most often in the half that chooses; of several the nearest, then the one before."""
+        chosen = (self.relation == relation) & ~self.held_out
+        # A word's answers stand at different offsets, so counting answers counts words.
+        offsets, counts = self.offset[chosen[self.instance]].unique(return_counts=True)
+        ranked = zip(offsets.tolist(), counts.tolist(), strict=True)
+        return min(ranked, key=lambda pair: (-pair[1], abs(pair[0]), pair[0]))[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edges:
+    """Every word that has a governor, both with tokens of their own, text after text."""
+
+    relations: tuple[str, ...]
+    relation: Tensor  # [edges]
+    word: Tensor  # [edges]: its row among the words of all texts
+    governor: Tensor  # the same of its governor
+    start: Tensor  # the row of its text's first word
+    held_out: Tensor  # bool
+    visible: Tensor  # [edges, 2] bool: from the word to its governor, and back
+
+    @classmethod
+    def of(cls, maps: Sequence[WordMap], held_out: Tensor, visible: Tensor) -> _Edges:
+        names: dict[str, int] = {}
+        rows: list[tuple[int, int, int, int, bool]] = []
+        start = 0
+        for found, held in zip(maps, held_out.tolist(), strict=True):
+            pieces = found.pieces()
+            for word, (governor, relation) in enumerate(zip(found.governors, found.relations, strict=True)):
+                if governor >= 0 and pieces[word] and pieces[governor]:
+                    name = names.setdefault(relation, len(names))
+                    rows.append((name, start + word, start + governor, start, held))
+            start += len(found)
+        if not rows:
+            raise OptionError("a syntax table needs words with governors, got texts without any")
+        relation, word, governor, starts, held_out = torch.tensor(rows, dtype=torch.int64).T
+        return cls(tuple(names), relation, word, governor, starts, held_out > 0, visible[word])
+
+    def asked(self, direction: str, *, every: bool) -> _Instances:
+        upward = direction == UPWARD
+        kept = self.visible[:, 0 if upward else 1]
+        word, governor, start = self.word[kept], self.governor[kept], self.start[kept]
+        relation = torch.zeros_like(word) if every else self.relation[kept]
+        relations = (EVERY,) if every else self.relations
+        asked, answer = (word, governor) if upward else (governor, word)
+        # A governor is asked once a relation, however many dependents it has by it.
+        questions, instance = (asked * len(relations) + relation).unique(return_inverse=True)
+        held_out = torch.zeros(len(questions), dtype=torch.bool)
+        held_out[instance] = self.held_out[kept]
+        return _Instances(
+            relations=relations,
+            relation=questions % len(relations),
+            held_out=held_out,
+            instance=instance,
+            asked=asked,
+            answer=answer - start,
+            offset=answer - asked,
+        )
+
+
+def _row(
+    instances: _Instances,
+    relation: int,
+    direction: str,
+    correct: Tensor,
+    best: int,
+    sites: Sequence[AttentionSite],
+    states: Sequence[dict[str, Tensor]],
+) -> SyntaxRow:
+    for site, state in zip(sites, states, strict=True):  # noqa: B007 - the one that has the head
+        if best < site.num_heads:
+            break
+        best -= site.num_heads
+    own = instances.relation == relation
+    chosen, held = own & ~instances.held_out, own & instances.held_out
+    offset = instances.best_offset(relation)
+    by_offset = instances.offset_hits(offset)
+    by_head = instances.hits(state["looks"][:, best : best + 1])[:, 0]
+    count, hits, baseline_hits = int(held.sum()), int(correct[1]), int(by_offset[held].sum())
+    low, high = wilson(hits, count)
+    baseline_low, baseline_high = wilson(baseline_hits, count)
+    return SyntaxRow(
+        relation=instances.relations[relation],
+        direction=direction,
+        count=count,
+        site=site.name,
+        layer=site.layer,
+        head=best,
+        accuracy=hits / count,
+        low=low,
+        high=high,
+        offset=offset,
+        baseline=baseline_hits / count,
+        baseline_low=baseline_low,
+        baseline_high=baseline_high,
+        head_only=int((by_head & ~by_offset)[held].sum()),
+        baseline_only=int((by_offset & ~by_head)[held].sum()),
+        chosen_count=int(chosen.sum()),
+        chosen_accuracy=int(correct[0]) / int(chosen.sum()),
+        chosen_baseline=int(by_offset[chosen].sum()) / int(chosen.sum()),
+    )
+
+
+# ---- files
+
+
+def _write_parquet(file: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    pyarrow, parquet = _pyarrow()
+    table = pyarrow.Table.from_pylist(rows)
+    said = {"polyhead": json.dumps(about, ensure_ascii=False)}
+    parquet.write_table(table.replace_schema_metadata(said), file)
+
+
+def _read_parquet(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    _, parquet = _pyarrow()
+    table = parquet.read_table(file)
+    return table.to_pylist(), json.loads((table.schema.metadata or {})[b"polyhead"])
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise OptionError("a .parquet file needs pyarrow (pip install pyarrow); a .json file needs nothing") from error
+    return pyarrow, parquet

