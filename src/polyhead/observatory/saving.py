@@ -22,8 +22,8 @@ FORMAT = 1
 _KEY = "polyhead.observations"
 
 
-def save(path: str | os.PathLike[str], observations: Observations) -> None:
-    """Write a safetensors file that says in its header what its tensors are.
+def save(path: str | os.PathLike[str], observations: Observations, facts: Mapping[str, Any] | None = None) -> None:
+    """Write a safetensors file that says in its header what its tensors are; `facts` stand there as well, as JSON.
 
     It replaces what was there in one step: whoever reads the path finds the old file or the new one, whole.
     """
@@ -42,31 +42,18 @@ def save(path: str | os.PathLike[str], observations: Observations) -> None:
         described["gathered"] = list(gathered)
         parts |= {f"gathered.{name}": value.state() for name, value in gathered.items()}
         for part, state in parts.items():
-            tensors |= {f"{index}.{part}.{name}": x.detach().cpu().contiguous() for name, x in state.items()}
+            tensors |= {f"{index}.{part}.{name}": x.detach().cpu().clone() for name, x in state.items()}
         sites.append(described)
-    facts = {"format": FORMAT, "wanted": asdict(observations.wanted), "sites": sites}
-    write_whole(Path(path), serialise(tensors, {_KEY: json.dumps(facts)}))
+    header = {"format": FORMAT, "wanted": asdict(observations.wanted), "sites": sites, "facts": dict(facts or {})}
+    write_whole(Path(path), serialise(tensors, {_KEY: json.dumps(header)}))
 
 
 def load(path: str | os.PathLike[str], gather: Sequence[Gatherer] = ()) -> Observations:
     """Read a file that `save` wrote; `gather` are the gatherers whose values it holds."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
 
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            header = (file.metadata() or {}).get(_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, a file is no mapping
-    except SafetensorError as error:
-        raise OptionError(f"observations are read from a safetensors file, got {str(path)!r}: {error}") from None
-    if header is None:
-        raise OptionError(
-            f"observations are read from a file that polyhead saved, got {str(path)!r}, which says nothing"
-        )
-    facts = json.loads(header)
-    if facts["format"] != FORMAT:
-        raise OptionError(
-            f"this version reads observations of format {FORMAT}, got format {facts['format']} in {str(path)!r}"
-        )
+    facts = _header(path)
+    tensors = load_file(path)
     wanted = Wanted(**{**facts["wanted"], "names": tuple(facts["wanted"]["names"])})
     found = {gatherer.name: gatherer for gatherer in gather}
     sites, gathered, calls = [], {}, {}
@@ -85,6 +72,30 @@ def load(path: str | os.PathLike[str], gather: Sequence[Gatherer] = ()) -> Obser
             values[name] = _value(found[name], site, _part(tensors, f"{index}.gathered.{name}."))
         gathered[site] = values
     return Observations(wanted, tuple(sites), gathered, calls)
+
+
+def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The facts that a file was saved with."""
+    facts: dict[str, Any] = _header(path)["facts"]
+    return facts
+
+
+def _header(path: str | os.PathLike[str]) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = (file.metadata() or {}).get(_KEY)
+    except SafetensorError as error:
+        raise OptionError(f"observations are read from a safetensors file, got {str(path)!r}: {error}") from None
+    if header is None:
+        raise OptionError(f"observations are read from a file that polyhead saved, got {str(path)!r}, another one")
+    found: dict[str, Any] = json.loads(header)
+    if found["format"] != FORMAT:
+        raise OptionError(
+            f"this version reads observations of format {FORMAT}, got format {found['format']} in {str(path)!r}"
+        )
+    return found
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -1,0 +1,75 @@
+"""`polyhead compare`: two inspections side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A folder that `polyhead inspect --save` wrote.")],
+    after: Annotated[
+        Path, typer.Argument(metavar="B", help="Another: after training or surgery, of another text, ...")
+    ],
+    most: Annotated[int, typer.Option(metavar="N", help="How many differences to show.")] = 20,
+    statistic: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only differences of this column.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what differs between two inspections, head by head.
+
+    Before and after training or surgery, two models of one layout, two texts. Only differences beyond sampling error
+    are shown: more than 1.96 standard errors, and more than 1% of the value.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from polyhead.errors import PolyheadError
+    from polyhead.inspection import compare as compared
+    from polyhead.inspection import load_inspection
+
+    console = Console(highlight=False)
+    try:
+        one, other = load_inspection(before), load_inspection(after)
+        found = compared(one, other)
+    except PolyheadError as error:
+        typer.echo(f"polyhead compare: {error}", err=True)
+        raise typer.Exit(2) from None
+    names = {change.name for change in found.changes}
+    if statistic is not None and statistic not in names:
+        raise typer.BadParameter(
+            f"both inspections have the columns {', '.join(sorted(names))}; got {statistic!r}", param_hint="--statistic"
+        )
+    for label, inspection in (("A", one), ("B", other)):
+        console.print(f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens", markup=False)
+    beyond = found.beyond(statistic)
+    asked = [change for change in found.changes if statistic is None or change.name == statistic]
+    console.print(
+        f"{len(beyond)} of {len(asked)} numbers differ beyond sampling error"
+        + (f"; {found.only_before} heads are only in A" if found.only_before else "")
+        + (f"; {found.only_after} heads are only in B" if found.only_after else "")
+    )
+    if len(beyond):
+        table = Table(box=None, pad_edge=False)
+        for column in ("head", "what"):
+            table.add_column(column)
+        for column in ("A", "B", "difference", "standard errors"):
+            table.add_column(column, justify="right")
+        for change in beyond[:most]:
+            errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else "exact"
+            table.add_row(
+                f"{change.site.layer}.{change.head}",
+                change.name,
+                f"{change.before:.4g}",
+                f"{change.after:.4g}",
+                f"{change.difference:+.4g}",
+                errors,
+            )
+        console.print(table)
+        if len(beyond) > most:
+            console.print(f"… and {len(beyond) - most} more; --most shows them")
+    for word, roles in (("gained", found.gained), ("lost", found.lost)):
+        for site, head, role in roles:
+            console.print(f"head {site.layer}.{head} {word} the role {role}", markup=False)

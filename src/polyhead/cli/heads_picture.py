@@ -1,0 +1,82 @@
+"""Layers and heads as a picture in the terminal, coloured by role."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from polyhead.inspection import Inspection
+    from polyhead.observatory import AttentionSite
+
+# Two letters and a colour for each role, the most particular first: that is the one a head is drawn with.
+ROLES = {
+    "induction": ("in", "bold white on magenta"),
+    "duplicate-token": ("du", "bold white on dark_magenta"),
+    "same-meaning": ("me", "bold black on bright_magenta"),
+    "copy": ("co", "bold black on bright_red"),
+    "anti-copy": ("ac", "bold white on red"),
+    "previous": ("pr", "bold white on blue"),
+    "next": ("ne", "bold black on bright_cyan"),
+    "self": ("se", "bold black on cyan"),
+    "positional": ("po", "bold white on dark_blue"),
+    "long-range": ("lr", "bold black on bright_blue"),
+    "rare-token": ("ra", "bold black on bright_yellow"),
+    "local": ("lo", "black on green"),
+    "delimiter": ("de", "black on yellow"),
+    "sink": ("si", "black on grey62"),
+    "broad": ("br", "black on grey82"),
+}
+NONE = ("··", "grey50")
+
+
+def picture(found: Inspection) -> Iterator[Text]:
+    """A grid for each stack: a row a layer, a cell a head; an underlined cell is in a redundancy group."""
+    from rich.text import Text
+
+    roles = {(x.site, x.head): x.roles for x in found.roles}
+    grouped = {head for group in found.groups for head in group.heads}
+    stacks: dict[tuple[str, str], list[AttentionSite]] = {}
+    for site in dict.fromkeys(found.table.sites):
+        stacks.setdefault((site.stack, site.kind), []).append(site)
+    for (stack, kind), sites in stacks.items():
+        heads = max(site.num_heads for site in sites)
+        drawn = Text()
+        if len(stacks) > 1:
+            drawn.append(f"{stack}, {kind}-attention\n", "bold")
+        drawn.append("layer  head " + " ".join(f"{head:>2}" for head in range(heads)) + "\n", "dim")
+        for index, site in enumerate(sites):
+            drawn.append(f"{site.layer:>5}       ", "dim")
+            for head in range(site.num_heads):
+                letters, style = _cell(roles.get((site, head), frozenset()))
+                drawn.append(letters, f"{style} underline" if (site, head) in grouped else style)
+                drawn.append(" " if head + 1 < site.num_heads else "")
+            drawn.append("\n" if index + 1 < len(sites) else "")
+        yield drawn
+
+
+def legend(found: Inspection) -> Text:
+    """The roles that occur, and how often."""
+    from rich.text import Text
+
+    counts = Counter(role for x in found.roles for role in x.roles)
+    drawn = Text()
+    for role, (letters, style) in ROLES.items():
+        if counts[role]:
+            drawn.append(letters, style)
+            drawn.append(f" {role} {counts[role]}  ")
+    none = sum(not x.roles for x in found.roles)
+    drawn.append(NONE[0], NONE[1])
+    drawn.append(f" no role {none}")
+    if len(found.groups):
+        drawn.append("  ")
+        drawn.append("··", "underline")
+        drawn.append(f" says the same as another of its layer {sum(len(group.heads) for group in found.groups)}")
+    return drawn
+
+
+def _cell(roles: frozenset[str]) -> tuple[str, str]:
+    return next((cell for role, cell in ROLES.items() if role in roles), NONE)

@@ -1,0 +1,267 @@
+"""`polyhead inspect`: what every head of a model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyhead.inspection import Inspection, Progress, Settings
+    from polyhead.inspection.settings import Report
+
+
+def inspect(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A folder with a model of transformers, a .gguf file, a name on the Hugging Face hub, or one that "
+            "comes as a package: minilm (the default) or smollm2.",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|DIR|-",
+            help="What to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
+            "Without it, a text in English and Chinese that comes with polyhead.",
+            show_default=False,
+        ),
+    ] = None,
+    field: Annotated[
+        str, typer.Option(help="The field or column of .jsonl and .parquet that holds the text.")
+    ] = "text",
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="How many tokens are read together: 512, or fewer if the model was made for fewer."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="How many tokens to read in all, at most.")] = 65_536,
+    batch: Annotated[int, typer.Option(metavar="N", help="Tokens in a batch, at most.")] = 4096,
+    layers: Annotated[
+        str | None, typer.Option(metavar="0,1,...", help="Only these layers, counted from 0.", show_default=False)
+    ] = None,
+    statistics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Only these columns of the table: entropy, entropy_share, confidence, max_logit, max_abs_logit, "
+            "reach, signed_reach, reach_squared, sink_mass, self_mass, previous_mass, next_mass, window_mass, "
+            "learned_sink_mass.",
+            show_default=False,
+        ),
+    ] = None,
+    importance: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|gradient|ablation",
+            help="How to find out which heads matter: by the gradient of the loss, by taking out each head in turn "
+            "(exact and slow), or not at all. auto: gradients where the model predicts tokens, else ablation on a "
+            "short text.",
+        ),
+    ] = "auto",
+    chance: Annotated[
+        bool,
+        typer.Option(
+            "--chance/--no-chance", help="Watch a model with random weights as well, to know what chance shows."
+        ),
+    ] = True,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep the table, the matrices and what was gathered in this folder.", show_default=False
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Go on with a run that was stopped, in its folder.", show_default=False),
+    ] = None,
+    save_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How often a run writes to its folder while it reads.")
+    ] = 30.0,
+    table: Annotated[bool, typer.Option("--table", help="Print every number of every head as well.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where to run: cpu, cuda, ...; a GPU if there is one.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16; by default float32 on a CPU, else bfloat16.", show_default=False
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Only kernels that give the same bits each time, on a GPU as well.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of samples, random weights and repeated words.")] = 0,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option("--allow-pickle", help="Read weights from pickles, which can run code. Only if you trust them."),
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Only if you trust it.")
+    ] = False,
+) -> None:
+    """See what every head of a model does.
+
+    Reads a text with the model and watches each attention head: where it looks, what it writes, which heads say the
+    same, which matter, and which roles they have. Ends with a picture of layers and heads and with the three most
+    telling findings. Nothing quadratic in the length of the text is ever held in memory.
+
+    Long texts are cut: each document is tokenised whole and cut into consecutive contexts, two documents are never
+    joined, and a last piece of fewer than 8 tokens is dropped.
+
+    Ctrl-C ends the reading, and what was gathered until then is shown.
+    """
+    import torch
+    from rich.console import Console
+
+    from polyhead.errors import PolyheadError
+    from polyhead.inspection import Settings, inspect_model, save_inspection
+
+    if save is not None and resume is not None:
+        raise typer.BadParameter("--resume names the folder already, and goes on saving there", param_hint="--save")
+    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"a dtype is float32, bfloat16 or float16; got {dtype!r}", param_hint="--dtype")
+    console = Console(highlight=False)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    try:
+        settings = (
+            _settings_of(resume)
+            if resume is not None
+            else Settings(
+                model=model,
+                text=text,
+                field=field,
+                context=context,
+                tokens=tokens,
+                batch_tokens=batch,
+                layers=_numbers(layers),
+                statistics=None if statistics is None else tuple(statistics.split(",")),
+                importance=importance,  # type: ignore[arg-type]  # checked by the settings themselves
+                chance=chance,
+                seed=seed,
+                device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+                dtype=dtype,
+                allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code,
+            )
+        )
+        folder = save if resume is None else resume
+        if save is not None and (save / "observations.safetensors").exists():
+            raise typer.BadParameter(
+                f"{save} holds a run already; go on with --resume {save}, or name another folder", param_hint="--save"
+            )
+        with _Bars() as report:
+            found = inspect_model(
+                settings, folder=folder, resume=resume is not None, report=report, save_seconds=save_seconds
+            )
+        if folder is not None:
+            save_inspection(folder, found)
+    except PolyheadError as error:
+        typer.echo(f"polyhead inspect: {error}", err=True)
+        raise typer.Exit(2) from None
+    show(found, console, table=table)
+    if folder is not None:
+        console.print(f"\nKept in {folder}: heads.parquet, inspection.json, relations.safetensors", markup=False)
+    if found.facts["interrupted"]:
+        raise typer.Exit(130)
+
+
+def show(found: Inspection, console: Console, *, table: bool = False) -> None:
+    """The summary: where it came from, the picture, the findings."""
+    from polyhead.cli.heads_picture import legend, picture
+
+    facts = found.facts
+    console.print(
+        f"{facts['model']}\n{facts['tokens']:,} tokens of {facts['documents']} documents, in contexts of up to "
+        f"{facts['context']}; {len(found.table)} heads; {facts['seconds']:.0f} s",
+        markup=False,
+    )
+    if facts["interrupted"]:
+        console.print("Interrupted: what follows is of the text that was read until then.", style="yellow")
+    for reason in facts["left_out"]:
+        console.print(f"Left out: {reason}", style="yellow", markup=False)
+    if table:
+        console.print(str(found.table), markup=False, soft_wrap=True)
+    for drawn in picture(found):
+        console.print()
+        console.print(drawn)
+    console.print(legend(found))
+    if found.likeness is not None:
+        console.print(
+            f"Heads count as the same from a cosine of {found.likeness.threshold:.2f} on: halfway between 1 and the "
+            f"{found.likeness.null:.2f} that random weights show.",
+            style="dim",
+        )
+    if len(found.findings):
+        console.print("\n[bold]The most telling[/bold]")
+        for finding in found.findings:
+            console.print(f"  • {finding}", markup=False)
+
+
+def _settings_of(folder: Path) -> Settings:
+    from polyhead.errors import OptionError
+    from polyhead.inspection import Settings
+    from polyhead.inspection.files import OBSERVATIONS
+    from polyhead.observatory import read_facts
+
+    path = folder / OBSERVATIONS
+    if not path.exists():
+        raise OptionError(f"--resume names the folder of a run that was saved, got {folder} without {OBSERVATIONS}")
+    return Settings.from_dict(read_facts(path)["settings"])
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise typer.BadParameter(
+            f"layers are numbers from 0 on with commas between, got {text!r}", param_hint="--layers"
+        )
+    return tuple(int(part) for part in parts)
+
+
+class _Bars:
+    """A bar for each step on a terminal, a line for each step elsewhere."""
+
+    def __init__(self) -> None:
+        from rich import progress as bars
+        from rich.console import Console
+
+        self.console = Console(stderr=True, highlight=False)
+        self.progress = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.TextColumn("{task.fields[rate]}"),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.tasks: dict[str, bars.TaskID] = {}
+
+    def __enter__(self) -> Report:
+        self.progress.start()
+        return self.report
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def report(self, now: Progress) -> None:
+        if now.step not in self.tasks:
+            self.tasks[now.step] = self.progress.add_task(now.step, total=now.total, rate="")
+            if not self.console.is_terminal:
+                self.console.print(now.step, markup=False)
+        task = self.tasks[now.step]
+        self.progress.update(task, completed=now.done, total=now.total)
+        speed = self.progress.tasks[task].speed
+        self.progress.update(task, rate="" if not speed else f"{speed:,.0f} {now.unit}/s")

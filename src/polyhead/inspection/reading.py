@@ -1,0 +1,116 @@
+"""A model that reads: texts become batches, and a batch becomes a call of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.inspection.settings import CONTEXT, Settings
+from polyhead.observatory import Notes
+from polyhead.sources import (
+    Batch,
+    Context,
+    Document,
+    LoadedModel,
+    batches,
+    cut_into_contexts,
+    default_documents,
+    read_texts,
+    token_classes,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """A model, the contexts it reads, and how it is called with them."""
+
+    loaded: LoadedModel
+    contexts: tuple[Context, ...]
+    documents: tuple[str, ...]  # their names
+    context: int
+    batch_tokens: int
+    classes: Tensor  # [vocabulary]
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, settings: Settings) -> Reader:
+        if loaded.tokenizer is None or loaded.main_input != "input_ids":
+            raise OptionError(
+                f"an inspection reads text, got {loaded.name}, which reads {loaded.main_input}; "
+                "watch it with polyhead.observe while you call it"
+            )
+        made_for = loaded.trained_context
+        context = min(CONTEXT, made_for or CONTEXT) if settings.context is None else settings.context
+        if made_for is not None and context > made_for:
+            raise OptionError(f"{loaded.name} was made for contexts of up to {made_for} tokens, got {context}")
+        source = default_documents() if settings.text is None else read_texts(settings.text, field=settings.field)
+        names: list[str] = []
+        contexts: list[Context] = []
+        tokens = 0
+        for piece in cut_into_contexts(_named(source, names), loaded.tokenizer, context):
+            if tokens and tokens + len(piece.ids) > settings.tokens:
+                break
+            contexts.append(piece)
+            tokens += len(piece.ids)
+        if not contexts:
+            raise OptionError(
+                f"an inspection needs a text of 8 tokens or more, got {len(names)} documents that are shorter"
+            )
+        classes = token_classes(loaded.tokenizer)
+        return cls(loaded, tuple(contexts), tuple(names), context, settings.batch_tokens, classes)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(context.ids) for context in self.contexts)
+
+    @property
+    def counts(self) -> Tensor:
+        """How often each token occurs, [vocabulary]."""
+        ids = torch.tensor([token for context in self.contexts for token in context.ids])
+        return torch.bincount(ids, minlength=len(self.classes))
+
+    def batches(self, start: int = 0, digest: str | None = None) -> Iterator[Batch]:
+        return iter(
+            batches(self.contexts, self.loaded.tokenizer, batch_tokens=self.batch_tokens, start=start, digest=digest)
+        )
+
+    def some_batches(self, tokens: int) -> list[Batch]:
+        """The first contexts of every document, about so many tokens in all."""
+        chosen: list[Context] = []
+        found = 0
+        for context in sorted(self.contexts, key=lambda x: x.piece):
+            if found and found + len(context.ids) > tokens:
+                continue
+            chosen.append(context)
+            found += len(context.ids)
+        return list(batches(chosen, self.loaded.tokenizer, batch_tokens=self.batch_tokens))
+
+    def notes(self, batch: Batch) -> Notes:
+        return Notes(batch.documents, batch.pieces, batch.ids, self.classes[batch.ids])
+
+    @torch.no_grad()
+    def call(self, batch: Batch, model: nn.Module | None = None) -> Any:
+        """The model without the layer that predicts tokens, which no head needs."""
+        whole: Any = self.loaded.model if model is None else model
+        device = next(whole.parameters()).device
+        ids, mask = batch.ids.to(device), batch.mask.to(device)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if self.loaded.kind == "encoder-decoder":
+            inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        if self.loaded.kind != "encoder" and self.loaded.kind != "masked":
+            return _body(whole)(**inputs, use_cache=False)
+        return _body(whole)(**inputs)
+
+
+def _body(model: Any) -> Any:
+    return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
+
+
+def _named(documents: Any, names: list[str]) -> Iterator[Document]:
+    for document in documents:
+        names.append(document.name)
+        yield document

@@ -1,0 +1,67 @@
+"""What an inspection is asked for, and how it says how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from polyhead.errors import OptionError
+
+CONTEXT = 512  # tokens, or fewer where the model was made for fewer
+TOKENS = 65_536
+IMPORTANCE = ("auto", "none", "gradient", "ablation")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to look at and how long; a run that goes on must have the same.
+
+    `context` is how many tokens are read together, at most 512 unless said otherwise. `tokens` is how many are read in
+    all. `importance` is "ablation" (every head taken out in turn), "gradient", "none", or "auto": gradients where the
+    model predicts tokens, ablation of a short text where it does not.
+    """
+
+    model: str | None = None
+    text: str | None = None
+    field: str = "text"
+    context: int | None = None
+    tokens: int = TOKENS
+    batch_tokens: int = 4096
+    layers: tuple[int, ...] | None = None
+    statistics: tuple[str, ...] | None = None
+    importance: Literal["auto", "none", "gradient", "ablation"] = "auto"
+    chance: bool = True  # whether a model with random weights is watched beside it
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str | None = None
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.importance not in IMPORTANCE:
+            raise OptionError(f"importance is one of {', '.join(IMPORTANCE)}; got {self.importance!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Settings:
+        lists = {name: None if found[name] is None else tuple(found[name]) for name in ("layers", "statistics")}
+        return cls(**{**found, **lists})
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a step of an inspection is; `total` is None where nobody knows."""
+
+    step: str
+    done: int
+    total: int | None
+    unit: str = "tokens"
+
+
+Report = Callable[[Progress], None]
