@@ -36,7 +36,7 @@ def findings(inspection: Inspection, most: int = MOST) -> tuple[str, ...]:
         _alike(inspection),
         _matters(inspection),
         _common(inspection),
-        _sharpest(inspection),
+        _extremes(inspection),
     ]
     found: list[str] = []
     while len(found) < most:
@@ -52,10 +52,13 @@ def findings(inspection: Inspection, most: int = MOST) -> tuple[str, ...]:
 
 def place_of(inspection: Inspection, head: Head) -> str:
     """`layer 2 head 7`, with the stack where a model has several."""
-    stacks = {(site.stack, site.kind) for site in inspection.table.sites}
     site, number = head
-    where = "" if len(stacks) == 1 else f"{site.stack.partition('.')[0]} {site.kind}-attention, "
+    where = "" if _is_one_stack(inspection) else f"{site.stack.partition('.')[0]} {site.kind}-attention, "
     return f"{where}layer {site.layer} head {number}"
+
+
+def _is_one_stack(inspection: Inspection) -> bool:
+    return len({(site.stack, site.kind) for site in inspection.table.sites}) == 1
 
 
 def _clearest(inspection: Inspection) -> Iterator[str]:
@@ -84,7 +87,8 @@ def _alike(inspection: Inspection) -> Iterator[str]:
         if pair.cosine >= threshold
     ]
     for cosine, heads, where in sorted(groups, key=lambda x: -x[0]):
-        names = ", ".join(named(head) for head in heads[:-1]) + f" and {named(heads[-1])}"
+        places = [named(head) if _is_one_stack(inspection) else place_of(inspection, head) for head in heads]
+        names = ", ".join(places[:-1]) + f" and {places[-1]}"
         null = "" if inspection.likeness is None else f"; random weights reach {inspection.likeness.null:.2f}"
         yield f"heads {names} say the same thing{where}, cosine {cosine:.2f}{null}"
 
@@ -116,10 +120,16 @@ def _common(inspection: Inspection) -> Iterator[str]:
             yield f"{wide} of {len(table)} heads look nearly everywhere alike (over 90% of the largest entropy)"
 
 
-def _sharpest(inspection: Inspection) -> Iterator[str]:
-    table = inspection.table
-    if "confidence" in table.columns and len(table):
-        values = table["confidence"].nan_to_num(nan=-1.0)
-        best = int(values.argmax())
-        head = (table.sites[best], table.heads[best])
-        yield f"{place_of(inspection, head)} is the sharpest: {float(values[best]):.0%} of its attention on one token"
+def _extremes(inspection: Inspection) -> Iterator[str]:
+    """What can be said of any model: its sharpest, its furthest and its loudest head."""
+    for column, said in (
+        ("confidence", "is the sharpest: {:.0%} of its attention on one token"),
+        ("reach", "looks furthest: {:.0f} tokens away on average"),
+        ("contribution_share", "writes the most: {:.0%} of what its layer's heads write"),
+    ):
+        table = inspection.table
+        if column in table.columns and bool(table[column].isfinite().any()):
+            values = table[column].nan_to_num(nan=-math.inf)
+            best = int(values.argmax())
+            head = (table.sites[best], table.heads[best])
+            yield f"{place_of(inspection, head)} {said.format(float(values[best]))}"

@@ -1,0 +1,98 @@
+"""`polyhead inspect` and `polyhead compare`: what they print, what they write, and what they say when they cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polyhead.cli import app
+from tests.inspection.small_models import model_folder, text_folder
+
+pytest.importorskip("pyarrow")
+
+
+def invoke(*arguments: object, code: int = 0):
+    result = CliRunner().invoke(app, [str(x) for x in arguments], env={"COLUMNS": "150", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    model_folder(folder / "bert", "bert")
+    model_folder(folder / "llama", "llama")
+    text_folder(folder / "text")
+    return folder
+
+
+def test_a_run_is_shown_kept_and_compared(place, tmp_path):
+    options = ["--text", place / "text", "--context", 96, "--device", "cpu"]
+    shown = invoke("inspect", place / "bert", *options, "--save", tmp_path / "one").stdout
+    assert "BertModel" in shown
+    assert "tokens of 6 documents, in contexts of up to 96; 8 heads" in shown
+    assert "layer  head  0  1  2  3" in shown
+    assert "The most telling" in shown
+    assert shown.count("•") == 3
+    assert f"Kept in {tmp_path / 'one'}" in shown
+    written = {file.name for file in (tmp_path / "one").iterdir()}
+    assert written == {"heads.parquet", "inspection.json", "relations.safetensors", "observations.safetensors"}
+    table = invoke("inspect", place / "bert", *options, "--table", "--importance", "none", "--layers", "1").stdout
+    assert "1.3" in table
+    assert (
+        "0.3" not in table.split("The most telling")[0].split("entropy_share")[1].split("layer  head")[0].split()[::2]
+    )
+    invoke("inspect", place / "bert", *options, "--seed", 1, "--save", tmp_path / "two", "--importance", "none")
+    compared = invoke("compare", tmp_path / "one", tmp_path / "two").stdout
+    assert "0 of" in compared
+    assert "differ beyond sampling error" in compared
+
+
+def test_ablation_of_a_language_model_and_chosen_statistics(place):
+    shown = invoke(
+        "inspect", place / "llama", "--text", place / "text", "--context", 64, "--tokens", 400, "--importance",
+        "ablation", "--statistics", "entropy,reach", "--no-chance", "--table", "--device", "cpu",
+    ).stdout  # fmt: skip
+    assert "ablation" in shown
+    assert "sink_mass" not in shown
+    assert "taking out layer" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("inspect", "no/such/folder/here"), "no/such/folder/here"),
+        (("inspect", "MODEL", "--text", "no-such-file.txt"), "no-such-file.txt"),
+        (("inspect", "MODEL", "--text", "TEXT", "--context", "3"), "a context must have room"),
+        (("inspect", "MODEL", "--text", "TEXT", "--layers", "one"), "layers are numbers"),
+        (("inspect", "MODEL", "--text", "TEXT", "--dtype", "int8"), "a dtype is float32"),
+        (("inspect", "MODEL", "--text", "TEXT", "--statistics", "magic"), "a statistic of a head is one of"),
+        (("inspect", "--resume", "nowhere"), "the folder of a run that was saved"),
+        (("inspect", "MODEL", "--save", "one", "--resume", "one"), "--resume names the folder already"),
+        (("compare", "nowhere", "nowhere"), "a folder that `polyhead inspect --save` wrote"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(place, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    named = {"MODEL": str(place / "bert"), "TEXT": str(place / "text")}
+    result = invoke(*(named.get(x, x) for x in arguments), code=2)
+    assert words in result.stderr.replace("\n", " ").replace("│", "").replace("  ", " ") or words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(place, tmp_path):
+    options = ["--text", place / "text", "--context", 96, "--device", "cpu", "--importance", "none", "--no-chance"]
+    invoke("inspect", place / "bert", *options, "--save", tmp_path)
+    before = (tmp_path / "observations.safetensors").read_bytes()
+    assert "holds a run already" in invoke("inspect", place / "bert", *options, "--save", tmp_path, code=2).stderr
+    assert (tmp_path / "observations.safetensors").read_bytes() == before
+    invoke("inspect", "--resume", tmp_path)  # a run that is finished goes on with nothing, and shows it again
+    assert (tmp_path / "observations.safetensors").read_bytes() == before
+
+
+def test_the_help_tells_what_is_needed():
+    shown = invoke("inspect", "--help").stdout
+    for word in ("MODEL", "--text", "--context", "--save", "--resume", "--statistics", "--importance", "Ctrl-C"):
+        assert word in shown

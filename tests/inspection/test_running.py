@@ -1,0 +1,229 @@
+"""A whole inspection of small models: what it finds, what it keeps, and how it goes on after it was stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.inspection import Progress, Settings, compare, inspect_model, load_inspection, save_inspection
+from polyhead.inspection.files import OBSERVATIONS
+from polyhead.observatory import read_facts
+from tests.inspection.small_models import MAKERS, model_folder, text_folder
+
+pytest.importorskip("pyarrow")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return text_folder(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: model_folder(tmp_path_factory.mktemp(name), name) for name in MAKERS}
+
+
+def settings_for(model: Path, text: Path, **options) -> Settings:
+    return Settings(str(model), str(text), context=96, batch_tokens=400, **options)
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_every_kind_of_model_is_inspected(folders, text, name):
+    seen: list[Progress] = []
+    found = inspect_model(settings_for(folders[name], text), report=seen.append)
+    stacks = 3 if name == "t5" else 1
+    assert len(found.table) == stacks * 8
+    assert found.facts["documents"] == 6
+    assert found.facts["context"] == 96
+    assert found.facts["left_out"] == []
+    assert len(found.roles) == (16 if name == "t5" else 8)  # a cross-attention has no place among its keys
+    assert found.likeness is not None
+    assert 0 < found.likeness.null < found.likeness.threshold < 1
+    assert len(found.findings) == 3
+    assert found.table["entropy"].isfinite().all()
+    assert found.table["contribution"].isfinite().all()
+    if name != "t5":
+        torch.testing.assert_close(found.table["contribution_share"].view(2, 4).sum(1), torch.ones(2).double())
+    measure = {"bert": "ablation", "masked": "gradient", "llama": "gradient"}.get(name)
+    assert (measure in found.table.columns) if measure else "gradient" not in found.table.columns
+    for matrices in found.relations.values():
+        for kind in ("cosine", "cka", "subspace_overlap"):
+            torch.testing.assert_close(matrices[kind].diagonal(), torch.ones(4).double())
+    text_steps = [x for x in seen if x.step == "read the text"]
+    assert text_steps[-1].done == text_steps[-1].total
+    assert len(found.pairs)
+    assert all(pair.one[0] != pair.other[0] for pair in found.pairs)
+
+
+def test_duplicated_heads_are_found_within_and_across_layers(folders, text, tmp_path):
+    """The second head of layer 0 is made the first; so is a head of layer 1, which then reads another stream."""
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(folders["bert"])
+    dim = 6
+    with torch.no_grad():
+        attention = model.encoder.layer[0].attention
+        for part in (attention.self.query, attention.self.key, attention.self.value):
+            part.weight[dim : 2 * dim] = part.weight[:dim]
+            part.bias[dim : 2 * dim] = part.bias[:dim]
+        attention.output.dense.weight[:, dim : 2 * dim] = attention.output.dense.weight[:, :dim]
+    model.save_pretrained(tmp_path / "twins")
+    AutoTokenizer.from_pretrained(folders["bert"]).save_pretrained(tmp_path / "twins")
+    found = inspect_model(settings_for(tmp_path / "twins", text, importance="none"))
+    (group,) = found.groups
+    assert [(site.layer, head) for site, head in group.heads] == [(0, 0), (0, 1)]
+    assert group.least > 0.9999
+    assert any("0.0 and 0.1 say the same thing" in finding for finding in found.findings)
+
+
+def test_what_a_random_projection_picks_is_measured_at_the_same_tokens(folders, text):
+    found = inspect_model(settings_for(folders["bert"], text, importance="none", chance=False))
+    assert len(found.pairs) == 16  # all there are
+    guesses, exact = (torch.tensor([getattr(pair, name) for pair in found.pairs]) for name in ("guess", "cosine"))
+    assert (guesses - exact).abs().max() < 0.35  # 64 numbers for 24, drawn at random
+    assert torch.equal(exact, exact.sort(descending=True).values)
+
+
+def test_it_is_kept_and_read_again(folders, text, tmp_path):
+    found = inspect_model(settings_for(folders["llama"], text), folder=tmp_path)
+    save_inspection(tmp_path, found)
+    again = load_inspection(tmp_path)
+    assert again.settings == found.settings
+    assert again.roles == found.roles or str(again.roles) == str(found.roles)  # NaN is not equal to itself
+    assert again.groups == found.groups
+    assert again.pairs == found.pairs
+    assert again.findings == found.findings
+    assert again.table.names == found.table.names
+    assert again.table.sites == found.table.sites
+    for name in found.table.columns:
+        torch.testing.assert_close(again.table[name], found.table[name], rtol=0, atol=0, equal_nan=True)
+    for site, matrices in found.relations.items():
+        for kind, matrix in matrices.items():
+            torch.testing.assert_close(again.relations[site][kind], matrix, rtol=0, atol=0, equal_nan=True)
+    same = compare(found, again)
+    assert same.beyond() == ()
+    assert same.gained == same.lost == ()
+
+
+def test_an_interrupt_leaves_what_was_gathered(folders, text, tmp_path):
+    def stop(now: Progress) -> None:
+        if now.step == "read the text" and now.done > 0:
+            raise KeyboardInterrupt
+
+    found = inspect_model(settings_for(folders["bert"], text), folder=tmp_path, report=stop)
+    assert found.facts["interrupted"]
+    assert 0 < found.facts["tokens"] < 800
+    assert found.roles == ()
+    assert found.table["entropy"].isfinite().all()
+    whole = inspect_model(settings_for(folders["bert"], text, importance="none"))
+    settings = dataclasses.replace(found.settings, importance="none")
+    resumed = inspect_model(settings, folder=tmp_path, resume=True)
+    for name in whole.table.columns:
+        torch.testing.assert_close(resumed.table[name], whole.table[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
+    options = ["--context", "96", "--batch", "100", "--importance", "none", "--no-chance", "--device", "cpu"]
+    command = [sys.executable, "-m", "polyhead", "inspect", str(folders["llama"]), "--text", str(text), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    file = tmp_path / "killed" / OBSERVATIONS
+    with subprocess.Popen(
+        [*command, "--save", str(tmp_path / "killed"), "--save-seconds", "0"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as run:
+        until = time.monotonic() + 120
+        while not file.exists() and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+        run.send_signal(signal.SIGKILL)
+        said = run.communicate()[1]
+    assert file.exists(), said.decode()
+    assert run.returncode == -signal.SIGKILL
+    total = 9
+    assert 0 < read_facts(file)["batches"] < total
+    for folder, flag in (("killed", "--resume"), ("whole", "--save")):
+        extra = [] if flag == "--resume" else command[4:]
+        done = subprocess.run(
+            [*command[:4], *extra, flag, str(tmp_path / folder)],
+            env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert read_facts(file)["batches"] >= total
+    from safetensors.torch import load_file
+
+    one, other = (load_file(tmp_path / folder / OBSERVATIONS) for folder in ("killed", "whole"))
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+    tables = [load_inspection(tmp_path / folder).table for folder in ("killed", "whole")]
+    for name in tables[0].columns:
+        torch.testing.assert_close(tables[0][name], tables[1][name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_run_goes_on_with_its_own_text_alone(folders, text, tmp_path):
+    def stop(now: Progress) -> None:
+        if now.step == "read the text" and now.done > 0:
+            raise KeyboardInterrupt
+
+    moved = text_folder(tmp_path / "text")
+    found = inspect_model(settings_for(folders["bert"], moved), folder=tmp_path / "run", report=stop)
+    for file in moved.iterdir():
+        file.write_text("w1 w2 w3 " * 50)
+    with pytest.raises(OptionError, match="goes on only with the text"):
+        inspect_model(found.settings, folder=tmp_path / "run", resume=True)
+
+
+def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(folders, text, tmp_path):
+    other = model_folder(tmp_path / "other", "bert", seed=1)
+    options = {"importance": "none", "chance": False}
+    one = inspect_model(settings_for(folders["bert"], text, **options))
+    two = inspect_model(settings_for(other, text, **options))
+    found = compare(one, two)
+    assert len(found.beyond()) > 10
+    assert found.only_before == found.only_after == 0
+    clearest = found.beyond("max_logit")[0]
+    assert abs(clearest.difference) > 1.96 * clearest.error
+    assert len(compare(one, one).beyond()) == 0
+
+
+def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):
+    """What sampling explains is not called a difference, but for about one number in twenty."""
+    halves = [text_folder(tmp_path / half, documents=12) for half in ("one", "two")]
+    for half, keep in zip(halves, (0, 1), strict=True):
+        for file in half.iterdir():
+            if int(file.stem) % 2 != keep:
+                file.unlink()
+    options = {"importance": "none", "chance": False}
+    one, two = (inspect_model(settings_for(folders["bert"], half, **options)) for half in halves)
+    names = [name for name in one.table.names if f"{name}_spread" in one.table.columns]
+    found = compare(one, two)
+    asked = [change for change in found.changes if change.name in names]
+    assert len([change for change in asked if change.beyond]) < 0.15 * len(asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"context": 4000}, "made for contexts of up to 130 tokens, got 4000"),
+        ({"tokens": 0}, "tokens must be at least 1"),
+        ({"importance": "magic"}, "importance is one of"),
+    ],
+)
+def test_what_cannot_be_is_refused(folders, text, options, words):
+    with pytest.raises(OptionError, match=words):
+        inspect_model(Settings(**{"model": str(folders["llama"]), "text": str(text), **options}))
+
+
+def test_a_folder_that_is_no_inspection_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="a folder that `polyhead inspect --save` wrote"):
+        load_inspection(tmp_path)
