@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.inspection import Progress, Settings, compare, inspect_model, load_inspection, save_inspection
+from polyhead.inspection.across import sample_of
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.observatory import read_facts
 from tests.inspection.small_models import MAKERS, model_folder, text_folder
@@ -85,12 +87,19 @@ def test_duplicated_heads_are_found_within_and_across_layers(folders, text, tmp_
     assert any("0.0 and 0.1 say the same thing" in finding for finding in found.findings)
 
 
-def test_what_a_random_projection_picks_is_measured_at_the_same_tokens(folders, text):
-    found = inspect_model(settings_for(folders["bert"], text, importance="none", chance=False))
+def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(folders, text, monkeypatch):
+    settings = settings_for(folders["bert"], text, importance="none", chance=False)
+    found = inspect_model(settings)
+    assert "every pair is measured" in found.facts["pairs_by"]
     assert len(found.pairs) == 16  # all there are
-    guesses, exact = (torch.tensor([getattr(pair, name) for pair in found.pairs]) for name in ("guess", "cosine"))
-    assert (guesses - exact).abs().max() < 0.35  # 64 numbers for 24, drawn at random
-    assert torch.equal(exact, exact.sort(descending=True).values)
+    monkeypatch.setattr("polyhead.inspection.across.sample_of", functools.partial(sample_of, most_bytes=0))
+    picked = inspect_model(settings)
+    assert "projected at random to 64 numbers" in picked.facts["pairs_by"]
+    guesses, measured = (torch.tensor([getattr(x, name) for x in picked.pairs]) for name in ("guess", "cosine"))
+    assert 0 < (guesses - measured).abs().max() < 0.35  # 64 numbers for 24, drawn at random
+    exact = {(pair.one, pair.other): pair.cosine for pair in found.pairs}
+    for pair in picked.pairs:
+        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
 
 
 def test_it_is_kept_and_read_again(folders, text, tmp_path):

@@ -1,4 +1,8 @@
-"""Heads of different layers that say the same: picked by a random projection, then measured at the same tokens."""
+"""Heads of different layers that say the same: compared at the same sample of tokens.
+
+Where what all heads say at these tokens fits into `BYTES`, every pair is measured. Where it does not, contributions
+are projected at random to few numbers, by which the candidates are picked; those are then measured in a second reading.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +18,34 @@ from polyhead.observatory.token_sample import SiteSample, TokenSample
 
 TOKENS = 1024  # of the sample
 WIDTH = 64  # that every contribution is projected to
-CANDIDATES = 20  # that are measured
-
-RULE = (
-    f"contributions after the output projection at {TOKENS:,} sampled tokens, projected at random to {WIDTH} numbers "
-    f"(4 x {TOKENS} x {WIDTH} bytes a head); the {CANDIDATES} pairs of different layers with the largest cosine are "
-    "measured without the projection at the same tokens"
-)
+CANDIDATES = 20  # that are measured, and told
+BYTES = 1 << 28
 
 
-def sketch(wiring: Mapping[AttentionSite, Wiring], seed: int) -> TokenSample | None:
+def sample_of(wiring: Mapping[AttentionSite, Wiring], seed: int, most_bytes: int = BYTES) -> TokenSample | None:
     """What to gather of every head whose output projection is known; None where there are not two layers of them."""
-    outputs = {site: x.output.detach().cpu().float() for site, x in wiring.items() if x.output is not None}
+    outputs = _outputs(wiring)
     if len(outputs) < 2:
         return None
+    if 4 * TOKENS * sum(x.shape[0] * x.shape[1] for x in outputs.values()) <= most_bytes:
+        return TokenSample({place: _same(x) for place, x in outputs.items()}, TOKENS, seed=seed, name="said")
     projections: dict[tuple[str, str], Tensor] = {}
     for width in {x.shape[2] for x in outputs.values()}:
         generator = torch.Generator().manual_seed(seed)
         matrix = torch.randn(width, WIDTH, generator=generator) / WIDTH**0.5
-        projections |= {(site.name, site.kind): x @ matrix for site, x in outputs.items() if x.shape[2] == width}
-    return TokenSample(projections, TOKENS, seed=seed)
+        projections |= {place: x.float() @ matrix for place, x in outputs.items() if x.shape[2] == width}
+    return TokenSample(projections, TOKENS, seed=seed, name="sketches")
+
+
+def rule(sample: TokenSample) -> str:
+    """How pairs of different layers were found, in words."""
+    heads = sum(len(x) for x in sample.projections.values())
+    used = 4 * sample.tokens * sum(x.shape[0] * x.shape[2] for x in sample.projections.values()) / 2**20
+    if sample.name == "said":
+        how = "every pair is measured"
+    else:
+        how = f"projected at random to {WIDTH} numbers; the {CANDIDATES} most alike are then measured without that"
+    return f"{heads} heads at {sample.tokens:,} sampled tokens ({used:.0f} MiB): {how}"
 
 
 def pairs(
@@ -42,23 +54,35 @@ def pairs(
     wiring: Mapping[AttentionSite, Wiring],
     watch: Callable[[TokenSample], Observations],
 ) -> tuple[Pair, ...]:
-    """The candidates with their measured cosine, the most alike first."""
+    """The most alike pairs of heads of different sites, with their measured cosine."""
+    outputs = _outputs(wiring)
     found = _by_stack(gathered, sample.name)
+    if sample.name == "said":
+        found = {key: [(site, _contributions(rows, outputs, site)) for site, rows in x] for key, x in found.items()}
     guesses: list[tuple[float, Head, Head]] = []
     for sites in found.values():
         guesses += _candidates(sites)
     guesses = sorted(guesses, key=lambda x: -x[0])[:CANDIDATES]
-    if not len(guesses):
-        return ()
+    if sample.name == "said":
+        return tuple(Pair(one, other, cosine, cosine) for cosine, one, other in guesses)
+    measured = _measured(guesses, outputs, sample, watch)
+    return tuple(sorted(measured, key=lambda pair: -pair.cosine))
+
+
+def _measured(
+    guesses: list[tuple[float, Head, Head]],
+    outputs: Mapping[tuple[str, str], Tensor],
+    sample: TokenSample,
+    watch: Callable[[TokenSample], Observations],
+) -> list[Pair]:
     chosen: dict[tuple[str, str], tuple[int, ...]] = {}
     for _, *heads in guesses:
         for site, head in heads:
             place = (site.name, site.kind)
             chosen[place] = tuple(sorted({*chosen.get(place, ()), head}))
-    outputs: dict[tuple[str, str], Tensor] = {
-        (site.name, site.kind): x.output for site, x in wiring.items() if x.output is not None
-    }
-    same = {place: torch.eye(outputs[place].shape[1]).expand(len(heads), -1, -1) for place, heads in chosen.items()}
+    if not len(chosen):
+        return []
+    same = {place: _same(outputs[place][: len(heads)]) for place, heads in chosen.items()}
     exact = watch(TokenSample(same, sample.tokens, chosen, sample.seed, "chosen_heads"))
     said: dict[Head, Tensor] = {}
     for site, values in exact.gathered.items():
@@ -66,13 +90,25 @@ def pairs(
         if isinstance(value, SiteSample):
             _, rows = value.found()
             for index, head in enumerate(chosen[site.name, site.kind]):
-                said[site, head] = (rows[:, index] - rows[:, index].mean(0)) @ _matrix(outputs, site, head)
-    measured = [Pair(one, other, guess, _cosine(said[one], said[other])) for guess, one, other in guesses]
-    return tuple(sorted(measured, key=lambda pair: -pair.cosine))
+                said[site, head] = (rows[:, index] - rows[:, index].mean(0)) @ outputs[site.name, site.kind][head]
+    return [Pair(one, other, guess, _cosine(said[one], said[other])) for guess, one, other in guesses]
 
 
-def _matrix(outputs: Mapping[tuple[str, str], Tensor], site: AttentionSite, head: int) -> Tensor:
-    return outputs[site.name, site.kind][head].detach().cpu().double()
+def _outputs(wiring: Mapping[AttentionSite, Wiring]) -> dict[tuple[str, str], Tensor]:
+    """[heads, value_dim, embed_dim] of every site where it is known."""
+    return {
+        (site.name, site.kind): x.output.detach().cpu().double() for site, x in wiring.items() if x.output is not None
+    }
+
+
+def _same(output: Tensor) -> Tensor:
+    """Matrices that leave what the heads say as it is."""
+    return torch.eye(output.shape[1]).expand(output.shape[0], -1, -1)
+
+
+def _contributions(rows: Tensor, outputs: Mapping[tuple[str, str], Tensor], site: AttentionSite) -> Tensor:
+    """What the heads write [tokens, heads, embed_dim], in float32: only cosines are taken of it."""
+    return torch.einsum("thd,hde->the", rows.float(), outputs[site.name, site.kind].float())
 
 
 def _by_stack(gathered: Mapping[AttentionSite, Mapping[str, Any]], name: str) -> dict[tuple[str, int], list[Any]]:
@@ -92,7 +128,7 @@ def _candidates(sites: list[tuple[AttentionSite, Tensor]]) -> list[tuple[float, 
         return []
     said = torch.cat([rows for _, rows in sites], 1)  # [tokens, heads, width]
     flat = (said - said.mean(0)).transpose(0, 1).flatten(1)
-    flat = flat / flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    flat = flat / flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
     alike = flat @ flat.T
     layer = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])
     alike = torch.where((layer[:, None] < layer), alike, -torch.inf)

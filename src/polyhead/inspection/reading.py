@@ -24,6 +24,9 @@ from polyhead.sources import (
     token_classes,
 )
 
+# Intervals are over documents; a text of fewer is taken as one of as many documents as it has contexts.
+FEW_DOCUMENTS = 10
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
@@ -89,8 +92,17 @@ class Reader:
             found += len(context.ids)
         return list(batches(chosen, self.loaded.tokenizer, batch_tokens=self.batch_tokens))
 
+    @property
+    def counts_contexts(self) -> bool:
+        """Whether each context counts as a document of its own."""
+        return len({context.document for context in self.contexts}) < FEW_DOCUMENTS
+
     def notes(self, batch: Batch) -> Notes:
-        return Notes(batch.documents, batch.pieces, batch.ids, self.classes[batch.ids])
+        documents, pieces = batch.documents, batch.pieces
+        if self.counts_contexts:
+            # A number of its own for each piece of each document, the same in every batch.
+            documents = documents + FEW_DOCUMENTS * pieces
+        return Notes(documents=documents, pieces=pieces, tokens=batch.ids, classes=self.classes[batch.ids])
 
     @torch.no_grad()
     def call(self, batch: Batch, model: nn.Module | None = None) -> Any:

@@ -45,9 +45,9 @@ from polyhead.sources import Batch, LoadedModel, load_model
 from polyhead.sources.probes import repeated_batches
 from polyhead.version import VERSION
 
-CHANCE_TOKENS = 4096  # that a model with random weights reads
+CHANCE_TOKENS = 1024  # that a model with random weights reads
 GRADIENT_TOKENS = 8192
-ABLATION_TOKENS = 512  # every head costs one more reading of these
+ABLATION_TOKENS = 256  # every head costs one more reading of these
 SAVE_SECONDS = 30.0
 
 
@@ -96,10 +96,11 @@ class _Run:
     save_seconds: float
     interrupted: bool = False
     left_out: list[str] = field(default_factory=list)
+    across: str | None = None  # how pairs of different layers were found
 
     def run(self, resume: bool, began: float) -> Inspection:
         wiring = self.wiring(self.loaded.model)
-        sample = across.sketch(wiring, self.settings.seed)
+        sample = across.sample_of(wiring, self.settings.seed)
         observations = self.text(sample, resume)
         table = observations.table()
         found: dict[str, Any] = {}
@@ -143,6 +144,7 @@ class _Run:
         )
         if sample is not None:
             found["pairs"] = across.pairs(observations.gathered, sample, wiring, self.watched_sample)
+            self.across = across.rule(sample)
         found["importance"] = self.importance()
         return found, roles
 
@@ -296,6 +298,8 @@ class _Run:
             "contexts": len(self.reader.contexts),
             "context": self.reader.context,
             "tokens": tokens,
+            "intervals_over": "contexts" if self.reader.counts_contexts else "documents",
+            "pairs_by": self.across,
             "interrupted": self.interrupted,
             "left_out": list(self.left_out),
             "seconds": round(time.perf_counter() - began, 1),

@@ -23,6 +23,8 @@ from polyhead.observatory.observations import Observations
 from polyhead.observatory.rows import Tokens, hidden_by_bias
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
 
+_UNANNOUNCED = transformers_models.Arrival()
+
 
 def observe(
     model: nn.Module,
@@ -75,10 +77,12 @@ class Call:
     mask: Mask | None = None
     sinks_in_view: Tensor | None = None  # [batch]; False where the first keys of the sequence are no longer there
 
-    @torch.no_grad()
     def tell(self, attended: Attended) -> None:
-        if not self.counts:
-            return
+        if self.counts:
+            with torch.no_grad():
+                self._told(attended)
+
+    def _told(self, attended: Attended) -> None:
         real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
@@ -89,10 +93,21 @@ class Call:
     def _corrected(self, rows: RowStatistics) -> RowStatistics:
         if self.sinks_in_view is not None and rows.sink_mass is not None:
             rows = replace(rows, sink_mass=torch.where(self.sinks_in_view[:, None, None], rows.sink_mass, 0.0))
-        hidden = hidden_by_bias(self.mask)
+        hidden = None if self.mask is None else hidden_by_bias(self.mask)
         if hidden is not None and rows.visible_keys is not None:
             rows = replace(rows, visible_keys=rows.visible_keys - hidden)
         return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What is the same for all calls of a module: where it stands, and what is wanted there."""
+
+    site: AttentionSite
+    root: str  # the layers around it, whose self-attention and cross-attention have the same queries
+    columns: tuple[str, ...]
+    asked: Statistics | None
+    chosen: bool
 
 
 class Session:
@@ -129,6 +144,7 @@ class Session:
                 raise OptionError(f"layers are numbers or paths of the model's modules, got {layer!r}")
         self._find_modules()
         self._sites: dict[tuple[str, str], AttentionSite] = {}
+        self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
         self._calls: Counter[AttentionSite] = Counter()
         self._statistics: dict[AttentionSite, SiteStatistics] = {}
         self._gathered: dict[AttentionSite, dict[str, Gathered]] = {}
@@ -179,6 +195,7 @@ class Session:
         self._latest.clear()
         self._starts.clear()
         self._arrivals.clear()
+        self._plans.clear()  # by modules, which may be others when it is entered again
 
     # ---- what the watched modules call
 
@@ -186,7 +203,7 @@ class Session:
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
     ) -> Call | None:
         """A call of a model of transformers is about to be computed; None where it is not watched."""
-        arrival = self._arrivals.pop(id(module), transformers_models.Arrival())
+        arrival = self._arrivals.pop(id(module), _UNANNOUNCED)
         cross = arrival.cross or transformers_models.looks_cross(module, query, key, mask)
         tokens = Tokens.of(mask, query, key)
         call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
@@ -210,16 +227,17 @@ class Session:
         learned_sinks: bool = False,
     ) -> Call | None:
         """How to watch one call of a module; None where it is not one of those asked for."""
-        site = self._site(self._names[id(module)], num_heads, cross=cross)
-        root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
+        plan = self._plans.get((id(module), num_heads, cross, learned_sinks))
+        if plan is None:
+            plan = self._plan(module, num_heads, cross=cross, learned_sinks=learned_sinks)
+        site, columns = plan.site, plan.columns
         if cross:
             # The queries are the tokens of the self-attention that went before, in the same layers.
-            tokens = _fitting(self._latest.get(root), tokens)
+            tokens = _fitting(self._latest.get(plan.root), tokens)
         else:
-            self._latest[root] = tokens
-        gate = self.gates.get((site.name, site.kind))
-        columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
-        if not self._is_chosen(site) or not (len(columns) or len(self.gatherers)):
+            self._latest[plan.root] = tokens
+        gate = self.gates.get((site.name, site.kind)) if len(self.gates) else None
+        if not plan.chosen or not (len(columns) or len(self.gatherers)):
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
         # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
@@ -228,9 +246,17 @@ class Session:
         self._calls[site] += not again
         if not counts and not torch.is_grad_enabled():
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
-        asked = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
         whole = len(self.gatherers) > 0
-        return Call(self, site, columns, asked, tokens, counts, whole, gate, learned_sinks)
+        return Call(self, site, columns, plan.asked, tokens, counts, whole, gate, learned_sinks)
+
+    def _plan(self, module: nn.Module, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
+        site = self._site(self._names[id(module)], num_heads, cross=cross)
+        root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
+        columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
+        asked = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
+        plan = Plan(site, root, columns, asked, self._is_chosen(site))
+        self._plans[id(module), num_heads, cross, learned_sinks] = plan
+        return plan
 
     def add(self, call: Call, rows: RowStatistics, real: Tensor | None) -> None:
         """Reduce the rows of a call, where they lie, and add them to what its site has gathered."""
@@ -284,6 +310,7 @@ class Session:
         for site in observations.calls:
             if self._sites.setdefault((site.name, site.kind), site) != site:
                 raise OptionError(f"a session goes on with the same model, got one in which {site.name!r} is another")
+        self._plans.clear()
         self._calls = Counter(observations.calls)
         self._statistics = {x.site: x for x in observations.sites}
         self._gathered = {site: dict(values) for site, values in observations.gathered.items()}

@@ -1,0 +1,220 @@
+"""Every planted role is found and no other; heads made by hand for the rest; nulls and intervals mean what they say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyhead
+from polyhead.analysis.circuits import copying
+from polyhead.analysis.roles import DRAWS, HeadRoles, evidence_of, head_roles
+from polyhead.analysis.roles_copying import Copying, copying_scores
+from polyhead.analysis.roles_rules import RULES
+from polyhead.errors import OptionError, ShapeError
+from polyhead.lab.planted import PLANTED_ROLES
+from polyhead.layers.heads import HeadMatrices
+from polyhead.observatory import Notes
+from polyhead.observatory.evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observatory.evidence_rows import COLUMNS
+from polyhead.observatory.evidence_tokens import Meaning
+from tests.analysis.roles_seeds import wrong_roles
+from tests.huggingface import models
+
+SEEDS = range(2)  # `python -m tests.analysis.roles_seeds --seeds 20` tries as many as are asked for
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_planted_role_is_found_and_no_other_and_none_in_a_random_model(seed: int, causal: bool) -> None:
+    assert wrong_roles(seed, causal) == []
+
+
+def test_every_planted_role_has_a_rule() -> None:
+    assert {role for roles in PLANTED_ROLES.values() for role in roles} <= set(RULES)
+
+
+# ---- heads made by hand: a stream whose axes say what each token is
+
+WORDS, GROUPS, SIZE = 36, 12, 41
+COMMAS = (6, 7, 8)
+RARE = (30, 31, 32)
+
+
+def hand_made() -> tuple[polyhead.MultiHeadAttention, Tensor]:
+    """A layer with a head for commas, one for rare words and one for related words; and its embedding.
+
+    Three words of a group have a cosine of one half or more. The last three axes are 1 for everybody, for commas and
+    for rare words.
+    """
+    generator = torch.Generator().manual_seed(5)
+    groups, own = (
+        torch.nn.functional.normalize(torch.randn(n, 29, generator=generator), dim=1) for n in (GROUPS, WORDS)
+    )
+    words = torch.nn.functional.normalize(1.5 * groups.repeat_interleave(3, 0) + own, dim=1)
+    embedding = torch.zeros(WORDS, 32)
+    embedding[:, :29] = words
+    embedding[:, 29] = 1.0
+    embedding[list(COMMAS), 30] = 1.0
+    embedding[list(RARE), 31] = 1.0
+
+    def head(query: Tensor, key: Tensor) -> HeadMatrices:
+        return HeadMatrices(query, key, torch.eye(32), torch.eye(32))
+
+    def looking_at(axis: int) -> HeadMatrices:
+        query, key = torch.zeros(32, 32), torch.zeros(32, 32)
+        query[29, 0], key[axis, 0] = 60.0, 1.0
+        return head(query, key)
+
+    same = torch.diag(torch.tensor([1.0] * 29 + [0.0] * 3))
+    heads = [looking_at(30), looking_at(31), head(60.0 * same, same)]
+    return polyhead.MultiHeadAttention.from_heads(heads, causal=False).eval(), embedding
+
+
+@torch.no_grad()
+def hand_made_evidence(documents: int = 12) -> HeadEvidence:
+    layer, embedding = hand_made()
+    generator = torch.Generator().manual_seed(7)
+    frequency = torch.ones(WORDS)
+    frequency[list(RARE)] = 0.4
+    tokens = torch.multinomial(frequency.expand(documents, -1), SIZE, replacement=True, generator=generator)
+    tokens[:, 3], tokens[:, 11] = COMMAS[0], RARE[0]
+    classes = torch.where(torch.isin(tokens, torch.tensor(COMMAS)), 5, 2)
+    rare = torch.zeros(WORDS, dtype=torch.bool)
+    rare[list(RARE)] = True
+    gatherer = EvidenceGatherer(rare=rare, meaning=Meaning.of(embedding[:, :29], dims=24))
+    with polyhead.observe(layer, statistics=False, gather=[gatherer]) as session:
+        session.notes = Notes(documents=torch.arange(documents), tokens=tokens, classes=classes)
+        layer(embedding[tokens])
+    (found,) = evidence_of(session.observations.gathered).values()
+    return found
+
+
+def test_heads_for_delimiters_rare_words_and_related_words_are_told_apart() -> None:
+    evidence = hand_made_evidence()
+    found = head_roles({evidence.site: evidence})
+    assert [head.roles for head in found] == [{"delimiter"}, {"rare-token"}, {"same-meaning", "self"}]
+    assert "of its weight on special tokens and punctuation (chance" in str(found[0])
+    assert found[2]["same-meaning"].score > 0.5 > 3 * found[2]["same-meaning"].null
+    assert {"duplicate-token", "induction", "copy"}.isdisjoint(score.role for score in found[0].scores)
+    with pytest.raises(KeyError):
+        found[0]["induction"]
+
+
+def test_an_interval_holds_the_score_and_shrinks_with_more_documents() -> None:
+    few, many = (hand_made_evidence(documents) for documents in (5, 60))
+    widths = []
+    for evidence in (few, many):
+        scores = head_roles({evidence.site: evidence})[2].scores
+        for score in scores:
+            assert score.low <= score.score <= score.high, score
+        widths.append(sum(score.high - score.low for score in scores if score.role in ("local", "broad", "rare-token")))
+    assert widths[1] < widths[0] / 2
+    # That of a mean over documents of one size is about 3.92 standard errors wide.
+    share = many.column("near")[:, 2] / many.column("rows")[:, 2]
+    local = next(score for score in head_roles({many.site: many})[2].scores if score.role == "local")
+    assert local.high - local.low == pytest.approx(3.92 * float(share.std()) / math.sqrt(60), rel=0.15)
+    assert DRAWS == 1000
+
+
+def test_draws_depend_on_the_seed_alone() -> None:
+    evidence = hand_made_evidence()
+    one, again, other = (head_roles({evidence.site: evidence}, seed=seed) for seed in (3, 3, 4))
+    assert [head.scores for head in one] == [head.scores for head in again]
+    assert [head.scores for head in one] != [head.scores for head in other]
+
+
+def test_one_document_names_no_role() -> None:
+    evidence = hand_made_evidence(1)
+    found = head_roles({evidence.site: evidence})
+    assert all(not len(head.roles) for head in found)
+    assert found[0]["delimiter"].score > 0.9
+    assert math.isnan(found[0]["delimiter"].low)
+
+
+def test_a_role_says_better_what_another_says_too() -> None:
+    evidence = hand_made_evidence()
+    sums = evidence.sums.clone()
+    sums[:, 0, COLUMNS.index("first")] = 0.9 * sums[:, 0, COLUMNS.index("rows")]
+    (head, *_) = head_roles({evidence.site: replace(evidence, sums=sums)})
+    assert head.roles == {"sink"}
+    assert head["delimiter"].score >= head["delimiter"].threshold
+
+
+def test_the_threshold_rises_with_the_null() -> None:
+    evidence = hand_made_evidence()
+    (comma, *_) = head_roles({evidence.site: evidence})
+    assert comma["delimiter"].threshold == RULES["delimiter"].threshold
+    assert comma["broad"].threshold == max(0.95, (1 + comma["broad"].null) / 2)
+    raised = replace(comma, scores=tuple(replace(score, score=1.0) for score in comma.scores))
+    found = head_roles({evidence.site: evidence}, reference=[raised])
+    assert found[0]["delimiter"].null == found[0]["delimiter"].threshold == 1.0
+    assert all(not len(head.roles) for head in found)
+
+
+@torch.no_grad()
+def roles_of_random_bert(seed: int, reference: tuple[HeadRoles, ...] = ()) -> tuple[HeadRoles, ...]:
+    model = models.build({family.name: family for family in models.ENCODERS}["bert"], seed=seed, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.mul_(0.02 / 0.25)  # as transformers draws them
+    gatherer = EvidenceGatherer(meaning=Meaning.of(model.get_input_embeddings().weight, dims=16))
+    tokens = models.tokens(9, 47)
+    with polyhead.observe(model, statistics=False, gather=[gatherer]) as session:
+        session.notes = Notes(documents=torch.arange(9), tokens=tokens)
+        model(input_ids=tokens)
+    return head_roles(evidence_of(session.observations.gathered), reference=reference)
+
+
+def test_a_random_model_that_looks_everywhere_is_broad_and_not_beyond_its_like() -> None:
+    assert {role for head in roles_of_random_bert(3) for role in head.roles} == {"broad"}
+    reference = (*roles_of_random_bert(4), *roles_of_random_bert(5))
+    assert all(not len(head.roles) for head in roles_of_random_bert(3, reference))
+
+
+# ---- by the weights
+
+
+def test_copying_equals_that_of_the_circuits_and_has_an_error_and_a_null() -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    value, embedding = drawn(5, 31, 7), drawn(211, 31)
+    output = torch.stack([value[0].T, -value[1].T, *drawn(3, 7, 31)])
+    found = copying_scores(value, output, embedding, embedding)
+    torch.testing.assert_close(found.score, copying(value, output, embedding, embedding))
+    assert found.score[0] > 0.99
+    assert found.score[1] < -0.99
+    assert found.score[2:].abs().max() < 3 * found.null < 1.5
+    assert 0.2 < found.null < 0.8  # random eigenvalues: about 1.96 / sqrt(2 * 7)
+    assert (found.error[2:] > 0).all()
+    assert found.error.max() < 0.3
+
+
+def test_a_circuit_that_nobody_reads_copies_nothing() -> None:
+    value, output = torch.randn(2, 12, 3), torch.randn(2, 3, 12)
+    embedding, unembedding = torch.zeros(50, 12), torch.zeros(50, 12)
+    embedding[:, :6], unembedding[:, 6:] = torch.randn(50, 6), torch.randn(50, 6)
+    output[..., 6:] *= 1e-8
+    found = copying_scores(value, output, embedding, unembedding)
+    assert found.score.tolist() == [0.0, 0.0]
+    with pytest.raises(ShapeError, match=r"must be \[vocabulary, 12\]"):
+        copying_scores(value, output, embedding[:, :5], unembedding)
+
+
+def test_copy_needs_its_interval_beyond_the_null() -> None:
+    evidence = hand_made_evidence()
+    scores = Copying(torch.tensor([0.9, 0.9, -0.9]), torch.tensor([0.01, 0.4, 0.01]), 0.3)
+    found = head_roles({evidence.site: evidence}, copying={evidence.site: scores})
+    assert ["copy" in head.roles for head in found] == [True, False, False]
+    assert ["anti-copy" in head.roles for head in found] == [False, False, True]
+
+
+def test_repeated_tokens_must_be_of_the_same_sites() -> None:
+    evidence = hand_made_evidence()
+    with pytest.raises(OptionError, match="shown to the same model"):
+        head_roles({evidence.site: evidence}, {})
