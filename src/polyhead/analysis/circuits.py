@@ -55,7 +55,9 @@ def copying(value: Tensor, output: Tensor, embedding: Tensor, unembedding: Tenso
             f"embedding and unembedding must be [vocabulary, {value.shape[1]}], "
             f"got shapes {list(embedding.shape)} and {list(unembedding.shape)}"
         )
-    between = unembedding.detach().to(torch.float64).T @ embedding.detach().to(torch.float64)
+    # What all words have in common copies none of them, and a logit that all words gain changes no probability.
+    words, unwords = (x.detach().to(torch.float64) for x in (embedding, unembedding))
+    between = (unwords - unwords.mean(0)).T @ (words - words.mean(0))
     value, output = _checked(value, output)
     found = torch.linalg.eigvals(output @ between @ value)
     sizes = found.abs().sum(-1)

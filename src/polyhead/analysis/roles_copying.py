@@ -40,6 +40,8 @@ def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(len(embedding), generator=generator)[:MOST_WORDS]
     words, unwords = (x.detach()[drawn.to(x.device)].cpu().double() for x in (embedding, unembedding))
+    # What all words have in common copies none of them, and a logit that all words gain changes no probability.
+    words, unwords = words - words.mean(0), unwords - unwords.mean(0)
     value, output = (x.detach().cpu().double() for x in (value, output))
     groups = [(words[start::GROUPS], unwords[start::GROUPS]) for start in range(GROUPS)]
     # [groups, heads, value_dim, value_dim]: the eigenvalues of a product are those of its factors in the other order.

@@ -17,8 +17,6 @@ ROLES = {
     "induction": ("in", "bold white on magenta"),
     "duplicate-token": ("du", "bold white on dark_magenta"),
     "same-meaning": ("me", "bold black on bright_magenta"),
-    "copy": ("co", "bold black on bright_red"),
-    "anti-copy": ("ac", "bold white on red"),
     "previous": ("pr", "bold white on blue"),
     "next": ("ne", "bold black on bright_cyan"),
     "self": ("se", "bold black on cyan"),
@@ -29,6 +27,9 @@ ROLES = {
     "delimiter": ("de", "black on yellow"),
     "sink": ("si", "black on grey62"),
     "broad": ("br", "black on grey82"),
+    # Of the weights alone: what a head could do with whatever it attends to.
+    "copy": ("co", "black on bright_red"),
+    "anti-copy": ("ac", "white on red"),
 }
 NONE = ("··", "grey50")
 

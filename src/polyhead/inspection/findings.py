@@ -14,8 +14,6 @@ TELLING = (
     "induction",
     "duplicate-token",
     "same-meaning",
-    "copy",
-    "anti-copy",
     "previous",
     "next",
     "positional",
@@ -26,6 +24,8 @@ TELLING = (
     "delimiter",
     "sink",
     "broad",
+    "copy",
+    "anti-copy",
 )
 
 
