@@ -14,15 +14,16 @@ from polyhead.lab.measuring.runner import Ratio
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
-# `polyhead bench statistics` names no file itself; its results are kept here under names that begin so.
+# `polyhead bench` names no file itself; its results are kept here under names that begin so.
 STATISTICS = "statistics-"
+INSPECTION = "inspection-"
 MARKS = re.compile(r"(<!-- *figures: *begin *-->).*?(<!-- *figures: *end *-->)", re.DOTALL)
 COLUMNS = "| ours | against | theirs | ours / theirs [95%] | bound |"
 
 
 def performance_page(page: str, results: Path = RESULTS) -> str:
     """docs/performance.md with everything between its two marks made anew from the layer's results."""
-    paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(STATISTICS)]
+    paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith((STATISTICS, INSPECTION))]
     return _between_marks(page, paths, "batch x n x d_model x heads")
 
 
@@ -31,7 +32,12 @@ def statistics_page(page: str, results: Path = RESULTS) -> str:
     return _between_marks(page, sorted(results.glob(f"{STATISTICS}*.json")), "batch x heads x n x d")
 
 
-PAGES = {"performance.md": performance_page, "statistics.md": statistics_page}
+def inspection_page(page: str, results: Path = RESULTS) -> str:
+    """docs/inspecting.md, from what `polyhead bench inspection` measured."""
+    return _between_marks(page, sorted(results.glob(f"{INSPECTION}*.json")), "model and text")
+
+
+PAGES = {"performance.md": performance_page, "statistics.md": statistics_page, "inspecting.md": inspection_page}
 
 
 def _between_marks(page: str, paths: Sequence[Path], shape: str) -> str:

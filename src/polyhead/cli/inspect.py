@@ -72,6 +72,15 @@ def inspect(
             "--chance/--no-chance", help="Watch a model with random weights as well, to know what chance shows."
         ),
     ] = True,
+    via_weights: Annotated[
+        bool,
+        typer.Option(
+            "--via-weights",
+            help="Read the weights that the model itself returns, for models that compute attention by themselves "
+            "(bloom, falcon, deberta, ...). Slow, and memory grows with the square of the context; what heads write, "
+            "and which matter, stays unknown.",
+        ),
+    ] = False,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -111,7 +120,7 @@ def inspect(
 
     Reads a text with the model and watches each attention head: where it looks, what it writes, which heads say the
     same, which matter, and which roles they have. Ends with a picture of layers and heads and with the three most
-    telling findings. Nothing quadratic in the length of the text is ever held in memory.
+    telling findings. Nothing quadratic in the length of the text is ever held in memory, unless --via-weights asks.
 
     Long texts are cut: each document is tokenised whole and cut into consecutive contexts, two documents are never
     joined, and a last piece of fewer than 8 tokens is dropped.
@@ -146,6 +155,7 @@ def inspect(
                 statistics=None if statistics is None else tuple(statistics.split(",")),
                 importance=importance,  # type: ignore[arg-type]  # checked by the settings themselves
                 chance=chance,
+                via_weights=via_weights,
                 seed=seed,
                 device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
                 dtype=dtype,
@@ -184,6 +194,10 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         f"{facts['context']}; {len(found.table)} heads; {facts['seconds']:.0f} s",
         markup=False,
     )
+    if found.settings.via_weights:
+        from polyhead.observatory.own_weights import COST
+
+        console.print(COST.capitalize(), style="yellow", markup=False)
     if facts["interrupted"]:
         console.print("Interrupted: what follows is of the text that was read until then.", style="yellow")
     for reason in facts["left_out"]:

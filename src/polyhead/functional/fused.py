@@ -7,6 +7,7 @@ gathered and scattered here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,33 +96,52 @@ def run(request: AttentionRequest) -> AttentionOutput:
         table = visibility.relative_biases[0].table if len(visibility.relative_biases) else None
     seed = draw_seed(query.device) if request.dropout and request.seed is None else request.seed
     scale, head_scale = (1.0, request.scale) if isinstance(request.scale, Tensor) else (request.scale, None)
-    tensors, numbers = _flat(mask)
-    # Calling an operator takes as much Python as launching a kernel, and twice that where gradients are recorded.
-    forward = _forward_operator if is_traced(query) else _Recorded.apply if needs_grad else _forward
-    output, logsumexp, *found = forward(
-        query,
-        key,
-        value,
-        scale,
-        head_scale,
-        request.softcap,
-        request.sinks,
-        bias,
-        table,
-        tensors,
-        numbers,
-        request.dropout,
-        seed if request.dropout else None,
-        ",".join(names),
-        1 if asked is None else asked.sink_keys,
-        0 if asked is None else asked.window,
-    )
-    statistics = None
+    dropout, sink_keys, window = request.dropout, 1, 0
     if asked is not None:
+        sink_keys, window = asked.sink_keys, asked.window
+    seed = seed if dropout else None
+    traced = is_traced(query)
+    if traced or needs_grad:
+        tensors, numbers = _flat(mask)
+        # Calling an operator takes as much Python as launching a kernel, and twice that where gradients are recorded.
+        output, logsumexp, *found = (_forward_operator if traced else _Recorded.apply)(
+            query,
+            key,
+            value,
+            scale,
+            head_scale,
+            request.softcap,
+            request.sinks,
+            bias,
+            table,
+            tensors,
+            numbers,
+            dropout,
+            seed,
+            ",".join(names),
+            sink_keys,
+            window,
+        )
         rows = dict(zip(names, found[: len(names)], strict=True))
         if "visible_keys" in rows:
             rows["visible_keys"] = rows["visible_keys"].detach()
-        statistics = RowStatistics(**rows)
+    else:
+        output, logsumexp, rows = _computed(
+            query,
+            key,
+            value,
+            scale,
+            head_scale,
+            request.softcap,
+            request.sinks,
+            mask,
+            dropout,
+            seed,
+            names,
+            sink_keys,
+            window,
+        )
+    statistics = None if asked is None else RowStatistics(**rows)
     return AttentionOutput(output, logsumexp, statistics=statistics, backend="fused")
 
 
@@ -188,26 +208,65 @@ def _forward(
     sink_keys: int,
     window: int,
 ) -> list[Tensor]:
-    """Output, log-sum-exp and the statistics by name."""
-    asked = _names(names)
+    """Output, log-sum-exp and the statistics in the order of their names."""
     mask = _mask(mask_tensors, mask_numbers, bias, table)
+    asked = _names(names)
+    output, logsumexp, rows = _computed(
+        query, key, value, scale, head_scale, softcap, sinks, mask, dropout, seed, asked, sink_keys, window
+    )
+    return [output, logsumexp, *(rows[name] for name in asked)]
+
+
+def _computed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    head_scale: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    mask: MaskArguments,
+    dropout: float,
+    seed: Tensor | None,
+    asked: tuple[str, ...],
+    sink_keys: int,
+    window: int,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, log-sum-exp and the statistics by name, from the fastest of our kernels that can serve."""
     query, key, value = (_with_dense_rows(x) for x in (query, key, value))
     plain = softcap is None and sinks is None and head_scale is None and not dropout and scale > 0
     if plain and has_hopper_kernels(query.device):
-        from polyhead.kernels import forward_hopper
+        from polyhead.kernels import forward_hopper, masses
 
-        if forward_hopper.can_serve(query, key, value, mask, asked):
+        # The masses of few keys are not in that kernel's loop, and cost next to nothing in one of their own.
+        together, apart = _parted(asked, masses.STATISTICS)
+        if len(apart) and not masses.can_serve(query, key, mask, sink_keys, window):
+            together, apart = asked, ()
+        if forward_hopper.can_serve(query, key, value, mask, together):
+            left, right = mask.left, mask.right
             output, logsumexp, statistics = forward_hopper.forward(
                 query,
                 key,
                 value,
                 scale=scale,
-                left=mask.left,
-                right=mask.right,
+                left=left,
+                right=right,
                 row_poison=None if mask.poison is None else _row_poison(mask.poison, mask, query.shape[2]),
-                names=asked,
+                names=together,
             )
-            return [output, logsumexp, *(statistics[name] for name in asked)]
+            if len(apart):
+                statistics |= masses.masses(
+                    query,
+                    key,
+                    logsumexp,
+                    scale=scale,
+                    left=left,
+                    right=right,
+                    names=apart,
+                    sink_keys=sink_keys,
+                    window=window,
+                )
+            return output, logsumexp, statistics
     from polyhead.kernels.forward import forward
 
     output, logsumexp, statistics, _ = forward(
@@ -226,11 +285,21 @@ def _forward(
         window=window,
         argmax=False,
     )
-    return [output, logsumexp, *(statistics[name] for name in asked)]
+    return output, logsumexp, statistics
+
+
+@functools.cache
+def _parted(names: tuple[str, ...], some: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names less some, and those."""
+    return tuple(name for name in names if name not in some), tuple(name for name in names if name in some)
 
 
 def _row_poison(poison: Tensor, mask: MaskArguments, queries: int) -> Tensor:
     """NaN for rows of a band that see a broken key, 0 for others, float32 [batch, kv_heads, queries]."""
+    if mask.left is None and mask.right == 0 and mask.offset >= 0:
+        # A running sum keeps a NaN from where it stands on, and that is who sees it.
+        seen_to = poison.cumsum(-1, dtype=torch.float32)
+        return seen_to if mask.offset == 0 else seen_to[..., mask.offset :].contiguous()
     keys = poison.shape[-1]
     broken = torch.nn.functional.pad(poison.isnan().int().cumsum(-1), (1, 0))  # before each place, and in all
     place = torch.arange(queries, device=poison.device) + mask.offset

@@ -21,7 +21,11 @@ def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor |
     if _readable(key) and bool((key.detach().sum() + value.detach().sum()).isfinite()):
         return key, value, None
     if key.is_cuda and _is_eager() and HAS_TRITON and key.stride(-1) == value.stride(-1) == 1:
-        return _CleanKeys.apply(key, value)
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            return _CleanKeys.apply(key, value)
+        from polyhead.kernels.clean_keys import clean_keys
+
+        return clean_keys(key, value)
     largest_key = torch.linalg.vector_norm(key.detach(), torch.inf, -1)
     largest_value = torch.linalg.vector_norm(value.detach(), torch.inf, -1)
     return _finite(key), _finite(value), largest_key * 0 + largest_value * 0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from polyhead.errors import MaskError, OptionError
 from polyhead.functional import Attended, Statistics, attention
 from polyhead.functional.dropout import draw_seed, keep_tile
+from polyhead.functional.gates import gate_factors
 from polyhead.huggingface.arguments import refuse_unknown
 from polyhead.huggingface.described import DescribedMask
 from polyhead.masks import Mask
@@ -23,7 +24,7 @@ class WatchedCall(Protocol):
 
     asked: Statistics | None
     whole: bool  # whether the log-sum-exp is wanted as well, for a second look
-    gate: Tensor | None  # [heads]
+    gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
 
     def tell(self, attended: Attended) -> None: ...
 
@@ -103,6 +104,7 @@ def attend(
         weights=wanted,
         statistics=None if watched is None else watched.asked,
         logsumexp=watched is not None and watched.whole,
+        finite=True,  # as transformers' own attention: nobody looks for NaN in keys that are hidden
     )
     if watched is not None:
         watched.tell(Attended(query, key, value, result, mask, scaling, softcap, sinks))
@@ -116,7 +118,7 @@ def attend(
             weights = torch.where(kept, weights / (1 - rate), 0.0)
     gates = _gates(head_mask if layer_head_mask is None else layer_head_mask, heads)
     if watched is not None and watched.gate is not None:
-        output = output * watched.gate.to(output.dtype).view(1, heads, 1, 1)
+        output = output * gate_factors(watched.gate, batch, heads, queries).to(output.dtype)
     if gates is not None:
         output = output * gates.to(output.dtype)
         weights = None if weights is None else weights * gates.to(weights.dtype)

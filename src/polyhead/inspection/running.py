@@ -49,6 +49,10 @@ CHANCE_TOKENS = 1024  # that a model with random weights reads
 GRADIENT_TOKENS = 8192
 ABLATION_TOKENS = 256  # every head costs one more reading of these
 SAVE_SECONDS = 30.0
+UNSEEN = (
+    "what heads write, which say the same, copying and importance: the weights that the model itself returns do not "
+    "tell what is done with them"
+)
 
 
 def inspect_model(
@@ -151,6 +155,8 @@ class _Run:
     # ---- what the model is made of
 
     def wiring(self, model: nn.Module) -> dict[AttentionSite, Wiring]:
+        if self.settings.via_weights:
+            return {}  # its modules are not known, only their weights
         batch = next(self.reader.batches())
         few = dataclasses.replace(batch, ids=batch.ids[:1, :16], mask=batch.mask[:1, :16])
         found = find_wiring(model, lambda: self.reader.call(few, model))
@@ -162,11 +168,14 @@ class _Run:
     def text(self, sample: TokenSample | None, resume: bool) -> Observations:
         gatherers: list[Gatherer] = [AttentionMaps(self.reader.context), Contributions(), self.evidence()]
         gatherers += [] if sample is None else [sample]
+        if self.settings.via_weights:
+            self.left_out.append(UNSEEN)
         session = observe(
             self.loaded.model,
             layers=self.settings.layers,
             statistics=self.settings.statistics,
             gather=gatherers,
+            via_weights=self.settings.via_weights,
         )
         start, digest, done = 0, None, 0
         if resume:
@@ -216,7 +225,13 @@ class _Run:
     def watched(self, model: nn.Module, batches: list[Batch], gather: list[Gatherer], step: str) -> Observations:
         """A short step: some batches, read by a model, for some gatherers."""
         total = sum(batch.tokens for batch in batches)
-        session = observe(model, layers=self.settings.layers, statistics=False, gather=gather)
+        session = observe(
+            model,
+            layers=self.settings.layers,
+            statistics=False,
+            gather=gather,
+            via_weights=self.settings.via_weights,
+        )
         done = 0
         self.report(Progress(step, done, total))
         with session:
@@ -270,7 +285,7 @@ class _Run:
     def importance(self) -> Importance | None:
         wanted, kind = self.settings.importance, self.loaded.kind
         loss = {"causal": "language", "masked": "masked"}.get(kind, "representation")
-        if wanted == "none" or (kind == "encoder-decoder" and wanted == "auto"):
+        if wanted == "none" or self.settings.via_weights or (kind == "encoder-decoder" and wanted == "auto"):
             return None
         if wanted == "auto":
             wanted = "ablation" if loss == "representation" else "gradient"

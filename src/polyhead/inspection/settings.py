@@ -32,6 +32,7 @@ class Settings:
     statistics: tuple[str, ...] | None = None
     importance: Literal["auto", "none", "gradient", "ablation"] = "auto"
     chance: bool = True  # whether a model with random weights is watched beside it
+    via_weights: bool = False  # whether the weights are read that the model itself returns; slow, and O(n²) in memory
     seed: int = 0
     device: str = "cpu"
     dtype: str | None = None

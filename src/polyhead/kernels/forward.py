@@ -13,6 +13,7 @@ float, and has no room for a factor.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from polyhead.kernels.availability import capability
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import (
     added_tile,
@@ -32,8 +34,9 @@ from polyhead.kernels.mask_tiles import (
     visible_tile,
 )
 from polyhead.kernels.outputs import output_like
+from polyhead.kernels.resources import launch_fitting, shared_memory
 from polyhead.kernels.sizes import blocks_of, power_of_two
-from polyhead.kernels.softmax_tiles import LN2, LOG2E, add_product, exp2, log2, products, tanh
+from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, products, tanh
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 # A hidden logit before its factor: below every real one, and still finite after a factor of up to 1e8.
@@ -193,6 +196,7 @@ def _absorb(
         window_mass,
         visible_keys,
     ) = state
+    EXACT: tl.constexpr = tile_q.dtype == tl.float32
     i_kv_head = i_head // sizes.group
     first_key = i_tile * BLOCK_N
     # [BLOCK_N]
@@ -207,7 +211,7 @@ def _absorb(
     # [BLOCK_M, BLOCK_N], all that follows
     tile_s = products(tile_q, tile_k)
     if SOFTCAP:
-        tile_s = tanh(tile_s * bend)
+        tile_s = tanh(tile_s * bend, EXACT)
     if not FULL or mask.table is not None:
         distance = key_positions(mask, i_batch, offs_n, sizes.keys)[None, :] - positions[:, None]
     if not FULL:
@@ -256,7 +260,6 @@ def _absorb(
         largest_abs = tl.maximum(largest_abs, top_abs)
 
     # `move` is how far the shift goes and `exponent` what is left of the logits, both in base 2.
-    EXACT: tl.constexpr = tile_q.dtype == tl.float32
     if ADDED:
         next_shift = tl.maximum(shift, top)
         # Differences of numbers of a float's size; a clamp keeps 0 * inf out of the sums.
@@ -341,7 +344,8 @@ def _absorb(
         source_value, strides_value, i_batch, i_kv_head, first_key, sizes.keys, BLOCK_N, DIM_VALUE, BLOCK_VALUE,
         DESCRIPTORS, FULL,
     )  # fmt: skip
-    acc = add_product(acc * decay[:, None], tile_p.to(tile_v.dtype), tile_v)
+    # One chain of additions over all tiles: in float32 a chain for each would not fit into the registers.
+    acc = tl.dot(tile_p.to(tile_v.dtype), tile_v, acc * decay[:, None], input_precision="ieee")
     return (
         acc,
         next_shift,
@@ -598,6 +602,18 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
 
+    def smaller(self) -> Blocks | None:
+        """The next that takes less shared memory: a shorter queue of tiles first, then narrower ones."""
+        if self.stages > 2:
+            return self._replace(stages=self.stages - 1)
+        if self.columns > 32:
+            return self._replace(columns=self.columns // 2)
+        if self.stages > 1:
+            return self._replace(stages=1)
+        if self.columns > 16:
+            return self._replace(columns=self.columns // 2)
+        return self._replace(rows=self.rows // 2) if self.rows > 16 else None
+
 
 def choose_blocks(width: int, element_size: int, queries: int, asked: int, capability: tuple[int, int]) -> Blocks:
     """The tile of one program.
@@ -624,6 +640,34 @@ def choose_blocks(width: int, element_size: int, queries: int, asked: int, capab
     if queries <= 64:
         return blocks._replace(rows=min(blocks.rows, 64), warps=4 if element_size < 4 else blocks.warps)
     return blocks
+
+
+def fit_blocks(
+    blocks: Blocks,
+    widths: tuple[int, int],
+    element_size: int,
+    mask: MaskArguments,
+    capability: tuple[int, int],
+    shared: int,
+) -> Blocks:
+    """The blocks, or smaller ones if a program with these would not fit into `shared` bytes.
+
+    `widths` are the padded dims of keys and values. What is loaded for each logit waits in the same queue as the tiles
+    of keys and values. Queries lie in shared memory where the matrix units read them from there.
+    """
+    held = widths[0] * element_size if (9, 0) <= capability < (12, 0) else 0
+    per_logit = sum(x.element_size() for x in (mask.bias, mask.table) if x is not None)
+    once = 0 if mask.allowed is None else 1
+    by_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.table)
+    # For barriers, sums over several warps, and what is loaded for each token.
+    rest = 2048 if all(x is None for x in by_token) else 6144
+    while True:
+        rows, columns, _, stages = blocks
+        queue = stages * columns * (sum(widths) * element_size + rows * per_logit)
+        less = blocks.smaller()
+        if rows * held + queue + rows * columns * once + rest <= shared or less is None:
+            return blocks
+        blocks = less
 
 
 def forward(
@@ -667,26 +711,30 @@ def forward(
         return output, logsumexp, statistics, indices
 
     block_key, block_value = (max(16, power_of_two(dim)) for dim in (dim_key, dim_value))
-    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (9, 0)
-    asked = len(statistics) + len(indices)
-    blocks = choose_blocks(max(block_key, block_value), query.element_size(), queries, asked, capability)
+    device = query.get_device() if query.is_cuda else None
+    machine = (9, 0) if device is None else capability(device)
+    size, asked = query.element_size(), len(statistics) + len(indices)
+    blocks = choose_blocks(max(block_key, block_value), size, queries, asked, machine)
+    blocks = fit_blocks(blocks, (block_key, block_value), size, mask, machine, shared_memory(device))
     if descriptors is None:
         tensors = (query, key, value)
-        descriptors = query.is_cuda and capability >= (9, 0) and all(_fits_descriptor(x) for x in tensors)
-    sources: list[Any] = [query, key, value]
-    if descriptors:
-        sources = [
-            _descriptor(query, blocks.rows, block_key),
-            _descriptor(key, blocks.columns, block_key),
-            _descriptor(value, blocks.columns, block_value),
-        ]
+        descriptors = query.is_cuda and machine >= (9, 0) and all(_fits_descriptor(x) for x in tensors)
     by_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
-    with torch.cuda.device_of(query):
+    rows = RowPointers(**statistics, **indices)
+
+    def launch(blocks: Blocks) -> None:
+        sources: list[Any] = [query, key, value]
+        if descriptors:
+            sources = [
+                _descriptor(query, blocks.rows, block_key),
+                _descriptor(key, blocks.columns, block_key),
+                _descriptor(value, blocks.columns, block_value),
+            ]
         _forward_kernel[(batch * heads * blocks_of(queries, blocks.rows),)](
             *sources,
             output,
             logsumexp,
-            RowPointers(**statistics, **indices),
+            rows,
             head_scale,
             sinks,
             seed if dropout else None,
@@ -715,6 +763,13 @@ def forward(
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
+
+    def kind() -> Hashable:
+        there = tuple(x is not None for x in (*rows, *mask, head_scale, sinks, softcap))
+        return "forward", device, query.dtype, dim_key, dim_value, blocks, there, bool(dropout), descriptors
+
+    with torch.cuda.device_of(query):
+        launch_fitting(launch, blocks, Blocks.smaller, kind)
     return output, logsumexp, statistics, indices
 
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from polyhead.kernels.availability import capability
 from polyhead.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, multiprocessors, row_sums
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.outputs import output_like
@@ -30,6 +31,7 @@ from polyhead.kernels.sizes import blocks_of, power_of_two
 
 STATISTICS = ("max_logit", "entropy", "confidence", "reach", "signed_reach", "visible_keys")
 
+_GIVEN = frozenset(STATISTICS)
 _HIDDEN = gl.constexpr(-1.0e30)  # a hidden logit: finite, so that 0 * hidden is 0
 _LOWEST = gl.constexpr(-1.0e20)  # no running maximum is below it, so that the weight of a hidden logit is 0
 
@@ -205,7 +207,7 @@ def _tiles(
 @gluon.jit
 def _consumer(
     which: gl.constexpr, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
-    ptr_lse, ptr_max, ptr_entropy, ptr_reach, ptr_signed, ptr_poison,
+    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_reach, ptr_signed, ptr_visible, ptr_poison,
     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
@@ -310,6 +312,12 @@ def _consumer(
         gl.store(ptr_lse + address, (m + log_sums) * LN2, mask=inside)
         if ptr_max is not None:
             gl.store(ptr_max + address, m * LN2, mask=inside)
+        if ptr_confidence is not None:
+            gl.store(ptr_confidence + address, 1.0 / all_sums, mask=inside)  # the largest weight is exp(m - m) / sums
+        if ptr_visible is not None:
+            from_key = gl.maximum(offs + (offset - left), 0)
+            to_key = gl.minimum(offs + (offset + right), num_keys - 1)
+            gl.store(ptr_visible + address, (to_key - from_key + 1).to(gl.float32), mask=inside)
         if ENTROPY:
             mean = gl.convert_layout(gl.sum(mixed, axis=1), ROWS) / all_sums
             gl.store(ptr_entropy + address, (log_sums - mean) * LN2, mask=inside)
@@ -335,7 +343,8 @@ def _consumer(
     )
 )  # fmt: skip
 def forward_kernel(
-    desc_q, desc_k, desc_v, desc_o, ptr_lse, ptr_max, ptr_entropy, ptr_reach, ptr_signed, ptr_poison,
+    desc_q, desc_k, desc_v, desc_o,
+    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_reach, ptr_signed, ptr_visible, ptr_poison,
     num_heads, group, num_queries, num_keys, offset, left, right, scale, blocks, total,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
@@ -366,7 +375,7 @@ def forward_kernel(
                 _consumer,
                 (
                     0, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
-                    ptr_lse, ptr_max, ptr_entropy, ptr_reach, ptr_signed, ptr_poison,
+                    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_reach, ptr_signed, ptr_visible, ptr_poison,
                     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
                     D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, REACH, SIGNED,
                 ),
@@ -375,7 +384,7 @@ def forward_kernel(
                 _consumer,
                 (
                     1, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
-                    ptr_lse, ptr_max, ptr_entropy, ptr_reach, ptr_signed, ptr_poison,
+                    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_reach, ptr_signed, ptr_visible, ptr_poison,
                     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
                     D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, REACH, SIGNED,
                 ),
@@ -399,13 +408,13 @@ def can_serve(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments, na
     tensors = (query, key, value)
     return (
         query.dtype in DTYPES
-        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and capability(query.device.index)[0] == 9
         and all(32 < x.shape[3] <= 128 and is_readable(x) for x in tensors)
         and queries > 0
         and keys >= queries
         and mask.offset == keys - queries
         and mask.is_band
-        and all(name in STATISTICS for name in names)
+        and _GIVEN.issuperset(names)
     )
 
 
@@ -428,10 +437,8 @@ def forward(
     kv_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     offset = keys - queries
     output = output_like(query, value_dim)
-    wanted = ["logsumexp"] + [name for name in ("entropy", "reach", "signed_reach") if name in names]
-    wanted += ["max_logit"] if "max_logit" in names or "confidence" in names else []
-    shape = (batch, heads, queries)
-    found = {name: torch.empty(shape, dtype=torch.float32, device=query.device) for name in wanted}
+    logsumexp = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    found = {name: torch.empty_like(logsumexp) for name in names}
     dim, value_dim = max(64, power_of_two(dim)), max(64, power_of_two(value_dim))
     block = 128
     blocks = blocks_of(queries, 128)
@@ -446,11 +453,13 @@ def forward(
             descriptor(key, block, dim),
             descriptor(value, block, value_dim),
             descriptor(output, 64, value_dim),
-            found["logsumexp"],
+            logsumexp,
             found.get("max_logit"),
             found.get("entropy"),
+            found.get("confidence"),
             found.get("reach"),
             found.get("signed_reach"),
+            found.get("visible_keys"),
             row_poison,
             heads,
             heads // kv_heads,
@@ -474,12 +483,4 @@ def forward(
             SIGNED="signed_reach" in names,
             num_warps=4,
         )
-    logsumexp = found.pop("logsumexp")
-    if "confidence" in names:
-        found["confidence"] = torch.exp(found["max_logit"] - logsumexp)
-    if "visible_keys" in names:
-        place = torch.arange(offset, keys, dtype=torch.float32, device=query.device)
-        first = 0.0 if left is None else (place - left).clamp_min(0.0)
-        last = keys - 1.0 if right is None else (place + right).clamp_max(keys - 1.0)
-        found["visible_keys"] = (torch.zeros_like(place) + last - first + 1.0).expand(batch, heads, -1).contiguous()
-    return output, logsumexp, {name: x for name, x in found.items() if name in names}
+    return output, logsumexp, found

@@ -1,5 +1,6 @@
 """Watching the heads of a running model: `observe`, and the mergeable values it gathers."""
 
+from polyhead.observatory.adapters import Adapter
 from polyhead.observatory.contributions import Contributions
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
@@ -11,6 +12,7 @@ from polyhead.observatory.statistics import AttentionSite
 from polyhead.observatory.wiring import Wiring, find_wiring
 
 __all__ = [
+    "Adapter",
     "AttentionMaps",
     "AttentionSite",
     "Contributions",

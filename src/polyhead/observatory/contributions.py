@@ -37,6 +37,8 @@ class SiteContributions:
         output, logsumexp = attended.result.output.detach(), attended.result.logsumexp
         assert logsumexp is not None
         batch, heads, queries, dim = output.shape
+        if not dim:
+            return self  # only the weights are known
         counted = torch.isfinite(logsumexp[:, 0])  # a row that sees nothing says nothing
         if real is not None:
             counted = counted & real

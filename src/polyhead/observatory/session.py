@@ -16,7 +16,8 @@ from polyhead.errors import OptionError
 from polyhead.functional import Attended, RowStatistics, Statistics
 from polyhead.geometry import HeadId
 from polyhead.masks import Mask
-from polyhead.observatory import torch_modules, transformers_models
+from polyhead.observatory import adapters as adapting
+from polyhead.observatory import own_weights, torch_modules, transformers_models
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.observations import Observations
@@ -34,6 +35,8 @@ def observe(
     statistics: bool | str | Sequence[str] | Statistics | None = None,
     gather: Sequence[Gatherer] = (),
     every: int = 1,
+    via_weights: bool = False,
+    adapters: adapting.Adapters | None = None,
 ) -> Session:
     """Gather statistics of every head of `model` while it runs inside a `with` block.
 
@@ -47,6 +50,10 @@ def observe(
         gather: what to gather besides (`polyhead.observatory.Gatherer`), of all heads of the chosen layers.
         every: gather from every k-th call of each layer, from the first on. The others cost nothing where no gradient
             is taken.
+        via_weights: read the weights that a model of transformers returns when it is asked for `output_attentions`,
+            for models that compute attention by themselves. Slow, and the memory grows with the square of the context;
+            logits, and what heads write, are not known then.
+        adapters: for attention modules of your own, by path or class; see `polyhead.observatory.Adapter`.
 
     Only real tokens count: no padding, no row that sees no key. The model's weights, mode, configuration and hooks are
     afterwards what they were, also after an exception. Inside the block nothing runs compiled.
@@ -58,7 +65,16 @@ def observe(
     >>> session.table()
     HeadProfile(2 heads, 15 tokens: entropy, reach)
     """
-    return Session(model, layers=layers, heads=heads, statistics=statistics, gather=gather, every=every)
+    return Session(
+        model,
+        layers=layers,
+        heads=heads,
+        statistics=statistics,
+        gather=gather,
+        every=every,
+        via_weights=via_weights,
+        adapters=adapters,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -128,19 +144,30 @@ class Session:
         statistics: bool | str | Sequence[str] | Statistics | None = None,
         gather: Sequence[Gatherer] = (),
         every: int = 1,
+        via_weights: bool = False,
+        adapters: adapting.Adapters | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"observe takes a torch.nn.Module, got {type(model).__name__}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise OptionError(f"every must be an integer of at least 1, got {every!r}")
         self.model = model
+        if via_weights and adapters is not None:
+            raise OptionError("via_weights reads all from what the model returns, got adapters as well")
         self.wanted = Wanted.of(statistics)
+        if via_weights:
+            self.wanted = own_weights.without_logits(self.wanted, statistics)
+        self.via_weights = via_weights
+        self.adapters = {} if adapters is None else dict(adapters)
         self.gatherers = _distinct(gather)
         self.every = every
         self.layers = None if layers is None else _chosen_layers(layers)
         self.heads = None if heads is None else _chosen_heads(heads)
         for layer in self.layers or ():
-            if isinstance(layer, str) and layer not in dict(model.named_modules()):
+            if via_weights and isinstance(layer, str):
+                if not own_weights.SITE.fullmatch(layer):
+                    raise OptionError(f"layers are numbers or places in what a model returns, got {layer!r}")
+            elif isinstance(layer, str) and layer not in dict(model.named_modules()):
                 raise OptionError(f"layers are numbers or paths of the model's modules, got {layer!r}")
         self._find_modules()
         self._sites: dict[tuple[str, str], AttentionSite] = {}
@@ -158,9 +185,19 @@ class Session:
     def _find_modules(self) -> None:
         modules = self.model.named_modules()
         self._names = {id(module): name or type(module).__name__ for name, module in modules}
+        self._asking: tuple[nn.Module, ...] = ()
+        self._layers: tuple[nn.Module, ...] = ()
+        self._adapted: dict[nn.Module, adapting.Adapter] = {}
+        self._returning: dict[nn.Module, str] = {}
+        if self.via_weights:
+            self._returning = own_weights.returning_models(self.model)
+            if not len(self._returning):
+                raise OptionError(own_weights.why_not(self.model))
+            return
         self._asking = transformers_models.asking_modules(self.model)
-        self._layers = torch_modules.attention_layers(self.model)
-        if not len(self._asking) and not len(self._layers):
+        self._adapted = adapting.adapted_modules(self.model, self.adapters, self._asking)
+        self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
+        if not len(self._asking) and not len(self._layers) and not len(self._adapted):
             raise OptionError(transformers_models.why_unobservable(self.model))
 
     # ---- entering and leaving
@@ -181,6 +218,10 @@ class Session:
             undo.enter_context(torch_modules.without_shortcuts(self._layers))
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
+            for module, adapter in self._adapted.items():
+                undo.enter_context(adapting.watched(module, adapter, self))
+            if len(self._returning):
+                undo.enter_context(own_weights.read(self.model, self._returning, self))
             self._undo = undo.pop_all()
         return self
 
@@ -219,7 +260,7 @@ class Session:
 
     def call(
         self,
-        module: nn.Module,
+        module: nn.Module | own_weights.Place,
         num_heads: int,
         tokens: Tokens | Tensor | None,
         *,
@@ -249,8 +290,9 @@ class Session:
         whole = len(self.gatherers) > 0
         return Call(self, site, columns, plan.asked, tokens, counts, whole, gate, learned_sinks)
 
-    def _plan(self, module: nn.Module, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
-        site = self._site(self._names[id(module)], num_heads, cross=cross)
+    def _plan(self, module: nn.Module | own_weights.Place, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
+        name = module.name if isinstance(module, own_weights.Place) else self._names[id(module)]
+        site = self._site(name, num_heads, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
         asked = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
@@ -318,6 +360,11 @@ class Session:
     def table(self) -> HeadProfile:
         """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic."""
         return self.observations.table()
+
+    def __repr__(self) -> str:
+        heads = sum(site.num_heads for site in self._sites.values() if self._is_chosen(site))
+        how = f"; {own_weights.COST}" if self.via_weights else ""
+        return f"Session({type(self.model).__name__}, {heads} heads seen{how})"
 
 
 def _distinct(gather: Sequence[Gatherer]) -> tuple[Gatherer, ...]:

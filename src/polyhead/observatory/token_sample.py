@@ -65,7 +65,9 @@ class SiteSample:
         assert logsumexp is not None
         if notes.documents is None:
             raise OptionError("a sample of tokens needs session.notes that say which document each row is from")
-        batch, _, queries, _ = output.shape
+        batch, _, queries, dim = output.shape
+        if not dim:
+            return self  # only the weights are known
         counted = torch.isfinite(logsumexp[:, 0])
         if real is not None:
             counted = counted & real

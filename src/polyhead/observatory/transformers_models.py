@@ -101,12 +101,12 @@ def why_unobservable(model: nn.Module) -> str:
             return (
                 "observe enters a model of transformers through its attention interface, "
                 f"got {name}, which computes attention by itself{computed}; docs/huggingface.md lists the families "
-                "that use the interface. Reading the weights that a model itself returns (--via-weights, slow and "
-                "O(n²)) is not there yet"
+                "that use the interface. observe(model, via_weights=True), or polyhead inspect --via-weights, reads "
+                "the weights that the model itself returns: slow, and O(n²) in memory"
             )
     return (
         "observe knows models of transformers, polyhead.MultiHeadAttention and torch.nn.MultiheadAttention, "
-        f"got {name}, which holds none of them"
+        f"got {name}, which holds none of them; hand in its attention modules with observe(model, adapters=...)"
     )
 
 
@@ -115,10 +115,11 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 @contextmanager
-def switched(model: nn.Module, asking: Sequence[nn.Module]) -> Iterator[None]:
+def switched(model: nn.Module, asking: Sequence[nn.Module], name: str | None = None) -> Iterator[None]:
     """Every configuration that the given modules, or the models around them, read: on polyhead, and back."""
-    (entrance,) = _entrances
-    name = entrance.register()
+    if name is None:
+        (entrance,) = _entrances
+        name = entrance.register()
     # Written where transformers itself keeps it: its setters reach into other configurations, and what they change
     # there could not be put back.
     before = {id(config): (config, config._attn_implementation_internal) for config in _configs(model, asking)}

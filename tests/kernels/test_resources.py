@@ -1,0 +1,129 @@
+"""Tiles that fit into the shared memory of a GPU: foreseen by their sizes, and found by trying where that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
+
+from polyhead import Mask, attention
+from polyhead.kernels import resources
+from polyhead.kernels.forward import Blocks, choose_blocks, fit_blocks
+from polyhead.kernels.mask_arguments import MaskArguments
+from polyhead.kernels.resources import launch_fitting
+
+LIMITS = {(9, 0): 232448, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (12, 0): 101376}
+ROWS = torch.zeros(1, 1, dtype=torch.int32)
+MASKS = {
+    "causal": MaskArguments(right=0),
+    "left padding": MaskArguments(right=0, query_document=ROWS, key_document=ROWS, key_ordinal=ROWS),
+    "dense": MaskArguments(allowed=torch.zeros(1, 1, 1, 1, dtype=torch.bool)),
+    "bias": MaskArguments(bias=torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)),
+    "bias of float32 and table": MaskArguments(bias=torch.zeros(1, 1, 1, 1), table=torch.zeros(1, 1)),
+}
+
+
+def fitted(machine: tuple[int, int], mask: MaskArguments, width: int, size: int, asked: int) -> Blocks:
+    blocks = choose_blocks(width, size, 4096, asked, machine)
+    return fit_blocks(blocks, (width, width), size, mask, machine, LIMITS[machine])
+
+
+@pytest.mark.parametrize("machine", LIMITS)
+@pytest.mark.parametrize("name", MASKS)
+def test_keys_values_and_what_is_added_to_logits_fit(name: str, machine: tuple[int, int]) -> None:
+    mask = MASKS[name]
+    per_logit = sum(x.element_size() for x in (mask.bias, mask.table) if x is not None)
+    for width in (16, 64, 128, 256):
+        for size in (2, 4):
+            for asked in (0, 4, 5, 13):
+                rows, columns, _, stages = fitted(machine, mask, width, size, asked)
+                queue = stages * columns * (2 * width * size + rows * per_logit)
+                assert queue < LIMITS[machine]
+                assert rows >= 16
+                assert columns >= 16
+
+
+def test_what_fits_is_left_as_it_was_chosen() -> None:
+    # Compiled for sm_90 these take 230,400 and 231,480 bytes or more of 232,448: the second was too near.
+    assert fitted((9, 0), MASKS["causal"], 128, 2, 3) == Blocks(128, 128, 8, 3)
+    assert fitted((9, 0), MASKS["left padding"], 128, 2, 3) == Blocks(128, 128, 8, 2)
+    assert fitted((8, 6), MASKS["left padding"], 128, 2, 3) == Blocks(128, 64, 8, 2)
+
+
+def test_smaller_blocks_come_to_an_end() -> None:
+    blocks: Blocks | None = Blocks(128, 128, 8, 3)
+    seen = []
+    while blocks is not None:
+        seen.append(blocks)
+        blocks = blocks.smaller()
+    assert seen[1] == Blocks(128, 128, 8, 2)
+    assert seen[-1] == Blocks(16, 16, 8, 1)
+    assert len(set(seen)) == len(seen)
+
+
+class Machine:
+    """A kernel that fits from some size on."""
+
+    def __init__(self, fits: int) -> None:
+        self.fits = fits
+        self.tried: list[int] = []
+
+    def launch(self, size: int) -> None:
+        self.tried.append(size)
+        if size > self.fits:
+            raise OutOfResources(size, self.fits, "shared memory")
+
+
+def halved(size: int) -> int | None:
+    return size // 2 if size > 1 else None
+
+
+def test_a_launch_that_does_not_fit_is_made_smaller_and_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_found", {})
+    machine = Machine(30)
+    launch_fitting(machine.launch, 100, halved, lambda: "one")
+    assert machine.tried == [100, 50, 25]
+    launch_fitting(machine.launch, 100, halved, lambda: "one")
+    assert machine.tried == [100, 50, 25, 25]
+    launch_fitting(machine.launch, 28, halved, lambda: "another")
+    assert machine.tried[4:] == [28]
+
+
+def test_what_fits_at_once_is_never_asked_for_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_found", {})
+    launch_fitting(Machine(100).launch, 100, halved, lambda: pytest.fail("it was asked"))
+
+
+def test_what_never_fits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_found", {})
+    with pytest.raises(OutOfResources, match="shared memory"):
+        launch_fitting(Machine(0).launch, 4, halved, lambda: "one")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["left padding", "left padding, window", "dense", "bias", "table"])
+def test_on_a_gpu_no_mask_asks_for_more_than_there_is(kind: str, dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(dim)
+    sequence, heads = 389, 4
+    query, key, value = (torch.randn(2, heads, sequence, dim, device="cuda", dtype=dtype) for _ in range(3))
+    padding = Mask.lengths([sequence, 211], side="left")
+    masks = {
+        "left padding": Mask.causal() & padding,
+        "left padding, window": Mask.window(64, sinks=4) & padding,
+        "dense": Mask.dense(torch.rand(2, heads, sequence, sequence) < 0.7),
+        "bias": Mask.bias(torch.randn(2, heads, sequence, sequence).to(dtype)),
+        "table": Mask.causal() & Mask.relative(torch.randn(heads, 33), 16),
+    }
+    mask = masks[kind].to("cuda")
+    # Three statistics take the widest tiles, all of them the most sums.
+    for names in (("max_logit", "entropy", "reach"), True):
+        found = attention(query, key, value, mask=mask, statistics=names, backend="fused").statistics
+        exact = attention(*(x.double() for x in (query, key, value)), mask=mask, statistics=names, backend="reference")
+        assert found is not None
+        assert exact.statistics is not None
+        assert (found.entropy.double() - exact.statistics.entropy).abs().max() < 1e-3
