@@ -28,7 +28,7 @@ def render(found: tuple[Family, ...], version: str) -> str:
             [f"{family.name} ({', '.join(family.own)})" for family in found if family.uses_interface and family.own],
         ),
         (
-            "Attention of their own, which polyhead does not reach",
+            "Attention of their own, which polyhead reaches by `via_weights` or an adapter",
             [family.name for family in found if not family.uses_interface and family.own],
         ),
         (

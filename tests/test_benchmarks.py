@@ -432,6 +432,12 @@ def test_the_page_of_statistics_holds_the_figures_that_were_measured(project_roo
     assert tables.statistics_page(page) == page, "run python -m benchmarks.tables"
 
 
+def test_the_page_of_inspections_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    assert list(tables.RESULTS.glob(f"{tables.INSPECTION}*.json"))
+    page = (project_root / "docs" / "inspecting.md").read_text(encoding="utf-8")
+    assert tables.inspection_page(page) == page, "run python -m benchmarks.tables"
+
+
 def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(tmp_path):
     facts = {**machine.describe(CPU, "abc123")}
     figures = [Figure("beyond inputs", 28.0, "bytes a row", 24.0)]

@@ -200,6 +200,12 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print(COST.capitalize(), style="yellow", markup=False)
     if facts["interrupted"]:
         console.print("Interrupted: what follows is of the text that was read until then.", style="yellow")
+    if facts["unknown"] > 0.05:
+        console.print(
+            f"{facts['unknown']:.0%} of the tokens stand for text that the model has no words for: to its heads they "
+            "are all alike.",
+            style="yellow",
+        )
     for reason in facts["left_out"]:
         console.print(f"Left out: {reason}", style="yellow", markup=False)
     if table:

@@ -95,7 +95,14 @@ def _alike(inspection: Inspection) -> Iterator[str]:
 
 def _matters(inspection: Inspection) -> Iterator[str]:
     table = inspection.table
-    for measure, verb in (("ablation", "taking out {} costs the most"), ("gradient", "the loss hangs most on {}")):
+    turned = inspection.facts.get("loss") == "representation"
+    told = {
+        "ablation": "taking out {} turns a text's vector the most: 1 - cosine {:.2g}"
+        if turned
+        else "taking out {} costs the most: {:.3g} nats a token",
+        "gradient": "the loss hangs most on {}: its slope is {:.3g}",
+    }
+    for measure, words in told.items():
         if measure not in table.columns:
             continue
         values = table[measure]
@@ -103,9 +110,9 @@ def _matters(inspection: Inspection) -> Iterator[str]:
         if len(order) < 2 or not bool(values[order[0]].isfinite()):
             continue
         head = (table.sites[int(order[0])], table.heads[int(order[0])])
-        middle = float(values[values.isfinite()].median())
-        times = f", {float(values[order[0]]) / middle:.0f} times the middle head" if middle > 0 else ""
-        yield f"{verb.format(place_of(inspection, head))}: {float(values[order[0]]):.3g}{times}"
+        most, middle = float(values[order[0]]), float(values[values.isfinite()].median())
+        times = f", {most / middle:.0f} times the middle head" if middle > 0 else ""
+        yield f"{words.format(place_of(inspection, head), most)}{times}"
 
 
 def _common(inspection: Inspection) -> Iterator[str]:

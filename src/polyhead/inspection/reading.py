@@ -17,10 +17,12 @@ from polyhead.sources import (
     Context,
     Document,
     LoadedModel,
+    TokenClass,
     batches,
     cut_into_contexts,
     default_documents,
     read_texts,
+    special_tokens,
     token_classes,
 )
 
@@ -76,18 +78,30 @@ class Reader:
         ids = torch.tensor([token for context in self.contexts for token in context.ids])
         return torch.bincount(ids, minlength=len(self.classes))
 
+    @property
+    def unknown(self) -> float:
+        """The share of the tokens that stand for text which the vocabulary lacks."""
+        counts = self.counts
+        return float(counts[self.classes == TokenClass.UNKNOWN].sum() / counts.sum())
+
     def batches(self, start: int = 0, digest: str | None = None) -> Iterator[Batch]:
         return iter(
             batches(self.contexts, self.loaded.tokenizer, batch_tokens=self.batch_tokens, start=start, digest=digest)
         )
 
-    def some_batches(self, tokens: int) -> list[Batch]:
-        """The first contexts of every document, about so many tokens in all."""
+    def some_batches(self, tokens: int, documents: int = 8) -> list[Batch]:
+        """The beginnings of contexts of different documents, about so many tokens in all."""
+        length = max(16, tokens // documents)
+        after = special_tokens(self.loaded.tokenizer).after
         chosen: list[Context] = []
         found = 0
         for context in sorted(self.contexts, key=lambda x: x.piece):
-            if found and found + len(context.ids) > tokens:
-                continue
+            if found >= tokens:
+                break
+            if len(context.ids) > length:
+                kept = length - len(after)
+                ids, special = [*context.ids[:kept], *after], [*context.special[:kept], *(True for _ in after)]
+                context = Context(context.document, context.piece, ids, special)
             chosen.append(context)
             found += len(context.ids)
         return list(batches(chosen, self.loaded.tokenizer, batch_tokens=self.batch_tokens))

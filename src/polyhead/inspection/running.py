@@ -115,10 +115,10 @@ class _Run:
                 found, roles = self.rest(observations, wiring, sample, matrices)
             except KeyboardInterrupt:
                 self.interrupted = True
-        importance = found.pop("importance", None)
+        importance: Importance | None = found.pop("importance", None)
         inspection = Inspection(
             self.settings,
-            self.facts(observations, began),
+            {**self.facts(observations, began), "loss": None if importance is None else importance.loss},
             within.widened(table, columns, importance),
             roles,
             relations=matrices if importance is None else within.with_overlaps(matrices, importance),
@@ -313,6 +313,7 @@ class _Run:
             "contexts": len(self.reader.contexts),
             "context": self.reader.context,
             "tokens": tokens,
+            "unknown": self.reader.unknown,
             "intervals_over": "contexts" if self.reader.counts_contexts else "documents",
             "pairs_by": self.across,
             "interrupted": self.interrupted,
