@@ -9,11 +9,11 @@ from torch import nn
 import polyhead
 from polyhead.errors import OptionError
 from polyhead.functional.profile_request import offset_bins
-from polyhead.observatory import AttentionMaps, Contributions, load, save
+from polyhead.observatory import AttentionDistances, AttentionMaps, Contributions, load, save
 from tests.huggingface import models
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
-GATHERERS = (AttentionMaps(24, resolution=4), Contributions())
+GATHERERS = (AttentionMaps(24, resolution=4), Contributions(), AttentionDistances())
 
 
 def batches(name: str, count: int = 4, *, padded: bool = True):
@@ -81,6 +81,28 @@ def test_maps_are_sums_of_the_weights(name):
         torch.testing.assert_close(found.offsets, offsets, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.rows, rows, rtol=0, atol=0)
         torch.testing.assert_close(found.received, grid.sum(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_distances_are_those_of_the_weights(name):
+    model = models.build(FAMILIES[name], dtype=torch.float32)
+    inputs = batches(name, 2)
+    session = gathered(model, inputs)
+    sums, rows = {}, 0
+    for one in inputs:
+        real = one["attention_mask"].bool()
+        rows += int(real.sum())
+        for layer, weights in enumerate(eager_weights(model, one)):
+            p = weights.double().transpose(1, 2)[real]  # [rows, heads, keys]
+            mean = (p[:, :, None] + p[:, None]) / 2
+            entropy = torch.special.entr(mean).sum(-1) - (
+                (torch.special.entr(p).sum(-1)[:, :, None] + torch.special.entr(p).sum(-1)[:, None]) / 2
+            )
+            sums[layer] = sums.get(layer, 0) + entropy.clamp_min(0).sqrt().sum(0)
+    for site, values in session.observations.gathered.items():
+        found = values["distances"].compute()
+        torch.testing.assert_close(found, sums[site.layer] / rows, rtol=1e-3, atol=1e-4)
+        assert found.max() <= 0.6931**0.5
 
 
 def test_what_is_longer_than_the_map_falls_into_its_last_block():

@@ -25,6 +25,7 @@ from polyhead.inspection.reading import Reader
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Progress, Report, Settings
 from polyhead.observatory import (
+    AttentionDistances,
     AttentionMaps,
     AttentionSite,
     Contributions,
@@ -38,6 +39,7 @@ from polyhead.observatory import (
     read_facts,
     save,
 )
+from polyhead.observatory.distances import SiteDistances
 from polyhead.observatory.evidence import EvidenceGatherer
 from polyhead.observatory.evidence_tokens import Meaning, rare_tokens
 from polyhead.observatory.token_sample import TokenSample
@@ -46,6 +48,7 @@ from polyhead.sources.probes import repeated_batches
 from polyhead.version import VERSION
 
 CHANCE_TOKENS = 1024  # that a model with random weights reads
+DISTANCE_TOKENS = 512
 GRADIENT_TOKENS = 8192
 ABLATION_TOKENS = 256  # every head costs one more reading of these
 SAVE_SECONDS = 30.0
@@ -116,12 +119,13 @@ class _Run:
             except KeyboardInterrupt:
                 self.interrupted = True
         importance: Importance | None = found.pop("importance", None)
+        matrices = within.with_more(matrices, found.pop("distances", {}), importance)
         inspection = Inspection(
             self.settings,
             {**self.facts(observations, began), "loss": None if importance is None else importance.loss},
             within.widened(table, columns, importance),
             roles,
-            relations=matrices if importance is None else within.with_overlaps(matrices, importance),
+            relations=matrices,
             **found,
         )
         return dataclasses.replace(inspection, findings=findings(inspection))
@@ -134,6 +138,7 @@ class _Run:
         matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
     ) -> tuple[dict[str, Any], tuple[HeadRoles, ...]]:
         found: dict[str, Any] = {}
+        found["distances"] = self.distances()
         repeated = self.repeated(self.loaded.model)
         reference: tuple[HeadRoles, ...] = ()
         if self.settings.chance:
@@ -244,6 +249,13 @@ class _Run:
 
     def watched_sample(self, sample: TokenSample) -> Observations:
         return self.watched(self.loaded.model, list(self.reader.batches()), [sample], "compare heads across layers")
+
+    def distances(self) -> dict[AttentionSite, Tensor]:
+        """How differently the heads of a layer look, at the beginnings of some texts: every pair is one more look."""
+        batches = self.reader.some_batches(DISTANCE_TOKENS)
+        gathered = self.watched(self.loaded.model, batches, [AttentionDistances()], "compare where heads look").gathered
+        found = {site: values.get("distances") for site, values in gathered.items()}
+        return {site: x.compute() for site, x in found.items() if isinstance(x, SiteDistances)}
 
     def repeated(self, model: nn.Module) -> Any:
         try:

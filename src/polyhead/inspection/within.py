@@ -124,9 +124,14 @@ def widened(table: HeadProfile, columns: SiteColumns, importance: Importance | N
     return HeadProfile(table.sites, table.heads, (*table.names, *names), {**table.columns, **more})
 
 
-def with_overlaps(matrices: SiteColumns, importance: Importance) -> SiteColumns:
-    """And the overlap of gradients, where it was measured."""
+def with_more(
+    matrices: SiteColumns, distances: Mapping[AttentionSite, Tensor], importance: Importance | None
+) -> SiteColumns:
+    """And how differently heads look, and the overlap of their gradients, where these were measured."""
     found = {site: dict(values) for site, values in matrices.items()}
-    for site in importance.overlaps:
+    for site, matrix in distances.items():
+        found.setdefault(site, {})["attention_distance"] = matrix
+    for site in () if importance is None else importance.overlaps:
+        assert importance is not None
         found.setdefault(site, {})["gradient_overlap"] = importance.overlap(site).cpu()
     return found

@@ -2,6 +2,7 @@
 
 from polyhead.observatory.adapters import Adapter
 from polyhead.observatory.contributions import Contributions
+from polyhead.observatory.distances import AttentionDistances
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.maps import AttentionMaps
@@ -13,6 +14,7 @@ from polyhead.observatory.wiring import Wiring, find_wiring
 
 __all__ = [
     "Adapter",
+    "AttentionDistances",
     "AttentionMaps",
     "AttentionSite",
     "Contributions",
