@@ -295,3 +295,18 @@ def test_the_kernels_say_why_they_cannot_serve(monkeypatch: pytest.MonkeyPatch) 
     reasons = " / ".join(caught.value.reasons)
     for words in ("need a CUDA device, got tensors on cpu", "got float64", "got 300", "states positions"):
         assert words in reasons
+
+
+def test_what_adds_up_in_any_order_is_left_to_others_where_that_is_not_wanted(monkeypatch) -> None:
+    """Said by the kernels themselves, so that "auto" takes another and a named backend refuses."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    logsumexp = (query @ key.mT * 8**-0.5).logsumexp(-1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for wanted in ({"received": True}, {"block_map": (2, 2)}, {"offsets": True}):
+            with pytest.raises(BackendUnsupported, match="in an order that changes"):
+                profile(query, key, logsumexp, backend="fused", **wanted)
+            assert profile(query, key, logsumexp, **wanted).backend == "blockwise"
+    finally:
+        torch.use_deterministic_algorithms(False)

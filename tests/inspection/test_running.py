@@ -107,7 +107,7 @@ def test_it_is_kept_and_read_again(folders, text, tmp_path):
     save_inspection(tmp_path, found)
     again = load_inspection(tmp_path)
     assert again.settings == found.settings
-    assert again.roles == found.roles or str(again.roles) == str(found.roles)  # NaN is not equal to itself
+    assert repr(again.roles) == repr(found.roles)  # NaN is not equal to itself
     assert again.groups == found.groups
     assert again.pairs == found.pairs
     assert again.findings == found.findings
@@ -217,7 +217,7 @@ def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):
     names = [name for name in one.table.names if f"{name}_spread" in one.table.columns]
     found = compare(one, two)
     asked = [change for change in found.changes if change.name in names]
-    assert len([change for change in asked if change.beyond]) < 0.15 * len(asked)
+    assert len([change for change in asked if change.beyond]) <= 0.05 * len(asked)
 
 
 @pytest.mark.parametrize(

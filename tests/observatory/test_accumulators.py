@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observatory.accumulators import Histogram, Maximum, MeanAndSpread
+from polyhead.observatory.accumulators import Maximum, MeanAndSpread
 
 SHAPE = (2, 3)
-EDGES = torch.tensor([-1.5, 0.0, 0.25, 4.0], dtype=torch.float64)
 EMPTY = {
     "mean": lambda: MeanAndSpread.empty(SHAPE),
     "maximum": lambda: Maximum.empty(SHAPE),
-    "histogram": lambda: Histogram.empty(SHAPE, EDGES),
 }
 
 
@@ -25,7 +23,7 @@ def results(value):
 
 
 def assert_equal(one, other, bound=1e-12):
-    """Within what float64 rounds when the order of a sum changes; counts, maxima and histograms to the bit."""
+    """Within what float64 rounds when the order of a sum changes; counts and maxima to the bit."""
     for a, b in zip(results(one), results(other), strict=True):
         if isinstance(one, MeanAndSpread):
             torch.testing.assert_close(a, b, rtol=bound, atol=bound, equal_nan=True)
@@ -127,7 +125,3 @@ def test_what_does_not_fit_is_refused():
         Maximum.empty(SHAPE).update(torch.zeros(2, 3, 5), torch.ones(2, 3, 4))
     with pytest.raises(ShapeError, match=r"got \[2, 3\] and \[3\]"):
         Maximum.empty(SHAPE).merge(Maximum.empty((3,)))
-    with pytest.raises(OptionError, match="different edges"):
-        Histogram.empty(SHAPE, EDGES).merge(Histogram.empty(SHAPE, EDGES + 1))
-    with pytest.raises(ShapeError, match="edges must be a row"):
-        Histogram.empty(SHAPE, torch.zeros(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
+    command: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -133,12 +135,13 @@ def inspect(
     from polyhead.errors import PolyheadError
     from polyhead.inspection import Settings, inspect_model, save_inspection
 
-    if save is not None and resume is not None:
-        raise typer.BadParameter("--resume names the folder already, and goes on saving there", param_hint="--save")
+    if resume is not None:
+        _check_alone(command)
     if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"a dtype is float32, bfloat16 or float16; got {dtype!r}", param_hint="--dtype")
     console = Console(highlight=False)
     if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which PyTorch refuses matrix products
         torch.use_deterministic_algorithms(True)
     try:
         settings = (
@@ -224,6 +227,22 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print("\n[bold]The most telling[/bold]")
         for finding in found.findings:
             console.print(f"  • {finding}", markup=False)
+
+
+def _check_alone(command: typer.Context) -> None:
+    """A run goes on with what it was begun with; an option that says otherwise is not to be passed over."""
+    named = [
+        name
+        for name in command.params
+        if name not in ("resume", "save_seconds", "table", "deterministic")
+        and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if named:
+        raise typer.BadParameter(
+            "a run goes on with the model, text and options it was begun with, and in its own folder, "
+            f"got {', '.join(named)} as well",
+            param_hint="--resume",
+        )
 
 
 def _settings_of(folder: Path) -> Settings:

@@ -162,6 +162,8 @@ def unsupported_reasons(request: ProfileRequest) -> list[str]:
         reasons.append("the kernels take float16, bfloat16 and float32, got float64")
     if request.query.shape[3] > 256:
         reasons.append(f"the kernels take head dims up to 256, got {request.query.shape[3]}")
+    if torch.are_deterministic_algorithms_enabled() and (request.received or request.block or request.offsets):
+        reasons.append("the kernels add up in an order that changes, and deterministic algorithms were asked for")
     if request.offsets and request.places.query_positions is not None:
         reasons.append("the kernels take offsets from the place in the sequence, got a mask that states positions")
     return reasons

@@ -141,54 +141,6 @@ class Maximum:
         return cls(_named(state, "largest"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Histogram:
-    """How much weight fell between given edges: bin i holds edges[i - 1] <= x < edges[i], the outer two are open.
-
-    >>> import torch
-    >>> seen = Histogram.empty((), torch.tensor([0.0, 1.0])).update(torch.tensor([-3.0, 0.0, 0.5, 1.0]))
-    >>> seen.compute()
-    tensor([1., 2., 1.], dtype=torch.float64)
-    """
-
-    edges: Tensor  # [edges], rising
-    counts: Tensor  # [*shape, edges + 1]
-
-    @classmethod
-    def empty(cls, shape: Sequence[int], edges: Tensor, device: torch.device | str | None = None) -> Self:
-        if edges.ndim != 1 or not edges.is_floating_point() or edges.shape[0] == 0:
-            raise ShapeError(
-                "edges must be a row of at least one floating-point number, "
-                f"got {edges.dtype} of shape {list(edges.shape)}"
-            )
-        edges = edges if device is None else edges.to(device)
-        size = (*shape, edges.shape[0] + 1)
-        return cls(edges, torch.zeros(size, dtype=_wide(edges.device), device=edges.device))
-
-    def update(self, values: Tensor, weights: Tensor | None = None) -> Self:
-        weights = _checked(values, weights, self.counts.shape[:-1])
-        bins = torch.bucketize(torch.where(weights != 0, values, 0).to(self.edges.dtype), self.edges, right=True)
-        counts = self.counts.scatter_add(-1, bins, weights.to(self.counts.dtype))
-        return type(self)(self.edges, counts)
-
-    def merge(self, other: Self) -> Self:
-        _check_same(self.counts.shape, other.counts.shape)
-        edges, counts = _beside(self.counts, other.edges, other.counts)
-        if self.edges is not edges and not torch.equal(self.edges, edges):
-            raise OptionError("histograms are merged bin by bin, got two with different edges")
-        return type(self)(self.edges, self.counts + counts)
-
-    def compute(self) -> Tensor:
-        return self.counts
-
-    def state(self) -> dict[str, Tensor]:
-        return {"edges": self.edges, "counts": self.counts}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        return cls(_named(state, "edges"), _named(state, "counts"))
-
-
 def _wide(device: torch.device | str | None) -> torch.dtype:
     """float64, wherever the device has it."""
     return torch.float32 if device is not None and torch.device(device).type == "mps" else torch.float64

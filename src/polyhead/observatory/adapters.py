@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,13 +14,18 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.functional import Attended, attention
 from polyhead.masks import Mask
 from polyhead.observatory.rows import Tokens
-from polyhead.observatory.statistics import AttentionSite
+from polyhead.observatory.watching import Watcher
 
 Adapters = Mapping[str | type[nn.Module], "Adapter"]
 
 
-class Tell(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Tell:
     """Called by an adapter whenever its module attends."""
+
+    module: nn.Module
+    adapter: Adapter
+    watcher: Watcher
 
     def __call__(
         self,
@@ -43,8 +49,35 @@ class Tell(Protocol):
             cross: whether queries and keys are different sequences.
             tokens: [batch, queries], False for padding; without it, what the mask says.
 
-        Returns the factors [heads] that the heads' outputs are to be multiplied with, None where there are none.
+        Returns the factors of the heads' outputs (as `Session.gates` has them), None where there are none.
         """
+        if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (query, key, value)):
+            got = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (query, key, value)]
+            raise ShapeError(
+                f"an adapter tells of [batch, heads, sequence, head_dim], got {got[0]}, {got[1]}, {got[2]}"
+            )
+        if tokens is not None and tokens.shape != (query.shape[0], query.shape[2]):
+            raise ShapeError(f"tokens are [batch, queries], here {[*query.shape[::2]]}, got {list(tokens.shape)}")
+        rows = Tokens.of(mask, query, key) if tokens is None else tokens
+        call = self.watcher.call(self.module, query.shape[1], rows, cross=cross, learned_sinks=sinks is not None)
+        if call is None:
+            return None
+        if call.gate is not None and not getattr(self.adapter, "gates", False):
+            raise OptionError(
+                f"an adapter without a true attribute `gates` leaves the heads' outputs alone, "
+                f"got a gate for {call.site.name!r} and {type(self.adapter).__name__}"
+            )
+        if call.counts:
+            call.mask = mask
+            call.tokens = call.tokens if tokens is None else tokens
+            with torch.no_grad():
+                seen = value if call.whole else value[..., :1]
+                result = attention(
+                    query, key, seen, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=call.asked,
+                    logsumexp=call.whole,
+                )  # fmt: skip
+                call.tell(Attended(query, key, value, result, mask, scale, softcap, sinks))
+        return call.gate
 
 
 class Adapter(Protocol):
@@ -83,32 +116,6 @@ class Adapter(Protocol):
         """Begin to watch a module. What comes back ends it on leaving, as the handle of a PyTorch hook does."""
 
 
-class Call(Protocol):
-    """One attention that is watched."""
-
-    site: AttentionSite
-    asked: Any
-    counts: bool
-    whole: bool
-    gate: Tensor | None
-    mask: Mask | None
-    tokens: Any
-
-    def tell(self, attended: Attended) -> None: ...
-
-
-class Watcher(Protocol):
-    def call(
-        self,
-        module: nn.Module,
-        num_heads: int,
-        tokens: Tokens | Tensor | None,
-        *,
-        cross: bool,
-        learned_sinks: bool = False,
-    ) -> Call | None: ...
-
-
 def adapted_modules(model: nn.Module, adapters: Adapters, asking: tuple[nn.Module, ...]) -> dict[nn.Module, Adapter]:
     """The modules that have an adapter: one for their path, or else the first for a class that they are of."""
     found: dict[nn.Module, Adapter] = {}
@@ -133,48 +140,4 @@ def adapted_modules(model: nn.Module, adapters: Adapters, asking: tuple[nn.Modul
 
 def watched(module: nn.Module, adapter: Adapter, watcher: Watcher) -> AbstractContextManager[Any]:
     """An adapter at work, until it is left."""
-    return adapter.watch(module, _tell_of(module, adapter, watcher))
-
-
-def _tell_of(module: nn.Module, adapter: Adapter, watcher: Watcher) -> Callable[..., Tensor | None]:
-    def tell(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Mask | None = None,
-        scale: float | Tensor | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        cross: bool = False,
-        tokens: Tensor | None = None,
-    ) -> Tensor | None:
-        if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (query, key, value)):
-            got = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (query, key, value)]
-            raise ShapeError(
-                f"an adapter tells of [batch, heads, sequence, head_dim], got {got[0]}, {got[1]}, {got[2]}"
-            )
-        if tokens is not None and tokens.shape != (query.shape[0], query.shape[2]):
-            raise ShapeError(f"tokens are [batch, queries], here {[*query.shape[::2]]}, got {list(tokens.shape)}")
-        rows = Tokens.of(mask, query, key) if tokens is None else tokens
-        call = watcher.call(module, query.shape[1], rows, cross=cross, learned_sinks=sinks is not None)
-        if call is None:
-            return None
-        if call.gate is not None and not getattr(adapter, "gates", False):
-            raise OptionError(
-                f"an adapter without a true attribute `gates` leaves the heads' outputs alone, "
-                f"got a gate for {call.site.name!r} and {type(adapter).__name__}"
-            )
-        if call.counts:
-            call.mask = mask
-            call.tokens = call.tokens if tokens is None else tokens
-            with torch.no_grad():
-                seen = value if call.whole else value[..., :1]
-                result = attention(
-                    query, key, seen, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=call.asked,
-                    logsumexp=call.whole,
-                )  # fmt: skip
-                call.tell(Attended(query, key, value, result, mask, scale, softcap, sinks))
-        return call.gate
-
-    return tell
+    return adapter.watch(module, Tell(module, adapter, watcher))

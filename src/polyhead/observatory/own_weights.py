@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from polyhead.errors import OptionError
 from polyhead.functional import Attended, Statistics, attention
 from polyhead.masks import Mask
 from polyhead.observatory import transformers_models
-from polyhead.observatory.statistics import AttentionSite, Wanted
+from polyhead.observatory.statistics import Wanted
+from polyhead.observatory.watching import Place, Watcher
 
 COST = "read from the model's own weights: slow, memory grows with the square of the context"
 LISTS = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
@@ -30,32 +31,6 @@ SITE = re.compile(r"(?:.+\.)?(?:\w+_)?attentions\.\d+")
 # The logit of a key that a head does not look at at all: its weight is exactly 0, its share of an entropy as well.
 _NEVER = -1e4
 _ROUNDING = 1e-2  # how far the sum of a row may be from 1; bfloat16 moves it by 0.004 at most
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where weights are listed in an output: `attentions.3` is that of the fourth layer. No module stands for it."""
-
-    name: str
-
-
-class Call(Protocol):
-    """One attention that is to be told."""
-
-    site: AttentionSite
-    asked: Statistics | None
-    counts: bool
-    gate: Tensor | None
-    tokens: Any
-    sinks_in_view: Tensor | None
-
-    def tell(self, attended: Attended) -> None: ...
-
-
-class Watcher(Protocol):
-    """Who is told of the weights; None where a place is left alone."""
-
-    def call(self, module: Place, num_heads: int, tokens: Tensor | None, *, cross: bool) -> Call | None: ...
 
 
 def returning_models(model: nn.Module) -> dict[nn.Module, str]:

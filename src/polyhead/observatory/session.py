@@ -23,6 +23,7 @@ from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.observations import Observations
 from polyhead.observatory.rows import Tokens, hidden_by_bias
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
+from polyhead.observatory.watching import Place
 
 _UNANNOUNCED = transformers_models.Arrival()
 
@@ -88,7 +89,7 @@ class Call:
     tokens: Tokens | Tensor | None  # whose rows are real, or which
     counts: bool = True
     whole: bool = False  # whether somebody takes a second look
-    gate: Tensor | None = None  # [heads]
+    gate: Tensor | None = None  # [heads], [batch, heads] or [batch, heads, queries]
     learned_sinks: bool = False
     mask: Mask | None = None
     sinks_in_view: Tensor | None = None  # [batch]; False where the first keys of the sequence are no longer there
@@ -131,8 +132,9 @@ class Session:
 
     It can be entered again, and goes on gathering. `observations` is what was gathered, as a value that can be merged
     with another session's; `table()` shows it. `notes` are handed to what gathers, with every attention. `gates` holds
-    a factor for each head, [heads] by the path and the kind of a site: 0 takes a head out, and a gradient with respect
-    to a gate says what a little less of that head would do. Statistics are of the heads before their gates.
+    a factor for each head, by the path and the kind of a site: [heads], [batch, heads] or [batch, heads, queries]. 0
+    takes a head out, and a gradient with respect to a gate says what a little less of that head would do. Statistics
+    are of the heads before their gates.
     """
 
     def __init__(
@@ -260,7 +262,7 @@ class Session:
 
     def call(
         self,
-        module: nn.Module | own_weights.Place,
+        module: nn.Module | Place,
         num_heads: int,
         tokens: Tokens | Tensor | None,
         *,
@@ -290,8 +292,8 @@ class Session:
         whole = len(self.gatherers) > 0
         return Call(self, site, columns, plan.asked, tokens, counts, whole, gate, learned_sinks)
 
-    def _plan(self, module: nn.Module | own_weights.Place, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
-        name = module.name if isinstance(module, own_weights.Place) else self._names[id(module)]
+    def _plan(self, module: nn.Module | Place, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
+        name = module.name if isinstance(module, Place) else self._names[id(module)]
         site = self._site(name, num_heads, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,34 +20,7 @@ from polyhead.layers import MultiHeadAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_steps import torch_mask
 from polyhead.observatory.rows import Tokens
-from polyhead.observatory.statistics import AttentionSite
-
-
-class WatchedCall(Protocol):
-    """One call that is watched: what is to be told of it, whom to tell, and a factor for each head."""
-
-    site: AttentionSite
-    asked: Statistics | None
-    counts: bool
-    whole: bool
-    gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
-    learned_sinks: bool
-
-    def tell(self, attended: Attended) -> None: ...
-
-
-class Watcher(Protocol):
-    """Who watches layers: asked before every call, None where this one is left alone."""
-
-    def call(
-        self,
-        module: nn.Module,
-        num_heads: int,
-        tokens: Tokens | Tensor | None,
-        *,
-        cross: bool,
-        learned_sinks: bool = False,
-    ) -> WatchedCall | None: ...
+from polyhead.observatory.watching import WatchedCall, Watcher
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -1,0 +1,50 @@
+"""What a session and those who tell it of attention know of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from polyhead.functional import Attended, Statistics
+from polyhead.masks import Mask
+from polyhead.observatory.rows import Tokens
+from polyhead.observatory.statistics import AttentionSite
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where weights are listed in an output: `attentions.3` is that of the fourth layer. No module stands for it."""
+
+    name: str
+
+
+class WatchedCall(Protocol):
+    """One call that is watched: what is to be told of it, whom to tell, and a factor for each head."""
+
+    site: AttentionSite
+    asked: Statistics | None
+    counts: bool
+    whole: bool  # whether somebody takes a second look
+    gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
+    learned_sinks: bool
+    mask: Mask | None
+    tokens: Tokens | Tensor | None
+    sinks_in_view: Tensor | None
+
+    def tell(self, attended: Attended) -> None: ...
+
+
+class Watcher(Protocol):
+    """Who watches: asked before every call, None where this one is left alone."""
+
+    def call(
+        self,
+        module: nn.Module | Place,
+        num_heads: int,
+        tokens: Tokens | Tensor | None,
+        *,
+        cross: bool,
+        learned_sinks: bool = False,
+    ) -> WatchedCall | None: ...
