@@ -240,7 +240,7 @@ def _check_alone(command: typer.Context) -> None:
     if named:
         raise typer.BadParameter(
             "a run goes on with the model, text and options it was begun with, and in its own folder, "
-            f"got {', '.join(named)} as well",
+            f"got {', '.join(sorted(named))} as well",
             param_hint="--resume",
         )
 
