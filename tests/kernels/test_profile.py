@@ -156,6 +156,45 @@ def check_walks_agree(device: str) -> None:
         torch.testing.assert_close(x, columns[name], atol=1e-5, rtol=1e-5)
 
 
+# Each with the window of rows and columns that is looked at.
+FAR = {
+    "all": (lambda: scene_of(1, 2, 1, 331, 331, 16), (0, 331), (0, 331)),
+    "causal": (lambda: scene_of(1, 1, 1, 331, 331, 16, Who(causal=True)), (7, 331), (0, 307)),
+    "more keys": (lambda: scene_of(1, 1, 1, 97, 571, 16, Who(causal=True)), (5, 94), (23, 566)),
+    "window both ways": (lambda: scene_of(1, 1, 1, 251, 389, 16, Who(left=150, right=90)), (0, 251), (0, 389)),
+    "lengths": (lambda: scene_of(2, 1, 1, 211, 211, 16, Who(causal=True, key_lengths=(211, 83))), (0, 211), (0, 211)),
+}
+
+
+def check_far_offsets(names: list[str], whole: tuple[int, int], piece: tuple[int, int]) -> None:
+    """Rows long enough for bins of many offsets, where tiles lie within one bin, along an edge and across several."""
+    from polyhead.kernels import profile
+    from polyhead.kernels.profile_prepare import Tiles
+
+    for name in names:
+        scene, rows, columns = FAR[name]
+        with tiles(*piece):
+            profile.tiles_for = lambda *args, busy=False, **kwargs: Tiles(*(piece if busy else whole), 4, 1)
+            question = Question(scene(), rows, columns, {"offsets": True, "received": True, "block_map": (64, 64)})
+            question.check(torch.float32, "fused")
+
+
+def check_bins() -> None:
+    """The number of a bin and its end, for every offset near an edge, against the bins that users are told."""
+    from polyhead.functional.profile_request import offset_bins
+    from tests.kernels.offset_bins import bins_kernel
+
+    edges = [64 << k for k in range(25)]
+    near = [edge + step for edge in edges for step in range(-3, 4) if edge + step < 1 << 30]
+    offset = torch.tensor(sorted({*range(-200, 201), *near, *(-x for x in near)}), dtype=torch.int32)
+    number, end = torch.empty_like(offset), torch.empty_like(offset)
+    bins_kernel[(-(-len(offset) // 256),)](offset, number, end, len(offset), BLOCK=256)
+    bins = offset_bins()
+    exact = [next(i for i, (low, high) in enumerate(bins.tolist()) if low <= x <= high) for x in offset.tolist()]
+    assert number.tolist() == exact
+    assert end.tolist() == [int(bins[i, 1]) for i in exact]
+
+
 def check_ties_and_strides(device: str) -> None:
     query = torch.ones(1, 1, 2, 1, device=device)
     key = torch.tensor([0.0, 2, 1, 2, 2, 0, 1, 2, 2, 1] * 4, device=device).view(1, 1, 40, 1)
@@ -223,6 +262,20 @@ def in_interpreter(project_root: Path, call: str) -> None:
 @pytest.mark.parametrize("names", [list(SCENES)[:3], list(SCENES)[3:6], list(SCENES)[6:]], ids=lambda x: ", ".join(x))
 def test_every_flag_on_every_kind_of_mask(project_root: Path, dtype: str, step: int, names: list[str]) -> None:
     in_interpreter(project_root, f"check_in_interpreter(torch.{dtype}, {names!r}, {step})")
+
+
+@pytest.mark.parametrize(
+    ("names", "whole", "piece"),
+    [(["all", "more keys"], (64, 64), (32, 64)), (["causal", "window both ways", "lengths"], (32, 64), (32, 32))],
+)
+def test_offsets_far_and_near(
+    project_root: Path, names: list[str], whole: tuple[int, int], piece: tuple[int, int]
+) -> None:
+    in_interpreter(project_root, f"check_far_offsets({names!r}, {whole}, {piece})")
+
+
+def test_bins_end_where_the_next_begins(project_root: Path) -> None:
+    in_interpreter(project_root, "check_bins()")
 
 
 def test_any_profile_of_any_scene(project_root: Path) -> None:

@@ -2,8 +2,9 @@
 
 Two walks over the same tiles. A walk down the columns holds a block of keys and lets the queries pass: what a key
 receives adds up in registers, and a tile lies with its queries along the registers of a thread, so that a sum over them
-needs hardly another thread. It serves received weight, block map and offsets. A walk along the rows holds a block of
-queries: it alone can tell the argmax, the top keys and the mass of a row, and adds to the columns by atomics.
+needs hardly another thread. It serves received weight, block map and, with `profile_crossing`, offsets. A walk along
+the rows holds a block of queries: it alone can tell the argmax, the top keys and the mass of a row, and adds to the
+columns by atomics.
 
 A tile costs half the products of a forward and as many exponentials: one fused multiply-add, one exp2 and one add a
 weight. At head dim 128 a Hopper multiprocessor is bound about equally by both (128² exponentials at 16 a cycle beside
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from polyhead.kernels import mask_tiles
 from polyhead.kernels.mask_arguments import MaskArguments
+from polyhead.kernels.profile_crossing import add_crossing
+from polyhead.kernels.profile_offsets import OFFSET_BINS
 from polyhead.kernels.profile_prepare import Problem, Tiles, block_dim, tiles_for
 from polyhead.kernels.profile_tiles import (
-    OFFSET_BINS,
     column_span,
     head_factor,
     load_rows,
@@ -93,7 +95,7 @@ def _column_tile(
     logs = log2_weights(problem, mask, tile_q, tile_k, shift, factor, i_batch, i_head, offs_m, offs_n, MASKED, True)
     return take_columns(
         problem, mask, columns, i_pair, logs, received, first_row, first_column, BLOCK_M, BLOCK_N, POOL_M, POOL_N,
-        BY_MAX, ALONE,
+        BY_MAX, ALONE, True,
     )  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def _row_tile(
     logs = log2_weights(problem, mask, tile_q, tile_k, shift, factor, i_batch, i_head, offs_m, offs_n, MASKED, False)
     received = take_columns(
         problem, mask, columns, i_pair, logs, tl.zeros([BLOCK_N], tl.float32), first_row, first_column, BLOCK_M,
-        BLOCK_N, POOL_M, POOL_N, BY_MAX, ALONE,
+        BLOCK_N, POOL_M, POOL_N, BY_MAX, ALONE, False,
     )  # fmt: skip
     if columns.received is not None:
         ptr_received = columns.received + i_pair * (column_stop - problem.column_start)
@@ -346,7 +348,7 @@ def walk(
     of_rows = argmax or topk > 0 or key_set is not None
     by_columns = not of_rows and by_columns is not False
     is_band = _is_band(mask)
-    busy = offsets or topk > 0 or not is_band
+    busy = not is_band or topk > 0 or (offsets and not by_columns)
     tiles = tiles_for(query, by_columns=by_columns, busy=busy)
     if block is not None and 0 in _pools(block, tiles)[:2]:
         tiles = tiles_for(query, by_columns=by_columns, busy=True)
@@ -396,6 +398,9 @@ def walk(
         if by_columns:
             count = batch * heads * blocks_of(columns, tiles.columns)
             _column_kernel[(count,)](problem, mask, column_results, **constants)
+            if offsets:
+                piece = tiles_for(query, by_columns=True, busy=True)
+                add_crossing(problem, mask, found["offsets"], tiles, piece)
         else:
             row_results = RowResults(
                 argmax=found.get("argmax"),

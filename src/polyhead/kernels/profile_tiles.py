@@ -10,11 +10,9 @@ import triton
 import triton.language as tl
 
 from polyhead.kernels import mask_tiles
+from polyhead.kernels.profile_offsets import OFFSET_BINS, add_tile, add_whole_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-NEAR = tl.constexpr(64)  # each offset up to here has a bin of its own
-FAR_BINS = tl.constexpr(25)
-OFFSET_BINS = tl.constexpr(2 * (64 + 25) + 1)
 
 
 @triton.jit
@@ -180,37 +178,6 @@ def _add_to_map(
         _add_blocks(columns, ptr_map, pooled, row_block, first_block + tl.arange(0, POOL_N), BY_MAX, ALONE)
 
 
-# ---- the histogram of offsets
-
-
-@triton.jit
-def _offset_bin(offset):
-    size = tl.abs(offset)
-    far = size * 0  # how many edges lie below
-    for k in tl.static_range(25):
-        far += (size > (64 << k)).to(tl.int32)
-    beyond = tl.where(offset > 0, NEAR + far, -NEAR - far)
-    return NEAR + FAR_BINS + tl.where(far == 0, offset, beyond)
-
-
-@triton.jit
-def _add_to_offsets(ptr_offsets, weights, first_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Add a tile whose first row and column are `first_offset` apart; BLOCK_M <= BLOCK_N."""
-    one, other = _offset_bin(first_offset - (BLOCK_M - 1)), _offset_bin(first_offset + (BLOCK_N - 1))
-    if one == other:
-        tl.atomic_add(ptr_offsets + one, tl.sum(tl.sum(weights, 0), 0), sem="relaxed")
-    else:
-        # Each row is turned round by its number, so that a diagonal becomes a column; what came round at the end of a
-        # row is of the diagonal BLOCK_N places before.
-        place = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-        turned = tl.gather(weights, place % BLOCK_N, axis=1)
-        offset = first_offset + tl.arange(0, BLOCK_N)
-        ahead = tl.sum(tl.where(place < BLOCK_N, turned, 0.0), 0)
-        tl.atomic_add(ptr_offsets + _offset_bin(offset), ahead, sem="relaxed")
-        round_the_end = tl.sum(tl.where(place < BLOCK_N, 0.0, turned), 0)
-        tl.atomic_add(ptr_offsets + _offset_bin(offset - BLOCK_N), round_the_end, sem="relaxed")
-
-
 @triton.jit
 def take_columns(
     problem,
@@ -227,11 +194,13 @@ def take_columns(
     POOL_N: tl.constexpr,
     BY_MAX: tl.constexpr,
     ALONE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Add a tile to the map and the offsets in memory; returns `received` [BLOCK_N] with the tile's sums added.
 
     POOL_M and POOL_N say into how many blocks of the map a tile falls: 1 or more, evenly; 0, anyhow, and each element
-    finds its own; -1 (of the columns alone), into two at most. ALONE: no other tile adds to them.
+    finds its own; -1 (of the columns alone), into two at most. ALONE: no other tile adds to them. WHOLE: to the offsets
+    a tile adds only if it lies in one bin; `profile_crossing` takes the others.
     """
     weights = tl.exp2(logs)
     pooled = weights
@@ -240,13 +209,15 @@ def take_columns(
         ptr_map = columns.map + i_pair * columns.map_rows * columns.map_columns
         row, column = first_row - problem.row_start, first_column - problem.column_start
         _add_to_map(columns, ptr_map, pooled, row, column, BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX, ALONE)
+    # Sums over blocks of rows need only be added once more.
+    sums = weights if BY_MAX else pooled
     if columns.received is not None:
-        # Sums over blocks of rows need only be added once more.
-        if BY_MAX:
-            received += tl.sum(weights, 0)
-        else:
-            received += tl.sum(pooled, 0)
+        received += tl.sum(sums, 0)
     if columns.offsets is not None:
         ptr_offsets = columns.offsets + i_pair * OFFSET_BINS
-        _add_to_offsets(ptr_offsets, weights, first_column - first_row - mask.offset, BLOCK_M, BLOCK_N)
+        first_offset = first_column - first_row - mask.offset
+        if WHOLE:
+            add_whole_tile(ptr_offsets, sums, first_offset, BLOCK_M, BLOCK_N)
+        else:
+            add_tile(ptr_offsets, weights, first_offset, BLOCK_M, BLOCK_N)
     return received

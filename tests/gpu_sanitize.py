@@ -1,0 +1,156 @@
+"""Every kernel once or more on small, uneven sizes, for compute-sanitizer to watch.
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python -m tests.gpu_sanitize
+    compute-sanitizer --tool racecheck python -m tests.gpu_sanitize
+
+Without PyTorch's caching each tensor is an allocation of its own, and an access past its end is seen: `--planted` makes
+one, to show it. What is computed is held to the tests' bounds elsewhere; here it must only be finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import polyhead
+from polyhead import BlockMap, Mask
+from polyhead.functional.statistics import NAMES
+
+STATISTICS = tuple(name for name in NAMES if name != "learned_sink_mass")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def forward_and_backward(
+    dtype: torch.dtype, dim: int, mask: Mask | None, statistics: tuple[str, ...], queries: int = 131, keys: int = 131
+) -> list[Tensor]:
+    tensors = [normal(2, heads, n, dim, dtype=dtype) for heads, n in ((4, queries), (2, keys), (2, keys))]
+    for x in tensors:
+        x.requires_grad_()
+    result = polyhead.attention(*tensors, mask=mask, statistics=statistics, logsumexp=True, backend="fused")
+    loss = result.output.float().square().sum()
+    if "entropy" in statistics:
+        assert result.statistics is not None
+        assert result.statistics.entropy is not None
+        loss = loss + result.statistics.entropy.sum()
+    return list(torch.autograd.grad(loss, tensors))
+
+
+def profiled(mask: Mask | None, dim: int = 64, dtype: torch.dtype = BF16, **asked: object) -> list[Tensor]:
+    query, key = normal(2, 4, 263, dim, dtype=dtype), normal(2, 2, 263, dim, dtype=dtype)
+    with torch.no_grad():
+        lse = polyhead.attention(query, key, key, mask=mask, logsumexp=True, backend="fused").logsumexp
+    assert lse is not None
+    found = polyhead.profile(query, key, lse, mask=mask, backend="fused", **asked)  # type: ignore[arg-type]
+    return [x for x in (found.received, found.block_map, found.offsets, found.top_weights) if x is not None]
+
+
+def decoded(kind: str) -> list[Tensor]:
+    layer = polyhead.MultiHeadAttention(256, 4, num_kv_heads=2, device="cuda", dtype=BF16).eval()
+    kinds: dict[str, tuple[type[polyhead.KVCache], dict[str, int]]] = {
+        "preallocated": (polyhead.PreallocatedCache, {"capacity": 80}),
+        "rolling": (polyhead.RollingCache, {"window": 33}),
+        "paged": (polyhead.PagedCache, {"num_pages": 30, "page_size": 16}),
+        "int8": (polyhead.QuantizedCache, {"capacity": 80}),
+    }
+    cls, options = kinds[kind]
+    cache = cls.for_layout(layer.layout, batch_size=3, dtype=BF16, device="cuda", **options)
+    found = []
+    with torch.no_grad():
+        layer(normal(3, 61, 256), cache=cache)
+        for count in (1, 3):
+            found.append(layer(normal(3, count, 256), cache=cache, statistics=("max_logit", "entropy")).output)
+    return found
+
+
+def watched(left_padded: bool) -> list[Tensor]:
+    layer = polyhead.MultiHeadAttention(256, 4, num_kv_heads=2, device="cuda", dtype=BF16).eval()
+    mask = Mask.causal()
+    if left_padded:
+        mask = mask & Mask.lengths(torch.tensor([67, 131], device="cuda"), side="left")
+    with torch.no_grad(), polyhead.observe(layer) as session:
+        layer(normal(2, 131, 256), mask=mask)
+    return list(session.table().columns.values())
+
+
+def broken_keys() -> list[Tensor]:
+    """Keys that hold NaN, which only the rows that see them may show."""
+    query, key, value = (normal(2, 4, 131, 64) for _ in range(3))
+    key[0, :, 130] = torch.nan
+    result = polyhead.attention(query, key, value, mask=Mask.causal(), backend="fused").output
+    return [result[:, :, :130]]
+
+
+@triton.jit
+def _planted_kernel(ptr, size, BLOCK: tl.constexpr):
+    tl.store(ptr + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) <= size)
+
+
+def planted() -> list[Tensor]:
+    """One element too many is written: what the sanitizer must say, if it sees our kernels at all."""
+    x = torch.zeros(256, device="cuda")  # allocations end at multiples of 256 elements at least
+    _planted_kernel[(1,)](x, x.numel(), BLOCK=512)
+    return [x]
+
+
+FEW = ("max_logit", "entropy", "reach")
+BAND = Mask.window(37)
+CASES: dict[str, Callable[[], list[Tensor]]] = {
+    "hopper, full, 64": lambda: forward_and_backward(BF16, 64, None, FEW),
+    "hopper, causal, 128": lambda: forward_and_backward(BF16, 128, Mask.causal(), FEW),
+    "hopper, window, 64, more keys": lambda: forward_and_backward(BF16, 64, BAND, FEW, 67, 131),
+    "portable, all statistics, 128": lambda: forward_and_backward(BF16, 128, Mask.causal(), STATISTICS),
+    "portable, fp32, 40": lambda: forward_and_backward(FP32, 40, Mask.causal(), STATISTICS),
+    "portable, lengths, 24": lambda: forward_and_backward(
+        torch.float16, 24, Mask.causal() & Mask.lengths(torch.tensor([57, 131], device="cuda")), FEW
+    ),
+    "portable, bias, 256": lambda: forward_and_backward(BF16, 256, Mask.bias(normal(1, 4, 131, 131, dtype=FP32)), FEW),
+    "profile, columns, causal": lambda: profiled(Mask.causal(), received=True, block_map=(128, 128)),
+    "profile, columns, 128, full": lambda: profiled(None, 128, received=True, block_map=(64, 64), offsets=True),
+    "profile, columns, window": lambda: profiled(BAND, received=True, block_map=BlockMap(block=(7, 5)), offsets=True),
+    "profile, columns, fp32": lambda: profiled(Mask.causal(), 40, FP32, received=True, offsets=True),
+    "profile, rows": lambda: profiled(Mask.causal(), argmax=True, topk=5, key_set=[0, 3], received=True),
+    "profile, head pairs": lambda: profiled(Mask.causal(), head_pairs=[(0, 1), (2, 3)], received=True),
+    **{f"decode, {kind}": lambda kind=kind: decoded(kind) for kind in ("preallocated", "rolling", "paged", "int8")},
+    "rows reduced": lambda: watched(False),
+    "rows reduced, left-padded": lambda: watched(True),
+    "broken keys": broken_keys,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run cases whose name begins with one of these, with commas between")
+    parser.add_argument("--planted", action="store_true", help="write past the end of a tensor, and nothing else")
+    asked = parser.parse_args()
+    wanted = tuple(asked.only.split(","))
+    if not torch.cuda.is_available():
+        print("no CUDA device was found; there is nothing to watch")
+        return 2
+    torch.manual_seed(0)
+    failed = 0
+    for name, case in {"planted": planted}.items() if asked.planted else CASES.items():
+        if not (asked.planted or name.startswith(wanted)):
+            continue
+        began = time.perf_counter()
+        found = case()
+        torch.cuda.synchronize()
+        finite = all(bool(torch.isfinite(x).all()) for x in found)
+        failed += not finite
+        print(f"{'ok' if finite else 'NOT FINITE':10}  {name}  {time.perf_counter() - began:.1f} s", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
