@@ -160,6 +160,7 @@ def check_walks_agree(device: str) -> None:
 FAR = {
     "all": (lambda: scene_of(1, 2, 1, 331, 331, 16), (0, 331), (0, 331)),
     "causal": (lambda: scene_of(1, 1, 1, 331, 331, 16, Who(causal=True)), (7, 331), (0, 307)),
+    "one tile": (lambda: scene_of(2, 2, 1, 37, 53, 24), (5, 34), (3, 48)),
     "more keys": (lambda: scene_of(1, 1, 1, 97, 571, 16, Who(causal=True)), (5, 94), (23, 566)),
     "window both ways": (lambda: scene_of(1, 1, 1, 251, 389, 16, Who(left=150, right=90)), (0, 251), (0, 389)),
     "lengths": (lambda: scene_of(2, 1, 1, 211, 211, 16, Who(causal=True, key_lengths=(211, 83))), (0, 211), (0, 211)),
@@ -266,7 +267,11 @@ def test_every_flag_on_every_kind_of_mask(project_root: Path, dtype: str, step: 
 
 @pytest.mark.parametrize(
     ("names", "whole", "piece"),
-    [(["all", "more keys"], (64, 64), (32, 64)), (["causal", "window both ways", "lengths"], (32, 64), (32, 32))],
+    [
+        (["all", "more keys"], (64, 64), (32, 64)),
+        (["causal", "window both ways", "lengths"], (32, 64), (32, 32)),
+        (["one tile"], (128, 128), (64, 64)),
+    ],
 )
 def test_offsets_far_and_near(
     project_root: Path, names: list[str], whole: tuple[int, int], piece: tuple[int, int]

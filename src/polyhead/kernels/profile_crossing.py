@@ -84,7 +84,8 @@ def _crossing_kernel(
 def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: Tiles, piece: Tiles) -> None:
     """Add to `offsets` [batch, heads, OFFSET_BINS] what a walk down the columns in tiles of this size left out."""
     query = problem.query
-    furthest = max(
+    # A tile counts with all its offsets, also those past the end of the window.
+    furthest = max(tile.rows, tile.columns) + max(
         abs(problem.column_stop - 1 - problem.row_start - mask.offset),
         abs(problem.column_start - (problem.row_stop - 1) - mask.offset),
     )
