@@ -37,10 +37,10 @@ def small_tiles() -> Iterator[None]:
     """Tiles so small that short sequences have several, full ones among them."""
     from polyhead.kernels import backward, forward
 
-    tilings = (backward.Tiling(16, 32, 4, 2), backward.Tiling(32, 16, 4, 2))
+    blocks = (backward.Blocks(16, 32, 4, 2), backward.Blocks(32, 16, 4, 2))
     with (
         mock.patch.object(forward, "choose_blocks", return_value=forward.Blocks(16, 16, 4, 1)),
-        mock.patch.object(backward, "tilings", return_value=tilings),
+        mock.patch.object(backward, "choose_blocks", return_value=blocks),
     ):
         yield
 
@@ -423,3 +423,24 @@ def test_on_a_gpu_a_statistic_that_is_differentiated_leaves_cudnn() -> None:
         assert result.statistics is not None
         (result.output.sum() + result.statistics.entropy.sum()).backward()
     assert not taken.called
+
+
+@pytest.mark.parametrize("kind", ["shared bias", "table"])
+def test_a_gradient_that_adds_up_in_any_order_is_refused_where_that_is_not_wanted(kind: str) -> None:
+    tensors = [torch.randn(1, 2, 5, 8) for _ in range(3)]
+    learned = torch.randn((1, 2, 1, 5) if kind == "shared bias" else (2, 3), requires_grad=True)
+
+    def told() -> str:
+        mask = Mask.bias(learned) if kind == "shared bias" else Mask.relative(learned, 1)
+        with pytest.raises(BackendUnsupported) as caught:  # at the least because there is no GPU
+            attention(*(x.double() for x in tensors), mask=mask, backend="fused")
+        return " / ".join(caught.value.reasons)
+
+    assert "in an order that changes" not in told()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "in an order that changes" in told()
+        with torch.no_grad():
+            assert "in an order that changes" not in told()
+    finally:
+        torch.use_deterministic_algorithms(False)

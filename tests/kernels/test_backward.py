@@ -267,8 +267,8 @@ def run_kernels(
     head_scale = own.scale.to(device) if isinstance(own.scale, Tensor) else None
     scale = own.query.shape[3] ** -0.5 if own.scale is None else own.scale
     names = [name for name in case.told if name != "logsumexp"]
-    tilings = module.tilings if tiles is None else lambda *_: tuple(module.Tiling(*x) for x in tiles)
-    with guarded_memory(), mock.patch.object(module, "tilings", tilings):
+    choose = module.choose_blocks if tiles is None else lambda *_: tuple(module.Blocks(*x) for x in tiles)
+    with guarded_memory(), mock.patch.object(module, "choose_blocks", choose):
         found = module.backward(
             grad_output,
             query,

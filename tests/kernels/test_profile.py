@@ -75,7 +75,7 @@ PLACES = (16, 16), (16, 32), (32, 32)
 def tiles(rows: int, columns: int) -> Iterator[None]:
     """Kernels cut into small tiles, and fresh memory that holds NaN."""
     from polyhead.kernels import profile, profile_divergence
-    from polyhead.kernels.profile_prepare import Tiles
+    from polyhead.kernels.resources import Blocks
 
     modules = (profile, profile_divergence)
     kept = [module.tiles_for for module in modules]
@@ -86,7 +86,7 @@ def tiles(rows: int, columns: int) -> Iterator[None]:
         return fresh.fill_(torch.nan if fresh.is_floating_point() else -77)
 
     for module in modules:
-        module.tiles_for = lambda *args, **kwargs: Tiles(rows, columns, 4, 1)
+        module.tiles_for = lambda *args, **kwargs: Blocks(rows, columns, 4, 1)
     torch.empty = poisoned
     try:
         yield
@@ -170,12 +170,12 @@ FAR = {
 def check_far_offsets(names: list[str], whole: tuple[int, int], piece: tuple[int, int]) -> None:
     """Rows long enough for bins of many offsets, where tiles lie within one bin, along an edge and across several."""
     from polyhead.kernels import profile
-    from polyhead.kernels.profile_prepare import Tiles
+    from polyhead.kernels.resources import Blocks
 
     for name in names:
         scene, rows, columns = FAR[name]
         with tiles(*piece):
-            profile.tiles_for = lambda *args, busy=False, **kwargs: Tiles(*(piece if busy else whole), 4, 1)
+            profile.tiles_for = lambda *args, busy=False, **kwargs: Blocks(*(piece if busy else whole), 4, 1)
             question = Question(scene(), rows, columns, {"offsets": True, "received": True, "block_map": (64, 64)})
             question.check(torch.float32, "fused")
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,9 +18,9 @@ from triton.runtime.errors import OutOfResources
 
 from polyhead import Mask, attention
 from polyhead.kernels import resources
-from polyhead.kernels.forward import Blocks, choose_blocks, fit_blocks
+from polyhead.kernels.forward import choose_blocks, fit_blocks
 from polyhead.kernels.mask_arguments import MaskArguments
-from polyhead.kernels.resources import launch_fitting
+from polyhead.kernels.resources import Blocks, launch_fitting
 
 LIMITS = {(9, 0): 232448, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (12, 0): 101376}
 ROWS = torch.zeros(1, 1, dtype=torch.int32)
@@ -39,7 +46,7 @@ def test_keys_values_and_what_is_added_to_logits_fit(name: str, machine: tuple[i
     for width in (16, 64, 128, 256):
         for size in (2, 4):
             for asked in (0, 4, 5, 13):
-                rows, columns, _, stages = fitted(machine, mask, width, size, asked)
+                rows, columns, _, stages, _ = fitted(machine, mask, width, size, asked)
                 queue = stages * columns * (2 * width * size + rows * per_logit)
                 assert queue < LIMITS[machine]
                 assert rows >= 16
@@ -101,6 +108,84 @@ def test_what_never_fits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_found", {})
     with pytest.raises(OutOfResources, match="shared memory"):
         launch_fitting(Machine(0).launch, 4, halved, lambda: "one")
+
+
+def test_halved_blocks_come_to_an_end_and_never_become_higher_than_wide() -> None:
+    blocks: Blocks | None = Blocks(64, 128, 8, 3)
+    seen = []
+    while blocks is not None:
+        seen.append(blocks)
+        assert blocks.rows <= blocks.columns
+        blocks = blocks.halved()
+    assert seen[-1] == Blocks(16, 16, 8, 1)
+    assert len(set(seen)) == len(seen)
+
+
+class Narrow:
+    """A kernel on a machine that has room for tiles of 16 x 16 alone, and how often it was too large."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.refused = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            if kwargs["BLOCK_M"] * kwargs["BLOCK_N"] > 256:
+                self.refused += 1
+                raise OutOfResources(2, 1, "shared memory")
+            self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def check_gradients_and_profiles_fit() -> None:
+    from polyhead import profile
+    from polyhead.kernels import backward
+    from polyhead.kernels import profile as walks
+    from polyhead.kernels import profile_crossing as crossing
+
+    places = [(backward, "_queries_kernel"), (backward, "_keys_kernel"), (walks, "_column_kernel")]
+    places += [(walks, "_row_kernel"), (crossing, "_crossing_kernel")]
+    narrow = [Narrow(getattr(module, name)) for module, name in places]
+    for (module, name), kernel in zip(places, narrow, strict=True):
+        setattr(module, name, kernel)
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(1, heads, 37, 8, generator=generator).requires_grad_() for heads in (2, 1, 1)]
+    found, exact = (
+        torch.autograd.grad(attention(*tensors, mask=Mask.causal(), backend=backend).output.square().sum(), tensors)
+        for backend in ("fused", "reference")
+    )
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+    query, key = (x.detach() for x in tensors[:2])
+    lse = attention(query, key, key, mask=Mask.causal(), logsumexp=True, backend="reference").logsumexp
+    offsets = {"received": True, "block_map": (8, 8), "offsets": True}
+    column_kernel = narrow[2]
+    for asked, kernel in (
+        ({"argmax": True, "topk": 3}, column_kernel),
+        (offsets, column_kernel),
+        (offsets, column_kernel.kernel),
+    ):
+        # Where the walk has room for its tiles, the pieces of the few that cross an edge of bins may have none.
+        walks._column_kernel = kernel
+        resources._found.clear()
+        one, other = (
+            profile(query, key, lse, mask=Mask.causal(), backend=backend, **asked) for backend in ("fused", "blockwise")
+        )
+        for name in ("received", "block_map", "offsets", "argmax", "top_keys", "top_weights"):
+            if getattr(other, name) is not None:
+                torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=1e-5, rtol=1e-5)
+    assert all(kernel.refused for kernel in narrow), [kernel.refused for kernel in narrow]
+
+
+def test_gradients_and_profiles_make_do_with_less(project_root: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(project_root / "src")}
+    code = "from tests.kernels import test_resources as checks\nchecks.check_gradients_and_profiles_fit()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=project_root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

@@ -69,7 +69,22 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append("our kernels never hold the weights")
     if is_transformed():
         reasons.append(TRANSFORMED)
+    if request.needs_grad and torch.are_deterministic_algorithms_enabled() and _learns_what_is_added(request):
+        reasons.append(
+            "our kernels add up the gradient of a bias or a table in an order that changes, and deterministic algorithms "
+            "were asked for"
+        )
     return reasons + mask_reasons(request.visibility)
+
+
+def _learns_what_is_added(request: AttentionRequest) -> bool:
+    """Whether a bias that several rows, heads or sequences share, or a table, wants a gradient: a sum over blocks."""
+    visibility = request.visibility
+    if visibility is None:
+        return False
+    whole = request.query.shape[:3]
+    shared = [bias for bias in visibility.biases if bias.shape[:3] != whole]
+    return any(x.requires_grad for x in (*shared, *(term.table for term in visibility.relative_biases)))
 
 
 def kernel(request: AttentionRequest) -> str:

@@ -17,6 +17,7 @@ the one exponential; the kernel that writes C is bound by bytes.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from polyhead.kernels.backward_tiles import (
 )
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import key_spans, query_span, visible_tile
+from polyhead.kernels.resources import Blocks, launch_fitting
 from polyhead.kernels.sizes import blocks_of, power_of_two
 from polyhead.kernels.softmax_tiles import add_product, products
 
@@ -57,26 +59,19 @@ class BiasGradients(NamedTuple):
     table: Tensor | None = None
 
 
-class Tiling(NamedTuple):
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def tilings(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Tiling, Tiling]:
+def choose_blocks(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Blocks, Blocks]:
     """Rows and columns of a tile, for the kernel that writes the keys' gradients and for the one of the queries'."""
     dim = max(head_dim, value_dim)
     if dtype is torch.float32:
         # Without matrix units a product is unrolled: tiles of twice this size compile for minutes and spill.
         if dim <= 64:
-            return Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)
-        return (Tiling(16, 32, 8, 1), Tiling(32, 16, 8, 1)) if dim <= 128 else (Tiling(16, 16, 8, 1),) * 2
+            return Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)
+        return (Blocks(16, 32, 8, 1), Blocks(32, 16, 8, 1)) if dim <= 128 else (Blocks(16, 16, 8, 1),) * 2
     if dim <= 64:
-        return Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3)
+        return Blocks(64, 128, 8, 3), Blocks(128, 64, 8, 3)
     if dim <= 128:
-        return Tiling(64, 128, 8, 2), Tiling(128, 64, 8, 2)
-    return Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2)
+        return Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2)
+    return Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2)
 
 
 @triton.jit
@@ -515,31 +510,40 @@ def backward(
         SINKS=tl.constexpr(sinks is not None),
         LINEAR_TERMS=tl.constexpr(any(x is not None for x in by_key._replace(entropy=None))),
     )
-    for_keys, for_queries = tilings(head_dim, value_dim, query.dtype)
+    for_keys, for_queries = choose_blocks(head_dim, value_dim, query.dtype)
+
+    def launch_queries(blocks: Blocks) -> None:
+        _queries_kernel[(batch * heads * blocks_of(num_queries, blocks.rows),)](
+            problem,
+            into,
+            _strided(grad_query),
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            **blocks.options,
+        )
+
+    def launch_keys(blocks: Blocks) -> None:
+        _keys_kernel[(batch * kv_heads * blocks_of(num_keys, blocks.columns),)](
+            problem,
+            _strided(grad_key),
+            _strided(grad_value),
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            **blocks.options,
+        )
+
+    def kind() -> tuple[Hashable, ...]:
+        there = tuple(x is not None for x in (*by_key, *mask, into.bias, into.table, head_scale, softcap, sinks))
+        return query.get_device(), query.dtype, head_dim, value_dim, there, bool(dropout)
+
     with torch.cuda.device_of(query):
         if constant.numel():
             block_m = max(1, min(64, 8192 // block_value))
             grid = (batch * heads * blocks_of(num_queries, block_m),)
             _constants_kernel[grid](problem, _strided(output), gradients, values, BLOCK_M=block_m)
-            _queries_kernel[(batch * heads * blocks_of(num_queries, for_queries.block_m),)](
-                problem,
-                into,
-                _strided(grad_query),
-                BLOCK_M=for_queries.block_m,
-                BLOCK_N=for_queries.block_n,
-                num_warps=for_queries.warps,
-                num_stages=for_queries.stages,
-            )
+            launch_fitting(launch_queries, for_queries, Blocks.smaller, lambda: ("queries", *kind()))
         if grad_key.numel():
-            _keys_kernel[(batch * kv_heads * blocks_of(num_keys, for_keys.block_n),)](
-                problem,
-                _strided(grad_key),
-                _strided(grad_value),
-                BLOCK_M=for_keys.block_m,
-                BLOCK_N=for_keys.block_n,
-                num_warps=for_keys.warps,
-                num_stages=for_keys.stages,
-            )
+            launch_fitting(launch_keys, for_keys, Blocks.smaller, lambda: ("keys", *kind()))
     grad_sinks = None if sinks is None else _sinks_gradient(sinks, logsumexp, constant, row_gradients, row_values)
     return grad_query, grad_key, grad_value, grad_sinks, into.bias, into.table
 

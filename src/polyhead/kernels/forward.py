@@ -34,7 +34,7 @@ from polyhead.kernels.mask_tiles import (
     visible_tile,
 )
 from polyhead.kernels.outputs import output_like
-from polyhead.kernels.resources import launch_fitting, shared_memory
+from polyhead.kernels.resources import Blocks, launch_fitting, shared_memory
 from polyhead.kernels.sizes import blocks_of, power_of_two
 from polyhead.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, products, tanh
 
@@ -596,25 +596,6 @@ def _forward_kernel(
         tl.store(rows.argmax_abs + offs_row, argmax_abs, mask=mask_m)
 
 
-class Blocks(NamedTuple):
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-    def smaller(self) -> Blocks | None:
-        """The next that takes less shared memory: a shorter queue of tiles first, then narrower ones."""
-        if self.stages > 2:
-            return self._replace(stages=self.stages - 1)
-        if self.columns > 32:
-            return self._replace(columns=self.columns // 2)
-        if self.stages > 1:
-            return self._replace(stages=1)
-        if self.columns > 16:
-            return self._replace(columns=self.columns // 2)
-        return self._replace(rows=self.rows // 2) if self.rows > 16 else None
-
-
 def choose_blocks(width: int, element_size: int, queries: int, asked: int, capability: tuple[int, int]) -> Blocks:
     """The tile of one program.
 
@@ -662,7 +643,7 @@ def fit_blocks(
     # For barriers, sums over several warps, and what is loaded for each token.
     rest = 2048 if all(x is None for x in by_token) else 6144
     while True:
-        rows, columns, _, stages = blocks
+        rows, columns, _, stages, _ = blocks
         queue = stages * columns * (sum(widths) * element_size + rows * per_logit)
         less = blocks.smaller()
         if rows * held + queue + rows * columns * once + rest <= shared or less is None:
@@ -760,8 +741,7 @@ def forward(
             BLOCK_KEY=block_key,
             BLOCK_VALUE=block_value,
             DESCRIPTORS=descriptors,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
+            **blocks.options,
         )
 
     def kind() -> Hashable:

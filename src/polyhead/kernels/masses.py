@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.kernels.mask_arguments import MaskArguments
+from polyhead.kernels.resources import Blocks
 from polyhead.kernels.sizes import blocks_of, power_of_two
 from polyhead.kernels.softmax_tiles import LOG2E, exp2, products
 
@@ -171,13 +172,6 @@ def _masses_kernel(
             _store(rows.window_mass + offs_output, window_mass, logsumexp, mask_m)
 
 
-class Blocks(NamedTuple):
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
 def choose_blocks(width: int, element_size: int) -> Blocks:
     """The tile of one program, for a padded head dim: small enough for the shared memory of every GPU from sm_80 on."""
     if element_size == 4:
@@ -248,7 +242,6 @@ def masses(
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
             BLOCK_SINKS=16,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
+            **blocks.options,
         )
     return found

@@ -14,6 +14,7 @@ masked.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from polyhead.kernels import mask_tiles
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.profile_crossing import add_crossing
 from polyhead.kernels.profile_offsets import OFFSET_BINS
-from polyhead.kernels.profile_prepare import Problem, Tiles, block_dim, tiles_for
+from polyhead.kernels.profile_prepare import Problem, block_dim, tiles_for
 from polyhead.kernels.profile_tiles import (
     column_span,
     head_factor,
@@ -34,6 +35,7 @@ from polyhead.kernels.profile_tiles import (
     take_columns,
     whole_span,
 )
+from polyhead.kernels.resources import Blocks, launch_fitting
 from polyhead.kernels.sizes import blocks_of, power_of_two
 
 
@@ -375,43 +377,51 @@ def walk(
     if not batch or not rows or not columns:
         return {name: x.fill_(_NOTHING.get(name, 0.0)) for name, x in found.items()}
 
-    pool_rows, pool_columns, alone = (1, 1, False) if block is None else _pools(block, tiles)
-    constants: dict[str, Any] = {
-        "DIM": query.shape[3],
-        "BLOCK_DIM": block_dim(query),
-        "BLOCK_M": tiles.rows,
-        "BLOCK_N": tiles.columns,
-        "POOL_M": pool_rows,
-        "POOL_N": pool_columns,
-        "BY_MAX": by_max,
-        "ALONE": alone,
-        "IS_BAND": is_band,
-        **tiles.options,
-    }
     column_results = ColumnResults(found.get("received"), found.get("block_map"), found.get("offsets"))
     if block is not None:
         height, width = found["block_map"].shape[2:]
         column_results = column_results._replace(
             block_height=block[0], block_width=block[1], map_rows=height, map_columns=width
         )
-    with torch.cuda.device_of(query):
+    row_results = RowResults(
+        argmax=found.get("argmax"),
+        top_value=found.get("top_log2_weights"),
+        top_key=found.get("top_keys"),
+        mass=found.get("key_set_mass"),
+        key_set=None if key_set is None else key_set.contiguous().view(torch.uint8),
+        key_set_batch=0 if key_set is None or key_set.shape[0] == 1 else key_set.shape[1],
+    )
+
+    def launch(tiles: Blocks) -> None:
+        pool_rows, pool_columns, alone = (1, 1, False) if block is None else _pools(block, tiles)
+        constants: dict[str, Any] = {
+            "DIM": query.shape[3],
+            "BLOCK_DIM": block_dim(query),
+            "BLOCK_M": tiles.rows,
+            "BLOCK_N": tiles.columns,
+            "POOL_M": pool_rows,
+            "POOL_N": pool_columns,
+            "BY_MAX": by_max,
+            "ALONE": alone,
+            "IS_BAND": is_band,
+            **tiles.options,
+        }
         if by_columns:
-            count = batch * heads * blocks_of(columns, tiles.columns)
-            _column_kernel[(count,)](problem, mask, column_results, **constants)
-            if offsets:
-                piece = tiles_for(query, by_columns=True, busy=True)
-                add_crossing(problem, mask, found["offsets"], tiles, piece)
-        else:
-            row_results = RowResults(
-                argmax=found.get("argmax"),
-                top_value=found.get("top_log2_weights"),
-                top_key=found.get("top_keys"),
-                mass=found.get("key_set_mass"),
-                key_set=None if key_set is None else key_set.contiguous().view(torch.uint8),
-                key_set_batch=0 if key_set is None or key_set.shape[0] == 1 else key_set.shape[1],
+            _column_kernel[(batch * heads * blocks_of(columns, tiles.columns),)](
+                problem, mask, column_results, **constants
             )
-            count = batch * heads * blocks_of(rows, tiles.rows)
-            _row_kernel[(count,)](problem, mask, column_results, row_results, **constants, TOP=top)
+        else:
+            _row_kernel[(batch * heads * blocks_of(rows, tiles.rows),)](
+                problem, mask, column_results, row_results, **constants, TOP=top
+            )
+
+    def kind() -> Hashable:
+        return "profile", *problem.kind(mask), by_columns, tiles, block, by_max, *sorted(found)
+
+    with torch.cuda.device_of(query):
+        used = launch_fitting(launch, tiles, Blocks.halved, kind)
+    if offsets and by_columns:
+        add_crossing(problem, mask, found["offsets"], used, tiles_for(query, by_columns=True, busy=True))
     return found
 
 
@@ -425,7 +435,7 @@ def _is_band(mask: MaskArguments) -> bool:
     return all(x is None for x in tensors)
 
 
-def _pools(block: tuple[int, int], tiles: Tiles) -> tuple[int, int, bool]:
+def _pools(block: tuple[int, int], tiles: Blocks) -> tuple[int, int, bool]:
     """Into how many blocks a tile falls along each axis, and whether no other tile shares them; see `take_columns`."""
     pools, alone = [], True
     for size, tile in zip(block, (tiles.rows, tiles.columns), strict=True):

@@ -16,8 +16,9 @@ from torch import Tensor
 from polyhead.kernels import mask_tiles
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.profile_offsets import NEAR, OFFSET_BINS, add_tile, bin_end, offset_bin
-from polyhead.kernels.profile_prepare import Problem, Tiles, block_dim
+from polyhead.kernels.profile_prepare import Problem, block_dim
 from polyhead.kernels.profile_tiles import head_factor, load_rows, log2_weights
+from polyhead.kernels.resources import Blocks, launch_fitting
 from polyhead.kernels.sizes import blocks_of
 
 
@@ -81,15 +82,17 @@ def _crossing_kernel(
                 add_tile(ptr_offsets, tl.exp2(logs), first_column - first_row - mask.offset, BLOCK_M, BLOCK_N)
 
 
-def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: Tiles, piece: Tiles) -> None:
+def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: Blocks, piece: Blocks) -> None:
     """Add to `offsets` [batch, heads, OFFSET_BINS] what a walk down the columns in tiles of this size left out."""
     query = problem.query
+    piece = piece._replace(rows=min(piece.rows, tile.rows), columns=min(piece.columns, tile.columns))
     # A tile counts with all its offsets, also those past the end of the window.
     furthest = max(tile.rows, tile.columns) + max(
         abs(problem.column_stop - 1 - problem.row_start - mask.offset),
         abs(problem.column_start - (problem.row_stop - 1) - mask.offset),
     )
-    with torch.cuda.device_of(query):
+
+    def launch(piece: Blocks) -> None:
         _crossing_kernel[(problem.batch * problem.heads * blocks_of(problem.columns, piece.columns),)](
             problem,
             mask,
@@ -101,5 +104,8 @@ def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: T
             BLOCK_N=piece.columns,
             TILE_M=tile.rows,
             TILE_N=tile.columns,
-            num_warps=piece.warps,
+            **piece.options,
         )
+
+    with torch.cuda.device_of(query):
+        launch_fitting(launch, piece, Blocks.halved, lambda: ("crossing", *problem.kind(mask)))

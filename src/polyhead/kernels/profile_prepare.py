@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from polyhead.kernels.mask_arguments import MaskArguments
+from polyhead.kernels.resources import Blocks
 from polyhead.kernels.sizes import blocks_of, power_of_two
 
 _LOG2_E = 1.4426950408889634
@@ -52,20 +55,10 @@ class Problem(NamedTuple):
     def columns(self) -> int:
         return self.column_stop - self.column_start
 
-
-class Tiles(NamedTuple):
-    """How a kernel is cut: queries and keys of a tile, warps, stages of loading, the most registers a thread takes."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        options = {"num_warps": self.warps, "num_stages": self.stages}
-        return options if self.registers is None else {**options, "maxnreg": self.registers}
+    def kind(self, mask: MaskArguments) -> tuple[Hashable, ...]:
+        """What kernels are compiled for, beside what they are asked."""
+        there = tuple(x is not None for x in (*mask, self.factors, self.cap))
+        return self.query.get_device(), self.query.dtype, self.query.shape[3], there
 
 
 def prepare(
@@ -173,7 +166,7 @@ def _shift_kernel(
     tl.store(ptr_shift + i_pair * padded + offs, shift.to(tl.float32), mask=offs < padded)
 
 
-def tiles_for(query: Tensor, *, by_columns: bool, busy: bool = False, heads_at_once: int = 1) -> Tiles:
+def tiles_for(query: Tensor, *, by_columns: bool, busy: bool = False, heads_at_once: int = 1) -> Blocks:
     """Tile sizes by head dim and dtype, made smaller until they fit into the device's shared memory.
 
     Of the walk down the columns, two share a multiprocessor up to head dim 128 (97 KiB and 128 registers a thread): one
@@ -181,23 +174,23 @@ def tiles_for(query: Tensor, *, by_columns: bool, busy: bool = False, heads_at_o
     """
     dim = block_dim(query)
     if query.dtype is torch.float32:
-        tiles = Tiles(32, 32, 4, 1 if heads_at_once > 1 else 2)
+        tiles = Blocks(32, 32, 4, 1 if heads_at_once > 1 else 2)
     elif heads_at_once > 1 or busy:
-        tiles = Tiles(64, 64, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 2)
+        tiles = Blocks(64, 64, 4, 2) if dim <= 128 else Blocks(32, 32, 4, 2)
     elif dim <= 128:
-        tiles = Tiles(128, 128, 8, 3 if dim <= 64 else 2, 128 if by_columns else None)
+        tiles = Blocks(128, 128, 8, 3 if dim <= 64 else 2, 128 if by_columns else None)
     else:
-        tiles = Tiles(64, 128, 8, 2) if by_columns else Tiles(64, 64, 4, 2)
+        tiles = Blocks(64, 128, 8, 2) if by_columns else Blocks(64, 64, 4, 2)
     if query.device.type != "cuda":
         return tiles
     properties = torch.cuda.get_device_properties(query.device)
     room = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     while _shared_bytes(tiles, dim * query.element_size() * heads_at_once, by_columns) > room and tiles.columns > 16:
-        tiles = Tiles(max(16, tiles.rows // 2), max(16, tiles.columns // 2), 4, tiles.stages)
+        tiles = Blocks(max(16, tiles.rows // 2), max(16, tiles.columns // 2), 4, tiles.stages)
     return tiles
 
 
-def _shared_bytes(tiles: Tiles, row_bytes: int, by_columns: bool) -> int:
+def _shared_bytes(tiles: Blocks, row_bytes: int, by_columns: bool) -> int:
     held, passing = (tiles.columns, tiles.rows) if by_columns else (tiles.rows, tiles.columns)
     return (held + passing * tiles.stages) * row_bytes + 4096  # with room for what reductions exchange
 
