@@ -28,9 +28,7 @@ def moments_of(model: nn.Module, tokens: Tensor) -> tuple[HeadMoments, Tensor, l
     outputs = torch.cat([seen[i].unflatten(-1, (layer.layout.num_heads, -1)) for i, layer in enumerate(layers)], 2)
     weights = torch.stack([head.output for layer in layers for head in layer.heads])
     heads = [HeadId(i, head) for i, layer in enumerate(layers) for head in range(layer.layout.num_heads)]
-    moments = HeadMoments.empty(len(heads), outputs.shape[-1])
-    for text in outputs:
-        moments = moments.update(text)
+    moments = HeadMoments.empty(len(heads), outputs.shape[-1]).update(outputs.flatten(0, 1))
     return moments, weights, heads
 
 
@@ -52,7 +50,8 @@ def test_planted_duplicates_come_first_and_random_weights_have_no_group(seed: in
     relations["information"] = mutual_information(moments)
     for name, relation in relations.items():
         assert set(ranked(relation)[:2]) == truth, name
-    chance = cosine(*moments_of(null, tokens)[:2])
+    few = tokens[:9]  # less text makes heads that have nothing in common look more alike, never less
+    chance = cosine(*moments_of(null, few)[:2])
     assert set(redundancy(relations["cosine"], chance).groups) == truth
-    other = cosine(*moments_of(random_model(seed + 200), tokens)[:2])
+    other = cosine(*moments_of(random_model(seed + 200), few)[:2])
     assert redundancy(other, chance).groups == ()

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polyhead.cli import app
-from tests.inspection.small_models import model_folder, text_folder
+from tests.inspection.small_models import NAMES, model_folder, text_folder
 
 pytest.importorskip("pyarrow")
 
@@ -39,14 +39,28 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path):
     assert shown.count("•") == 3
     assert f"Kept in {tmp_path / 'one'}" in shown
     written = {file.name for file in (tmp_path / "one").iterdir()}
-    assert written == {"heads.parquet", "inspection.json", "relations.safetensors", "observations.safetensors"}
+    files = {"relations.safetensors", "observations.safetensors", "pictures.safetensors"}
+    assert written == {"heads.parquet", "inspection.json"} | files
     table = invoke("inspect", place / "bert", *options, "--table", "--importance", "none", "--layers", "1").stdout
     rows = [line.split()[0] for line in table.splitlines() if re.match(r" *\d+\.\d+ ", line)]
     assert rows == ["1.0", "1.1", "1.2", "1.3"]
+    looked_at = [line.split() for line in table.splitlines() if re.match(r" *1\.\d: ", line)]
+    assert [line[0] for line in looked_at] == ["1.0:", "1.1:", "1.2:", "1.3:"]
+    for line in looked_at:
+        assert len(line) == 1 + 2 * 5
+        assert set(line[1::2]) <= set(NAMES)
+        shares = [int(share.removesuffix("%")) for share in line[2::2]]
+        assert shares == sorted(shares, reverse=True)
     invoke("inspect", place / "bert", *options, "--seed", 1, "--save", tmp_path / "two", "--importance", "none")
     compared = invoke("compare", tmp_path / "one", tmp_path / "two").stdout
     assert "0 of" in compared
     assert "differ beyond sampling error" in compared
+    said = " ".join(compared.split())
+    columns = "qk_top_share, ov_top_share, total_correlation, contribution, contribution_share, effective_rank"
+    assert f"48 of them have no known sampling error and are never marked: {columns}" in said
+    assert "never marked" not in invoke(
+        "compare", tmp_path / "one", tmp_path / "two", "--statistic", "special_mass"
+    ).stdout  # fmt: skip
 
 
 def test_ablation_of_a_language_model_and_chosen_statistics(place):

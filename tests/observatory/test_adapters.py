@@ -100,8 +100,8 @@ def test_statistics_are_those_of_the_modules_own_weights(causal, padded):
     stack = Expected()
     rows = padding() if padded else torch.ones(BATCH, TOKENS).bool()
     stack.add([made[0].weights, made[2].weights], rows, torch.zeros(BATCH).long())
-    assert_table(session.table(), {"self": stack})
-    assert [site.name for site in dict.fromkeys(session.table().sites)] == ["0", "2"]
+    assert_table(session.profile, {"self": stack})
+    assert [site.name for site in dict.fromkeys(session.profile.sites)] == ["0", "2"]
 
 
 def test_a_cross_attention_has_no_positions():
@@ -110,7 +110,7 @@ def test_a_cross_attention_has_no_positions():
         made[0](tokens(), source=tokens(SOURCE, seed=2))
     stack = Expected(cross=True)
     stack.add([made[0].weights], torch.ones(BATCH, TOKENS).bool(), torch.zeros(BATCH).long())
-    assert_table(session.table(), {"cross": stack})
+    assert_table(session.profile, {"cross": stack})
 
 
 @pytest.mark.parametrize("cross", [False, True])
@@ -127,7 +127,7 @@ def test_tokens_that_the_mask_does_not_tell(cross):
         made[0](tokens(), *([tokens(SOURCE, seed=2)] if cross else []))
     stack = Expected(cross=cross)
     stack.add([made[0].weights], padding(), torch.zeros(BATCH).long())
-    assert_table(session.table(), {"cross" if cross else "self": stack})
+    assert_table(session.profile, {"cross" if cross else "self": stack})
 
 
 def test_softcap_and_learned_sinks():
@@ -144,7 +144,7 @@ def test_softcap_and_learned_sinks():
     rows = polyhead.attention(query, key, value, **options, statistics=names, backend="reference").statistics
     for name in names:
         expected = getattr(rows, name).transpose(0, 1).flatten(1).mean(-1)
-        torch.testing.assert_close(session.table()[name], expected, rtol=0, atol=BOUND)
+        torch.testing.assert_close(session.profile[name], expected, rtol=0, atol=BOUND)
 
 
 def test_pytorchs_own_layer_through_an_adapter():
@@ -163,7 +163,7 @@ def test_pytorchs_own_layer_through_an_adapter():
     for adapters in (None, {nn.MultiheadAttention: Told()}):
         with torch.no_grad(), polyhead.observe(layer, adapters=adapters) as session:
             layer(x, x, x)
-        tables.append(session.table())
+        tables.append(session.profile)
     assert_equal_tables(*tables, bound=1e-9)
 
 
@@ -201,7 +201,7 @@ def test_an_adapter_and_the_models_own_weights_agree():
     for options in ({"adapters": {BloomAttention: BloomAdapter()}}, {"via_weights": True}):
         with torch.no_grad(), polyhead.observe(bloom, **options) as session:
             bloom(input_ids=ids, attention_mask=padding().long(), use_cache=False)
-        tables.append(session.table())
+        tables.append(session.profile)
     one, other = tables
     assert one["tokens"].eq(int(padding().sum())).all()
     assert one["max_logit"].isfinite().all()
@@ -220,7 +220,7 @@ def test_the_module_is_as_it_was_and_computes_what_it_did(fails):
     def run():
         with polyhead.observe(made, adapters={Handwritten: Adapter()}) as session:
             assert torch.equal(made(x), expected)
-            assert len(session.table()) == 2 * HEADS
+            assert len(session.profile) == 2 * HEADS
             return 1 // (not fails)
 
     if fails:
@@ -256,7 +256,7 @@ def test_a_path_goes_before_a_class():
     with polyhead.observe(made, adapters={Handwritten: Noting("class"), "2": Noting("path")}, layers=[1]) as session:
         made(tokens())
     assert told == ["class", "path"]
-    assert {site.name for site in session.table().sites} == {"2"}
+    assert {site.name for site in session.profile.sites} == {"2"}
 
 
 # ---- gates
@@ -273,7 +273,7 @@ def test_gates_multiply_the_heads_of_an_adapter_that_says_so():
     torch.testing.assert_close(gated, plain - missing, rtol=0, atol=1e-12)
     gated.sum().backward()
     assert gate.grad.abs().min() > 0
-    assert session.table()["tokens"].eq(2 * BATCH * TOKENS).all()
+    assert session.profile["tokens"].eq(2 * BATCH * TOKENS).all()
 
 
 def test_gates_are_refused_for_an_adapter_that_does_not():

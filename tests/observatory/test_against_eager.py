@@ -39,7 +39,7 @@ def run(model, **inputs):
         expected = model(**inputs, output_attentions=True)
         with polyhead.observe(model) as session:
             actual = model(**inputs)
-    return expected, actual, session.table()
+    return expected, actual, session.profile
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
@@ -105,7 +105,7 @@ def test_two_towers_are_two_stacks():
     model = models.build(FAMILIES["clip"])
     with torch.no_grad(), polyhead.observe(model) as session:
         model(**models.inputs(FAMILIES["clip"]))
-    table = session.table()
+    table = session.profile
     towers = {site.stack.split(".")[0]: site.layer for site in table.sites}
     assert towers == {"text_model": 1, "vision_model": 1}
     assert set(table["tokens"].tolist()) == {BATCH * TOKENS, BATCH * 26}
@@ -129,7 +129,7 @@ def test_generation_counts_every_token_once(name, cache):
     for step, attentions in enumerate(expected.attentions):
         real = mask.bool() if step == 0 else torch.ones(BATCH, 1, dtype=torch.bool)
         stack.add(attentions, real, first_of(mask), TOKENS + step)
-    table = session.table()
+    table = session.profile
     assert set(table["tokens"].tolist()) == {int(mask.sum()) + BATCH * (new - 1)}
     assert_table(table, {"self": stack})
 
@@ -152,7 +152,7 @@ def test_generation_of_an_encoder_decoder(name):
     for own, cross in zip(expected.decoder_attentions, expected.cross_attentions, strict=True):
         stacks["decoder"].add(own, one, zero)
         stacks["cross"].add(cross, one, zero)
-    assert_table(session.table(), stacks)
+    assert_table(session.profile, stacks)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma2", "t5"])
@@ -195,7 +195,7 @@ def test_a_mask_of_the_callers_own_tells_padding_as_well(name, form):
             model(input_ids=ids, attention_mask=real)
         with polyhead.observe(model) as given:
             model(input_ids=ids, attention_mask=mask)
-    one, other = described.table(), given.table()
+    one, other = described.profile, given.profile
     assert one["tokens"].eq(int(real.sum())).all()
     for column in one.columns:
         torch.testing.assert_close(other[column], one[column], rtol=0, atol=BOUND * TOKENS, msg=column)
@@ -212,7 +212,7 @@ def test_packed_rows_start_anew_in_every_document():
         with polyhead.observe(model) as apart:
             for part in parts:
                 model(input_ids=ids[:, part])
-    one, other = packed.table(), apart.table()
+    one, other = packed.profile, apart.profile
     assert one["tokens"].eq(TOKENS).all()
     for name in one.columns:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=BOUND * TOKENS, msg=name)

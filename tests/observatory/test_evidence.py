@@ -30,6 +30,14 @@ def classes_of(tokens: Tensor) -> Tensor:
     return classes
 
 
+def cut(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids that 3 divides go on with the word before; behind one that 7 divides a sentence begins; none is the first."""
+    words = (tokens % 3 != 0).cumsum(-1)
+    sentences = torch.nn.functional.pad(tokens % 7 == 0, (1, -1)).cumsum(-1)
+    words[:, 0] = sentences[:, 0] = -1
+    return words, sentences
+
+
 def expected_sums(
     weights: Tensor,
     visible: Tensor,
@@ -88,6 +96,13 @@ def expected_sums(
             found["far"] += bool(far[top]) and bool(p[i].max() > 0.5)
             for name, pairs in (("duplicate", same), ("induction", follows)):
                 found[f"{name}_rows"] += bool((pairs[i] & visible[i]).any())
+        for name, numbers in zip(("word", "sentence"), (x[0] for x in cut(tokens[None])), strict=True):
+            for i in rows:
+                inside = (numbers == numbers[i]) & real
+                asked = inside.sum() > 1 if name == "word" else len(set(numbers[real & (numbers >= 0)].tolist())) > 1
+                if asked and numbers[i] >= 0:
+                    found[f"{name}_rows"] += 1
+                    found[name] += float(p[i][inside].sum())
         found["duplicate"], found["induction"] = float(p[same].sum()), float(p[follows].sum())
         if meaning is not None:
             text = real & ~special
@@ -112,7 +127,7 @@ def expected_sums(
         1 - (1 - 1 / n) / (2 * float(torch.tensor(n).double().log())) for n in visible[rows].sum(-1).tolist() if n > 1
     ]
     sums["entropy_share"][-1] = sum(shares)
-    for name in COLUMNS[COLUMNS.index("alike") :]:
+    for name in COLUMNS[COLUMNS.index("alike") : COLUMNS.index("word")]:
         sums[name][-1] = 0.0  # chance is not asked what it means
     bins = (distance.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1)[rows]
     available = [int((visible[rows] & (bins == index)).sum()) for index in range(BINS)]
@@ -148,7 +163,7 @@ def test_evidence_equals_the_weights_of_eager_attention(name: str, side: str, kn
     classes = classes_of(tokens)
     rare = rare_tokens(torch.bincount(tokens.flatten(), minlength=models.VOCABULARY), 0.2)
     meaning = Meaning.of(model.get_input_embeddings().weight, dims=7) if known == "meaning" else None
-    gatherer = EvidenceGatherer(rare=rare, meaning=meaning)
+    gatherer = EvidenceGatherer(rare=rare, meaning=meaning, segments=cut)
     with torch.no_grad():
         eager = model(input_ids=tokens, attention_mask=real.long(), output_attentions=True)
         with polyhead.observe(model, statistics=None if known == "statistics" else False, gather=[gatherer]) as session:
@@ -185,7 +200,7 @@ def test_far_offsets_and_many_keys(causal: bool) -> None:
     stream = torch.randn(199, 24, dtype=torch.float64)[tokens] + torch.randn(149, 24, dtype=torch.float64)
     meaning = Meaning.of(torch.randn(199, 24), dims=11)
     rare = rare_tokens(torch.bincount(tokens.flatten(), minlength=199))
-    gatherer = EvidenceGatherer(rare=rare, meaning=meaning)
+    gatherer = EvidenceGatherer(rare=rare, meaning=meaning, segments=cut)
     with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[gatherer]) as session:
         session.notes = Notes(documents=torch.arange(2), tokens=tokens, classes=classes_of(tokens))
         weights = layer(stream, weights=True).weights
@@ -217,7 +232,7 @@ def test_of_many_occurrences_the_nearest_count() -> None:
 
 def run_in_parts(parts: list[Tensor], texts: Tensor, tokens: Tensor, documents: Tensor) -> HeadEvidence:
     layer = attended_layer()
-    gatherer = EvidenceGatherer(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), most_documents=5)
+    gatherer = EvidenceGatherer(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, most_documents=5)
     with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[gatherer]) as session:
         for part in parts:
             session.notes = Notes(documents=documents[part], tokens=tokens[part], classes=classes_of(tokens[part]))

@@ -9,11 +9,17 @@ from torch import nn
 import polyhead
 from polyhead.errors import OptionError
 from polyhead.functional.profile_request import offset_bins
-from polyhead.observatory import AttentionDistances, AttentionMaps, Contributions, load, save
+from polyhead.observatory import AttentionDistances, AttentionMaps, Contributions, Notes, load, save
+from polyhead.observatory.top_keys import TopKeys
 from tests.huggingface import models
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
-GATHERERS = (AttentionMaps(24, resolution=4), Contributions(), AttentionDistances())
+GATHERERS = (
+    AttentionMaps(24, resolution=4),
+    Contributions(),
+    AttentionDistances(),
+    TopKeys(torch.tensor([41, 7, 12, 5])),
+)
 
 
 def batches(name: str, count: int = 4, *, padded: bool = True):
@@ -34,6 +40,7 @@ def gathered(model, inputs, **options):
     session = polyhead.observe(model, gather=GATHERERS, **options)
     with torch.no_grad(), session:
         for one in inputs:
+            session.notes = Notes(tokens=one["input_ids"])
             model(**one)
     return session
 
@@ -103,6 +110,45 @@ def test_distances_are_those_of_the_weights(name):
         found = values["distances"].compute()
         torch.testing.assert_close(found, sums[site.layer] / rows, rtol=1e-3, atol=1e-4)
         assert found.max() <= 0.6931**0.5
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_top_keys_are_sums_of_the_weights_and_padding_is_none_of_them(name):
+    model = models.build(FAMILIES[name], dtype=torch.float32)
+    inputs = batches(name, 3)
+    for one in inputs:
+        one["input_ids"] = torch.where(one["attention_mask"] > 0, one["input_ids"] % 9, 5)  # padding looks like a token
+    every = TopKeys(torch.tensor([5, 3, 0, 8, 7]))
+    session = polyhead.observe(model, statistics=False, gather=[every])
+    with torch.no_grad(), session:
+        for one in inputs:
+            session.notes = Notes(tokens=one["input_ids"])
+            model(**one)
+    sums, rows = {}, sum(int(one["attention_mask"].sum()) for one in inputs)
+    for one in inputs:
+        real = one["attention_mask"].bool()
+        for layer, weights in enumerate(eager_weights(model, one)):
+            received = (weights.double() * real[:, None, :, None]).sum(2)  # [batch, heads, keys]
+            table = sums.setdefault(layer, torch.zeros(weights.shape[1], 9, dtype=torch.float64))
+            for token in range(9):
+                table[:, token] += (received * (one["input_ids"] == token)[:, None]).sum((0, 2))
+    for site, values in session.observations.gathered.items():
+        exact = sums[site.layer] / rows
+        ids, shares = values["top_keys"].compute(3)
+        told = exact[:, every.tokens]
+        torch.testing.assert_close(shares, told.sort(descending=True).values[:, :3], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(exact.gather(1, ids), shares, rtol=1e-5, atol=1e-6)
+        others = (values["top_keys"].received[:, -1] / values["top_keys"].rows).cpu()
+        torch.testing.assert_close(others, exact[:, [1, 2, 4, 6]].sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_top_keys_that_are_not_told_their_tokens_are_refused():
+    layer = polyhead.MultiHeadAttention(16, 2)
+    session = polyhead.observe(layer, gather=[TopKeys(torch.tensor([3]))])
+    with torch.no_grad(), session, pytest.raises(OptionError, match=r"what the 7 tokens of each text are.* got None"):
+        layer(torch.randn(1, 7, 16))
+    with pytest.raises(OptionError, match="different ids, got some twice"):
+        TopKeys(torch.tensor([3, 3]))
 
 
 def test_what_is_longer_than_the_map_falls_into_its_last_block():
@@ -185,6 +231,7 @@ def test_a_saved_session_goes_on_bit_by_bit(tmp_path, name, every):
     session.go_on_from(load(tmp_path / "seen.safetensors", GATHERERS))
     with torch.no_grad(), session:
         for one in inputs[2:]:
+            session.notes = Notes(tokens=one["input_ids"])
             model(**one)
     assert_bit_equal(session.observations, whole)
     save(tmp_path / "all.safetensors", whole)
@@ -217,6 +264,7 @@ def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
         load(path)
     layer = polyhead.MultiHeadAttention(16, 2)
     with torch.no_grad(), polyhead.observe(layer, gather=GATHERERS) as session:
+        session.notes = Notes(tokens=torch.zeros(1, 4, dtype=torch.int64))
         layer(torch.randn(1, 4, 16))
     save(path, session.observations)
     with pytest.raises(OptionError, match="holds what 'maps' gathered, got gatherers none"):

@@ -81,7 +81,7 @@ def test_the_model_is_as_it_was_also_after_an_exception(name, fails):
         run()
     assert_same_trace(trace_of(model), before)
     assert torch.equal(torch.get_rng_state(), random)
-    assert len(session.table())
+    assert len(session.profile)
     with torch.no_grad():
         assert torch.equal(result(model(**models.inputs(FAMILIES[name]))), expected)
 
@@ -92,7 +92,7 @@ def test_an_exception_inside_a_layer_leaves_nothing_open():
     with pytest.raises(OptionError, match="alibi_slopes"), polyhead.observe(model):
         model(input_ids=models.tokens(), alibi_slopes=torch.ones(4))
     assert_same_trace(trace_of(model), before)
-    assert len(observed(model, models.tokens()).table()) == 8
+    assert len(observed(model, models.tokens()).profile) == 8
 
 
 def test_gradients_and_training_mode():
@@ -119,7 +119,7 @@ def test_a_checkpointed_layer_is_counted_once(reentrant, every):
     with polyhead.observe(model, every=every) as session:
         losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for _ in range(3)]
         sum(losses).backward()
-    assert session.table()["tokens"].eq(ids.numel() * (3 if every == 1 else 2)).all()
+    assert session.profile["tokens"].eq(ids.numel() * (3 if every == 1 else 2)).all()
 
 
 def test_statistics_are_those_before_dropout():
@@ -130,7 +130,7 @@ def test_statistics_are_those_before_dropout():
         model.embeddings.eval()  # the first layer then reads the same tokens twice
         model(input_ids=ids)
     assert model.encoder.training
-    assert_equal_tables(session.table(), observed(model.eval(), ids, layers=[0]).table())
+    assert_equal_tables(session.profile, observed(model.eval(), ids, layers=[0]).profile)
 
 
 def test_weights_can_still_be_asked_for():
@@ -148,7 +148,7 @@ def test_weights_can_still_be_asked_for():
 
 def test_some_layers_and_some_heads():
     model = build()
-    whole = observed(model, models.tokens()).table()
+    whole = observed(model, models.tokens()).profile
     place = {(site.layer, head): index for index, (site, head) in enumerate(zip(whole.sites, whole.heads, strict=True))}
     cases = [
         ({"layers": [1]}, [(1, head) for head in range(4)]),
@@ -157,7 +157,7 @@ def test_some_layers_and_some_heads():
         ({"layers": ["model.layers.0.self_attn"], "heads": {2}}, [(0, 2)]),
     ]
     for options, expected in cases:
-        table = observed(model, models.tokens(), **options).table()
+        table = observed(model, models.tokens(), **options).profile
         assert [(site.layer, head) for site, head in zip(table.sites, table.heads, strict=True)] == expected
         rows = [place[head] for head in expected]
         for name in table.columns:
@@ -168,7 +168,7 @@ def test_layers_are_numbered_within_each_stack():
     model = build("bart")
     with torch.no_grad(), polyhead.observe(model, layers=[1]) as session:
         model(**models.inputs(FAMILIES["bart"]))
-    assert {(site.name, site.kind, site.layer, site.num_heads) for site in session.table().sites} == {
+    assert {(site.name, site.kind, site.layer, site.num_heads) for site in session.profile.sites} == {
         ("model.encoder.layers.1.self_attn", "self", 1, 4),
         ("model.decoder.layers.1.self_attn", "self", 1, 2),
         ("model.decoder.layers.1.encoder_attn", "cross", 1, 2),
@@ -182,33 +182,33 @@ def test_cross_attention_knows_its_tokens_although_self_attention_is_not_watched
     mask[0, 4:] = 0
     with torch.no_grad(), polyhead.observe(model, layers=["model.decoder.layers.0.encoder_attn"]) as session:
         model(**inputs, decoder_attention_mask=mask)
-    assert session.table()["tokens"].eq(int(mask.sum())).all()
+    assert session.profile["tokens"].eq(int(mask.sum())).all()
 
 
 def test_every_second_batch():
     model = build()
     batches = [models.tokens(seed=seed) for seed in range(5)]
     assert_equal_tables(
-        observed(model, *batches, every=2).table(), observed(model, batches[0], batches[2], batches[4]).table()
+        observed(model, *batches, every=2).profile, observed(model, batches[0], batches[2], batches[4]).profile
     )
 
 
 def test_some_statistics_and_their_parameters():
     model = build()
-    table = observed(model, models.tokens(), statistics=("reach", "entropy")).table()
+    table = observed(model, models.tokens(), statistics=("reach", "entropy")).profile
     assert table.names == ("entropy", "reach")
     near = observed(model, models.tokens(), statistics=polyhead.Statistics("window_mass", "sink_mass", window=2))
     wide = observed(model, models.tokens(), statistics=polyhead.Statistics("window_mass", "sink_mass", sink_keys=5))
-    assert (near.table()["window_mass"] < wide.table()["window_mass"]).all()
-    assert (near.table()["sink_mass"] < wide.table()["sink_mass"]).all()
-    assert observed(build("gpt_oss"), models.tokens(), statistics="learned_sink_mass").table()["tokens"].eq(69).all()
+    assert (near.profile["window_mass"] < wide.profile["window_mass"]).all()
+    assert (near.profile["sink_mass"] < wide.profile["sink_mass"]).all()
+    assert observed(build("gpt_oss"), models.tokens(), statistics="learned_sink_mass").profile["tokens"].eq(69).all()
 
 
 def test_a_site_where_nothing_that_is_asked_for_has_a_meaning_is_left_out():
     model = build("bart")
     with torch.no_grad(), polyhead.observe(model, statistics="reach") as session:
         model(**models.inputs(FAMILIES["bart"]))
-    assert {site.kind for site in session.table().sites} == {"self"}
+    assert {site.kind for site in session.profile.sites} == {"self"}
 
 
 def test_modules_added_after_the_session_was_made_are_watched():
@@ -217,7 +217,7 @@ def test_modules_added_after_the_session_was_made_are_watched():
     model.append(polyhead.MultiHeadAttention(16, 4))
     with session:
         model[1](model[0](torch.randn(2, 3, 16)).output)
-    assert len(session.table()) == 6
+    assert len(session.profile) == 6
 
 
 # ---- merging
@@ -235,10 +235,10 @@ def test_two_sessions_merged_are_one():
         return session.observations
 
     one, two, both = run(halves[0]), run(halves[1]), run(*halves)
-    assert_equal_tables(one.merge(two).table(), both.table())
-    assert_equal_tables(two.merge(one).table(), both.table())
+    assert_equal_tables(one.merge(two).profile, both.profile)
+    assert_equal_tables(two.merge(one).profile, both.profile)
     # A batch may be cut differently: the rows themselves then differ by the rounding of the products.
-    assert_equal_tables(run(inputs).table(), both.table(), BOUND)
+    assert_equal_tables(run(inputs).profile, both.profile, BOUND)
 
 
 def test_a_session_goes_on_when_it_is_entered_again():
@@ -248,7 +248,7 @@ def test_a_session_goes_on_when_it_is_entered_again():
         with torch.no_grad(), session:
             model(input_ids=ids)
         model(input_ids=ids)  # outside, nobody watches
-    assert_equal_tables(session.table(), observed(model, *batches).table())
+    assert_equal_tables(session.profile, observed(model, *batches).profile)
 
 
 def test_other_statistics_and_other_heads_are_not_merged():
@@ -275,8 +275,8 @@ def test_sessions_of_two_models_may_stand_inside_each_other():
     with torch.no_grad(), polyhead.observe(one) as outer, polyhead.observe(other) as inner:
         one(input_ids=models.tokens())
         other(input_ids=models.tokens())
-    assert_equal_tables(outer.table(), observed(one, models.tokens()).table())
-    assert_equal_tables(inner.table(), observed(other, models.tokens()).table())
+    assert_equal_tables(outer.profile, observed(one, models.tokens()).profile)
+    assert_equal_tables(inner.profile, observed(other, models.tokens()).profile)
 
 
 def test_a_compiled_model_is_watched_as_well():
@@ -284,7 +284,7 @@ def test_a_compiled_model_is_watched_as_well():
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad(), polyhead.observe(model) as session:
         compiled(input_ids=models.tokens())
-    assert_equal_tables(session.table(), observed(model, models.tokens()).table())
+    assert_equal_tables(session.profile, observed(model, models.tokens()).profile)
 
 
 # ---- layers that are not of transformers
@@ -303,7 +303,7 @@ def test_layers_of_ours():
     assert dict(asked.statistics.items()).keys() == {"visible_keys"}
     torch.testing.assert_close(plain.output, layer(x, mask=mask).output)
     assert_same_trace(trace_of(model), before)
-    table = session.table()
+    table = session.profile
     assert table["tokens"].eq(2 * 22).all()
     seen = expected.statistics.visible_keys > 0
     for name in ("entropy", "reach", "self_mass", "max_logit"):
@@ -322,7 +322,7 @@ def test_a_step_over_our_cache_counts_new_tokens_once():
         layer(x[:, :6], cache=cache)
         for index in range(6, 9):
             layer(x[:, index : index + 1], cache=cache)
-    one, other = whole.table(), steps.table()
+    one, other = whole.profile, steps.profile
     for name in one.columns:
         torch.testing.assert_close(one[name], other[name], rtol=1e-9, atol=1e-9, msg=name)
 
@@ -331,7 +331,7 @@ def test_our_cross_attention_has_no_positions():
     layer = polyhead.MultiHeadAttention(32, 4)
     with polyhead.observe(layer) as session:
         layer(torch.randn(2, 5, 32), torch.randn(2, 7, 32))
-    table = session.table()
+    table = session.profile
     assert {site.kind for site in table.sites} == {"cross"}
     assert "reach" not in table.names
     assert table["tokens"].eq(10).all()
@@ -364,7 +364,7 @@ def test_the_encoder_of_torch(batch_first, evaluating):
     assert_same_trace(trace_of(model), before)
     real = ~padding if batch_first else ~padding.T
     torch.testing.assert_close(actual[real], expected[real])
-    table = session.table()
+    table = session.profile
     assert [(site.name, site.layer) for site in table.sites[::4]] == [
         ("layers.0.self_attn", 0),
         ("layers.1.self_attn", 1),
@@ -395,7 +395,7 @@ def test_one_layer_of_torch(options):
     with polyhead.observe(layer, statistics=("entropy", "confidence")) as session:
         actual, _ = layer(query, key, value, attn_mask=bias)
     torch.testing.assert_close(actual, expected)
-    table = session.table()
+    table = session.profile
     torch.testing.assert_close(table["confidence"], weights.amax(-1).mean((0, 2)))
     torch.testing.assert_close(table["entropy"], -torch.xlogy(weights, weights).sum(-1).mean((0, 2)))
     assert table["tokens"].eq(15).all()
@@ -415,7 +415,7 @@ def test_the_decoder_of_torch_tells_self_from_cross_attention():
     causal = nn.Transformer.generate_square_subsequent_mask(5)
     with torch.no_grad(), polyhead.observe(model) as session:
         model(target, source, tgt_mask=causal == -torch.inf, tgt_key_padding_mask=padding)
-    table = session.table()
+    table = session.profile
     assert {(site.stack, site.kind) for site in table.sites} == {
         ("layers.*.self_attn", "self"),
         ("layers.*.multihead_attn", "cross"),
@@ -477,7 +477,7 @@ def test_a_session_is_entered_once_at_a_time():
 
 
 def test_the_table_reads_well():
-    table = observed(build(), models.tokens(), statistics=("entropy", "max_logit")).table()
+    table = observed(build(), models.tokens(), statistics=("entropy", "max_logit")).profile
     text = str(table).splitlines()
     assert text[0].split() == ["head", "tokens", "entropy", "max_logit", "max_logit_max"]
     assert text[1] == "model.layers.*.self_attn, self-attention"
@@ -485,14 +485,14 @@ def test_the_table_reads_well():
     assert len(text) == 2 + len(table) == 10
     assert repr(table) == "HeadProfile(8 heads, 69 tokens: entropy, max_logit)"
     html = table._repr_html_()
-    assert html.count("<tr>") == 9
-    assert "model.layers.1.self_attn" in html
+    assert html.count("<td>model.layers.1.self_attn</td>") == 4
+    assert "layer 1 head 3: entropy" in html
     (row, *_) = table.rows()
     assert row["site"] == "model.layers.0.self_attn"
     assert row["entropy"] == float(table["entropy"][0])
     with pytest.raises(OptionError, match="got 'reach'"):
         table["reach"]
-    assert len(polyhead.observe(build()).table()) == 0
+    assert len(polyhead.observe(build()).profile) == 0
 
 
 # ---- on a GPU
@@ -522,4 +522,4 @@ def test_nothing_waits_for_the_device_inside_a_layer(name):
             module.forward = guarded(module.forward)
         model(**inputs, **options)
     assert calls == len(session.observations.sites) > 0
-    assert session.table()["entropy"].isfinite().all()
+    assert session.profile["entropy"].isfinite().all()

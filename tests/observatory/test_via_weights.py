@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from contextlib import ExitStack
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import polyhead
@@ -92,7 +94,7 @@ def test_statistics_are_those_of_the_returned_weights(name, side):
     assert_same(result(actual), result(expected), mask.bool())
     stack = Expected()
     stack.add(expected.attentions, mask.bool(), first_of(mask))
-    table = session.table()
+    table = session.profile
     assert "max_logit" not in table.columns
     assert_table(table, {"self": stack})
 
@@ -112,7 +114,7 @@ def test_encoder_decoder_and_cross_attention(side):
     stacks["encoder_attentions"].add(expected.encoder_attentions, source.bool(), first_of(source))
     stacks["decoder_attentions"].add(expected.decoder_attentions, target.bool(), first_of(target))
     stacks["cross"].add(expected.cross_attentions, target.bool(), first_of(source))
-    assert_table(session.table(), stacks)
+    assert_table(session.profile, stacks)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_generation_with_a_cache_counts_every_token_once(name):
     for step, attentions in enumerate(expected.attentions):
         real = mask.bool() if step == 0 else torch.ones(BATCH, 1, dtype=torch.bool)
         stack.add(attentions, real, first_of(mask), TOKENS + step)
-    assert_table(session.table(), {"self": stack})
+    assert_table(session.profile, {"self": stack})
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -180,7 +182,7 @@ def test_slots_of_a_preallocated_cache_that_are_not_written_are_no_keys(name):
         with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
             for end, start in ((13, 0), (17, 13), (TOKENS, 17)):
                 model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
-        tables.append(session.table())
+        tables.append(session.profile)
     one, other = tables
     assert one["tokens"].eq(int(mask.sum())).all()
     for column in one.columns:
@@ -201,7 +203,7 @@ def test_a_mask_of_all_target_tokens_beside_a_cache():
                     encoder_outputs=encoded, attention_mask=source, decoder_input_ids=ids[:, start:end],
                     decoder_attention_mask=target[:, :end], past_key_values=cache,
                 )  # fmt: skip
-        tables.append(session.table())
+        tables.append(session.profile)
     one, other = tables
     assert set(one["tokens"].tolist()) == {45.0, 21.0}
     for column in one.columns:
@@ -217,7 +219,7 @@ def test_weights_that_are_handed_on_with_an_encoders_output_were_counted_before(
                 encoder_outputs=encoded, decoder_input_ids=inputs["decoder_input_ids"], output_attentions=True
             )
     assert len(output.encoder_attentions) == 2
-    table = session.table()
+    table = session.profile
     of_encoder = torch.tensor([site.stack == "encoder_attentions.*" for site in table.sites])
     assert table["tokens"][of_encoder].eq(BATCH * TOKENS).all()
     assert table["tokens"][~of_encoder].eq(2 * BATCH * 11).all()
@@ -240,13 +242,32 @@ def test_an_encoder_that_generation_calls_by_itself_is_counted_once(name):
     for own, cross in zip(expected.decoder_attentions, expected.cross_attentions, strict=True):
         stacks["decoder_attentions"].add(own, one, zero)
         stacks["cross"].add(cross, one, zero)
-    assert_table(session.table(), stacks)
+    assert_table(session.profile, stacks)
+
+
+def test_the_work_grows_with_the_square_of_the_context():
+    """What a second look costs in products, beside what the model itself does: twice the context, four times that."""
+    model = build("bloom", dtype=torch.float32)
+    costs = []
+    for size in (32, 64):
+        ids = torch.randint(5, VOCABULARY, (1, size))
+        found = []
+        for watched in (False, True):
+            with torch.no_grad(), ExitStack() as stack:
+                if watched:
+                    maps = AttentionMaps(size, resolution=4)
+                    stack.enter_context(polyhead.observe(model, gather=[maps], via_weights=True))
+                counter = stack.enter_context(FlopCounterMode(display=False))
+                model(input_ids=ids, use_cache=False)
+            found.append(counter.get_total_flops())
+        costs.append(found[1] - found[0])
+    assert 0 < costs[1] <= 4 * costs[0]
 
 
 def test_rounded_weights_are_read_as_shares_of_one():
     _, exact = read(build(), input_ids=models.tokens())
     _, rounded = read(build(dtype=torch.float16), input_ids=models.tokens())
-    one, other = exact.table(), rounded.table()
+    one, other = exact.profile, rounded.profile
     assert other["tokens"].eq(BATCH * TOKENS).all()
     torch.testing.assert_close(other["entropy"], one["entropy"], rtol=0.05, atol=0.05)
 
@@ -297,7 +318,7 @@ def test_the_model_is_as_it_was(name, fails):
         run()
     assert_same_trace(trace_of(model), before)
     assert torch.equal(torch.get_rng_state(), random)
-    assert len(session.table())
+    assert len(session.profile)
     with torch.no_grad():
         assert torch.equal(result(model(**inputs)), expected)
 
@@ -311,7 +332,7 @@ def test_a_call_that_raised_does_not_silence_the_next():
         with pytest.raises(IndexError):
             model(input_ids=torch.full((1, 3), VOCABULARY))
         model(input_ids=ids)
-    assert session.table()["tokens"].eq(2 * ids.numel()).all()
+    assert session.profile["tokens"].eq(2 * ids.numel()).all()
 
 
 def test_gradients_flow_beside_it():
@@ -333,7 +354,7 @@ def test_the_argument_may_be_given_by_its_place():
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         assert model(*given, False).get("attentions") is None
         assert len(model(*given, True).attentions) == 2
-    assert session.table()["tokens"].eq(2 * ids.numel()).all()
+    assert session.profile["tokens"].eq(2 * ids.numel()).all()
 
 
 # ---- what is chosen
@@ -344,7 +365,7 @@ def test_a_body_and_a_whole_model_go_by_the_same_names():
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         model(input_ids=ids)
         model.transformer(input_ids=ids)
-    table = session.table()
+    table = session.profile
     assert [site.name for site in dict.fromkeys(table.sites)] == ["attentions.0", "attentions.1"]
     assert table["tokens"].eq(2 * ids.numel()).all()
     assert repr(session) == f"Session(BloomForCausalLM, 8 heads seen; {COST})"
@@ -362,7 +383,7 @@ def test_a_model_inside_a_module_goes_by_its_path():
     model = Wrapped().eval()
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         model(models.tokens())
-    assert {site.name for site in session.table().sites} == {"language.attentions.0", "language.attentions.1"}
+    assert {site.name for site in session.profile.sites} == {"language.attentions.0", "language.attentions.1"}
 
 
 def test_layers_heads_and_every_other_call():
@@ -374,7 +395,7 @@ def test_layers_heads_and_every_other_call():
         with polyhead.observe(model, via_weights=True) as expected:
             for ids in batches[::2]:
                 model(input_ids=ids)
-    table, whole = session.table(), expected.table()
+    table, whole = session.profile, expected.profile
     assert [(site.name, head) for site, head in zip(table.sites, table.heads, strict=True)] == [("attentions.1", 2)]
     for column in table.columns:
         torch.testing.assert_close(table[column][0], whole[column][6], rtol=1e-12, atol=1e-12, msg=column)

@@ -104,10 +104,12 @@ def total_correlation(moments: HeadMoments, *, corrected: bool = True) -> Tensor
     joint = whitened.reshape(size, size)
     # Directions in which a head says nothing at all are left out; they would count as what follows from the rest.
     kept = joint.diagonal() > 0.5
-    values = torch.linalg.eigvalsh(joint[kept][:, kept])
-    if values.min() < 1 - _SAME:
+    root, failed = torch.linalg.cholesky_ex(joint[kept][:, kept])
+    # The square of each entry is what is left of a direction's variance, 1, when those before it are known.
+    left = root.diagonal()
+    if bool(failed) or left.square().min() < 1 - _SAME:
         return torch.full((), torch.inf, dtype=torch.float64, device=joint.device)
-    information = -0.5 * values.log().sum()
+    information = -left.log().sum()
     return information - _surplus(samples, ranks) if corrected else information
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polyhead.analysis.pronouns import PronounTable
 from polyhead.analysis.roles_copying import Copying
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
@@ -35,7 +36,7 @@ class RoleScore:
 
     role: str
     score: float
-    low: float  # the interval of 95%; NaN where there are fewer than two documents
+    low: float  # the interval of 95%; NaN where there are fewer than two documents. Of a pronoun, for all heads at once
     high: float
     null: float  # what chance shows
     threshold: float
@@ -71,6 +72,7 @@ def head_roles(
     repeated: Mapping[AttentionSite, HeadEvidence] | None = None,
     *,
     copying: Mapping[AttentionSite, Copying] | None = None,
+    pronouns: PronounTable | None = None,
     reference: Sequence[HeadRoles] = (),
     seed: int = 0,
 ) -> tuple[HeadRoles, ...]:
@@ -80,6 +82,8 @@ def head_roles(
         text: evidence of a text, site by site (`evidence_of(session.observations)`).
         repeated: evidence of repeated random tokens (`sources.probes`), for duplicate-token and induction.
         copying: `roles_copying.copying_scores` of each site, for copy and anti-copy.
+        pronouns: `pronouns.pronoun_table` of sentences with pronouns, for pronoun; its interval is for all heads at
+            once, because the best of many is above the null by chance.
         reference: the roles of a model of the same layout with random weights. The largest score that one of its heads
             has is then part of the null.
         seed: of the draws of documents.
@@ -94,6 +98,8 @@ def head_roles(
             scores |= _repeated_scores(repeated[site], seed)
         if copying is not None and site in copying:
             scores |= _copying_scores(copying[site])
+        if pronouns is not None:
+            scores |= _pronoun_scores(pronouns, site)
         found += [HeadRoles(site, head, _judged(scores, head, beyond)) for head in range(site.num_heads)]
     return tuple(found)
 
@@ -118,6 +124,7 @@ class _Scores:
     high: Tensor
     null: Tensor
     words: Callable[[int, float, float], str]  # of a head, its score and its null
+    enough: tuple[bool, ...] = ()  # whether there is enough of it to speak of, where that is asked
 
 
 class _Documents:
@@ -263,6 +270,24 @@ def _copying_scores(copying: Copying) -> dict[str, _Scores]:
     return found
 
 
+def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scores]:
+    entries = sorted((x for x in table.entries if x.site == site.name), key=lambda x: x.head)
+    if len(entries) != site.num_heads:
+        return {}  # it was not asked
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(entry, name) for entry in entries], dtype=torch.float64)
+
+    def words(head: int, score: float, null: float) -> str:
+        return (
+            f"looks from a pronoun at what it stands for, more than at another name, in {score:.0%} of sentences "
+            f"(chance {null:.0%}), with {entries[head].weight:.0%} of its weight"
+        )
+
+    score, low, high, null = (column(name) for name in ("score", "all_low", "all_high", "null"))
+    return {"pronoun": _Scores(score, low, high, null, words, tuple(entry.looks_there for entry in entries))}
+
+
 # ---- the verdict
 
 
@@ -278,7 +303,8 @@ def _judged(scores: Mapping[str, _Scores], head: int, beyond: Mapping[str, float
         null = max(null, beyond.get(role, null))
         threshold = max(rule.threshold, (1 + null) / 2) if rule.rises else rule.threshold
         named_better = rule.unless is not None and rule.unless in found and found[rule.unless].holds
-        holds = score >= threshold and low > null and not named_better
+        enough = not told.enough or told.enough[head]
+        holds = score >= threshold and low > null and enough and not named_better
         found[role] = RoleScore(role, score, low, high, null, threshold, holds, told.words(head, score, null))
     return tuple(found.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["text", "repeated", "weights"]
+Source = Literal["text", "repeated", "pronouns", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,13 @@ RULES: dict[str, Rule] = {
     ),
     "duplicate-token": Rule(0.5, _MOST, f"{_ALIKE}, on the same keys", source="repeated"),
     "induction": Rule(0.5, _MOST, f"{_ALIKE}, on the same keys", source="repeated"),
+    "pronoun": Rule(
+        0.75,
+        "nearer to finding what a pronoun stands for every time than to tossing a coin, and with twice the weight that "
+        "a head gives it which looks everywhere alike",
+        "one half: both names stand in both places and are both meant, so that nothing but the meaning helps",
+        source="pronouns",
+    ),
     "copy": Rule(
         0.5,
         "three quarters of what the eigenvalues of the OV circuit weigh are positive",

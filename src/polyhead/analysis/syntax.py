@@ -7,167 +7,24 @@ with: the best fixed offset ("the word before"), which knows no grammar at all.
 
 from __future__ import annotations
 
-import html
-import json
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from polyhead.analysis.intervals import wilson
+from polyhead.analysis.syntax_table import SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.observatory.observations import Observations
 from polyhead.observatory.statistics import AttentionSite
 from polyhead.observatory.words import ByContext, WordAttention, WordMap
 
+__all__ = ["DIRECTIONS", "DOWNWARD", "EVERY", "MINIMUM", "UPWARD", "SyntaxRow", "SyntaxTable", "syntax_table"]
+
 UPWARD, DOWNWARD = DIRECTIONS = ("dependent -> head", "head -> dependent")
 EVERY = "every relation"
 MINIMUM = 30
-
-
-@dataclass(frozen=True, slots=True)
-class SyntaxRow:
-    """One relation in one direction, as told by the held-out texts.
-
-    From a dependent, the word to find is its governor. From a governor, it is one of its dependents by that relation.
-    Only words count that may be seen: in a causal model, none that comes later.
-    """
-
-    relation: str
-    direction: str
-    count: int  # words asked in the held-out texts
-    site: str  # of the head that was best in the other half
-    layer: int
-    head: int
-    accuracy: float
-    low: float  # the ends of the 95% interval of Wilson
-    high: float
-    offset: int  # in words, the best in the other half
-    baseline: float  # how often the word at that offset is right
-    baseline_low: float
-    baseline_high: float
-    head_only: int  # words for which the head is right and the offset is wrong
-    baseline_only: int
-    chosen_count: int  # words asked in the half that chose
-    chosen_accuracy: float  # of the head there: flattered
-    chosen_baseline: float
-
-    @property
-    def verdict(self) -> str:
-        """Whether the head is better or worse than the offset, judged by the words on which they differ; "" if open.
-
-        The 95% interval of the head's part of those words lies on one side of a half. In a table where no head is any
-        better, about one row in forty says "better" by chance.
-        """
-        low, high = wilson(self.head_only, self.head_only + self.baseline_only)
-        return "better" if low > 0.5 else "worse" if high < 0.5 else ""
-
-
-@dataclass(frozen=True, slots=True)
-class SyntaxTable:
-    """The best head of each relation and direction, the most frequent first; `print(table)` shows it."""
-
-    entries: tuple[SyntaxRow, ...]
-    left_out: tuple[tuple[str, str, int], ...]  # relation, direction and held-out count of those too rare to judge
-    heads: int  # among which the best was chosen
-    texts: tuple[int, int]  # that chose, and held out
-    minimum: int
-    seed: int
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Every row as a plain dict: what `pandas.DataFrame(table.rows())` or `pyarrow.Table.from_pylist` takes."""
-        for entry in self.entries:
-            yield {**asdict(entry), "verdict": entry.verdict}
-
-    def cells(self) -> tuple[list[str], list[list[str]]]:
-        """The header, and each row as text."""
-        header = ["relation", "direction", "words", "head", "accuracy", "95%", "offset", "baseline", "95%", "head is"]
-        body = []
-        for row in self.entries:
-            own, other = (
-                [f"{share:.3f}", f"{low:.3f}-{high:.3f}"]
-                for share, low, high in (
-                    (row.accuracy, row.low, row.high),
-                    (row.baseline, row.baseline_low, row.baseline_high),
-                )
-            )
-            place = [row.relation, row.direction, str(row.count), f"{row.layer}.{row.head}"]
-            body.append([*place, *own, f"{row.offset:+d}", *other, row.verdict or "-"])
-        return header, body
-
-    def notes(self) -> str:
-        """What the numbers are of, in a few sentences."""
-        better = sum(row.verdict == "better" for row in self.entries)
-        worse = sum(row.verdict == "worse" for row in self.entries)
-        return (
-            f"Each head is the best of {self.heads} on {self.texts[0]:,} texts; every number is of {self.texts[1]:,} "
-            f"others (seed {self.seed}). {better} of {len(self)} beat the best fixed offset, {worse} do worse. "
-            f"Left out: {len(self.left_out)} with fewer than {self.minimum} words in a half."
-        )
-
-    def __str__(self) -> str:
-        header, body = self.cells()
-        widths = [max(len(row[index]) for row in (header, *body)) for index in range(len(header))]
-        lines = []
-        for row in (header, *body):
-            words = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-            numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-            lines.append("  ".join([*words, *numbers]).rstrip())
-        return "\n".join([*lines, self.notes()])
-
-    def _repr_html_(self) -> str:
-        header, body = self.cells()
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-        return f"{table}<p>{html.escape(self.notes())}</p>"
-
-    def save(self, path: str | os.PathLike[str], **about: Any) -> None:
-        """Write it to a `.json` or `.parquet` file, whole or not at all, with whatever else is said `about` it."""
-        file = Path(path)
-        about = {
-            **about, "heads": self.heads, "texts": self.texts, "minimum": self.minimum, "seed": self.seed,
-            "left_out": self.left_out,
-        }  # fmt: skip
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}.unfinished")
-        try:
-            if file.suffix == ".json":
-                text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
-                unfinished.write_text(text + "\n", encoding="utf-8")
-            elif file.suffix == ".parquet":
-                _write_parquet(unfinished, list(self.rows()), about)
-            else:
-                raise OptionError(f"a table is written to a .json or a .parquet file, got {file.name!r}")
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> SyntaxTable:
-        """Read what `save` has written."""
-        file = Path(path)
-        if file.suffix == ".json":
-            about = json.loads(file.read_text(encoding="utf-8"))
-            rows = about.pop("rows")
-        elif file.suffix == ".parquet":
-            rows, about = _read_parquet(file)
-        else:
-            raise OptionError(f"a table is read from a .json or a .parquet file, got {file.name!r}")
-        return cls(
-            entries=tuple(SyntaxRow(**{k: v for k, v in row.items() if k != "verdict"}) for row in rows),
-            left_out=tuple((relation, direction, count) for relation, direction, count in about["left_out"]),
-            heads=about["heads"],
-            texts=(about["texts"][0], about["texts"][1]),
-            minimum=about["minimum"],
-            seed=about["seed"],
-        )
 
 
 def syntax_table(
@@ -376,28 +233,3 @@ def _row(
         chosen_accuracy=int(correct[0]) / int(chosen.sum()),
         chosen_baseline=int(by_offset[chosen].sum()) / int(chosen.sum()),
     )
-
-
-# ---- files
-
-
-def _write_parquet(file: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    pyarrow, parquet = _pyarrow()
-    table = pyarrow.Table.from_pylist(rows)
-    said = {"polyhead": json.dumps(about, ensure_ascii=False)}
-    parquet.write_table(table.replace_schema_metadata(said), file)
-
-
-def _read_parquet(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    _, parquet = _pyarrow()
-    table = parquet.read_table(file)
-    return table.to_pylist(), json.loads((table.schema.metadata or {})[b"polyhead"])
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise OptionError("a .parquet file needs pyarrow (pip install pyarrow); a .json file needs nothing") from error
-    return pyarrow, parquet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,8 @@ def compare(
     """Show what differs between two inspections, head by head.
 
     Before and after training or surgery, two models of one layout, two texts. Only differences beyond sampling error
-    are shown: more than 1.96 standard errors, and more than 1% of the value.
+    are shown: more than 1.96 standard errors, and more than 1% of the value. Of some columns (what heads write, and
+    what is read off the weights) no such error is known; they are named, and never marked.
     """
     from rich.console import Console
     from rich.table import Table
@@ -51,6 +53,10 @@ def compare(
         + (f"; {found.only_before} heads are only in A" if found.only_before else "")
         + (f"; {found.only_after} heads are only in B" if found.only_after else "")
     )
+    unmarked = [change for change in asked if math.isnan(change.error)]
+    if len(unmarked):
+        told = ", ".join(dict.fromkeys(change.name for change in unmarked))
+        console.print(f"{len(unmarked)} of them have no known sampling error and are never marked: {told}", style="dim")
     if len(beyond):
         table = Table(box=None, pad_edge=False)
         for column in ("head", "what"):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Two letters and a colour for each role, the most particular first: that is the one a head is drawn with.
 ROLES = {
     "induction": ("in", "bold white on magenta"),
+    "pronoun": ("pn", "bold black on bright_green"),
     "duplicate-token": ("du", "bold white on dark_magenta"),
     "same-meaning": ("me", "bold black on bright_magenta"),
     "previous": ("pr", "bold white on blue"),

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.report import LANGUAGE, check_page, write
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from polyhead.inspection import Inspection, Progress, Settings
     from polyhead.inspection.settings import Report
+
+TOP_KEYS = 5  # shown of each head
 
 
 def inspect(
@@ -96,7 +100,16 @@ def inspect(
     save_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="How often a run writes to its folder while it reads.")
     ] = 30.0,
-    table: Annotated[bool, typer.Option("--table", help="Print every number of every head as well.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print every number of every head as well, and the tokens it looks at most.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write it all as one HTML page that opens anywhere, as well.", show_default=False
+        ),
+    ] = None,
+    lang: Annotated[str, LANGUAGE] = "en",
     device: Annotated[
         str | None, typer.Option(help="Where to run: cpu, cuda, ...; a GPU if there is one.", show_default=False)
     ] = None,
@@ -144,6 +157,7 @@ def inspect(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which PyTorch refuses matrix products
         torch.use_deterministic_algorithms(True)
     try:
+        check_page(html, lang)
         settings = (
             _settings_of(resume)
             if resume is not None
@@ -182,7 +196,14 @@ def inspect(
         raise typer.Exit(2) from None
     show(found, console, table=table)
     if folder is not None:
-        console.print(f"\nKept in {folder}: heads.parquet, inspection.json, relations.safetensors", markup=False)
+        files = "heads.parquet, inspection.json, relations.safetensors, pictures.safetensors"
+        console.print(f"\nKept in {folder}: {files}", markup=False)
+    if html is not None:
+        try:
+            typer.echo(f"\n{write(html, found, lang)}")
+        except PolyheadError as error:
+            typer.echo(f"polyhead inspect: {error}", err=True)
+            raise typer.Exit(2) from None
     if found.facts["interrupted"]:
         raise typer.Exit(130)
 
@@ -213,6 +234,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print(f"Left out: {reason}", style="yellow", markup=False)
     if table:
         console.print(str(found.table), markup=False, soft_wrap=True)
+        _show_top_keys(found, console)
     for drawn in picture(found):
         console.print()
         console.print(drawn)
@@ -229,12 +251,33 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
             console.print(f"  • {finding}", markup=False)
 
 
+def _show_top_keys(found: Inspection, console: Console) -> None:
+    from polyhead.inspection.result import named
+
+    if not len(found.top_keys):
+        return
+    console.print("\nThe tokens that each head looks at most, with their share of its attention")
+    stack = None
+    for site, heads in found.top_keys.items():
+        if site.stack != stack:
+            stack = site.stack
+            console.print(stack, markup=False)
+        for number, keys in enumerate(heads):
+            told = "  ".join(f"{_printable(key.text)} {key.share:.0%}" for key in keys[:TOP_KEYS])
+            console.print(f"{named((site, number)):>5}: {told}", markup=False, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """A token may be anything, also what would move the cursor of a terminal."""
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+
+
 def _check_alone(command: typer.Context) -> None:
     """A run goes on with what it was begun with; an option that says otherwise is not to be passed over."""
     named = [
         name
         for name in command.params
-        if name not in ("resume", "save_seconds", "table", "deterministic")
+        if name not in ("resume", "save_seconds", "table", "html", "lang", "deterministic")
         and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if named:

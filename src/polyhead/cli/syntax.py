@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyhead.analysis.alignment import Aligned
+    from polyhead.analysis.shares import Shares
     from polyhead.analysis.syntax import SyntaxTable
     from polyhead.observatory import Observations
     from polyhead.sources import LoadedModel
+
+MOST_INSIDE = 3  # heads that are shown for the word, the phrase and the sentence
 
 
 def syntax(
@@ -61,9 +65,14 @@ def syntax(
     head and the offset; the numbers are of the other half, so that being the best of many flatters neither. A word's
     tokens are one; its attention to itself and to special tokens is left out. Treebanks in many languages are free at
     universaldependencies.org.
+
+    Below it stand the heads that keep most of their attention inside the word, the phrase (a word with all that
+    depends on it) and, with --together, the sentence, beside what even attention would leave there.
     """
     from rich.console import Console
 
+    from polyhead.analysis.shares import inner_shares
+    from polyhead.analysis.syntax import syntax_table
     from polyhead.errors import PolyheadError
 
     if treebank is None:
@@ -76,15 +85,22 @@ def syntax(
     try:
         loaded, aligned = _prepared(model, treebank, sentences, together, device, allow_pickle, trust_remote_code)
         console.print(f"{loaded}\n{aligned}")
-        table = _table(_watched(loaded, aligned, batch, console), minimum, seed)
+        observations = _watched(loaded, aligned, batch, console)
+        table, shares = syntax_table(observations, minimum=minimum, seed=seed), inner_shares(observations)
         if output is not None:
             table.save(
-                output, model=loaded.name, treebank=treebank.name, sentences=aligned.sentences, words=aligned.words
+                output,
+                model=loaded.name,
+                treebank=treebank.name,
+                sentences=aligned.sentences,
+                words=aligned.words,
+                shares=list(shares.rows()),
             )
     except PolyheadError as error:
         typer.echo(f"polyhead syntax: {error}", err=True)
         raise typer.Exit(2) from None
     _show(table)
+    _show_shares(shares)
     if output is not None:
         typer.echo(f"written to {output}")
 
@@ -141,12 +157,6 @@ def _watched(loaded: LoadedModel, aligned: Aligned, batch: int, console: Console
         )
 
 
-def _table(observations: Observations, minimum: int, seed: int) -> SyntaxTable:
-    from polyhead.analysis.syntax import syntax_table
-
-    return syntax_table(observations, minimum=minimum, seed=seed)
-
-
 def _show(table: SyntaxTable) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -158,6 +168,31 @@ def _show(table: SyntaxTable) -> None:
         drawn.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
     for cells, entry in zip(body, table.entries, strict=True):
         drawn.add_row(*cells, style={"better": "green", "worse": "dim"}.get(entry.verdict, ""))
-    # Files and pipes have no width of their own; a wrapped table there is no table.
-    (console if console.is_terminal else Console(width=120, highlight=False)).print(drawn)
+    _wide(console).print(drawn)
     console.print(f"\n{table.notes()}", soft_wrap=not console.is_terminal)
+
+
+def _show_shares(shares: Shares) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from polyhead.observatory.words import CIRCLES
+
+    console = Console(highlight=False)
+    drawn = Table(box=None, pad_edge=False)
+    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "even attention")):
+        drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for circle in CIRCLES:
+        for entry in shares.of(circle)[:MOST_INSIDE]:
+            interval = "-" if math.isnan(entry.low) else f"{entry.low:.3f}-{entry.high:.3f}"
+            place = f"{entry.layer}.{entry.head}"
+            drawn.add_row(circle, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
+    console.print(f"\nThe {MOST_INSIDE} heads that keep most of their attention inside:")
+    _wide(console).print(drawn)
+
+
+def _wide(console: Console) -> Console:
+    """Files and pipes have no width of their own; a wrapped table there is no table."""
+    from rich.console import Console
+
+    return console if console.is_terminal else Console(width=120, highlight=False)

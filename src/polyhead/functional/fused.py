@@ -71,8 +71,8 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append(TRANSFORMED)
     if request.needs_grad and torch.are_deterministic_algorithms_enabled() and _learns_what_is_added(request):
         reasons.append(
-            "our kernels add up the gradient of a bias or a table in an order that changes, and deterministic algorithms "
-            "were asked for"
+            "our kernels add up the gradient of a bias or a table in an order that changes, and deterministic "
+            "algorithms were asked for"
         )
     return reasons + mask_reasons(request.visibility)
 

@@ -18,6 +18,7 @@ from polyhead.functional.visibility import Span
 
 _TILE_ELEMENTS = 1 << 20  # logits of one tile, all heads together: 4 MB, fewer are slower by what each call costs
 _TILE_COLUMNS = 512
+_THIN = 64
 
 
 def run(request: ProfileRequest) -> dict[str, Tensor]:
@@ -43,8 +44,7 @@ def run(request: ProfileRequest) -> dict[str, Tensor]:
     scale = request.scale.to(dtype)[:, None, None] if isinstance(request.scale, Tensor) else request.scale
     visibility = request.visibility
     block = request.block or (1, 1)
-    width = min(_TILE_COLUMNS, max(1, request.columns[1] - request.columns[0]))
-    height = max(16, min(1024, _TILE_ELEMENTS // max(batch * heads * width, 1)))
+    height, width = _tile_sides(request)
     key = request.key.flatten(0, 1)
     for rows in _cuts(request.rows, block[0], height):
         query = request.query[:, :, slice(*rows)].to(dtype) * scale
@@ -77,6 +77,19 @@ def run(request: ProfileRequest) -> dict[str, Tensor]:
     for part in parts:
         found |= part.found()
     return found
+
+
+def _tile_sides(request: ProfileRequest) -> tuple[int, int]:
+    """The height and width of a tile; longer than others where the window is thin, a row of a long text for one."""
+    rows, columns = (max(1, stop - start) for start, stop in (request.rows, request.columns))
+    most = _TILE_ELEMENTS // max(request.query.shape[0] * request.query.shape[1], 1)
+    width = min(_TILE_COLUMNS, columns)
+    height = max(16, min(1024, most // width))
+    if rows <= _THIN:
+        width = min(max(width, most // rows), columns)
+    elif columns <= _THIN and not request.offsets:  # which lay a tile's diagonals side by side, as many as it is high
+        height = max(height, most // columns)
+    return height, width
 
 
 def _cuts(window: Span, block: int, most: int) -> Iterator[Span]:

@@ -15,23 +15,29 @@ from torch import Tensor
 
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.errors import OptionError
-from polyhead.inspection.result import Group, Head, Inspection, Likeness, Pair
+from polyhead.inspection.examples import Example
+from polyhead.inspection.looks import SiteLooks
+from polyhead.inspection.result import Finding, Group, Head, Inspection, Likeness, Pair
 from polyhead.inspection.settings import Settings
+from polyhead.inspection.top_keys import TopKey
 from polyhead.observatory import AttentionSite, HeadProfile
 from polyhead.observatory.saving import write_whole
 
-FORMAT = 1
+FORMAT = 2  # 1 had no pictures and no examples, and findings as sentences
 OBSERVATIONS = "observations.safetensors"  # what was gathered, from which a run goes on
 TABLE = "heads.parquet"
 REST = "inspection.json"
 MATRICES = "relations.safetensors"
+PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of the examples
 
 
 def save_inspection(folder: Path, inspection: Inspection) -> None:
     """Write an inspection; the JSON file comes last, so that where it is, the others are."""
     from safetensors.torch import save as serialise
 
-    sites = list(dict.fromkeys([*inspection.table.sites, *inspection.relations]))
+    sites = list(
+        dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.looks, *inspection.spectra])
+    )
     index = {site: number for number, site in enumerate(sites)}
     matrices = {
         f"{index[site]}.{name}": matrix.detach().cpu().clone()
@@ -40,6 +46,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
     }
     write_whole(folder / TABLE, _parquet(inspection.table))
     write_whole(folder / MATRICES, serialise(matrices))
+    write_whole(folder / PICTURES, serialise(_pictures(inspection, index)))
     rest = {
         "format": FORMAT,
         "settings": inspection.settings.to_dict(),
@@ -64,9 +71,27 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
             }
             for pair in inspection.pairs
         ],
-        "findings": inspection.findings,
+        "findings": [
+            {
+                "kind": finding.kind,
+                "heads": [_place(index, head) for head in finding.heads],
+                "column": finding.column,
+                "values": dict(finding.values),
+                "stacked": finding.stacked,
+                "text": str(finding),
+            }
+            for finding in inspection.findings
+        ],
+        "looks": {str(index[site]): {"block": looks.block} for site, looks in inspection.looks.items()},
+        "top_keys": {
+            str(index[site]): [[asdict(key) for key in head] for head in heads]
+            for site, heads in inspection.top_keys.items()
+        },
+        "examples": [{"title": x.title, "queries": x.queries, "keys": x.keys} for x in inspection.examples],
     }
-    write_whole(folder / REST, (json.dumps(_plain(rest), indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(_plain(rest), indent=1, ensure_ascii=False) + "\n"
+    # Half a surrogate pair, as in a path that is no UTF-8, becomes the escape by which JSON writes it.
+    write_whole(folder / REST, text.encode("utf-8", errors="backslashreplace"))
 
 
 def load_inspection(folder: Path) -> Inspection:
@@ -81,12 +106,16 @@ def load_inspection(folder: Path) -> Inspection:
         )
     rest = json.loads((folder / REST).read_text(encoding="utf-8"))
     if rest["format"] != FORMAT:
-        raise OptionError(f"this version reads inspections of format {FORMAT}, got {rest['format']} in {folder}")
+        raise OptionError(
+            f"this version reads inspections of format {FORMAT}, got {rest['format']} in {folder}; "
+            "inspect the model again, with `polyhead inspect --save` and another folder"
+        )
     sites = [AttentionSite(**site) for site in rest["sites"]]
     matrices: dict[AttentionSite, dict[str, Tensor]] = {}
     for name, matrix in load_file(folder / MATRICES).items():
         number, _, what = name.partition(".")
         matrices.setdefault(sites[int(number)], {})[what] = matrix
+    pictures = load_file(folder / PICTURES)
 
     def head(place: list[int]) -> Head:
         return sites[place[0]], place[1]
@@ -103,8 +132,51 @@ def load_inspection(folder: Path) -> Inspection:
         tuple(Group(tuple(head(x) for x in group["heads"]), group["least"]) for group in rest["groups"]),
         tuple(Pair(head(x["one"]), head(x["other"]), _number(x["guess"]), _number(x["cosine"])) for x in rest["pairs"]),
         matrices,
-        tuple(rest["findings"]),
+        tuple(
+            Finding(x["kind"], tuple(head(place) for place in x["heads"]), x["column"], x["values"], x["stacked"])
+            for x in rest["findings"]
+        ),
+        {
+            sites[int(number)]: SiteLooks(x["block"], pictures[f"{number}.map"], pictures[f"{number}.offsets"])
+            for number, x in rest["looks"].items()
+        },
+        tuple(
+            Example(x["title"], tuple(x["queries"]), tuple(x["keys"]), _weights(pictures, sites, number))
+            for number, x in enumerate(rest["examples"])
+        ),
+        {
+            sites[int(number)]: tuple(tuple(TopKey(**key) for key in head) for head in heads)
+            for number, heads in rest["top_keys"].items()
+        },
+        _spectra(pictures, sites),
     )
+
+
+def _pictures(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for site, looks in inspection.looks.items():
+        found |= {f"{index[site]}.map": looks.map, f"{index[site]}.offsets": looks.offsets}
+    for site, spectra in inspection.spectra.items():
+        found |= {f"spectrum.{index[site]}.{name}": x for name, x in spectra.items()}
+    for number, example in enumerate(inspection.examples):
+        found |= {f"example.{number}.{index[site]}": weights for site, weights in example.weights.items()}
+    return {name: x.detach().cpu().contiguous() for name, x in found.items()}
+
+
+def _weights(pictures: Mapping[str, Tensor], sites: list[AttentionSite], number: int) -> dict[AttentionSite, Tensor]:
+    prefix = f"example.{number}."
+    found = {name.removeprefix(prefix): x for name, x in pictures.items() if name.startswith(prefix)}
+    return {sites[int(index)]: found[index] for index in sorted(found, key=int)}
+
+
+def _spectra(pictures: Mapping[str, Tensor], sites: list[AttentionSite]) -> dict[AttentionSite, dict[str, Tensor]]:
+    found: dict[AttentionSite, dict[str, Tensor]] = {}
+    for name, x in pictures.items():
+        kind, _, rest = name.partition(".")
+        if kind == "spectrum":
+            number, _, circuit = rest.partition(".")
+            found.setdefault(sites[int(number)], {})[circuit] = x
+    return found
 
 
 def _place(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
@@ -112,11 +184,10 @@ def _place(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
 
 
 def _parquet(table: HeadProfile) -> bytes:
-    import pyarrow
     import pyarrow.parquet
 
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(table.rows())), buffer)
+    pyarrow.parquet.write_table(table.to_arrow(), buffer)
     return buffer.getvalue()
 
 

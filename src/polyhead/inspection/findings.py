@@ -1,4 +1,4 @@
-"""The most telling things about a model's heads, in plain words."""
+"""The most telling things about a model's heads, as values; `wording` says them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 
 from polyhead.analysis.roles import HeadRoles, RoleScore
-from polyhead.inspection.result import Head, Inspection, named
+from polyhead.inspection.result import Finding, FindingKind, Head, Inspection
 
 MOST = 3
 # Which roles are worth telling first: a head that works with content says more of a model than one that rests.
 TELLING = (
     "induction",
+    "pronoun",
     "duplicate-token",
     "same-meaning",
     "previous",
@@ -27,9 +28,15 @@ TELLING = (
     "copy",
     "anti-copy",
 )
+RESTING = 0.5  # of its attention on the first token, from which on a head is said to rest there
+WIDE = 0.9  # of the largest entropy, from which on a head is said to look everywhere alike
+_COMMON: tuple[tuple[str, FindingKind, float], ...] = (
+    ("sink_mass", "resting", RESTING),
+    ("entropy_share", "wide", WIDE),
+)
 
 
-def findings(inspection: Inspection, most: int = MOST) -> tuple[str, ...]:
+def findings(inspection: Inspection, most: int = MOST) -> tuple[Finding, ...]:
     """One of each kind: what the clearest head does, which say the same, which matters most; then what is common."""
     kinds = [
         _clearest(inspection),
@@ -38,30 +45,23 @@ def findings(inspection: Inspection, most: int = MOST) -> tuple[str, ...]:
         _common(inspection),
         _extremes(inspection),
     ]
-    found: list[str] = []
+    found: list[Finding] = []
     while len(found) < most:
         before = len(found)
         for kind in kinds:
-            text = next(kind, None)
-            if text is not None and len(found) < most:
-                found.append(text)
+            finding = next(kind, None)
+            if finding is not None and len(found) < most:
+                found.append(finding)
         if len(found) == before:
             break
     return tuple(found)
 
 
-def place_of(inspection: Inspection, head: Head) -> str:
-    """`layer 2 head 7`, with the stack where a model has several."""
-    site, number = head
-    where = "" if _is_one_stack(inspection) else f"{site.stack.partition('.')[0]} {site.kind}-attention, "
-    return f"{where}layer {site.layer} head {number}"
+def _is_stacked(inspection: Inspection) -> bool:
+    return len({(site.stack, site.kind) for site in inspection.table.sites}) != 1
 
 
-def _is_one_stack(inspection: Inspection) -> bool:
-    return len({(site.stack, site.kind) for site in inspection.table.sites}) == 1
-
-
-def _clearest(inspection: Inspection) -> Iterator[str]:
+def _clearest(inspection: Inspection) -> Iterator[Finding]:
     scored: list[tuple[int, float, HeadRoles, RoleScore]] = []
     for head in inspection.roles:
         for score in head.scores:
@@ -71,72 +71,65 @@ def _clearest(inspection: Inspection) -> Iterator[str]:
     for _, _, head, score in sorted(scored, key=lambda x: x[:2]):
         if score.role not in told:
             told.add(score.role)
-            yield f"{place_of(inspection, (head.site, head.head))} {score.evidence}: {_article(score.role)} head"
+            values: dict[str, float | str | bool] = {
+                "role": score.role,
+                "score": score.score,
+                "null": score.null,
+                "evidence": score.evidence,
+            }
+            yield Finding("role", ((head.site, head.head),), None, values, _is_stacked(inspection))
 
 
-def _article(role: str) -> str:
-    return f"{'an' if role[0] in 'aeiou' else 'a'} {role}"
-
-
-def _alike(inspection: Inspection) -> Iterator[str]:
-    groups = [(group.least, group.heads, "") for group in inspection.groups]
+def _alike(inspection: Inspection) -> Iterator[Finding]:
+    groups = [(group.least, group.heads, False) for group in inspection.groups]
     threshold = math.inf if inspection.likeness is None else inspection.likeness.threshold
-    groups += [
-        (pair.cosine, (pair.one, pair.other), ", in different layers")
-        for pair in inspection.pairs
-        if pair.cosine >= threshold
-    ]
-    for cosine, heads, where in sorted(groups, key=lambda x: -x[0]):
-        places = [named(head) if _is_one_stack(inspection) else place_of(inspection, head) for head in heads]
-        names = ", ".join(places[:-1]) + f" and {places[-1]}"
-        null = "" if inspection.likeness is None else f"; random weights reach {inspection.likeness.null:.2f}"
-        yield f"heads {names} say the same thing{where}, cosine {cosine:.2f}{null}"
+    groups += [(pair.cosine, (pair.one, pair.other), True) for pair in inspection.pairs if pair.cosine >= threshold]
+    null = {} if inspection.likeness is None else {"null": inspection.likeness.null}
+    for cosine, heads, across in sorted(groups, key=lambda x: -x[0]):
+        yield Finding("alike", heads, None, {"cosine": cosine, "across": across, **null}, _is_stacked(inspection))
 
 
-def _matters(inspection: Inspection) -> Iterator[str]:
+def _matters(inspection: Inspection) -> Iterator[Finding]:
     table = inspection.table
-    turned = inspection.facts.get("loss") == "representation"
-    told = {
-        "ablation": "taking out {} turns a text's vector the most: 1 - cosine {:.2g}"
-        if turned
-        else "taking out {} costs the most: {:.3g} nats a token",
-        "gradient": "the loss hangs most on {}: its slope is {:.3g}",
-    }
-    for measure, words in told.items():
+    for measure in ("ablation", "gradient"):
         if measure not in table.columns:
             continue
         values = table[measure]
         order = values.nan_to_num(nan=-math.inf).argsort(descending=True)
         if len(order) < 2 or not bool(values[order[0]].isfinite()):
             continue
-        head = (table.sites[int(order[0])], table.heads[int(order[0])])
         most, middle = float(values[order[0]]), float(values[values.isfinite()].median())
-        times = f", {most / middle:.0f} times the middle head" if middle > 0 else ""
-        yield f"{words.format(place_of(inspection, head), most)}{times}"
+        told: dict[str, float | str | bool] = {
+            "value": most,
+            "turned": inspection.facts.get("loss") == "representation",
+        }
+        if middle > 0:
+            told["times"] = most / middle
+        yield Finding("matters", (_head(inspection, int(order[0])),), measure, told, _is_stacked(inspection))
 
 
-def _common(inspection: Inspection) -> Iterator[str]:
+def _common(inspection: Inspection) -> Iterator[Finding]:
     table = inspection.table
-    if "sink_mass" in table.columns:
-        resting = int((table["sink_mass"] > 0.5).sum())
-        if resting:
-            yield f"{resting} of {len(table)} heads put over half of their attention on the first token"
-    if "entropy_share" in table.columns:
-        wide = int((table["entropy_share"] > 0.9).sum())
-        if wide:
-            yield f"{wide} of {len(table)} heads look nearly everywhere alike (over 90% of the largest entropy)"
+    for column, kind, least in _COMMON:
+        if column not in table.columns:
+            continue
+        there = (table[column] > least).nonzero()[:, 0].tolist()
+        if there:
+            heads = tuple(_head(inspection, index) for index in there)
+            values = {"count": len(there), "of": len(table)}
+            yield Finding(kind, heads, column, values, _is_stacked(inspection))
 
 
-def _extremes(inspection: Inspection) -> Iterator[str]:
+def _extremes(inspection: Inspection) -> Iterator[Finding]:
     """What can be said of any model: its sharpest, its furthest and its loudest head."""
-    for column, said in (
-        ("confidence", "is the sharpest: {:.0%} of its attention on one token"),
-        ("reach", "looks furthest: {:.0f} tokens away on average"),
-        ("contribution_share", "writes the most: {:.0%} of what its layer's heads write"),
-    ):
-        table = inspection.table
+    table = inspection.table
+    for column in ("confidence", "reach", "contribution_share"):
         if column in table.columns and bool(table[column].isfinite().any()):
             values = table[column].nan_to_num(nan=-math.inf)
             best = int(values.argmax())
-            head = (table.sites[best], table.heads[best])
-            yield f"{place_of(inspection, head)} {said.format(float(values[best]))}"
+            told = {"value": float(values[best])}
+            yield Finding("extreme", (_head(inspection, best),), column, told, _is_stacked(inspection))
+
+
+def _head(inspection: Inspection, row: int) -> Head:
+    return inspection.table.sites[row], inspection.table.heads[row]

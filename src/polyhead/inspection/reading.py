@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,11 @@ class Reader:
                 context = Context(context.document, context.piece, ids, special)
             chosen.append(context)
             found += len(context.ids)
-        return list(batches(chosen, self.loaded.tokenizer, batch_tokens=self.batch_tokens))
+        return self.batches_of(chosen)
+
+    def batches_of(self, contexts: Sequence[Context]) -> list[Batch]:
+        """Of contexts that are not of the text."""
+        return list(batches(contexts, self.loaded.tokenizer, batch_tokens=self.batch_tokens))
 
     @property
     def counts_contexts(self) -> bool:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from polyhead.analysis.roles import HeadRoles
+from polyhead.inspection.examples import Example
+from polyhead.inspection.looks import SiteLooks
 from polyhead.inspection.settings import Settings
+from polyhead.inspection.top_keys import TopKey
 from polyhead.observatory import AttentionSite, HeadProfile
 
 Head = tuple[AttentionSite, int]
+FindingKind = Literal["role", "alike", "matters", "resting", "wide", "extreme"]
 
 
 def named(head: Head) -> str:
@@ -50,6 +54,22 @@ class Likeness:
     null: float  # what random weights show
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One telling thing: what kind it is, which heads show it, and the numbers; `str(finding)` says it in English."""
+
+    kind: FindingKind
+    heads: tuple[Head, ...]
+    column: str | None  # of the table, that it is read off
+    values: Mapping[str, float | str | bool]
+    stacked: bool = False  # whether a head's place needs its stack, as in an encoder and a decoder
+
+    def __str__(self) -> str:
+        from polyhead.inspection.wording import words_of
+
+        return words_of(self)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Inspection:
     """What every head does, which say the same, which matter; the table has one row a head."""
@@ -62,7 +82,16 @@ class Inspection:
     groups: tuple[Group, ...] = ()
     pairs: tuple[Pair, ...] = ()
     relations: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # [heads, heads] each
-    findings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    looks: Mapping[AttentionSite, SiteLooks] = field(default_factory=dict)  # where heads look, as pictures
+    examples: tuple[Example, ...] = ()  # short pieces of the text with every weight
+    top_keys: Mapping[AttentionSite, tuple[tuple[TopKey, ...], ...]] = field(default_factory=dict)  # of each head
+    spectra: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # qk, ov [heads, head_dim]
 
     def roles_of(self, site: AttentionSite, head: int) -> HeadRoles | None:
         return next((x for x in self.roles if x.site == site and x.head == head), None)
+
+    def _repr_html_(self) -> str:
+        from polyhead.inspection.notebook import inspection_html
+
+        return inspection_html(self)

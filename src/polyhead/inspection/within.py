@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,21 @@ from torch import Tensor
 from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
 from polyhead.analysis.redundancy import redundancy
+from polyhead.analysis.text_shares import text_shares
 from polyhead.inspection.result import Group, Likeness
 from polyhead.observatory import AttentionSite, Gathered, HeadProfile, Wiring
 from polyhead.observatory.contributions import SiteContributions
+from polyhead.observatory.evidence import HeadEvidence
 from polyhead.observatory.head_moments import HeadMoments
 
 SiteColumns = dict[AttentionSite, dict[str, Tensor]]
+BESIDE = ("_error", "_chance")  # what stands beside a column and is none of the statistics itself
 
 
 def relations_of(
     gathered: Mapping[AttentionSite, Mapping[str, Gathered]], wiring: Mapping[AttentionSite, Wiring]
 ) -> tuple[SiteColumns, SiteColumns]:
-    """Matrices [heads, heads] and columns [heads] of each site whose output projection is known."""
+    """Matrices [heads, heads] and columns [heads] of what the heads of each site say."""
     matrices: SiteColumns = {}
     columns: SiteColumns = {}
     for site, values in gathered.items():
@@ -31,9 +34,12 @@ def relations_of(
         if moments is None:
             continue
         matrices[site] = {}
-        columns[site] = _circuit_columns(found, site.num_heads)
+        columns[site] = {}
         if site.num_heads > 1 and _enough(moments, 2 * moments.dim):
             matrices[site]["mutual_information"] = relations.mutual_information(moments)
+        if site.num_heads > 1 and _enough(moments, site.num_heads * moments.dim):
+            together = relations.total_correlation(moments).cpu()
+            columns[site]["total_correlation"] = together.expand(site.num_heads)
         if found.output is None:
             continue
         output = found.output.detach().cpu().double()
@@ -45,6 +51,18 @@ def relations_of(
         columns[site]["contribution_share"] = norm.square() / norm.square().sum()
         columns[site]["effective_rank"] = relations.effective_rank(moments, output)
     return matrices, columns
+
+
+def cosines_of(
+    gathered: Mapping[AttentionSite, Mapping[str, Gathered]], wiring: Mapping[AttentionSite, Wiring]
+) -> dict[AttentionSite, Tensor]:
+    """Of these only the cosines of what heads write, [heads, heads]."""
+    found = {}
+    for site, values in gathered.items():
+        moments, output = _moments(values), wiring.get(site, Wiring()).output
+        if moments is not None and output is not None:
+            found[site] = relations.cosine(moments, output.detach().cpu().double())
+    return found
 
 
 def _moments(values: Mapping[str, Gathered]) -> HeadMoments | None:
@@ -59,16 +77,36 @@ def _enough(moments: HeadMoments, dims: int) -> bool:
     return float(moments.count) > dims + 2
 
 
-def _circuit_columns(wiring: Wiring, heads: int) -> dict[str, Tensor]:
+def spectra_of(wiring: Mapping[AttentionSite, Wiring]) -> SiteColumns:
+    """The singular values of each head's circuits, `qk` and `ov` [heads, head_dim], where its matrices are known."""
+    found: SiteColumns = {}
+    for site, matrices in wiring.items():
+        query, key, value, output = (
+            None if x is None else _repeated(x, site.num_heads)
+            for x in (matrices.query, matrices.key, matrices.value, matrices.output)
+        )
+        spectra = {}
+        if query is not None and key is not None:
+            spectra["qk"] = circuits.singular_values(query, key.mT)
+        if value is not None and output is not None:
+            spectra["ov"] = circuits.singular_values(value, output)
+        if spectra:
+            found[site] = spectra
+    return found
+
+
+def text_columns(gathered: Mapping[AttentionSite, Mapping[str, Gathered]]) -> SiteColumns:
+    """What the evidence of roles says of kinds of tokens and parts of the text."""
+    found = {site: values.get("evidence") for site, values in gathered.items()}
+    return {site: text_shares(evidence) for site, evidence in found.items() if isinstance(evidence, HeadEvidence)}
+
+
+def circuit_columns(spectra: SiteColumns) -> SiteColumns:
     """The largest share of a circuit's strength that one direction has: 1 for a circuit of rank one."""
-    columns = {}
-    if wiring.query is not None and wiring.key is not None:
-        query, key = _repeated(wiring.query, heads), _repeated(wiring.key, heads)
-        columns["qk_top_share"] = _top_share(circuits.singular_values(query, key.mT))
-    if wiring.value is not None and wiring.output is not None:
-        value, output = _repeated(wiring.value, heads), _repeated(wiring.output, heads)
-        columns["ov_top_share"] = _top_share(circuits.singular_values(value, output))
-    return columns
+    return {
+        site: {f"{name}_top_share": _top_share(singular) for name, singular in found.items()}
+        for site, found in spectra.items()
+    }
 
 
 def _repeated(matrices: Tensor, heads: int) -> Tensor:
@@ -101,11 +139,16 @@ def groups_of(
     return {"likeness": likeness, "groups": tuple(groups)}
 
 
-def widened(table: HeadProfile, columns: SiteColumns, importance: Importance | None) -> HeadProfile:
+def widened(table: HeadProfile, parts: Sequence[SiteColumns], importance: Importance | None) -> HeadProfile:
     """The table with a column for everything that is one number a head; NaN where it is not known."""
-    names = list(dict.fromkeys(name for found in columns.values() for name in found))
+    columns: SiteColumns = {}
+    for part in parts:
+        for site, found in part.items():
+            columns[site] = {**columns.get(site, {}), **found}
+    every = list(dict.fromkeys(name for part in parts for found in part.values() for name in found))
+    names = [name for name in every if not name.endswith(BESIDE)]
     more: dict[str, Tensor] = {}
-    for name in names:
+    for name in every:
         numbers = [
             float(columns[site][name][head]) if name in columns.get(site, {}) else float("nan")
             for site, head in zip(table.sites, table.heads, strict=True)

@@ -105,7 +105,7 @@ class Adapter(Protocol):
     >>> model = nn.Sequential(Handwritten(), nn.Linear(16, 16), Handwritten())
     >>> with polyhead.observe(model, adapters={Handwritten: HandwrittenAdapter()}) as session:
     ...     output = model(torch.randn(3, 5, 16))
-    >>> session.table()["tokens"].tolist()
+    >>> session.profile["tokens"].tolist()
     [15.0, 15.0, 15.0, 15.0]
 
     An adapter with a true attribute `gates` promises to multiply the heads' outputs with what `tell` returns. For

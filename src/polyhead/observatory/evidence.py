@@ -13,7 +13,7 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.functional import Attended
 from polyhead.masks import Mask
 from polyhead.observatory.evidence_rows import COLUMNS, Ground, Measured, ground, measure
-from polyhead.observatory.evidence_tokens import BINS, Meaning, TokenTables
+from polyhead.observatory.evidence_tokens import BINS, Meaning, Segments, TokenTables
 from polyhead.observatory.gathering import Notes
 from polyhead.observatory.statistics import AttentionSite
 
@@ -31,6 +31,7 @@ class EvidenceGatherer:
             line ends among the punctuation.
         rare: boolean [vocabulary], such as `evidence_tokens.rare_tokens` of the counts in a text.
         meaning: what tokens mean, such as `Meaning.of(model.get_input_embeddings().weight)`.
+        segments: which word and which sentence each token is in, such as `polyhead.sources.segments.Segments`.
         most_documents: with more documents than these, those whose numbers are equal modulo this number count as one.
             That bounds the memory: about 1.2 KB for each document and head.
     """
@@ -43,6 +44,7 @@ class EvidenceGatherer:
         punctuation: Sequence[int] = (5, 8),
         rare: Tensor | None = None,
         meaning: Meaning | None = None,
+        segments: Segments | None = None,
         most_documents: int = MOST_DOCUMENTS,
     ) -> None:
         if rare is not None and (rare.ndim != 1 or rare.dtype is not torch.bool or rare.device.type != "cpu"):
@@ -51,7 +53,7 @@ class EvidenceGatherer:
             raise OptionError(f"an interval needs two documents at least, got most_documents {most_documents}")
         self.name = name
         self.most_documents = most_documents
-        self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning)
+        self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments)
         self._latest: tuple[Notes, Mask | None, torch.Size, torch.device, Ground] | None = None
 
     def empty(self, site: AttentionSite, device: torch.device) -> HeadEvidence | None:

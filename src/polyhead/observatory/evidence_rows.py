@@ -14,7 +14,7 @@ from torch import Tensor
 from polyhead.functional import Attended, RowStatistics, Statistics, attention, profile
 from polyhead.functional.profile_request import OFFSET_BINS
 from polyhead.masks import Mask
-from polyhead.observatory.evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenNotes
+from polyhead.observatory.evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, Pieces, TokenNotes
 
 WINDOW = 8  # a key at most so far away is near
 COLUMNS = (
@@ -31,6 +31,8 @@ COLUMNS = (
     "shuffled", "shuffled_expected",  # the same with meanings dealt out anew
     "reshuffled", "reshuffled_expected",  # and once more
     "different",  # the weight on other tokens
+    "word", "word_rows",  # the weight inside the row's word; rows of words of several tokens
+    "sentence", "sentence_rows",  # the weight inside the row's sentence; rows of texts of several
 )  # fmt: skip
 _ROW_NAMES = ("entropy", "confidence", "reach")
 
@@ -199,6 +201,11 @@ def _columns(
             columns[name] = _on_pairs(silenced, pairs).sum(-1)
             columns[f"{name}_rows"] = _total(torch.ones_like(found.visible), able)
     columns["far_rows"] = _total(torch.ones_like(found.visible), found.far)
+    for name, pieces in (("word", tokens.words), ("sentence", tokens.sentences)):
+        if pieces is not None:
+            asked = counted & pieces.asked[:, None]
+            columns[name] = _total(_inside(attended, pieces), asked)
+            columns[f"{name}_rows"] = _total(torch.ones_like(found.visible), asked)
     if meant is not None:
         columns |= _meaning(rows, found, meant, histogram, columns["duplicate"])
     return columns | {"argmax": seen.argmax}, histogram
@@ -229,6 +236,27 @@ def _meaning(
         made[name] = _total(cosines[..., index], rows_of_text) - same
         made[f"{name}_expected"] = expected[..., index]
     return made
+
+
+def _inside(attended: Attended, pieces: Pieces) -> Tensor:
+    """The weight of each row inside its own word or sentence, [batch, heads, queries].
+
+    What the softmax is divided by if nothing else may be seen, over what it is divided by.
+    """
+    assert attended.result.logsumexp is not None
+    alone = Mask.documents(pieces.numbers)
+    narrow = attended.value.new_zeros(*attended.key.shape[:3], 8)
+    within = attention(
+        attended.query.detach(),
+        attended.key.detach(),
+        narrow,
+        mask=alone if attended.mask is None else attended.mask & alone,
+        scale=attended.scale,
+        softcap=attended.softcap,
+        logsumexp=True,
+    ).logsumexp
+    assert within is not None
+    return (within - attended.result.logsumexp).exp()
 
 
 def _on_pairs(attended: Attended, pairs: Pairs) -> Tensor:

@@ -5,7 +5,8 @@ All of it is worked out on the CPU, where the tokens lie, once for all layers, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ NEAREST = 4  # so many other occurrences of its token are looked up for a row, o
 NEAR = 64  # every offset up to here has a bin of its own, and one more on either side holds all beyond
 BINS = 2 * NEAR + 3
 KEY_SETS = ("special", "punctuation", "delimiter", "rare")
+# From token ids [batch, tokens] to the number of the word and of the sentence that each token is in, -1 for none.
+Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +74,14 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Words or sentences: which one each token is in, and which tokens are asked how much of them stays there."""
+
+    numbers: Tensor  # int64 [batch, tokens], -1 for special tokens and padding
+    asked: Tensor  # bool [batch, tokens]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenNotes:
     """What is known of the tokens of a batch, on the device of its attention."""
 
@@ -80,6 +91,8 @@ class TokenNotes:
     meaning: Tensor | None = None  # [batch, keys, 3, dims]; 0 for what stands for no text
     ordinary: Tensor | None = None  # bool [batch, keys]: tokens that stand for text
     alike: Tensor | None = None  # [batch, 3, bins]: the mean cosine of different tokens at each offset
+    words: Pieces | None = None
+    sentences: Pieces | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +103,7 @@ class TokenTables:
     punctuation: tuple[int, ...]
     rare: Tensor | None  # bool [vocabulary]
     meaning: Meaning | None
+    segments: Segments | None = None
 
     def read(self, notes: Notes, real: Tensor | None, *, causal: bool, device: torch.device) -> TokenNotes:
         """Of one batch; `real` [batch or 1, tokens] may lie on the device."""
@@ -111,6 +125,11 @@ class TokenTables:
         found = TokenNotes(
             sets.to(device, torch.float64, non_blocking=True), duplicates.to(device), inductions.to(device)
         )
+        if self.segments is not None:
+            words, sentences = (x.to(device, non_blocking=True) for x in self.segments(tokens))
+            if real is not None:
+                words, sentences = torch.where(real, words, -1), torch.where(real, sentences, -1)
+            found = replace(found, words=_of_several_tokens(words), sentences=_beside_others(sentences))
         if self.meaning is None:
             return found
         ordinary = (~special).to(device, non_blocking=True)
@@ -119,11 +138,26 @@ class TokenTables:
         on_device = tokens.to(device, non_blocking=True)
         vectors = self.meaning.vectors.to(device, non_blocking=True)[on_device] * ordinary[..., None, None]
         alike = _alike(vectors, on_device, ordinary)
-        return TokenNotes(found.key_sets, found.duplicates, found.inductions, vectors, ordinary, alike)
+        return replace(found, meaning=vectors, ordinary=ordinary, alike=alike)
 
 
 def _is_one_of(classes: Tensor, which: tuple[int, ...]) -> Tensor:
     return torch.isin(classes, torch.tensor(which, dtype=classes.dtype))
+
+
+def _of_several_tokens(words: Tensor) -> Pieces:
+    """A word of one token has nothing to stay in."""
+    joined = (words[:, 1:] == words[:, :-1]) & (words[:, 1:] >= 0)  # of a token and the one before it
+    pad = torch.nn.functional.pad
+    return Pieces(words, pad(joined, (1, 0)) | pad(joined, (0, 1)))
+
+
+def _beside_others(sentences: Tensor) -> Pieces:
+    """A sentence that is all of a text has nothing to stay in."""
+    there = sentences >= 0
+    last = sentences.amax(-1, keepdim=True)
+    first = torch.where(there, sentences, last).amin(-1, keepdim=True)
+    return Pieces(sentences, there & (first < last))
 
 
 def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[Pairs, Pairs]:

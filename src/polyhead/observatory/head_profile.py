@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ class HeadProfile:
 
     `table["entropy"]` is the mean over tokens, `table["entropy_spread"]` the standard deviation, `table["entropy_max"]`
     the largest, each a float64 tensor of as many numbers as there are heads. NaN where a statistic has no meaning, as
-    reach has none in a cross-attention. `print(table)` shows it.
+    reach has none in a cross-attention. `print(table)` shows it, a notebook shows cards; `to_arrow`, `to_pandas` and
+    `to_polars` hand it on.
     """
 
     sites: tuple[AttentionSite, ...]  # of each row
@@ -48,7 +49,7 @@ class HeadProfile:
         return f"HeadProfile({len(self)} heads, {tokens:,} tokens: {', '.join(self.names) or 'nothing'})"
 
     def __str__(self) -> str:
-        header, body = self._cells()
+        header, body = self.cells()
         widths = [max(len(row[index]) for row in (header, *body)) for index in range(len(header))]
         lines = []
         previous = None
@@ -59,16 +60,41 @@ class HeadProfile:
             lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        header, body = self._cells()
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in ("site", *header))
-        lines = []
-        for site, row in zip(self.sites, body, strict=True):
-            cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (site.name, *row))
-            lines.append(f"<tr>{cells}</tr>")
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    # ---- for other tools
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
+    def to_arrow(self) -> Any:
+        """A `pyarrow.Table`, a row a head."""
+        return _package("pyarrow", "polyhead[hf]").table(self._arrays())
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`, a row a head."""
+        return _package("pandas", "pandas").DataFrame(self._arrays())
+
+    def to_polars(self) -> Any:
+        """A `polars.DataFrame`, a row a head."""
+        return _package("polars", "polars").DataFrame(self._arrays())
+
+    def _arrays(self) -> dict[str, Any]:
+        places = {name: [getattr(site, name) for site in self.sites] for name in ("kind", "stack", "layer")}
+        place = {"site": [site.name for site in self.sites], **places, "head": list(self.heads)}
+        return {**place, **{name: column.numpy() for name, column in self.columns.items()}}
+
+    def _repr_html_(self) -> str:
+        from polyhead.observatory.notebook import profile_html
+
+        return profile_html(self)
+
+    def places_among_all(self, name: str) -> list[float | None]:
+        """Where each head's number lies between the smallest of all heads, 0, and the largest, 1; None: it has none."""
+        column = self[name]
+        finite = column[column.isfinite()]
+        if not len(finite):
+            return [None] * len(self)
+        low, high = float(finite.min()), float(finite.max())
+        width = high - low
+        return [((x - low) / width if width > 0 else 0.5) if math.isfinite(x) else None for x in column.tolist()]
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
         """The header, and each row as text: `mean ±spread`, and for the largest logit its maximum."""
         header, shown = ["head", "tokens"], []
         for name in self.names:
@@ -87,3 +113,12 @@ class HeadProfile:
                 cells.append(f"{text} ±{row[spread]:.2g}" if spread and text != "-" else text)
             body.append(cells)
         return header, body
+
+
+def _package(name: str, install: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise OptionError(
+            f"a table for {name} needs the package {name}; install it with: pip install '{install}'"
+        ) from None

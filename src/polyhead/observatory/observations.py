@@ -38,7 +38,8 @@ class Observations:
         calls = {place: self.calls.get(place, 0) + other.calls.get(place, 0) for place in {**self.calls, **other.calls}}
         return type(self)(self.wanted, tuple(found.values()), gathered, calls)
 
-    def table(self) -> HeadProfile:
+    @property
+    def profile(self) -> HeadProfile:
         """One row a head, stack by stack and layer by layer. This is where a device is waited for."""
         stacks = list(dict.fromkeys((x.site.stack, x.site.kind) for x in self.sites))
         sites = sorted(self.sites, key=lambda x: (stacks.index((x.site.stack, x.site.kind)), x.site.layer))

@@ -30,6 +30,7 @@ LOGITS = ("max_logit", "max_abs_logit")  # which weights do not tell
 SITE = re.compile(r"(?:.+\.)?(?:\w+_)?attentions\.\d+")
 # The logit of a key that a head does not look at at all: its weight is exactly 0, its share of an entropy as well.
 _NEVER = -1e4
+_WIDTH = 8  # of queries and keys that are nothing but zeros
 _ROUNDING = 1e-2  # how far the sum of a row may be from 1; bfloat16 moves it by 0.004 at most
 
 
@@ -266,9 +267,9 @@ def _attended(
     *,
     cross: bool,
 ) -> Attended:
-    """An attention that has these weights: its queries are their logarithms, its keys the axes, its values nothing."""
+    """An attention that has these weights: queries and keys say nothing, the weights' logarithms are added to that."""
     weights = weights.detach().to(torch.float64 if weights.dtype is torch.float64 else torch.float32)
-    batch, _, queries, keys = weights.shape
+    batch, heads, queries, keys = weights.shape
     sums = weights.sum(-1)
     wrong = ~((sums - 1).abs() <= _ROUNDING) & (sums != 0) | (weights.amin(-1) < 0)  # [batch, heads, queries]
     later = weights.triu(keys - queries + 1).amax((1, 3)) > 0
@@ -287,8 +288,8 @@ def _attended(
         mask = mask & Mask.lengths(keys - first.clamp_min(0), side="left")
     if not cross and queries > 1 and not is_later:
         mask = mask & Mask.causal()  # hides nothing more, and half of the work can be skipped
-    query = weights.log().clamp_min(_NEVER)
-    key = torch.eye(keys, dtype=query.dtype, device=query.device).expand(batch, 1, keys, keys)
-    result = attention(query, key, key[..., :1], mask=mask, scale=1.0, statistics=asked, logsumexp=True, finite=True)
+    mask = mask & Mask.bias(weights.log().clamp_min(_NEVER), zero_one=True)
+    query, key = weights.new_zeros(batch, heads, queries, _WIDTH), weights.new_zeros(batch, 1, keys, _WIDTH)
+    result = attention(query, key, key, mask=mask, scale=1.0, statistics=asked, logsumexp=True, finite=True)
     result = replace(result, output=result.output[..., :0])
     return Attended(query, key, key[..., :0], result, mask, 1.0)

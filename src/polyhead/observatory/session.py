@@ -63,7 +63,7 @@ def observe(
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True)
     >>> with polyhead.observe(layer, statistics=("entropy", "reach")) as session:
     ...     output = layer(torch.randn(3, 5, 16)).output
-    >>> session.table()
+    >>> session.profile
     HeadProfile(2 heads, 15 tokens: entropy, reach)
     """
     return Session(
@@ -359,9 +359,10 @@ class Session:
         self._statistics = {x.site: x for x in observations.sites}
         self._gathered = {site: dict(values) for site, values in observations.gathered.items()}
 
-    def table(self) -> HeadProfile:
+    @property
+    def profile(self) -> HeadProfile:
         """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic."""
-        return self.observations.table()
+        return self.observations.profile
 
     def __repr__(self) -> str:
         heads = sum(site.num_heads for site in self._sites.values() if self._is_chosen(site))

@@ -191,10 +191,8 @@ class WordAttention:
         governors, circles = words.governors.to(device, non_blocking=True), words.circles.to(device, non_blocking=True)
         there = words.there.to(device, non_blocking=True)
         weights = between_words(_weights(attended), pieces)  # [batch, heads, words, words]
-        visible = _visible(attended)
-        seen = (pieces.transpose(1, 2) @ visible @ pieces) > 0  # [batch, words, words]
-        even = visible / visible.sum(-1, keepdim=True).clamp_min(1.0)
-        by_chance = between_words(even[:, None], pieces)[:, 0]
+        seen = (pieces.transpose(1, 2) @ _visible(attended) @ pieces) > 0  # [batch, words, words]
+        by_chance = between_words(_even(attended), pieces)[:, 0]
         known = governors.clamp_min(0)[..., None]
         upward = seen.gather(2, known)[..., 0] & (governors >= 0)
         downward = seen.transpose(1, 2).gather(2, known)[..., 0] & (governors >= 0)
@@ -220,7 +218,8 @@ class SpanAttention:
     """Gathers how much the first span of each text gives to each of its other spans.
 
     `labels` has one list a text: for each token -1, 0 if it is of the span that looks, 1, 2, ... if it is of one of the
-    `others` spans that are looked at. The state's `weights` are [contexts, heads, others] float64.
+    `others` spans that are looked at. The state's `weights` are [contexts, heads, others] float64, and `expected`
+    [contexts, others] are those of attention that is even over the visible tokens.
     """
 
     def __init__(self, labels: Sequence[Sequence[int]], others: int, name: str = "spans") -> None:
@@ -235,12 +234,18 @@ class SpanAttention:
         return 1
 
     def nothing(self, num_heads: int) -> dict[str, Tensor]:
-        return {"weights": torch.zeros(0, num_heads, self.others, dtype=torch.float64)}
+        return {
+            "weights": torch.zeros(0, num_heads, self.others, dtype=torch.float64),
+            "expected": torch.zeros(0, self.others, dtype=torch.float64),
+        }
 
     def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         tokens = _side_by_side([self.labels[context] for context in contexts])
         pieces = _pieces(tokens, self.others + 1, attended, real)
-        return {"weights": between_words(_weights(attended), pieces)[:, :, 0, 1:]}
+        return {
+            "weights": between_words(_weights(attended), pieces)[:, :, 0, 1:],
+            "expected": between_words(_even(attended), pieces)[:, 0, 0, 1:],
+        }
 
 
 # ---- from tokens to words
@@ -308,6 +313,12 @@ def _visible(attended: Attended) -> Tensor:
             # transformers hides with the least number of a dtype as well as with -inf.
             visible = visible & (bias.detach() > torch.finfo(bias.dtype).min / 2).any(1)
     return visible.to(torch.float64)
+
+
+def _even(attended: Attended) -> Tensor:
+    """The weights of a head that looks alike at all tokens it may see, [batch, 1, tokens, tokens]."""
+    visible = _visible(attended)
+    return (visible / visible.sum(-1, keepdim=True).clamp_min(1.0))[:, None]
 
 
 def _looks(weights: Tensor) -> Tensor:

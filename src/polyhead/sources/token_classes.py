@@ -42,12 +42,8 @@ def token_classes(tokenizer: Any) -> Tensor:
     SentencePiece: the entry begins a word if a space stands between the two. A token with a letter is a word or goes
     on with one; without a letter, a digit makes it a number, then a punctuation mark decides, then a symbol.
     """
-    size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    if size == 0:
-        raise OptionError(f"a tokenizer must have a vocabulary, got an empty {type(tokenizer).__name__}")
-    anchor, anchor_text = _anchor(tokenizer)
-    decoded = _decode(tokenizer, [[anchor, token] for token in range(size)])
-    classes = [class_of_text(text.removeprefix(anchor_text)) for text in decoded]
+    classes = [class_of_text(text) for text in decoded_tokens(tokenizer)]
+    size = len(classes)
     unknown = unknown_token(tokenizer)
     if unknown is not None:
         classes[unknown] = TokenClass.UNKNOWN
@@ -55,6 +51,16 @@ def token_classes(tokenizer: Any) -> Tensor:
         if token < size:
             classes[token] = TokenClass.SPECIAL
     return torch.tensor([int(found) for found in classes], dtype=torch.int8)
+
+
+def decoded_tokens(tokenizer: Any) -> list[str]:
+    """The text of every id of the vocabulary as it stands behind a word, with a space before it if it begins one."""
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if size == 0:
+        raise OptionError(f"a tokenizer must have a vocabulary, got an empty {type(tokenizer).__name__}")
+    anchor, anchor_text = _anchor(tokenizer)
+    decoded = _decode(tokenizer, [[anchor, token] for token in range(size)])
+    return [text.removeprefix(anchor_text) for text in decoded]
 
 
 def _anchor(tokenizer: Any) -> tuple[int, str]:
@@ -88,7 +94,7 @@ def class_of_text(text: str) -> TokenClass:
         return TokenClass.NEWLINE if "\n" in text or "\r" in text else TokenClass.WHITESPACE
     # A combining mark is part of a letter.
     if kinds & {"L", "M"}:
-        begins = text[0].isspace() or _written_without_spaces(text)
+        begins = text[0].isspace() or written_without_spaces(text)
         return TokenClass.WORD if begins else TokenClass.CONTINUATION
     for kind, found in (("N", TokenClass.NUMBER), ("P", TokenClass.PUNCTUATION), ("S", TokenClass.SYMBOL)):
         if kind in kinds:
@@ -96,6 +102,7 @@ def class_of_text(text: str) -> TokenClass:
     return TokenClass.OTHER
 
 
-def _written_without_spaces(text: str) -> bool:
-    first = next(character for character in text if unicodedata.category(character)[0] in "LM")
-    return unicodedata.name(first, "").startswith(_WITHOUT_SPACES)
+def written_without_spaces(text: str) -> bool:
+    """Whether the first letter of a text is of a script that is written without spaces; False without a letter."""
+    first = next((character for character in text if unicodedata.category(character)[0] in "LM"), "")
+    return bool(first) and unicodedata.name(first, "").startswith(_WITHOUT_SPACES)

@@ -1,0 +1,81 @@
+"""`polyhead report`: a run that was kept, as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from polyhead.inspection import Inspection
+
+NAME = "polyhead-report.html"
+LANGUAGE = typer.Option(metavar="en|zh", help="The language that the page opens in; a reader can switch.")
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `polyhead inspect --save` wrote.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help=f"Where to write the page; {NAME} in the run's folder.", show_default=False
+        ),
+    ] = None,
+    lang: Annotated[str, LANGUAGE] = "en",
+    syntax: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Show as well which grammar heads know: what `polyhead syntax --output` wrote, of the same model.",
+            show_default=False,
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Write a run as one HTML page that opens anywhere.
+
+    Layers and heads in a grid coloured by any number or role; a card for each head; which heads are alike, which
+    matter, what was found, in plain words. The file holds all it needs: no network, no server.
+    """
+    from polyhead.errors import PolyheadError
+    from polyhead.inspection import load_inspection
+
+    try:
+        check_page(html, lang)
+        written = write(run / NAME if html is None else html, load_inspection(run), lang, syntax)
+    except PolyheadError as error:
+        typer.echo(f"polyhead report: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(str(written))
+    if show:
+        typer.launch(written.as_uri())
+
+
+def check_page(html: Path | None, lang: str) -> None:
+    """Before anything costs time: that a page can be written there, and in that language."""
+    from polyhead.inspection.vocabulary import LANGUAGES
+    from polyhead.report.page import Assets
+
+    if lang not in LANGUAGES:
+        raise typer.BadParameter(
+            f"a page is written in one of the languages {', '.join(LANGUAGES)}; got {lang!r}", param_hint="--lang"
+        )
+    if html is None:
+        return
+    if html.is_dir():
+        raise typer.BadParameter(
+            f"a page is one file, got the folder {html}; name a file in it, such as {html / NAME}", param_hint="--html"
+        )
+    if not html.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {html.parent}; make it first", param_hint="--html")
+    Assets.load()
+
+
+def write(path: Path, inspection: Inspection, lang: str, syntax: Path | None = None) -> Path:
+    """The page of an inspection, and where it lies."""
+    from polyhead.report import write_page
+    from polyhead.report.syntax import Syntax
+
+    table = None if syntax is None else Syntax.load(syntax)
+    return write_page(path, inspection, language="zh" if lang == "zh" else "en", syntax=table)

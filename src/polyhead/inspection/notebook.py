@@ -1,0 +1,45 @@
+"""An `Inspection` as a notebook shows it: where it came from, what is most telling, roles in a grid, a card a head."""
+
+from __future__ import annotations
+
+import html
+
+from polyhead.inspection.findings import TELLING
+from polyhead.inspection.result import Inspection, named
+from polyhead.inspection.vocabulary import role_of
+from polyhead.observatory import AttentionSite
+from polyhead.observatory.cards import Cell, folded, grids
+from polyhead.observatory.notebook import cards_html, table_html
+
+NO_ROLE = "··"
+
+
+def inspection_html(inspection: Inspection) -> str:
+    """The fragment; it needs no script, and what opens is folded until then."""
+    facts, table = inspection.facts, inspection.table
+    where = f"{facts['tokens']:,} tokens of {facts['documents']} documents; {len(table)} heads"
+    findings = "".join(f"<li>{html.escape(str(finding))}</li>" for finding in inspection.findings)
+    roles = {(x.site, x.head): x for x in inspection.roles}
+
+    def cell(site: AttentionSite, head: int) -> Cell | None:
+        found = roles.get((site, head))
+        held = [role for role in TELLING if found is not None and role in found.roles]
+        about = f"layer {site.layer} head {head}: {', '.join(held) or 'no role'}"
+        return Cell(role_of(held[0]).letters if held else NO_ROLE, 0.6 if held else 0.0, about)
+
+    def said(site: AttentionSite, head: int) -> list[str]:
+        found = roles.get((site, head))
+        lines = [] if found is None else [f"{x.role}: {x.evidence}" for x in found.scores if x.holds]
+        groups = [group for group in inspection.groups if (site, head) in group.heads]
+        others = [named(other) for group in groups for other in group.heads if other != (site, head)]
+        return [*lines, *([f"says the same as {', '.join(others)}"] if others else [])]
+
+    drawn = grids(list(dict.fromkeys(table.sites)), cell) if len(roles) else ""
+    used = [role for role in TELLING if any(role in x.roles for x in inspection.roles)]
+    legend = "; ".join(f"{role_of(role).letters} {role}: {role_of(role).about.en}" for role in used)
+    return (
+        f"<p><strong>{html.escape(str(facts['model']))}</strong><br>{html.escape(where)}</p>"
+        f"{f'<ul>{findings}</ul>' if findings else ''}"
+        f"{drawn}{f'<p>{html.escape(legend)}</p>' if legend else ''}"
+        f"{cards_html(table, said)}{folded('every number', table_html(table))}"
+    )

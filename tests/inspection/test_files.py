@@ -1,0 +1,68 @@
+"""An inspection in a folder: pictures, examples and findings come back as they were, and other formats are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.inspection import Inspection, Settings, inspect_model, load_inspection, save_inspection
+from polyhead.inspection.files import FORMAT, PICTURES
+from tests.inspection.small_models import model_folder, text_folder
+
+pytest.importorskip("pyarrow")
+
+
+@pytest.fixture(scope="module")
+def inspection(tmp_path_factory) -> Inspection:
+    folder = tmp_path_factory.mktemp("run")
+    text = str(text_folder(folder / "text", documents=4, words=40))
+    return inspect_model(Settings(str(model_folder(folder / "t5", "t5")), text, context=48))
+
+
+def test_pictures_examples_and_findings_come_back_bit_by_bit(inspection, tmp_path):
+    save_inspection(tmp_path, inspection)
+    again = load_inspection(tmp_path)
+    assert again.findings == inspection.findings
+    assert [str(finding) for finding in again.findings] == [str(finding) for finding in inspection.findings]
+    assert list(again.looks) == list(inspection.looks)
+    assert len(inspection.looks) == 6
+    for site, looks in inspection.looks.items():
+        assert again.looks[site].block == looks.block
+        assert torch.equal(again.looks[site].map, looks.map)
+        assert torch.equal(again.looks[site].offsets, looks.offsets)
+    assert len(again.examples) == len(inspection.examples) == 3
+    for one, other in zip(again.examples, inspection.examples, strict=True):
+        assert (one.title, one.queries, one.keys) == (other.title, other.queries, other.keys)
+        assert set(one.weights) == set(other.weights)
+        for site, weights in other.weights.items():
+            assert torch.equal(one.weights[site], weights)
+
+
+def test_findings_stand_in_the_file_in_words_as_well(inspection, tmp_path):
+    save_inspection(tmp_path, inspection)
+    rest = json.loads((tmp_path / "inspection.json").read_text(encoding="utf-8"))
+    assert [finding["text"] for finding in rest["findings"]] == [str(finding) for finding in inspection.findings]
+
+
+def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp_path):
+    save_inspection(tmp_path, inspection)
+    file = tmp_path / "inspection.json"
+    rest = json.loads(file.read_text(encoding="utf-8"))
+    assert rest["format"] == FORMAT == 2
+    file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
+    (tmp_path / PICTURES).unlink()
+    with pytest.raises(OptionError, match=r"reads inspections of format 2, got 1 in .*; inspect the model again"):
+        load_inspection(tmp_path)
+
+
+def test_names_that_are_no_utf8_are_kept(inspection, tmp_path):
+    facts = {**inspection.facts, "model": "folder \udcff: 好"}
+    example = dataclasses.replace(inspection.examples[0], queries=("half \ud83d", *inspection.examples[0].queries[1:]))
+    save_inspection(tmp_path, dataclasses.replace(inspection, facts=facts, examples=(example,)))
+    again = load_inspection(tmp_path)
+    assert again.facts["model"] == facts["model"]
+    assert again.examples[0].queries == example.queries

@@ -1,0 +1,93 @@
+"""A whole inspection asks after pronouns: a planted head is named, no other is, and who cannot read them is told so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from polyhead.inspection import Inspection, Settings, inspect_model
+from polyhead.sources.pronouns import pronoun_sentences
+from tests.inspection.small_models import model_folder, text_folder
+
+pytest.importorskip("pyarrow")
+# What a name and a pronoun have in common, by which the planted head finds the one from the other.
+KINDS = (
+    ({"anna", "mary", "laura", "sarah", "mother", "queen"}, "she"),
+    ({"peter", "john", "robert", "david", "father", "king"}, "he"),
+    ({"dog", "piano"}, "it"),
+    ({"children", "chairs"}, "they"),
+)
+HEADS, WIDTH = 4, 32
+
+
+def words() -> list[str]:
+    found = (word for sentence in pronoun_sentences("en") for word in re.findall(r"\w+|[.,]", sentence.text.lower()))
+    return ["[PAD]", "[UNK]", "a", *dict.fromkeys(found)]
+
+
+def model_that_agrees(folder: Path, *, planted: bool) -> Path:
+    """Head 1.2 looks from a pronoun at names of its gender and number; the others are random."""
+    names = words()
+    made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(dict.fromkeys(names))}, "[UNK]"))
+    made.normalizer, made.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+    torch.manual_seed(3)
+    model = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=len(tokenizer), hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
+            intermediate_size=8, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    dim = WIDTH // HEADS
+    with torch.no_grad():
+        embedding = model.embeddings.word_embeddings.weight
+        for axis, (nouns, pronoun) in enumerate(KINDS):
+            for noun in nouns:
+                embedding[tokenizer.convert_tokens_to_ids(noun), axis] += 4.0
+            embedding[tokenizer.convert_tokens_to_ids(pronoun), len(KINDS) + axis] += 4.0
+        if planted:
+            for part, first in (("query", len(KINDS)), ("key", 0)):
+                projection = getattr(model.encoder.layer[1].attention.self, part)
+                rows = projection.weight[2 * dim : 3 * dim]
+                rows.zero_()
+                rows[torch.arange(len(KINDS)), first + torch.arange(len(KINDS))] = 2.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def inspected(folder: Path, tmp_path: Path) -> Inspection:
+    text = tmp_path / "text"
+    text.mkdir(exist_ok=True)
+    for number in range(3):
+        (text / f"{number}.txt").write_text(" ".join(x.text for x in pronoun_sentences("en")[number::3]))
+    return inspect_model(Settings(str(folder), str(text), context=60, importance="none", chance=False))
+
+
+def test_a_planted_head_is_named_and_no_other(tmp_path):
+    found = inspected(model_that_agrees(tmp_path / "model", planted=True), tmp_path)
+    named = [(x.site.layer, x.head) for x in found.roles if "pronoun" in x.roles]
+    assert named == [(1, 2)]
+    score = next(x["pronoun"] for x in found.roles if (x.site.layer, x.head) == (1, 2))
+    assert score.score == pytest.approx(0.9)  # two frames of ten are decided by what somebody did, not by agreement
+    assert any("layer 1 head 2 looks from a pronoun at what it stands for" in str(x) for x in found.findings)
+
+
+def test_the_same_model_without_it_has_none(tmp_path):
+    found = inspected(model_that_agrees(tmp_path / "model", planted=False), tmp_path)
+    assert all("pronoun" not in x.roles for x in found.roles)
+    assert all(0 <= x["pronoun"].low <= x["pronoun"].score <= x["pronoun"].high <= 1 for x in found.roles)
+
+
+def test_who_cannot_read_the_sentences_is_told_so(tmp_path):
+    text = text_folder(tmp_path / "text", documents=2, words=40)
+    model = model_folder(tmp_path / "bert", "bert")
+    found = inspect_model(Settings(str(model), str(text), context=64, importance="none", chance=False))
+    (reason,) = found.facts["left_out"]
+    assert reason == "pronoun: of 80 sentences with pronouns the tokenizer can read 0 in a context of 64 tokens"
+    assert all(score.role != "pronoun" for head in found.roles for score in head.scores)

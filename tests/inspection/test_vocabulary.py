@@ -1,0 +1,71 @@
+"""Every column, role and matrix that a run can have is named and explained, in English and in Chinese."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyhead.analysis.roles_rules import RULES
+from polyhead.cli.heads_picture import ROLES as DRAWN
+from polyhead.inspection import Inspection, Settings, inspect_model
+from polyhead.inspection.vocabulary import COLUMNS, RELATIONS, ROLES, Term, column_of, relation_of, role_of
+from polyhead.observatory.statistics import NAMES
+from tests.inspection.small_models import model_folder, text_folder
+
+pytest.importorskip("pyarrow")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Inspection]:
+    """Heads taken out, gradients, and every statistic there is."""
+    folder: Path = tmp_path_factory.mktemp("runs")
+    text = str(text_folder(folder / "text", documents=3, words=40))
+    return [
+        inspect_model(Settings(str(model_folder(folder / name, name)), text, context=48, statistics=statistics))
+        for name, statistics in (("bert", None), ("llama", tuple(NAMES)))
+    ]
+
+
+def is_chinese(text: str) -> bool:
+    return any("\u4e00" <= character <= "\u9fff" for character in text)
+
+
+@pytest.mark.parametrize("terms", [COLUMNS, RELATIONS, ROLES], ids=["columns", "relations", "roles"])
+def test_every_entry_is_said_twice_and_no_label_stands_for_two(terms: dict[str, Term]):
+    for name, term in terms.items():
+        assert term.name == name
+        for text in (term.label, term.about):
+            assert text.en
+            assert not is_chinese(text.en), name
+            assert is_chinese(text.zh), name
+        assert term.about.en.endswith(".")
+        assert term.about.zh.endswith("。")
+        assert len(term.label.en) <= 32, name
+    for language in ("en", "zh"):
+        labels = [term.label[language] for term in terms.values()]
+        assert len(set(labels)) == len(labels)
+
+
+def test_every_column_of_a_run_has_an_entry_and_no_entry_is_of_no_run(runs):
+    there = {"tokens", *(name for run in runs for name in run.table.names)}
+    assert sorted(there - set(COLUMNS)) == []
+    # Only models that learn to look at nothing have the one; here, where every token is a word, none has the other.
+    assert set(COLUMNS) - there == {"learned_sink_mass", "word_share"}
+
+
+def test_every_matrix_of_a_run_has_an_entry_and_no_entry_is_of_no_run(runs):
+    assert {name for run in runs for found in run.relations.values() for name in found} == set(RELATIONS)
+
+
+def test_every_role_has_an_entry_with_the_letters_of_the_picture():
+    assert set(ROLES) == set(RULES)
+    assert {name: role.letters for name, role in ROLES.items()} == {
+        name: letters for name, (letters, _) in DRAWN.items()
+    }
+
+
+def test_what_has_no_entry_goes_by_its_name():
+    for found in (column_of("my_own"), relation_of("my_own"), role_of("my_own")):
+        assert found.label.en in ("my own", "my_own")
+        assert is_chinese(found.about.zh)
