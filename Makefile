@@ -23,15 +23,15 @@ SOURCES := pyproject.toml constraints.txt
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	$(BIN)/python -m pip install --quiet --quiet
 
-.PHONY: help demo test lint bench system system-python system-compiler clean
+.PHONY: help demo test lint bench frontend system system-python system-compiler system-browser system-node clean
 
 help: ## show the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(VENV)/.installed-demo ## see what every head of a real model does
-	@$(BIN)/polyhead inspect
+demo: $(VENV)/.installed-demo ## see what every head of a real model does, in the terminal and as a page
+	@$(BIN)/polyhead inspect --html polyhead-report.html
 
-test: $(VENV)/.installed-dev | system-compiler ## run the tests and the examples in docstrings
+test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests and the examples in docstrings
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-dev ## check style, format and types
@@ -42,8 +42,12 @@ lint: $(VENV)/.installed-dev ## check style, format and types
 bench: $(VENV)/.installed-dev | system-compiler ## measure against the contenders
 	@$(BIN)/python -m benchmarks $(BENCH_FLAGS)
 
+# What is built is committed, so that nobody needs Node to use, install or test the package.
+frontend: | system-node ## build the page and the viewer from frontend/
+	@cd frontend && npm ci --no-fund --no-audit --loglevel=error && npm run build
+
 clean: ## remove the environment and everything that was built
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist frontend/node_modules polyhead-report.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.installed-demo: $(SOURCES) | $(VENV)/.created
 	@echo "installing polyhead and a small model into $(VENV)"
@@ -80,7 +84,7 @@ define require_packages
 	};
 endef
 
-system: system-python system-compiler ## install the system packages that are missing
+system: system-python system-compiler system-browser ## install the system packages that are missing
 
 # Debian ships Python without ensurepip, and the virtual environment needs it.
 system-python:
@@ -101,3 +105,13 @@ system-compiler: | system-python
 		missing+=("$$($(PYTHON) -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"); \
 	fi; \
 	if [ $${#missing[@]} -gt 0 ]; then install "$${missing[@]}"; fi
+
+# The tests of the page and of the viewer run in a real browser.
+system-browser: | system-python
+	@$(require_packages) \
+	if ! command -v chromium >/dev/null; then install chromium; fi
+
+system-node:
+	@if ! node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20)' 2>/dev/null || ! command -v npm >/dev/null; then \
+		echo "the page is built with Node.js 20 or later and npm; none was found" >&2; exit 1; \
+	fi

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli import bench, compare, demo, inspect, syntax
+from polyhead.cli import bench, compare, demo, inspect, report, syntax, view
 
 app = typer.Typer(
     name="polyhead",
@@ -19,6 +19,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("inspect")(inspect.inspect)
+app.command("report")(report.report)
+app.command("view")(view.view)
 app.command("compare")(compare.compare)
 app.command("syntax")(syntax.syntax)
 app.command("demo")(demo.demo)

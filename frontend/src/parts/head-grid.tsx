@@ -1,0 +1,154 @@
+/** Layers by heads, a cell each: arrow keys walk, Enter opens. */
+import type { JSX } from "preact";
+import { useRef, useState } from "preact/hooks";
+import { inkOn } from "./colour";
+import { HeatMap } from "./heat-map";
+import type { Heat } from "./heat-map";
+import type { Scale } from "./colour";
+
+export interface GridCell {
+  key: string;
+  href: string;
+  /** Place, value and role in words. */
+  name: string;
+  colour: string;
+  letters: string;
+  faded: boolean;
+  marked: boolean;
+  picture?: { heat: Heat; scale: Scale };
+  /** The colour of the letters' ground where there is a picture. */
+  badge?: string;
+  /** Drawn crossed out. */
+  off?: boolean;
+}
+
+export interface GridRow {
+  label: string;
+  name: string;
+  cells: (GridCell | null)[];
+}
+
+interface HeadGridProps {
+  label: string;
+  corner: string;
+  columns: string[];
+  columnName: (label: string) => string;
+  rows: GridRow[];
+  onPoint?: (key: string | null) => void;
+  /** What happens in place of following a cell's link. */
+  onPick?: (key: string) => void;
+}
+
+const STEPS: Record<string, [down: number, right: number]> = {
+  ArrowUp: [-1, 0],
+  ArrowDown: [1, 0],
+  ArrowLeft: [0, -1],
+  ArrowRight: [0, 1],
+};
+
+function Letters({ cell }: { cell: GridCell }): JSX.Element | null {
+  if (!cell.letters) return null;
+  const ground = cell.picture ? cell.badge : undefined;
+  if (!ground) return <span>{cell.letters}</span>;
+  return (
+    <span class="badge" style={{ background: ground, color: inkOn(ground) }}>
+      {cell.letters}
+    </span>
+  );
+}
+
+export function HeadGrid({ label, corner, columns, columnName, rows, onPoint, onPick }: HeadGridProps): JSX.Element {
+  const table = useRef<HTMLTableElement>(null);
+  const [[atRow, atColumn], setAt] = useState<[number, number]>([0, 0]);
+
+  const linkAt = (row: number, column: number) =>
+    table.current?.querySelector<HTMLAnchorElement>(`a[data-row="${row}"][data-column="${column}"]`);
+
+  const walk = (event: KeyboardEvent, row: number, column: number) => {
+    let link: HTMLAnchorElement | null | undefined = null;
+    const step = STEPS[event.key];
+    if (step) {
+      // A layer may have lost a head: go on until there is one.
+      for (let n = 1; !link && n <= rows.length + columns.length; n++) {
+        link = linkAt(row + n * step[0], column + n * step[1]);
+      }
+    } else if (event.key === "Home") {
+      link = linkAt(event.ctrlKey ? 0 : row, 0);
+    } else if (event.key === "End") {
+      const last = event.ctrlKey ? rows.length - 1 : row;
+      link = linkAt(last, (rows[last]?.cells.length ?? 1) - 1);
+    } else return;
+    event.preventDefault();
+    link?.focus();
+  };
+
+  return (
+    <div class="grid-scroll">
+      <table
+        class="head-grid"
+        role="grid"
+        aria-label={label}
+        ref={table}
+        style={{ minWidth: `${1.5 * columns.length + 2}rem`, "--columns": String(columns.length) }}
+        onMouseLeave={() => onPoint?.(null)}
+      >
+        <thead>
+          <tr>
+            <th scope="col" class="corner">
+              {corner}
+            </th>
+            {columns.map((column) => (
+              <th scope="col" aria-label={columnName(column)}>
+                {column}
+              </th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((row, i) => (
+            <tr key={row.label}>
+              <th scope="row" aria-label={row.name}>
+                {row.label}
+              </th>
+              {row.cells.map((cell, j) => (
+                <td role="gridcell" key={cell?.key ?? j}>
+                  {cell ? (
+                    <a
+                      href={cell.href}
+                      class={`cell${cell.faded ? " faded" : ""}${cell.marked ? " marked" : ""}${cell.off ? " off" : ""}`}
+                      aria-label={cell.name}
+                      data-row={i}
+                      data-column={j}
+                      data-key={cell.key}
+                      tabIndex={i === atRow && j === atColumn ? 0 : -1}
+                      style={cell.faded ? {} : { background: cell.colour, color: inkOn(cell.colour) }}
+                      onKeyDown={(event) => walk(event, i, j)}
+                      onClick={
+                        onPick &&
+                        ((event) => {
+                          event.preventDefault();
+                          event.stopPropagation();
+                          onPick(cell.key);
+                        })
+                      }
+                      onFocus={() => {
+                        setAt([i, j]);
+                        onPoint?.(cell.key);
+                      }}
+                      onMouseEnter={() => onPoint?.(cell.key)}
+                    >
+                      {cell.picture && !cell.faded ? (
+                        <HeatMap {...cell.picture.heat} scale={cell.picture.scale} label="" />
+                      ) : null}
+                      <Letters cell={cell} />
+                    </a>
+                  ) : null}
+                </td>
+              ))}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}

@@ -1,0 +1,2 @@
+/** Style sheets are bundled for their effect alone. */
+declare module "*.css";

@@ -1,0 +1,159 @@
+"""`polyhead view`: walk around inside a model's attention, in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from polyhead.report.viewer.viewing import Viewer
+
+
+def view(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|MODEL]",
+            help="A folder that `polyhead inspect --save` wrote, whose model is then shown with its roles; or a model: "
+            "a folder, a .gguf file, a name on the Hugging Face hub, minilm (the default) or smollm2.",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A text to begin with, UTF-8; - is standard input.",
+            show_default=False,
+            allow_dash=True,
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(metavar="N", help="Where to listen, on this machine alone; 0 takes any.")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="The most tokens of a text; by default what the model was made for, or what memory can hold.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: Annotated[
+        int, typer.Option(metavar="MB", help="How much of the tiles computed is kept, in megabytes.")
+    ] = 256,
+    lang: Annotated[str, typer.Option(metavar="en|zh", help="The language of the page.")] = "en",
+    device: Annotated[
+        str | None, typer.Option(help="Where to run: cpu, cuda, ...; a GPU if there is one.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16; by default float32 on a CPU, else bfloat16.", show_default=False
+        ),
+    ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option("--allow-pickle", help="Read weights from pickles, which can run code. Only if you trust them."),
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Only if you trust it.")
+    ] = False,
+) -> None:
+    """Walk around inside a model's attention.
+
+    Type a text and see every head at once; open one and zoom from the whole matrix down to single tokens, whatever the
+    length of the text; switch heads off and see what changes; step through generation.
+
+    The page is served on this machine alone, under an address with a token that nobody else knows. Ctrl-C ends it.
+    """
+    from polyhead.errors import PolyheadError
+    from polyhead.report.viewer.serve import serve
+
+    if lang not in ("en", "zh"):
+        raise typer.BadParameter(f"a language is en or zh, got {lang!r}", param_hint="--lang")
+    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"a dtype is float32, bfloat16 or float16; got {dtype!r}", param_hint="--dtype")
+    if cache < 0:
+        raise typer.BadParameter(f"a cache has 0 megabytes or more, got {cache}", param_hint="--cache")
+
+    def ready(address: str) -> None:
+        typer.echo(f"The viewer is at {address}\nCtrl-C ends it.")
+        if open_browser:
+            typer.launch(address)
+
+    try:
+        viewer = _viewer(
+            what,
+            context=context,
+            cache_bytes=cache << 20,
+            lang="zh" if lang == "zh" else "en",
+            device=device,
+            dtype=dtype,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+        )
+        if text is not None:
+            typer.echo(f"Reading {text} ...", err=True)
+            viewer.hold(viewer.model.read("A", _content(text), frozenset()))
+        serve(viewer, port=port, ready=ready)
+    except PolyheadError as error:
+        typer.echo(f"polyhead view: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _viewer(
+    what: str | None,
+    *,
+    context: int | None,
+    cache_bytes: int,
+    lang: Literal["en", "zh"],
+    device: str | None,
+    dtype: str | None,
+    allow_pickle: bool,
+    trust_remote_code: bool,
+) -> Viewer:
+    import torch
+
+    from polyhead.report.viewer.model import ViewedModel
+    from polyhead.report.viewer.serve import check_installed
+    from polyhead.report.viewer.viewing import Viewer
+    from polyhead.sources import load_model
+
+    check_installed()
+    run: dict[str, Any] | None = None
+    name, number_format = what, dtype
+    if what is not None and _is_run(Path(what)):
+        from polyhead.inspection import load_inspection
+        from polyhead.report import page_of
+        from polyhead.report.packing import plain
+
+        # What a run was trusted with is not passed on: its folder may come from somebody else.
+        found = load_inspection(Path(what))
+        run = plain(page_of(found, language=lang))
+        name, number_format = found.settings.model, dtype or found.settings.dtype
+    typer.echo("Loading the model ...", err=True)
+    loaded = load_model(
+        name,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        dtype=None if number_format is None else getattr(torch, number_format),
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
+    return Viewer(ViewedModel(loaded, context=context), cache_bytes=cache_bytes, run=run, lang=lang)
+
+
+def _is_run(folder: Path) -> bool:
+    from polyhead.inspection.files import OBSERVATIONS, REST
+
+    return (folder / REST).is_file() or (folder / OBSERVATIONS).is_file()
+
+
+def _content(path: Path) -> str:
+    from polyhead.errors import OptionError
+
+    try:
+        return typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--text names a file of UTF-8 text, got {path}: {error}") from error

@@ -1,0 +1,143 @@
+"""One self-contained HTML file: an inspection's data, the script that draws it, and a policy that allows no more."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from polyhead.errors import OptionError
+from polyhead.inspection import Inspection
+from polyhead.inspection.vocabulary import LANGUAGES, Language, Text
+from polyhead.observatory.saving import write_whole
+from polyhead.report.packing import json_in_html
+from polyhead.report.payload import page_of
+from polyhead.report.syntax import Syntax
+
+# What a parser of HTML takes for the end of a script, or for a comment in which that end is passed over.
+_ENDS_SCRIPT = re.compile(r"</script|<!--[^\0]*<script", re.IGNORECASE)
+_ENDS_STYLE = re.compile(r"</style", re.IGNORECASE)
+_NEEDS_SCRIPT = Text(
+    "This page is drawn by JavaScript, which is switched off here.", "此页面由 JavaScript 绘制，而此处已将其关闭。"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """What draws the page: the built script and style sheet, and hashes of styles that the script adds by itself."""
+
+    script: str
+    style: str
+    style_hashes: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, folder: Traversable | None = None) -> Assets:
+        """From the folder of built assets; that of the package unless another is named."""
+        place = resources.files("polyhead.report") / "assets" if folder is None else folder
+        files = {name: place / name for name in ("page.js", "page.css", "csp.json")}
+        missing = [name for name in ("page.js", "page.css") if not files[name].is_file()]
+        if missing:
+            raise OptionError(
+                f"a page is drawn by built assets, got {place} without {' and '.join(missing)}; "
+                "in a checkout, `make frontend` builds them"
+            )
+        script, style = (files[name].read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+        listed = json.loads(files["csp.json"].read_text(encoding="utf-8")) if files["csp.json"].is_file() else {}
+        found = cls(script, style, tuple(f"'{x.strip(chr(39))}'" for x in listed.get("styles", ())))
+        found.check(str(place))
+        return found
+
+    def check(self, place: str) -> None:
+        """That the script and the style end where the page ends them, so that their hashes are of what is run."""
+        if _ENDS_SCRIPT.search(self.script):
+            raise OptionError(f"a script in a page may not hold the markup that ends it, got {place}/page.js with it")
+        if _ENDS_STYLE.search(self.style):
+            raise OptionError(f"a style sheet in a page may not hold </style, got {place}/page.css with it")
+        if "\0" in self.script + self.style:
+            raise OptionError(f"assets hold no NUL, which a browser would change, got {place} with one")
+
+
+def write_page(
+    path: str | os.PathLike[str],
+    inspection: Inspection,
+    *,
+    language: Language = "en",
+    syntax: Syntax | None = None,
+    assets: Assets | None = None,
+) -> Path:
+    """Write an inspection as one HTML file that opens anywhere, without a network, and say where it lies.
+
+    Args:
+        path: the file; what was there is replaced in one step.
+        inspection: what to show.
+        language: "en" or "zh", in which the page opens; a reader can switch.
+        syntax: a table of `polyhead syntax` of the same model, to be shown as well.
+        assets: what draws the page; those of the package unless others are named.
+    """
+    if language not in LANGUAGES:
+        raise OptionError(f"a page is written in one of the languages {', '.join(LANGUAGES)}; got {language!r}")
+    file = Path(path)
+    if file.is_dir():
+        raise OptionError(
+            f"a page is one file, got the folder {file}; name a file in it, such as {file / 'heads.html'}"
+        )
+    text = html_of(page_of(inspection, language=language, syntax=syntax), assets or Assets.load())
+    try:
+        write_whole(file, text.encode("utf-8"))
+    except OSError as error:
+        raise OptionError(f"a page must lie where it can be written, got {file}: {error.strerror or error}") from error
+    return file.absolute()
+
+
+def html_of(page: Mapping[str, Any], assets: Assets) -> str:
+    """The file's text, from the value of a page and what draws it."""
+    language: Language = "zh" if page["lang"] == "zh" else "en"
+    findings = "".join(f"<li>{_shown(finding['text'][language])}</li>" for finding in page["findings"])
+    return (
+        "<!doctype html>\n"
+        f'<html lang="{"zh-Hans" if language == "zh" else "en"}">\n'
+        "<head>\n"
+        '<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy_of(assets)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        f"<title>{_shown(page['title'])}</title>\n"
+        f"<style>{assets.style}</style>\n"
+        "</head>\n"
+        "<body>\n"
+        '<div id="polyhead-page"></div>\n'
+        f"<noscript><p>{html.escape(_NEEDS_SCRIPT[language])}</p><ul>{findings}</ul></noscript>\n"
+        f'<script type="application/json" id="polyhead-data">{json_in_html(page)}</script>\n'
+        f"<script>{assets.script}</script>\n"
+        "</body>\n"
+        "</html>\n"
+    )
+
+
+def policy_of(assets: Assets) -> str:
+    """The content security policy: this script and these styles, by their hashes, and nothing from anywhere else."""
+    styles = " ".join([_hash(assets.style), *assets.style_hashes])
+    return (
+        f"default-src 'none'; script-src {_hash(assets.script)}; style-src {styles}; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _shown(text: str) -> str:
+    """A text between tags; what is not seen, or turns the text around it, is a replacement character."""
+    return html.escape("".join("\ufffd" if unicodedata.category(x) in ("Cc", "Cf", "Cs") else x for x in text))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,237 @@
+"""An inspection as the plain value that the page draws: everything it shows, in both languages, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from polyhead.analysis.roles import HeadRoles, RoleScore
+from polyhead.inspection import Inspection
+from polyhead.inspection.findings import TELLING, findings
+from polyhead.inspection.result import Finding, Head
+from polyhead.inspection.vocabulary import RELATIONS, Language, Text, column_of, relation_of, role_of
+from polyhead.inspection.wording import chinese_evidence, words_of
+from polyhead.observatory import AttentionSite
+from polyhead.report import pictures
+from polyhead.report.packing import clipped, packed_floats, plain
+from polyhead.report.syntax import Syntax
+
+FORMAT = 1
+FINDINGS = 8  # more than a terminal shows: a page has room
+MOST_ALIKE = 5
+IMPORTANCE = ("ablation", "gradient")  # what says best how much a head matters, first
+_FACTS = (
+    "model", "kind", "tokens", "documents", "contexts", "context", "seconds", "interrupted", "unknown",
+    "intervals_over", "pairs_by", "left_out", "versions", "loss",
+)  # fmt: skip
+_VIEWS = {"role": "head", "alike": "alike", "matters": "matters", "extreme": "head"}
+
+
+def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax | None = None) -> dict[str, Any]:
+    """The value of a page, ready for JSON; `frontend/src/data.ts` says what each part is."""
+    sites = sites_of(inspection)
+    index = {site: number for number, site in enumerate(sites)}
+    page = {
+        "format": FORMAT,
+        "lang": language,
+        "title": clipped(f"polyhead: {inspection.facts['model']}"),
+        "facts": {name: _clipped_facts(inspection.facts.get(name)) for name in _FACTS},
+        "stacks": _stacks(sites),
+        "sites": [
+            {"name": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "heads": site.num_heads}
+            for site in sites
+        ],
+        "columns": [_column(name) for name in _column_names(inspection)],
+        "roles": [_role(name) for name in TELLING if name in _asked_roles(inspection)],
+        "heads": list(_heads(inspection, index)),
+        **pictures.pictures_of(inspection, index),
+        "relations": {
+            str(index[site]): {name: packed_floats(matrix) for name, matrix in found.items()}
+            for site, found in inspection.relations.items()
+        },
+        "relation_names": _relation_names(inspection),
+        "likeness": None
+        if inspection.likeness is None
+        else {"threshold": inspection.likeness.threshold, "null": inspection.likeness.null},
+        "groups": [{"heads": _places(index, group.heads), "least": group.least} for group in inspection.groups],
+        "pairs": [
+            {"one": _place(index, x.one), "other": _place(index, x.other), "cosine": x.cosine, "guess": x.guess}
+            for x in inspection.pairs
+        ],
+        "importance": _importance(inspection),
+        "syntax": None if syntax is None else syntax.to_dict(sites),
+        "findings": [_finding(finding, index) for finding in findings(inspection, FINDINGS)],
+    }
+    found: dict[str, Any] = plain(page)
+    return found
+
+
+def sites_of(inspection: Inspection) -> list[AttentionSite]:
+    """The sites of a page, in the order of the table; a number of a page's `[site, head]` counts these."""
+    return list(dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.looks]))
+
+
+# ---- what the parts are called
+
+
+def _stacks(sites: list[AttentionSite]) -> list[dict[str, Any]]:
+    stacks: dict[tuple[str, str], list[int]] = {}
+    for number, site in enumerate(sites):
+        stacks.setdefault((site.stack, site.kind), []).append(number)
+    return [
+        {"label": _stack_label(stack, kind, several=len(stacks) > 1).to_dict(), "kind": kind, "sites": numbers}
+        for (stack, kind), numbers in stacks.items()
+    ]
+
+
+def _stack_label(stack: str, kind: str, *, several: bool) -> Text:
+    parts = stack.lower()
+    side = next((side for side in ("decoder", "encoder") if side in parts), None) if several else None
+    what = Text("cross-attention", "交叉注意力") if kind == "cross" else Text("self-attention", "自注意力")
+    if side is not None:
+        return Text(f"{side.capitalize()} {what.en}", f"{'解码器' if side == 'decoder' else '编码器'}{what.zh}")
+    if several:
+        return Text(f"{stack}, {what.en}", f"{stack}，{what.zh}")
+    return Text(what.en.capitalize(), what.zh)
+
+
+def _column_names(inspection: Inspection) -> list[str]:
+    return ["tokens", *(name for name in inspection.table.names if name != "tokens")]
+
+
+def _column(name: str) -> dict[str, Any]:
+    found = column_of(name)
+    return {
+        "name": name,
+        "label": found.label.to_dict(),
+        "about": found.about.to_dict(),
+        "group": found.group,
+        "format": found.format,
+        "low": found.low,
+        "high": found.high,
+    }
+
+
+def _asked_roles(inspection: Inspection) -> set[str]:
+    return {score.role for head in inspection.roles for score in head.scores}
+
+
+def _role(name: str) -> dict[str, Any]:
+    found = role_of(name)
+    return {
+        "name": name,
+        "letters": found.letters,
+        "label": found.label.to_dict(),
+        "about": found.about.to_dict(),
+    }
+
+
+def _relation_names(inspection: Inspection) -> list[dict[str, Any]]:
+    there = {name for found in inspection.relations.values() for name in found}
+    names = [name for name in RELATIONS if name in there]
+    terms = [relation_of(name) for name in [*names, *sorted(there - set(names))]]
+    return [{"name": x.name, "label": x.label.to_dict(), "about": x.about.to_dict()} for x in terms]
+
+
+def _importance(inspection: Inspection) -> dict[str, Any] | None:
+    for name in IMPORTANCE:
+        if name in inspection.table.names:
+            found = column_of(name)
+            return {"column": name, "label": found.label.to_dict(), "about": found.about.to_dict()}
+    return None
+
+
+def _clipped_facts(fact: Any) -> Any:
+    if isinstance(fact, str):
+        return clipped(fact, 1000)
+    return [_clipped_facts(x) for x in fact] if isinstance(fact, list | tuple) else fact
+
+
+# ---- heads
+
+
+def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterator[dict[str, Any]]:
+    roles = {(x.site, x.head): x for x in inspection.roles}
+    alike = _alike(inspection, index)
+    names = _column_names(inspection)
+    table = inspection.table
+    columns = {name: column.tolist() for name, column in table.columns.items()}
+    for row, head in enumerate(zip(table.sites, table.heads, strict=True)):
+        values = {name: columns[name][row] for name in names if name in columns}
+        spreads = {name: columns[f"{name}_spread"][row] for name in names if f"{name}_spread" in columns}
+        errors = {name: columns[f"{name}_error"][row] for name in names if f"{name}_error" in columns}
+        yield {
+            "site": index[head[0]],
+            "head": head[1],
+            "values": values,
+            "spreads": spreads,
+            "errors": errors,
+            "chances": {name: columns[f"{name}_chance"][row] for name in names if f"{name}_chance" in columns},
+            "roles": [] if head not in roles else _scores(roles[head]),
+            "alike": alike.get(head, [])[:MOST_ALIKE],
+            "top_keys": _top_keys(inspection, head),
+        }
+
+
+def _scores(head: HeadRoles) -> list[dict[str, Any]]:
+    return [_score(score) for score in sorted(head.scores, key=lambda x: TELLING.index(x.role))]
+
+
+def _score(score: RoleScore) -> dict[str, Any]:
+    chinese = chinese_evidence(score.role, score.score, score.null, score.evidence)
+    return {
+        "role": score.role,
+        "score": score.score,
+        "null": score.null,
+        "low": score.low,
+        "high": score.high,
+        "holds": score.holds,
+        "evidence": {"en": score.evidence, "zh": chinese},
+    }
+
+
+def _alike(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[Head, list[dict[str, Any]]]:
+    """Of every head, those that say most nearly the same: all of its layer, and of other layers the pairs found."""
+    found: dict[Head, list[tuple[float, Head, bool]]] = {}
+    for site, matrices in inspection.relations.items():
+        for head, row in enumerate(matrices["cosine"].tolist() if "cosine" in matrices else []):
+            others = [(cosine, (site, other), False) for other, cosine in enumerate(row) if other != head]
+            found.setdefault((site, head), []).extend(others)
+    for pair in inspection.pairs:
+        found.setdefault(pair.one, []).append((pair.cosine, pair.other, True))
+        found.setdefault(pair.other, []).append((pair.cosine, pair.one, True))
+    return {
+        head: [
+            {"place": _place(index, other), "cosine": cosine, "across": across}
+            for cosine, other, across in sorted(others, key=lambda x: -x[0])
+            if math.isfinite(cosine)
+        ]
+        for head, others in found.items()
+    }
+
+
+def _top_keys(inspection: Inspection, head: Head) -> list[dict[str, Any]]:
+    found = inspection.top_keys.get(head[0], ())
+    return [{"text": clipped(key.text), "share": key.share} for key in (found[head[1]] if head[1] < len(found) else ())]
+
+
+# ---- findings
+
+
+def _finding(finding: Finding, index: Mapping[AttentionSite, int]) -> dict[str, Any]:
+    return {
+        "text": {"en": clipped(words_of(finding), 1000), "zh": clipped(words_of(finding, "zh"), 1000)},
+        "kind": finding.kind,
+        "heads": _places(index, finding.heads),
+        "view": _VIEWS.get(finding.kind, "overview"),
+        "column": finding.column,
+    }
+
+
+def _place(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
+    return [index[head[0]], head[1]]
+
+
+def _places(index: Mapping[AttentionSite, int], heads: tuple[Head, ...]) -> list[list[int]]:
+    return [_place(index, head) for head in heads]

@@ -1,0 +1,93 @@
+"""Maps, offsets and examples as a page carries them: pooled so that a page of a large model still opens quickly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.inspection import Inspection
+from polyhead.inspection.looks import bin_edges
+from polyhead.observatory import AttentionSite
+from polyhead.report.packing import clipped, packed_floats, packed_shares
+
+# A byte a cell and four thirds of that in base64: 12 layers of 12 heads have maps of 64 x 64.
+MOST_MAP_CELLS = 1 << 20
+MOST_EXAMPLE_CELLS = 1 << 20
+LEAST_SIDE = 8  # of a map, however many heads there are
+
+
+def pictures_of(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[str, Any]:
+    """The parts `maps`, `map_block`, `offsets` and `examples` of a page."""
+    looks = inspection.looks
+    factor = _pooling(inspection)
+    first, last = _used_bins(inspection)
+    edges = bin_edges()
+    return {
+        "maps": {str(index[site]): packed_shares(pooled(x.map, factor)) for site, x in looks.items()},
+        "map_block": factor * max((x.block for x in looks.values()), default=1),
+        "offsets": {
+            "edges": edges[first : last + 1] if first < last else [],
+            "sites": {
+                str(index[site]): packed_floats(x.offsets[:, first:last])
+                for site, x in looks.items()
+                if site.kind == "self" and first < last
+            },
+        },
+        "examples": _examples(inspection, index),
+    }
+
+
+def pooled(grid: Tensor, factor: int) -> Tensor:
+    """A map [heads, rows, columns] of shares in larger blocks: rows are averaged, columns added, so rows sum as before.
+
+    The rows of a block count alike; a last block that is not full counts the rows it has.
+    """
+    if factor == 1:
+        return grid
+    side = -(-grid.shape[1] // factor)
+    padded = torch.nn.functional.pad(grid, (0, side * factor - grid.shape[2], 0, side * factor - grid.shape[1]))
+    blocks = padded.unflatten(2, (side, factor)).unflatten(1, (side, factor)).sum((2, 4))
+    rows = torch.full((side,), factor, dtype=grid.dtype)
+    rows[-1] = grid.shape[1] - (side - 1) * factor
+    return blocks / rows[:, None]
+
+
+def _pooling(inspection: Inspection) -> int:
+    """How many blocks of a map become one, so that the maps of all heads have room."""
+    heads = sum(site.num_heads for site in inspection.looks)
+    side = max((x.map.shape[-1] for x in inspection.looks.values()), default=0)
+    factor = 1
+    while heads * (-(-side // factor)) ** 2 > MOST_MAP_CELLS and side // (2 * factor) >= LEAST_SIDE:
+        factor *= 2
+    return factor
+
+
+def _used_bins(inspection: Inspection) -> tuple[int, int]:
+    """The first bin of offsets that some head uses, and one past the last."""
+    used = [x.offsets.sum(0) > 0 for x in inspection.looks.values() if x.offsets.shape[-1]]
+    if not used:
+        return 0, 0
+    places = torch.stack(used).any(0).nonzero()[:, 0].tolist()
+    return (places[0], places[-1] + 1) if places else (0, 0)
+
+
+def _examples(inspection: Inspection, index: Mapping[AttentionSite, int]) -> list[dict[str, Any]]:
+    """As many as have room, and one always."""
+    found: list[dict[str, Any]] = []
+    cells = 0
+    for example in inspection.examples:
+        cells += sum(weights.numel() for weights in example.weights.values())
+        if found and cells > MOST_EXAMPLE_CELLS:
+            break
+        found.append(
+            {
+                "title": clipped(example.title),
+                "queries": [clipped(text) for text in example.queries],
+                "keys": [clipped(text) for text in example.keys],
+                "sites": {str(index[site]): packed_shares(x) for site, x in example.weights.items()},
+            }
+        )
+    return found

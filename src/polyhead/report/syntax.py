@@ -1,0 +1,66 @@
+"""A table of `polyhead syntax`, beside the inspection of the same model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyhead.analysis.syntax import UPWARD, SyntaxTable
+from polyhead.errors import OptionError
+from polyhead.observatory import AttentionSite
+from polyhead.report.packing import clipped
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    """Which grammatical relation each head knows, and the treebank that says so."""
+
+    treebank: str
+    table: SyntaxTable
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Syntax:
+        """Read a file that `polyhead syntax --output` wrote."""
+        file = Path(path)
+        if file.suffix not in (".json", ".parquet"):
+            raise OptionError(
+                f"a syntax table is the .json or .parquet of `polyhead syntax --output`, got {file.name!r}"
+            )
+        if not file.is_file():
+            raise OptionError(f"there is no file {file}; `polyhead syntax --treebank T --output {file}` writes it")
+        try:
+            table = SyntaxTable.load(file)
+            about = json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else {}
+        except (KeyError, TypeError, ValueError) as error:
+            raise OptionError(f"a syntax table is what `polyhead syntax --output` wrote, got {file}: {error}") from None
+        return cls(str(about.get("treebank", file.name)), table)
+
+    def to_dict(self, sites: Sequence[AttentionSite]) -> dict[str, Any]:
+        """The part `syntax` of a page whose sites these are."""
+        numbers = {site.name: number for number, site in enumerate(sites) if site.kind == "self"}
+        rows = []
+        for row in self.table.entries:
+            if row.site not in numbers or row.head >= sites[numbers[row.site]].num_heads:
+                raise OptionError(
+                    "a syntax table and an inspection must be of one model, "
+                    f"got head {row.head} of {row.site!r} in the table, which the inspection does not have"
+                )
+            rows.append(
+                {
+                    "relation": clipped(row.relation),
+                    "direction": "head" if row.direction == UPWARD else "dependent",
+                    "head": [numbers[row.site], row.head],
+                    "accuracy": row.accuracy,
+                    "low": row.low,
+                    "high": row.high,
+                    "baseline": row.baseline,
+                    "offset": row.offset,
+                    "words": row.count,
+                    "verdict": row.verdict,
+                }
+            )
+        return {"treebank": clipped(self.treebank), "rows": rows}

@@ -1,0 +1,71 @@
+"""Tiles that were computed, within a bound in bytes: what was not looked at for longest is dropped first."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from polyhead.errors import OptionError
+
+
+class TileCache:
+    """Tensors by their keys; a key begins with the number of its reading. Any thread may use it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        if most_bytes < 0:
+            raise OptionError(f"a cache holds 0 bytes or more, got {most_bytes}")
+        self.most_bytes = most_bytes
+        self._bytes = 0
+        self._tiles: OrderedDict[tuple[Hashable, ...], Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._tiles)
+
+    def get(self, *key: Hashable) -> Tensor | None:
+        with self._lock:
+            found = self._tiles.get(key)
+            if found is not None:
+                self._tiles.move_to_end(key)
+            return found
+
+    def put(self, tile: Tensor, *key: Hashable) -> None:
+        """Keep a tile, unless it is larger than the bound itself."""
+        size = _bytes(tile)
+        if size > self.most_bytes:
+            return
+        if tile.untyped_storage().nbytes() > size:  # a view would keep all of what it is a view of
+            tile = tile.clone()
+        with self._lock:
+            self._drop(key)
+            self._tiles[key] = tile
+            self._bytes += size
+            while self._bytes > self.most_bytes:
+                self._drop(next(iter(self._tiles)))
+
+    def forget(self, reading: int) -> None:
+        """Let go of everything of one reading."""
+        with self._lock:
+            for key in [key for key in self._tiles if key[0] == reading]:
+                self._drop(key)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._tiles.clear()
+            self._bytes = 0
+
+    def _drop(self, key: tuple[Hashable, ...]) -> None:
+        tile = self._tiles.pop(key, None)
+        if tile is not None:
+            self._bytes -= _bytes(tile)
+
+
+def _bytes(tile: Tensor) -> int:
+    return tile.numel() * tile.element_size()

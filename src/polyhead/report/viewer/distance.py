@@ -1,0 +1,78 @@
+"""How differently two heads look, of one layer, of two, or on two texts: the Jensen-Shannon divergence row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyhead.functional import profile
+from polyhead.masks import Mask
+from polyhead.report.viewer.failures import invalid
+from polyhead.report.viewer.reading import KeptAttention
+from polyhead.report.viewer.tiles import strip_height
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Means over the rows that see a key."""
+
+    divergence: float  # in nats
+    distance: float  # of its square root
+    rows: int
+
+
+def distances(one: KeptAttention, other: KeptAttention) -> Iterator[Distance]:
+    """The means of two single heads over the rows so far; the last is that of all."""
+    _check(one, other)
+    query, key, logsumexp = (
+        torch.cat([getattr(one, name), getattr(other, name)], 1) for name in ("query", "key", "logsumexp")
+    )
+    scale = torch.cat([_scale(one), _scale(other)])
+    sums = torch.zeros(2, dtype=torch.float64)
+    count = 0
+    step = max(1, strip_height(one, 0, (0, one.keys)) // 4)  # the logarithms cost more than the weights
+    for start in range(0, one.queries, step):
+        rows = start, min(start + step, one.queries)
+        found = profile(
+            query, key, logsumexp, mask=one.mask, scale=scale, softcap=one.softcap, head_pairs=[(0, 1)], rows=rows
+        )
+        assert found.head_divergence is not None and found.head_distance is not None
+        here = int((logsumexp[0, :, slice(*rows)] != -torch.inf).any(0).sum())  # empty rows are in no mean
+        sums += here * torch.stack([found.head_divergence[0, 0], found.head_distance[0, 0]]).double().cpu()
+        count += here
+        divergence, distance = (sums / max(1, count)).tolist()
+        yield Distance(divergence, distance, count)
+
+
+def _check(one: KeptAttention, other: KeptAttention) -> None:
+    if (one.queries, one.keys) != (other.queries, other.keys):
+        raise invalid(
+            "two heads are held against each other token by token, got one over "
+            f"{one.queries} x {one.keys} tokens and one over {other.queries} x {other.keys}"
+        )
+    if one.query.shape[3] != other.query.shape[3] or one.softcap != other.softcap:
+        raise invalid(
+            "two heads are held against each other where they are of one width and one softcap, "
+            f"got widths {one.query.shape[3]} and {other.query.shape[3]}, softcaps {one.softcap} and {other.softcap}"
+        )
+    if not _same_mask(one.mask, other.mask):
+        raise invalid(f"two heads are held against each other under one mask, got {one.mask} and {other.mask}")
+
+
+def _same_mask(one: Mask | None, other: Mask | None) -> bool:
+    if one is other:
+        return True
+    if one is None or other is None or not (one.is_band and other.is_band):
+        return False
+    return (one.left, one.right, one.sinks) == (other.left, other.right, other.sinks)
+
+
+def _scale(attention: KeptAttention) -> Tensor:
+    scale = attention.scale
+    if isinstance(scale, Tensor):
+        return scale
+    value = attention.query.shape[3] ** -0.5 if scale is None else scale
+    return torch.tensor([value], device=attention.query.device)

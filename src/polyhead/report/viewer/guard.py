@@ -1,0 +1,106 @@
+"""Who may ask: somebody on this machine who knows the token, from the viewer's own page and no other.
+
+The server listens on loopback alone; but any page in a browser can send requests there. One that does not know the
+token is refused, and so is one that comes under another name (DNS rebinding) or from another origin.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from polyhead.report.viewer.failures import Failure
+
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+def content_security_policy(style_hashes: Sequence[str] = ()) -> str:
+    """What the page may load: its own script and style, pictures it makes itself, and answers of this server."""
+    styles = " ".join(["'self'", *(f"'{x}'" for x in style_hashes)])
+    return "; ".join(
+        [
+            "default-src 'none'",
+            "script-src 'self'",
+            f"style-src {styles}",
+            "img-src 'self' data: blob:",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+
+
+def security_headers(policy: str) -> dict[str, str]:
+    return {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+        "Cache-Control": "no-store",
+    }
+
+
+class Guard:
+    """ASGI: `/TOKEN/...` becomes `/...` for those who may ask; every answer carries the security headers."""
+
+    def __init__(self, app: ASGIApp, *, token: str, policy: str) -> None:
+        self.app = app
+        self.token = token.encode()
+        self.headers = security_headers(policy)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a websocket, of which there are none
+            await send({"type": "websocket.close", "code": 1008})
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in self.headers.items():
+                    headers[name] = value
+            await send(message)
+
+        failure = self.refusal(scope)
+        if failure is not None:
+            response = JSONResponse(failure.to_dict(), failure.status)
+            await response(scope, receive, send_with_headers)
+            return
+        path = "/" + scope["path"].lstrip("/").partition("/")[2]
+        await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
+
+    def refusal(self, scope: Scope) -> Failure | None:
+        """Why a request is not answered, if it is not."""
+        headers = Headers(scope=scope)
+        hosts = _hosts(scope)
+        host = headers.get("host", "").lower()
+        if host not in hosts:
+            return Failure(421, "forbidden", f"The viewer answers at {hosts[0]}; it was called by another name.")
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() != f"{scope['scheme']}://{host}":
+            return Failure(403, "forbidden", "The viewer answers its own page alone, and this is another origin's.")
+        given, slash, rest = scope["path"].removeprefix("/").partition("/")
+        # A link to the page may stand anywhere, in a chat or a terminal in a browser; the page alone, in a window.
+        is_link = not rest and scope["method"] == "GET" and headers.get("sec-fetch-dest") == "document"
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
+            return Failure(403, "forbidden", "The viewer answers its own page alone, and this is another site's.")
+        if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.token) or not slash:
+            return Failure(
+                403, "forbidden", "The address must hold the token that `polyhead view` printed; copy it whole."
+            )
+        return None
+
+
+def _hosts(scope: Scope) -> list[str]:
+    port = (scope.get("server") or ("", None))[1]
+    return [name if port in (None, 80) else f"{name}:{port}" for name in HOSTS]

@@ -1,0 +1,278 @@
+"""The model that is looked into: it reads texts, with heads switched off where asked, and goes on writing."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.observatory import AttentionSite, observe
+from polyhead.report.viewer.failures import Refused, invalid
+from polyhead.report.viewer.output import Output, OutputKind
+from polyhead.report.viewer.reading import AxisName, Keeper, KeptAttention, Place, Reading
+from polyhead.report.viewer.tokens import Axis, axis_of_ids, text_after, tokenise_text
+from polyhead.sources import LoadedModel, special_tokens
+
+CONTEXT = 131_072  # of a model that does not say what it was made for
+SHARE_OF_MEMORY = 4  # one text may take this part of it: two are held, and a third while one is read anew
+
+Head = tuple[int, int]  # place, head
+Progress = Callable[[int, int], None]  # how many attentions are done, of how many
+
+
+def _quietly(done: int, total: int) -> None:
+    """Progress that nobody waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The most tokens of a text, and why not more."""
+
+    tokens: int
+    reason: str  # "trained", "asked" or "memory"
+
+
+class ViewedModel:
+    """A loaded model with its places, found by letting it read a few tokens once.
+
+    Args:
+        loaded: a model that reads text through an attention that can be watched.
+        context: the most tokens of a text; what the model was made for if None.
+        memory: how many bytes what is kept of one text may take; a quarter of what the device has if None.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, context: int | None = None, memory: int | None = None) -> None:
+        if loaded.tokenizer is None or loaded.main_input != "input_ids":
+            raise OptionError(f"the viewer shows texts, got {loaded.name}, which reads {loaded.main_input}")
+        made_for = loaded.trained_context
+        if context is not None and not 2 <= context <= (made_for or context):
+            raise OptionError(
+                f"a context has 2 tokens at least and {made_for or 'any number'} at most, which {loaded.name} was made "
+                f"for, got {context}"
+            )
+        self.loaded = loaded
+        self.model: Any = loaded.model
+        self.tokenizer: Any = loaded.tokenizer
+        self.places: tuple[Place, ...] = ()
+        self._numbers = itertools.count(1)
+        parameter = next(self.model.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = parameter.dtype
+        self.writes_target = loaded.kind == "encoder-decoder"
+        self.generates = loaded.kind == "causal" or (self.writes_target and bool(self.model.can_generate()))
+        self.output_kind: OutputKind = (
+            "next-token" if self.generates else "masked-token" if loaded.kind == "masked" else "vector"
+        )
+        self._encoder = self._path_of_encoder() if self.writes_target else ""
+        self._start = self._target_start() if self.writes_target else None
+        probe = tuple(tokenise_text(self.tokenizer, "a 0", 16, closed=True).ids)
+        calls = self._forward(probe, self._start, frozenset(), keep=True)[1]
+        self.places = tuple(
+            Place(site, call, *self._axes(site)) for site, kept in calls.items() for call in range(len(kept))
+        )
+        kept = [x for found in calls.values() for x in found]
+        self.bytes_per_token = -(-sum(x.bytes for x in kept) // len(probe))
+        room = memory if memory is not None else _memory_of(self.device) // SHARE_OF_MEMORY
+        most = context or made_for or CONTEXT
+        self.context = Context(most, "trained" if context is None else "asked")
+        if room // self.bytes_per_token < most:
+            self.context = Context(max(2, room // self.bytes_per_token), "memory")
+
+    # ---- reading and writing
+
+    def read(self, slot: str, text: str, off: Iterable[Head], progress: Progress = _quietly) -> Reading:
+        """Read a text; one that is longer than the context is cut, and the reading says so."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise invalid(f"a text is of Unicode characters, got half of a surrogate pair at {error.start}") from error
+        # What a tokenizer writes after a text would end it, and nothing could be written on.
+        found = tokenise_text(
+            self.tokenizer, text, self.context.tokens, closed=not self.generates or self.writes_target
+        )
+        if len(found.axis.special) == len(found.ids):
+            raise invalid(f"a text has a token at least, got {len(text)} characters without one; type a few words")
+        target = None if self._start is None else axis_of_ids(self.tokenizer, self._start)
+        return self._reading(slot, found.ids, found.axis, self._start, target, found.total, frozenset(off), 0, progress)
+
+    def again(self, reading: Reading, off: Iterable[Head], progress: Progress = _quietly) -> Reading:
+        """The same tokens once more, what was written included, with other heads switched off."""
+        return self._reading(
+            reading.slot,
+            reading.ids,
+            reading.text,
+            reading.target_ids,
+            reading.target,
+            reading.tokens_in_text,
+            frozenset(off),
+            reading.generated,
+            progress,
+        )
+
+    def step(self, reading: Reading, token: int | None, progress: Progress) -> Reading:
+        """The text with one more token, the likeliest if none is named, read again."""
+        self._check_generates()
+        token = reading.output.greedy if token is None else token
+        vocabulary = len(reading.output.values)
+        if not 0 <= token < vocabulary:
+            raise invalid(f"a token is a number of 0 to {vocabulary - 1}, got {token}")
+        ids, axis = self._written(reading)
+        if len(ids) >= self.context.tokens:
+            raise Refused(
+                413, "too-large", f"A text has {self.context.tokens} tokens at most here, and this one has {len(ids)}."
+            )
+        special = token in special_tokens(self.tokenizer).ids
+        axis = axis.with_token(text_after(self.tokenizer, ids, token), special=special)
+        return self._rewritten(reading, (*ids, token), axis, reading.generated + 1, progress)
+
+    def back(self, reading: Reading, progress: Progress) -> Reading:
+        """The text without the newest token that was generated."""
+        self._check_generates()
+        if reading.generated < 1:
+            raise invalid("only tokens that were generated are taken back, got a text without any")
+        ids, axis = self._written(reading)
+        last = len(ids) - 1
+        kept = tuple(place for place in axis.special if place < last)
+        axis = Axis(axis.tokens[:last], kept, axis.starts[:last], axis.ends[:last])
+        return self._rewritten(reading, ids[:last], axis, reading.generated - 1, progress)
+
+    def output_without(self, reading: Reading, off: Iterable[Head], progress: Progress) -> Output:
+        """What the model says of the same text with more heads switched off."""
+        found, _ = self._forward(
+            reading.ids, reading.target_ids, reading.off | frozenset(off), keep=False, progress=progress
+        )
+        return self._output(found, reading.ids, reading.target_ids)
+
+    def _check_generates(self) -> None:
+        if not self.generates:
+            raise invalid(
+                f"only a model that predicts the next token writes on, got {self.loaded.name}, {self.loaded.kind}"
+            )
+
+    def _written(self, reading: Reading) -> tuple[tuple[int, ...], Axis]:
+        if reading.target_ids is not None and reading.target is not None:
+            return reading.target_ids, reading.target
+        return reading.ids, reading.text
+
+    def _rewritten(
+        self, reading: Reading, ids: tuple[int, ...], axis: Axis, generated: int, progress: Progress
+    ) -> Reading:
+        text, target = (ids, axis), (None, None)
+        if reading.target_ids is not None:
+            text, target = (reading.ids, reading.text), (ids, axis)  # type: ignore[assignment]
+        return self._reading(reading.slot, *text, *target, reading.tokens_in_text, reading.off, generated, progress)
+
+    def _reading(
+        self,
+        slot: str,
+        ids: tuple[int, ...],
+        text: Axis,
+        target_ids: tuple[int, ...] | None,
+        target: Axis | None,
+        tokens_in_text: int,
+        off: frozenset[Head],
+        generated: int,
+        progress: Progress,
+    ) -> Reading:
+        began = time.perf_counter()
+        found, calls = self._forward(ids, target_ids, off, keep=True, progress=progress)
+        attentions = tuple(calls[place.site][place.call] for place in self.places)
+        output = self._output(found, ids, target_ids)
+        seconds = time.perf_counter() - began
+        return Reading(
+            next(self._numbers), slot, ids, text, target_ids, target, tokens_in_text, off, generated, output,
+            attentions, seconds,
+        )  # fmt: skip
+
+    # ---- calling the model
+
+    @torch.no_grad()
+    def _forward(
+        self,
+        ids: tuple[int, ...],
+        target_ids: tuple[int, ...] | None,
+        off: frozenset[Head],
+        *,
+        keep: bool,
+        progress: Progress = _quietly,
+    ) -> tuple[Any, dict[AttentionSite, tuple[KeptAttention, ...]]]:
+        done = itertools.count(1)
+        total = len(self.places)
+        session = observe(self.model, statistics=False, gather=[Keeper(lambda: progress(next(done), total), keep)])
+        for place, head in off:
+            site = self.places[place].site
+            gate = session.gates.setdefault(
+                (site.name, site.kind), torch.ones(site.num_heads, device=self.device, dtype=self.dtype)
+            )
+            gate[head] = 0.0
+        inputs: dict[str, Any] = {"input_ids": self._batch(ids)}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if target_ids is not None:
+            inputs["decoder_input_ids"] = self._batch(target_ids)
+        if self.loaded.kind not in ("encoder", "masked"):
+            inputs["use_cache"] = False
+        if self.loaded.kind == "causal" and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            inputs["logits_to_keep"] = 1  # logits of every token would be by far the largest tensor
+        with session:
+            found = self.model(**inputs)
+        return found, {site: values["kept"].calls for site, values in session.observations.gathered.items()}  # type: ignore[attr-defined]
+
+    def _batch(self, ids: tuple[int, ...]) -> Tensor:
+        return torch.tensor([ids], dtype=torch.int64, device=self.device)
+
+    def _output(self, found: Any, ids: tuple[int, ...], target_ids: tuple[int, ...] | None) -> Output:
+        tokenizer, written = self.tokenizer, ids if target_ids is None else target_ids
+        if self.output_kind == "vector":
+            states = found.last_hidden_state[0].float()
+            mean = self.loaded.kind == "encoder"
+            vector = states.mean(0) if mean else states[-1]
+            return Output("vector", vector.cpu(), len(written) - 1, str, "mean" if mean else "last")
+        position = len(written)
+        if self.output_kind == "masked-token":
+            # Where the text has a gap, else the last token of the text itself.
+            wrapping = special_tokens(tokenizer)
+            gaps = [place for place, token in enumerate(ids) if token == tokenizer.mask_token_id]
+            position = gaps[0] if gaps else len(ids) - len(wrapping.after) - 1
+            logits = found.logits[0, position]
+        else:
+            logits = found.logits[0, -1]
+        before = written[:position]
+        values = logits.float().log_softmax(-1).cpu()
+        return Output(self.output_kind, values, position, lambda token: text_after(tokenizer, before, token))
+
+    # ---- what is fixed for a model
+
+    def _path_of_encoder(self) -> str:
+        encoder = self.model.get_encoder()
+        return next((name for name, module in self.model.named_modules() if module is encoder), "")
+
+    def _target_start(self) -> tuple[int, ...]:
+        for config in (getattr(self.model, "generation_config", None), self.model.config):
+            for name in ("decoder_start_token_id", "bos_token_id"):
+                token = getattr(config, name, None)
+                if isinstance(token, int):
+                    return (token,)
+        raise OptionError(
+            f"an encoder-decoder must say with which token its decoder begins, got {self.loaded.name} without a "
+            "decoder_start_token_id in its config.json"
+        )
+
+    def _axes(self, site: AttentionSite) -> tuple[AxisName, AxisName]:
+        if not self.writes_target or (self._encoder and site.name.startswith(self._encoder + ".")):
+            return "text", "text"
+        return "target", "text" if site.kind == "cross" else "target"
+
+
+def _memory_of(device: torch.device) -> int:
+    """What a device can hold: a GPU's free memory, all of a CPU's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,86 @@
+"""What a model says of a text it has read: the distribution of a token, or a vector; and how two of them differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from polyhead.report.packing import clipped
+
+OutputKind = Literal["next-token", "masked-token", "vector"]
+TOP = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """Log-probabilities [vocabulary] of the token at `position`, or the vector of the whole text; both on the CPU."""
+
+    kind: OutputKind
+    values: Tensor  # float32
+    position: int  # of the token that is told of; for next-token the place after the last
+    describe: Callable[[int], str]  # the text of a token at that place
+    pooled: Literal["mean", "last"] = "mean"
+
+    @property
+    def greedy(self) -> int:
+        """The likeliest token, the lowest number among equals."""
+        return int((self.values == self.values.max()).to(torch.uint8).argmax())
+
+    def probability(self, token: int) -> float | None:
+        return finite(self.values[token].exp())
+
+    @property
+    def top_ids(self) -> list[int]:
+        return [int(x) for x in self.values.topk(min(TOP, len(self.values))).indices]
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.kind == "vector":
+            return {"kind": self.kind, "size": len(self.values), "of": self.pooled}
+        entropy = -(self.values.exp() * self.values.clamp_min(torch.finfo(torch.float32).min)).sum()
+        return {
+            "kind": self.kind,
+            "position": self.position,
+            "top": [
+                {"id": x, "text": clipped(self.describe(x)), "probability": self.probability(x)} for x in self.top_ids
+            ],
+            "entropy": finite(entropy),
+            "greedy": self.greedy,
+        }
+
+
+def difference(before: Output, after: Output) -> dict[str, Any]:
+    """How one output differs from another of the same model.
+
+    For distributions the Kullback-Leibler divergence of `after` from `before` in nats, and the likeliest tokens of both
+    by how much they change; for vectors their cosine.
+    """
+    if before.kind == "vector":
+        cosine = torch.nn.functional.cosine_similarity(before.values.double(), after.values.double(), dim=0)
+        return {"divergence": None, "cosine": finite(cosine), "top": None}
+    one, other = before.values.double(), after.values.double()
+    # A token that neither expects adds nothing; -inf less -inf would be NaN.
+    terms = torch.where(one == -torch.inf, 0.0, one.exp() * (one - other))
+    ids = list(dict.fromkeys([*before.top_ids, *after.top_ids]))
+    change = (after.values[ids].exp() - before.values[ids].exp()).abs()
+    order = sorted(range(len(ids)), key=lambda place: -float(change[place]))
+    top = [
+        {
+            "id": ids[place],
+            "text": clipped(before.describe(ids[place])),
+            "before": before.probability(ids[place]),
+            "after": after.probability(ids[place]),
+        }
+        for place in order
+    ]
+    return {"divergence": finite(terms.sum().clamp_min(0.0)), "cosine": None, "top": top}
+
+
+def finite(x: Tensor) -> float | None:
+    """A number as JSON has it: None for NaN and infinity, which a broken model may say."""
+    number = float(x)
+    return number if math.isfinite(number) else None

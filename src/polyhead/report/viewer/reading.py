@@ -1,0 +1,193 @@
+"""A text that a model has read: of every attention the queries, the keys and the log-sum-exp, from which each weight is
+known again; memory grows with the length of the text and not with its square."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.functional import Attended, AttentionProfile, profile
+from polyhead.masks import Mask
+from polyhead.observatory import AttentionSite, Notes
+from polyhead.report.viewer.output import Output
+from polyhead.report.viewer.tokens import Axis
+
+AxisName = Literal["text", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One attention of a forward pass: a site, and the how-manieth call of it where layers share their weights.
+
+    Its queries and keys are tokens of the text, or of the target, which is what a decoder has written so far.
+    """
+
+    site: AttentionSite
+    call: int
+    queries: AxisName
+    keys: AxisName
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptAttention:
+    """One attention over one text, without values: enough to know every weight again."""
+
+    query: Tensor  # [1, heads, queries, head_dim]
+    key: Tensor  # [1, kv_heads, keys, head_dim]
+    logsumexp: Tensor  # [1, heads, queries]
+    mask: Mask | None = None
+    scale: float | Tensor | None = None
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, attended: Attended) -> KeptAttention:
+        logsumexp = attended.result.logsumexp
+        assert logsumexp is not None
+        # Copies: what a model computes may be a view of something larger, which would be kept alive whole.
+        query, key, logsumexp = (
+            x.detach().clone(memory_format=torch.contiguous_format) for x in (attended.query, attended.key, logsumexp)
+        )
+        return cls(query, key, logsumexp, attended.mask, attended.scale, attended.softcap)
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def queries(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def keys(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def bytes(self) -> int:
+        tensors = [self.query, self.key, self.logsumexp]
+        if self.mask is not None:
+            tensors += [*self.mask.allowed, *self.mask.biases]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def head(self, number: int) -> KeptAttention:
+        """One head alone; nothing is copied."""
+        kv_head = number // (self.heads // self.key.shape[1])
+        scale = self.scale[number : number + 1] if isinstance(self.scale, Tensor) else self.scale
+        return replace(
+            self,
+            query=self.query[:, number : number + 1],
+            key=self.key[:, kv_head : kv_head + 1],
+            logsumexp=self.logsumexp[:, number : number + 1],
+            mask=None if self.mask is None else _mask_of_head(self.mask, number),
+            scale=scale,
+        )
+
+    def profile(self, **asked: object) -> AttentionProfile:
+        """`polyhead.profile` of this attention."""
+        return profile(
+            self.query,
+            self.key,
+            self.logsumexp,
+            mask=self.mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            **asked,  # type: ignore[arg-type]
+        )
+
+
+def _mask_of_head(mask: Mask, head: int) -> Mask:
+    def of(x: Tensor) -> Tensor:
+        return x if x.shape[1] == 1 else x[:, head : head + 1]
+
+    tables = tuple(
+        term if term.table.shape[0] == 1 else replace(term, table=term.table[head : head + 1])
+        for term in mask.relative_biases
+    )
+    return replace(
+        mask,
+        allowed=tuple(of(x) for x in mask.allowed),
+        biases=tuple(of(x) for x in mask.biases),
+        relative_biases=tables,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """A text, what the model made of it, and every attention on the way; `number` is never used again."""
+
+    number: int
+    slot: str
+    ids: tuple[int, ...]
+    text: Axis
+    target_ids: tuple[int, ...] | None  # of an encoder-decoder
+    target: Axis | None
+    tokens_in_text: int  # special tokens included; more than were read where the text was cut
+    off: frozenset[tuple[int, int]]  # (place, head) that were switched off meanwhile
+    generated: int
+    output: Output
+    attentions: tuple[KeptAttention, ...]  # one a place
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.bytes for x in self.attentions)
+
+    def to_dict(self) -> dict[str, object]:
+        read = len(self.ids) - (self.generated if self.target_ids is None else 0)
+        cut = None if self.tokens_in_text <= read else {"tokens_in_text": self.tokens_in_text, "tokens_read": read}
+        return {
+            "id": self.number,
+            "slot": self.slot,
+            "text": self.text.to_dict(),
+            "target": None if self.target is None else self.target.to_dict(),
+            "cut": cut,
+            "off": sorted(self.off),
+            "generated": self.generated,
+            "output": self.output.to_dict(),
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+        }
+
+
+# ---- how a session is asked to keep them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keeper:
+    """Gathers what `KeptAttention` holds of every call, or nothing; `after` is called with each."""
+
+    after: Callable[[], None]
+    keep: bool = True
+
+    @property
+    def name(self) -> str:
+        return "kept"
+
+    def empty(self, site: AttentionSite, device: torch.device) -> KeptCalls:
+        return KeptCalls(self, ())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptCalls:
+    """The calls of one site, in their order."""
+
+    keeper: Keeper
+    calls: tuple[KeptAttention, ...]
+
+    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+        kept = (KeptAttention.of(attended),) if self.keeper.keep else ()
+        self.keeper.after()
+        return replace(self, calls=self.calls + kept)
+
+    def merge(self, other: Self) -> Self:
+        return replace(self, calls=self.calls + other.calls)
+
+    def state(self) -> dict[str, Tensor]:
+        raise OptionError("what is kept of a text lives as long as the viewer, and is not saved")
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Self:
+        raise OptionError("what is kept of a text lives as long as the viewer, and is not saved")

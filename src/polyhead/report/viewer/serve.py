@@ -1,0 +1,87 @@
+"""The viewer on this machine: a free port of loopback, an address with a token, until somebody stops it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from polyhead.errors import OptionError
+from polyhead.report.viewer.viewing import Viewer
+
+HOST = "127.0.0.1"
+
+
+def check_installed() -> None:
+    """The server's packages are there."""
+    missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
+    if missing:
+        raise OptionError(
+            f"the viewer needs {' and '.join(missing)}, which is not installed; "
+            "install it with: pip install 'polyhead[report]'"
+        )
+
+
+def serve(
+    viewer: Viewer,
+    *,
+    port: int = 0,
+    ready: Callable[[str], None] = lambda address: None,
+    assets: Path | None = None,
+    token: str | None = None,
+) -> None:
+    """Serve until an interrupt (Ctrl-C). `ready` is called with the address when it can be opened."""
+    check_installed()
+    import uvicorn
+
+    from polyhead.report.viewer.app import ASSETS, FILES, create_app
+
+    assets = ASSETS if assets is None else assets
+    absent = [name for name in FILES if not (assets / name).is_file()]
+    if absent:
+        raise OptionError(
+            f"the viewer's page comes with polyhead as {' and '.join(FILES)}, got {assets} without {absent[0]}; "
+            "in a checkout of the sources, build it with: make frontend"
+        )
+    token = secrets.token_urlsafe(24) if token is None else token
+    listening = _listen(port)
+    address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if not self.should_exit:
+                ready(address)
+
+    app = create_app(viewer, token=token, assets=assets)
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_level="warning",
+        access_log=False,  # it would write the token
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    try:
+        Server(config).run(sockets=[listening])
+    except KeyboardInterrupt:
+        return  # uvicorn has shut down, and raises what stopped it once more
+    finally:
+        listening.close()
+
+
+def _listen(port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise OptionError(f"a port is a number of 1 to 65535, or 0 for any that is free, got {port}")
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((HOST, port))
+    except OSError as error:
+        listening.close()
+        raise OptionError(f"the port must be free, got {port}: {error.strerror}; 0 takes any that is") from error
+    return listening

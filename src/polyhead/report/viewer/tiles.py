@@ -1,0 +1,155 @@
+"""The attention of one head as a map: tiles of any place at any scale, computed from Q, K and the log-sum-exp.
+
+A cell of level L is a square of 2**L tokens, and holds the sum or the largest of its weights. The *picture* of a head
+is its whole matrix at the finest level at which it has 1024 cells a side at most; once it is known, what is coarser is
+pooled out of it, and everything else is computed when it is asked for. All of it is exact, except the estimate that
+stands in for a picture until its strips are there, and that says by which rule it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from polyhead.functional import BlockMap
+from polyhead.report.viewer.failures import invalid
+from polyhead.report.viewer.reading import KeptAttention
+
+Pool = Literal["sum", "max"]
+Span = tuple[int, int]
+
+TILE_CELLS = 256
+PICTURE_CELLS = 1024
+ESTIMATE_CELLS = 128
+# Pairs of tokens, so that a strip takes about a tenth of a second, and an estimate a few.
+STRIP_PAIRS = {"cpu": 1 << 23, "cuda": 1 << 28}
+ESTIMATE_PAIRS = {"cpu": 1 << 24, "cuda": 1 << 28}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How an estimate was made: of every `every` queries the middle `rows` were looked at."""
+
+    every: int
+    rows: int
+    pool: Pool
+
+    def to_dict(self) -> dict[str, object]:
+        meaning = "stand for the others" if self.pool == "sum" else "others may have larger weights"
+        return {
+            "every": self.every,
+            "rows": self.rows,
+            "text": f"An estimate: of every {self.every} queries the middle {self.rows} were looked at and {meaning}.",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Some rows of cells of a picture."""
+
+    first: int  # the row of cells it begins with
+    cells: Tensor  # [heads, rows, columns], on the CPU
+
+
+def level_of(attention: KeptAttention, cells: int) -> int:
+    """The finest level at which an attention has so many cells a side at most."""
+    longest = max(attention.queries, attention.keys)
+    return max(0, (-(-longest // cells) - 1).bit_length())
+
+
+def top_level(attention: KeptAttention) -> int:
+    """The level at which one tile shows everything."""
+    return level_of(attention, TILE_CELLS)
+
+
+def window(attention: KeptAttention, rows: Span, columns: Span, level: int, pool: Pool) -> Tensor:
+    """The cells of a window, [heads, rows, columns] on the CPU."""
+    block = 1 << level
+    found = attention.profile(block_map=BlockMap(block=(block, block), pool=pool), rows=rows, columns=columns)
+    assert found.block_map is not None
+    return found.block_map[0].cpu()
+
+
+def tile_spans(attention: KeptAttention, level: int, row: int, column: int) -> tuple[Span, Span]:
+    """The tokens that a tile covers; the tile must be one that there is."""
+    highest = top_level(attention)
+    if not 0 <= level <= highest:
+        raise invalid(f"a level is 0 to {highest} for this text, got {level}")
+    side = TILE_CELLS << level
+    spans = []
+    for name, number, size in (("row", row, attention.queries), ("column", column, attention.keys)):
+        last = -(-size // side) - 1
+        if not 0 <= number <= last:
+            raise invalid(f"the {name} of a tile of level {level} is 0 to {last} for this text, got {number}")
+        spans.append((number * side, min((number + 1) * side, size)))
+    return spans[0], spans[1]
+
+
+def cut_out(picture: Tensor, picture_level: int, level: int, row: int, column: int, pool: Pool) -> Tensor:
+    """A tile of a coarser level out of a picture [rows, columns] of a finer one."""
+    factor = 1 << (level - picture_level)
+    side = TILE_CELLS * factor
+    return pooled(picture[row * side : (row + 1) * side, column * side : (column + 1) * side], factor, pool)
+
+
+def pooled(cells: Tensor, factor: int, pool: Pool) -> Tensor:
+    """Squares of cells become one; weights are no less than 0, so that the missing ones at the edges are 0."""
+    if factor == 1:
+        return cells
+    height, width = cells.shape
+    padded = torch.nn.functional.pad(cells, (0, -width % factor, 0, -height % factor))
+    squares = padded.unflatten(1, (-1, factor)).unflatten(0, (-1, factor))
+    return squares.sum((1, 3)) if pool == "sum" else squares.amax((1, 3))
+
+
+def strips(
+    attention: KeptAttention, level: int, pool: Pool, rows: Span | None = None, columns: Span | None = None
+) -> Iterator[Strip]:
+    """A window, or the whole matrix, from top to bottom, exactly, some rows of cells at a time."""
+    (first, last), columns = rows or (0, attention.queries), columns or (0, attention.keys)
+    step = strip_height(attention, level, columns)
+    for start in range(first, last, step):
+        cells = window(attention, (start, min(start + step, last)), columns, level, pool)
+        yield Strip((start - first) >> level, cells)
+
+
+def strip_height(attention: KeptAttention, level: int, columns: Span) -> int:
+    """How many tokens high a strip is: whole cells."""
+    pairs = max(1, attention.heads * (columns[1] - columns[0]))
+    return max(1, STRIP_PAIRS[_kind(attention)] // pairs >> level) << level
+
+
+def rule_for(attention: KeptAttention, level: int, pool: Pool, pairs: int | None = None) -> Rule | None:
+    """How many rows of each block an estimate looks at, for about so many pairs; None where it would be all of them."""
+    block = 1 << level
+    most = ESTIMATE_PAIRS[_kind(attention)] if pairs is None else pairs
+    blocks = -(-attention.queries // block)
+    rows = max(1, most // max(1, attention.heads * attention.keys * blocks))
+    return None if rows >= block else Rule(block, rows, pool)
+
+
+def estimate(attention: KeptAttention, level: int, rule: Rule) -> Iterator[Strip]:
+    """The picture by a rule, a row of cells at a time, [heads, 1, columns] each."""
+    block = 1 << level
+    for number, start in enumerate(range(0, attention.queries, block)):
+        stop = min(start + block, attention.queries)
+        middle = (start + stop) // 2
+        first = max(start, min(middle - rule.rows // 2, stop - rule.rows))
+        rows = first, min(first + rule.rows, stop)
+        cells = window(attention, rows, (0, attention.keys), level, rule.pool)
+        if rule.pool == "sum":
+            cells = cells * ((stop - start) / (rows[1] - rows[0]))
+        yield Strip(number, cells)
+
+
+def stacked(parts: Iterator[Strip]) -> Tensor:
+    """All strips as one, [heads, rows, columns]."""
+    return torch.cat([part.cells for part in parts], 1)
+
+
+def _kind(attention: KeptAttention) -> str:
+    return "cuda" if attention.query.device.type == "cuda" else "cpu"

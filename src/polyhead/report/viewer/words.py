@@ -1,0 +1,49 @@
+"""Whom a token attends to and who attends to it: a row and a column of every head, exactly, in O(heads · tokens)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.report.packing import packed_floats
+from polyhead.report.viewer.reading import KeptAttention
+
+STRONGEST = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightRow:
+    """The weights of one token in every head along the other tokens, [heads, tokens], on the CPU."""
+
+    weights: Tensor
+
+    def to_dict(self, cells: int) -> dict[str, Any]:
+        """At most so many cells, each the largest weight of a block of tokens; and the strongest tokens by name."""
+        tokens = self.weights.shape[1]
+        block = 1 << max(0, (-(-tokens // cells) - 1).bit_length())
+        shown = self.weights
+        if block > 1:
+            shown = torch.nn.functional.pad(shown, (0, -tokens % block)).unflatten(1, (-1, block)).amax(-1)
+        values, places = self.weights.topk(min(STRONGEST, tokens), -1)
+        return {
+            "weights": packed_floats(shown),
+            "block": block,
+            "top": {"tokens": places.tolist(), "weights": [[float(x) for x in row] for row in values]},
+        }
+
+
+def attends(attention: KeptAttention, token: int) -> WeightRow:
+    """Whom a query attends to."""
+    found = attention.profile(block_map=(1, 1), rows=(token, token + 1)).block_map
+    assert found is not None
+    return WeightRow(found[0, :, 0].cpu())
+
+
+def attended(attention: KeptAttention, token: int) -> WeightRow:
+    """Who attends to a key."""
+    found = attention.profile(block_map=(1, 1), columns=(token, token + 1)).block_map
+    assert found is not None
+    return WeightRow(found[0, :, :, 0].cpu())

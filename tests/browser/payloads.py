@@ -1,0 +1,267 @@
+"""Pages made of known numbers: small enough to read, with sizes that all differ."""
+
+from __future__ import annotations
+
+import base64
+import copy
+from typing import Any
+
+import torch
+
+from polyhead.report.packing import packed_floats, packed_shares
+
+Payload = dict[str, Any]
+
+LAYERS, HEADS, CROSS_LAYERS, CROSS_HEADS = 3, 5, 2, 4
+GRID = 7
+SENTENCE = ("[CLS]", "the", "cat", "saw", "its", "own", "tail", ".")
+ANSWER = ("le", "chat", "voit", "sa", "queue")
+ROLES = ("induction", "previous", "sink")
+EDGES = [-16, -8, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 9, 17]
+COLUMNS = ("entropy", "reach", "sink_mass", "contribution", "copying", "ablation")
+GROUPS = {"contribution": "writes", "copying": "writes", "ablation": "matters"}
+FORMATS = {"entropy": "nats", "reach": "tokens", "sink_mass": "share"}
+
+
+def said(english: str) -> dict[str, str]:
+    return {"en": english, "zh": f"中文：{english}"}
+
+
+def synthetic() -> Payload:
+    """A model with a stack of self-attention and one of cross-attention; every part of a page is there."""
+    draw = torch.Generator().manual_seed(20_231)
+    sites = [_site("encoder", "self", layer, HEADS) for layer in range(LAYERS)]
+    sites += [_site("decoder", "cross", layer, CROSS_HEADS) for layer in range(CROSS_LAYERS)]
+    self_sites, cross_sites = list(range(LAYERS)), list(range(LAYERS, LAYERS + CROSS_LAYERS))
+    heads = [_head(site, head, draw) for site, where in enumerate(sites) for head in range(where["heads"])]
+    return {
+        "format": 1,
+        "lang": "en",
+        "title": "polyhead: small",
+        "facts": _facts(),
+        "stacks": [
+            {"label": said("Encoder"), "kind": "self", "sites": self_sites},
+            {"label": said("Decoder to encoder"), "kind": "cross", "sites": cross_sites},
+        ],
+        "sites": sites,
+        "columns": [_column(name) for name in COLUMNS],
+        "roles": [
+            {"name": name, "letters": name[:2], "label": said(f"{name} role"), "about": said(f"What {name} does.")}
+            for name in ROLES
+        ],
+        "heads": heads,
+        "maps": {str(site): packed_shares(_map(sites[site]["heads"])) for site in range(len(sites))},
+        "map_block": 16,
+        "offsets": {"edges": EDGES, "sites": {str(site): packed_shares(_offsets()) for site in self_sites}},
+        "relations": {
+            str(site): {
+                "cosine": packed_floats(_relation(sites[site]["heads"], site)),
+                "attention_distance": packed_floats(1 - _relation(sites[site]["heads"], site)),
+            }
+            for site in range(len(sites))
+        },
+        "relation_names": [
+            {"name": "attention_distance", "label": said("look differently"), "about": said("0 is the same places.")},
+            {"name": "cosine", "label": said("say the same"), "about": said("1 is the same.")},
+        ],
+        "likeness": {"threshold": 0.55, "null": 0.11},
+        "groups": [{"heads": [[1, 0], [1, 3]], "least": 0.81}],
+        "pairs": [{"one": [0, 2], "other": [2, 4], "cosine": 0.61, "guess": 0.6}],
+        "importance": {"column": "ablation", "label": said("loss without it"), "about": said("How much worse.")},
+        "syntax": {
+            "treebank": "small.conllu",
+            "rows": [_syntax("obj", "head", 0.7), _syntax("nsubj", "dependent", 0.4)],
+        },
+        "examples": [_self_example(self_sites), _cross_example(cross_sites)],
+        "findings": _findings(),
+    }
+
+
+def bare() -> Payload:
+    """What a run with everything switched off leaves: one layer, one number, and that of some heads only."""
+    page = synthetic()
+    page |= {"importance": None, "syntax": None, "likeness": None, "groups": [], "pairs": [], "findings": []}
+    page |= {"maps": {}, "relations": {}, "relation_names": [], "examples": [], "roles": []}
+    page |= {"offsets": {"edges": [], "sites": {}}, "stacks": page["stacks"][:1], "columns": page["columns"][:1]}
+    page["stacks"][0]["sites"] = [0]
+    page["sites"] = page["sites"][:1]
+    page["heads"] = [
+        {**head, "roles": [], "alike": [], "top_keys": [], "values": {"entropy": 1.5 if head["head"] % 2 else None}}
+        for head in page["heads"]
+        if head["site"] == 0
+    ]
+    return page
+
+
+def weights(page: Payload, example: int, site: int) -> torch.Tensor:
+    """The weights that an example's packed bytes stand for, [heads, queries, keys]."""
+    packed = page["examples"][example]["sites"][str(site)]
+    data = torch.frombuffer(bytearray(base64.b64decode(packed["data"])), dtype=torch.uint8)
+    scale = torch.tensor(packed["scale"]).reshape(-1, 1, 1)
+    return data.reshape(packed["shape"]).double() / 255 * scale
+
+
+def with_tokens(page: Payload, tokens: list[str]) -> Payload:
+    """The same page, with other texts wherever a corpus could have put some."""
+    found = copy.deepcopy(page)
+    count = len(tokens)
+    for site in range(LAYERS):
+        even = torch.full((HEADS, count, count), 1 / count)
+        found["examples"][0]["sites"][str(site)] = packed_shares(even)
+    found["examples"][0] |= {"queries": tokens, "keys": tokens, "title": tokens[0]}
+    found["facts"] |= {"model": " ".join(tokens[:-1]), "left_out": tokens[:-1], "pairs_by": tokens[0]}
+    found["syntax"]["treebank"] = tokens[0]
+    for head in found["heads"]:
+        head["top_keys"] = [{"text": token, "share": 1 / count} for token in tokens]
+        for score in head["roles"]:
+            score["evidence"] = {"en": tokens[0], "zh": tokens[1]}
+    for finding in found["findings"]:
+        finding["text"] = {"en": tokens[0], "zh": tokens[1]}
+    return found
+
+
+def _site(stack: str, kind: str, layer: int, heads: int) -> Payload:
+    return {"name": f"{stack}.{layer}", "kind": kind, "stack": f"{stack}.*", "layer": layer, "heads": heads}
+
+
+def _facts() -> Payload:
+    return {
+        "model": "small: a model of known numbers",
+        "kind": "encoder-decoder",
+        "tokens": 12_345,
+        "documents": 17,
+        "contexts": 19,
+        "context": 112,
+        "seconds": 2.5,
+        "interrupted": False,
+        "unknown": 0.013,
+        "intervals_over": "documents",
+        "pairs_by": "every pair is measured",
+        "left_out": ["pronouns: no sentence could be read"],
+        "versions": {"polyhead": "0.1.0", "torch": "2.13.0"},
+        "loss": "next token",
+    }
+
+
+def _column(name: str) -> Payload:
+    shares = name == "sink_mass"
+    return {
+        "name": name,
+        "label": said(name.replace("_", " ")),
+        "about": said(f"What {name} means."),
+        "group": GROUPS.get(name, "looks"),
+        "format": FORMATS.get(name, "number"),
+        "low": 0.0 if shares else None,
+        "high": 1.0 if shares else None,
+    }
+
+
+def _head(site: int, head: int, draw: torch.Generator) -> Payload:
+    drawn = torch.rand(len(COLUMNS), generator=draw, dtype=torch.float64).tolist()
+    values = dict(zip(COLUMNS, drawn, strict=True))
+    values["copying"] = 2 * values["copying"] - 1
+    values["reach"] *= 40
+    holds = {"induction": (site, head) == (2, 1), "previous": head == 1, "sink": (site + head) % 3 == 2}
+    return {
+        "site": site,
+        "head": head,
+        "values": values,
+        "spreads": {"entropy": 0.25},
+        "errors": {"ablation": 0.03},
+        "roles": [
+            {
+                "role": role,
+                "score": 0.75 if holds[role] else 0.25,
+                "null": 0.125,
+                "low": 0.6875 if holds[role] else 0.1875,
+                "high": 0.8125 if holds[role] else 0.3125,
+                "holds": holds[role],
+                "evidence": said(f"{role} in {75 if holds[role] else 25}% of positions (chance 12%)"),
+            }
+            for role in ROLES
+        ],
+        "alike": [{"place": [0, (head + 1) % HEADS], "cosine": 0.44, "across": site != 0}],
+        "top_keys": [{"text": "the", "share": 0.31}, {"text": ".", "share": 0.11}],
+    }
+
+
+def _map(heads: int) -> torch.Tensor:
+    """Head h looks h blocks back, the first block on itself."""
+    found = torch.zeros(heads, GRID, GRID)
+    for head in range(heads):
+        for row in range(GRID):
+            found[head, row, max(0, row - head)] = 0.5
+    return found
+
+
+def _offsets() -> torch.Tensor:
+    found = torch.zeros(HEADS, len(EDGES) - 1)
+    for head in range(HEADS):
+        found[head, EDGES.index(-head)] = 0.75  # a fifth of it is a whole number of bytes
+        found[head, -1] = 0.15
+    return found
+
+
+def _relation(heads: int, site: int) -> torch.Tensor:
+    found = torch.eye(heads) + 0.01 * site
+    found[0, heads - 2] = found[heads - 2, 0] = 0.81 if site == 1 else 0.2
+    return found
+
+
+def _syntax(relation: str, direction: str, accuracy: float) -> Payload:
+    return {
+        "relation": relation,
+        "direction": direction,
+        "head": [1, 2],
+        "accuracy": accuracy,
+        "low": accuracy - 0.1,
+        "high": accuracy + 0.1,
+        "baseline": 0.35,
+        "offset": -2,
+        "words": 97,
+        "verdict": "better",
+    }
+
+
+def _self_example(sites: list[int]) -> Payload:
+    """Head h of a layer looks mostly h words back."""
+    n = len(SENTENCE)
+    each = torch.full((HEADS, n, n), 0.02)
+    for head in range(HEADS):
+        for query in range(n):
+            each[head, query, max(0, query - head)] += 0.6
+            each[head, query, 0] += 0.24
+    packed = packed_shares(each)
+    return {
+        "title": "cats.txt",
+        "queries": list(SENTENCE),
+        "keys": list(SENTENCE),
+        "sites": {str(site): packed for site in sites},
+    }
+
+
+def _cross_example(sites: list[int]) -> Payload:
+    n, m = len(ANSWER), len(SENTENCE)
+    each = torch.full((CROSS_HEADS, n, m), 0.03)
+    for head in range(CROSS_HEADS):
+        for query in range(n):
+            each[head, query, min(m - 1, query + head)] += 0.7
+    packed = packed_shares(each)
+    return {
+        "title": "cats.fr.txt",
+        "queries": list(ANSWER),
+        "keys": list(SENTENCE),
+        "sites": {str(site): packed for site in sites},
+    }
+
+
+def _findings() -> list[Payload]:
+    def finding(text: str, view: str, heads: list[list[int]], column: str | None = None) -> Payload:
+        return {"text": said(text), "kind": view, "heads": heads, "view": view, "column": column}
+
+    return [
+        finding("layer 2 head 1 repeats", "head", [[2, 1]]),
+        finding("two say the same", "alike", [[1, 0], [1, 3]]),
+        finding("one matters most", "matters", [[0, 4]], "ablation"),
+        finding("some rest", "overview", [[0, 2]], "sink_mass"),
+    ]

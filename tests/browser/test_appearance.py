@@ -1,0 +1,116 @@
+"""How the page looks: dark and light, English and Chinese, phone to 4k, and to a screen reader."""
+
+from __future__ import annotations
+
+import pytest
+
+VIEWS = (
+    "overview",
+    "overview?color=copying&role=sink",
+    "head/2/1?word=3&draw=lines",
+    "head/3/1",
+    "alike",
+    "matters",
+    "syntax",
+    "findings",
+)
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+# What passes is not listed node by node, which takes most of the time.
+ONLY = {"resultTypes": ["violations"]}
+SERIOUS = ("serious", "critical")
+
+
+@pytest.mark.parametrize(("scheme", "colour"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 22, 29)")])
+def test_it_is_as_dark_as_the_system_asks(open_page, scheme, colour):
+    from playwright.sync_api import expect
+
+    tab = open_page(color_scheme=scheme).tab
+    assert tab.evaluate(BACKGROUND) == colour
+    tab.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
+    other = {"light": "rgb(20, 22, 29)", "dark": "rgb(255, 255, 255)"}[scheme]
+    expect(tab.locator("body")).to_have_css("background-color", other)
+
+
+def test_the_reader_chooses_the_theme_and_it_stays(open_page):
+    tab = open_page(color_scheme="light").tab
+    # Far from the diagonal, where head 0 of the payload does not look.
+    corner = """(() => {
+        const copy = new OffscreenCanvas(7, 7).getContext("2d");
+        copy.drawImage(document.querySelector("a.cell canvas"), 0, 0);
+        return copy.getImageData(6, 0, 1, 1).data[0];
+    })()"""
+    assert tab.evaluate(corner) > 200
+    tab.get_by_label("Colours").select_option("dark")
+    assert tab.evaluate(BACKGROUND) == "rgb(20, 22, 29)"
+    assert tab.evaluate(corner) < 60  # a canvas knows no style sheet: it is painted anew
+    tab.reload()
+    tab.locator("main h2").first.wait_for()
+    assert tab.evaluate(BACKGROUND) == "rgb(20, 22, 29)"
+    tab.get_by_label("Colours").select_option("auto")
+    assert tab.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
+
+
+def test_the_language_is_switched_and_the_link_keeps_it(open_page):
+    opened = open_page()
+    tab = opened.tab
+    tab.get_by_label("Language").select_option("zh")
+    assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
+    assert tab.locator("nav.views a").all_inner_texts() == ["总览", "相似的头", "哪些头重要", "语法", "发现"]
+    assert tab.locator(".findings a bdi").first.inner_text() == "中文：layer 2 head 1 repeats"
+    assert tab.locator("a.cell").first.get_attribute("aria-label").startswith("第 0 层第 0 头")
+    opened.go("matters?lang=zh")
+    tab.reload()
+    assert tab.locator("main h2").first.inner_text() == "哪些头重要"
+
+
+def test_no_string_of_the_interface_is_left_in_english(open_page):
+    """In Chinese, what the payload does not write itself has no English words but names."""
+    opened = open_page(view="overview?lang=zh")
+    tab = opened.tab
+    names = {"SVG", "PNG", "English", "polyhead"}
+    for view in ("overview", "alike", "matters", "syntax", "findings"):
+        opened.go(f"{view}?lang=zh")
+        texts = tab.locator("nav.views, .switches, main h2, main h3, .lead, figcaption, footer")
+        for text in texts.all_inner_texts():
+            words = {word for word in text.split() if word.isascii() and word.isalpha()}
+            assert words <= names | {"Encoder", "Decoder", "to", "encoder", "How", "much", "worse"}, (view, text)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_phone_never_scrolls_sideways(open_page, keep_picture, language):
+    opened = open_page(viewport={"width": 360, "height": 740}, device_scale_factor=2)
+    for view in VIEWS:
+        opened.go(f"{view}{'&' if '?' in view else '?'}lang={language}")
+        opened.tab.reload()
+        opened.tab.locator("main h2").first.wait_for()
+        assert opened.tab.evaluate("document.documentElement.scrollWidth") <= 360, view
+        keep_picture(opened, f"phone-{language}-{view.split('?')[0].replace('/', '-')}")
+
+
+def test_a_wall_is_filled(open_page, keep_picture):
+    opened = open_page(viewport={"width": 3840, "height": 2160})
+    width = opened.tab.evaluate("document.querySelector('#polyhead-page').clientWidth")
+    assert width > 3000
+    assert float(opened.tab.evaluate("getComputedStyle(document.body).fontSize").removesuffix("px")) > 20
+    keep_picture(opened, "4k-overview")
+
+
+@pytest.mark.parametrize(("scheme", "language"), [("light", "en"), ("dark", "zh")])
+def test_axe_finds_nothing_serious_in_any_view(open_page, keep_picture, scheme, language):
+    from axe_playwright_python.sync_playwright import Axe
+
+    opened = open_page(color_scheme=scheme, view=f"overview?lang={language}")
+    axe = Axe()
+    for view in VIEWS:
+        opened.go(view)
+        for closed in opened.tab.locator("main details:not([open]) > summary").all()[:3]:
+            closed.click()
+        found = axe.run(opened.tab, options=ONLY).response["violations"]
+        serious = [
+            f"{rule['id']}: {node['html'][:200]}"
+            for rule in found
+            if rule["impact"] in SERIOUS
+            for node in rule["nodes"]
+        ]
+        assert serious == [], view
+        keep_picture(opened, f"desk-{scheme}-{language}-{view.split('?')[0].replace('/', '-')}")

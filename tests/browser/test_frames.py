@@ -1,0 +1,32 @@
+"""In a notebook the page stands in a frame, which may have neither an address nor storage of its own."""
+
+from __future__ import annotations
+
+import html
+
+import pytest
+
+
+@pytest.mark.parametrize("sandbox", ["allow-scripts", None])
+def test_it_works_in_a_frame(open_page, small_page, tmp_path, sandbox):
+    attribute = "" if sandbox is None else f'sandbox="{sandbox}"'
+    inner = html.escape(small_page.read_text(encoding="utf-8"), quote=True)
+    outer = tmp_path / "notebook.html"
+    outer.write_text(
+        "<!doctype html><title>notebook</title><main><h2>cell</h2></main>"
+        f'<iframe {attribute} width="900" height="700" srcdoc="{inner}"></iframe>',
+        encoding="utf-8",
+    )
+    tab = open_page(outer).tab
+    frame = tab.frame_locator("iframe")
+    frame.locator("a.cell[data-key='2.1']").click()
+    assert frame.locator("main h2").inner_text() == "Layer 2, head 1 (Encoder)"
+    frame.locator("nav.views a", has_text="What matters").click()
+    assert frame.locator("main h2").first.inner_text() == "What matters"
+    frame.get_by_label("Colours").select_option("dark")
+    frame.get_by_label("Language").select_option("zh")
+    assert frame.locator("main h2").first.inner_text() == "哪些头重要"
+    frame.get_by_role("button", name="复制链接").click()
+    # Where the clipboard is closed, the link is shown to be copied by hand.
+    frame.locator(".copy").get_by_text("已复制").or_(frame.locator(".copy input")).first.wait_for(state="attached")
+    assert tab.locator("h2").inner_text() == "cell"  # the notebook itself went nowhere

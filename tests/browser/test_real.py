@@ -1,0 +1,38 @@
+"""A page of a real inspection, as `polyhead inspect --html` writes it: an encoder-decoder, with all kinds of heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyhead.inspection import Settings, inspect_model
+from polyhead.report.page import write_page
+from tests.inspection.small_models import model_folder, text_folder
+
+
+@pytest.fixture(scope="module")
+def real_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("real")
+    text = str(text_folder(folder / "text", documents=3, words=40))
+    model = str(model_folder(folder / "model", "t5"))
+    return write_page(folder / "page.html", inspect_model(Settings(model, text, context=48, batch_tokens=400)))
+
+
+def test_every_view_of_a_real_inspection_opens(open_page, real_page):
+    opened = open_page(real_page)
+    tab = opened.tab
+    heads = tab.evaluate("JSON.parse(document.getElementById('polyhead-data').textContent).heads.length")
+    assert tab.locator("a.cell").count() == heads > 0
+    assert tab.locator(".head-grid").count() == 3  # encoder, decoder, and the decoder's look at the encoder
+    columns = tab.eval_on_selector_all("select optgroup option", "all => all.map(x => x.value)")
+    for column in columns:
+        tab.get_by_label("Colour by").select_option(column)
+        assert tab.locator(".ramp-ends span").count() == 3
+    hrefs = tab.eval_on_selector_all("a.cell", "cells => cells.map(cell => cell.getAttribute('href'))")
+    for href in (*hrefs[:2], hrefs[-1], "#/alike", "#/matters", "#/findings"):
+        opened.go(href.removeprefix("#/"))
+        assert tab.locator("main h2").first.inner_text() != "This model has no such head"
+    # A head of cross-attention has words in two lines.
+    opened.go(hrefs[-1].removeprefix("#/"))
+    assert tab.locator(".word-line").count() == 2

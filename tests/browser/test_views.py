@@ -1,0 +1,225 @@
+"""Every view of the page: what it shows is what the data say, and each is a link."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser.conftest import written
+from tests.browser.payloads import (
+    CROSS_HEADS,
+    CROSS_LAYERS,
+    HEADS,
+    LAYERS,
+    ROLES,
+    bare,
+    synthetic,
+)
+
+PAGE = synthetic()
+ALL = LAYERS * HEADS + CROSS_LAYERS * CROSS_HEADS
+VIEWS = {
+    "overview": "What was found",
+    "head/2/1": "Layer 2, head 1 (Encoder)",
+    "alike": "Heads alike",
+    "matters": "What matters",
+    "syntax": "Grammar",
+    "findings": "Findings",
+}
+
+
+def holders(role: str) -> list[tuple[int, int]]:
+    return [
+        (head["site"], head["head"])
+        for head in PAGE["heads"]
+        if any(score["role"] == role and score["holds"] for score in head["roles"])
+    ]
+
+
+def luminance(colour: str) -> float:
+    red, green, blue = (float(x) for x in colour.removeprefix("rgb(").removesuffix(")").split(","))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def cells(tab, script: str) -> list:
+    return tab.eval_on_selector_all(".head-grid a.cell", f"cells => cells.map(cell => {script})")
+
+
+def test_it_opens_with_every_head_and_what_was_found(open_page):
+    tab = open_page().tab
+    assert tab.locator(".head-grid").count() == 2
+    assert tab.locator("a.cell").count() == ALL
+    assert tab.locator("h1").inner_text() == "small: a model of known numbers"
+    assert "12,345 tokens of 17 documents" in tab.locator(".facts").inner_text()
+    found = tab.locator(".headline .findings a bdi").all_inner_texts()
+    assert found == ["Layer 2 head 1 repeats", "Two say the same", "One matters most", "Some rest"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_opens_by_its_link(open_page, view):
+    tab = open_page(view=view).tab
+    assert tab.locator("main h2").first.inner_text() == VIEWS[view]
+
+
+def test_a_number_colours_the_grid_from_light_to_dark(open_page):
+    opened = open_page(view="overview?color=sink_mass", color_scheme="light")
+    tab = opened.tab
+    assert tab.get_by_label("Colour by").input_value() == "sink_mass"
+    assert tab.locator(".ramp-ends").inner_text().split() == ["0%", "50%", "100%"]
+    keys = cells(tab, "cell.dataset.key")
+    colours = dict(zip(keys, cells(tab, "getComputedStyle(cell).backgroundColor"), strict=True))
+    values = {f"{head['site']}.{head['head']}": head["values"]["sink_mass"] for head in PAGE["heads"]}
+    ordered = [luminance(colours[key]) for key in sorted(values, key=values.__getitem__)]
+    assert ordered == sorted(ordered, reverse=True)
+    assert ordered[0] - ordered[-1] > 100
+    head = PAGE["heads"][1]
+    (name,) = (x for x in cells(tab, "cell.ariaLabel") if x.startswith("Layer 0, head 1 (Encoder)"))
+    assert f"sink mass {head['values']['sink_mass']:.0%}" in name
+    assert "previous role" in name
+
+
+def test_the_role_filter_leaves_the_heads_that_have_it(open_page):
+    tab = open_page().tab
+    tab.get_by_label("Only heads with the role").select_option("previous")
+    expected = holders("previous")
+    assert tab.locator(".controls [role=status]").inner_text() == f"{len(expected)} of {ALL} heads"
+    lit = tab.eval_on_selector_all("a.cell:not(.faded)", "cells => cells.map(cell => cell.dataset.key)")
+    assert lit == [f"{site}.{head}" for site, head in expected]
+    assert tab.locator("table.sortable tbody tr").count() == len(expected)
+    assert "role=previous" in tab.url
+    # The legend's button does the same, and a second press takes it back.
+    tab.locator("button.kind", has_text="previous role").click()
+    assert tab.locator("a.cell.faded").count() == 0
+
+
+def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
+    opened = open_page()
+    tab = opened.tab
+    tab.get_by_role("button", name="reach", exact=True).click()
+    values = sorted((head["values"]["reach"] for head in PAGE["heads"]), reverse=True)
+    header = tab.locator("table.sortable thead th", has_text="reach")
+
+    def shown() -> list[float]:
+        index = tab.eval_on_selector_all("table.sortable thead th", "all => all.map(x => x.innerText.trim())").index(
+            "reach"
+        )
+        return [float(x) for x in tab.locator(f"table.sortable tbody tr > :nth-child({index + 1})").all_inner_texts()]
+
+    assert header.get_attribute("aria-sort") == "descending"
+    assert shown() == pytest.approx(values, rel=5e-3, abs=0.06)
+    tab.get_by_role("button", name="reach", exact=True).click()
+    assert header.get_attribute("aria-sort") == "ascending"
+    assert shown() == pytest.approx(values[::-1], rel=5e-3, abs=0.06)
+    tab.reload()
+    assert tab.locator("table.sortable thead th[aria-sort=ascending]").inner_text().strip() == "reach"
+
+
+def test_a_card_shows_what_is_known_of_a_head(open_page):
+    tab = open_page().tab
+    tab.locator("a.cell[data-key='2.1']").click()
+    assert tab.locator("main h2").inner_text() == VIEWS["head/2/1"]
+    assert tab.locator(".card-head .chip").all_inner_texts() == ["induction role", "previous role"]
+    evidence = tab.locator(".summary li").all_inner_texts()
+    assert evidence == [f"{role} in 75% of positions (chance 12%)" for role in ROLES[:2]]
+    assert tab.locator(".bars .token").all_inner_texts() == ["the", "."]
+    tab.get_by_text("As a table").click()
+    row = tab.locator("details tr", has_text="induction role").locator("td").all_inner_texts()
+    assert row[:3] == ["0.75", "0.688 – 0.813", "0.125"]
+    ablation = tab.locator("table.numbers tr", has_text="ablation").locator("td")
+    (head,) = (x for x in PAGE["heads"] if (x["site"], x["head"]) == (2, 1))
+    assert ablation.first.inner_text() == f"{head['values']['ablation']:.3g} ± 0.03"
+    rank = 1 + sum(x["values"]["ablation"] > head["values"]["ablation"] for x in PAGE["heads"])
+    assert ablation.nth(1).inner_text() == f"{rank} of {ALL}"
+    tab.locator(".side").get_by_role("link", name="Layer 0, head 2 (Encoder)").click()
+    assert tab.locator("main h2").inner_text() == "Layer 0, head 2 (Encoder)"
+    tab.locator("a[rel=next]").click()
+    assert tab.locator("main h2").inner_text() == "Layer 0, head 3 (Encoder)"
+    tab.go_back()
+    tab.go_back()
+    assert tab.locator("main h2").inner_text() == VIEWS["head/2/1"]
+
+
+def test_the_block_map_is_darkest_where_the_head_looks(open_page):
+    """Head 2 of the payload looks two blocks back, and on the first block where there are none."""
+    tab = open_page(view="head/1/2", color_scheme="light").tab
+    canvas = tab.locator(".map canvas")
+    size, darkest = canvas.evaluate("""canvas => {
+        const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const dark = [];
+        for (let i = 0; i < canvas.width * canvas.height; i++) if (data[4 * i] < 100) dark.push(i);
+        return [[canvas.width, canvas.height], dark];
+    }""")
+    assert size == [7, 7]
+    assert darkest == [7 * row + max(0, row - 2) for row in range(7)]
+    assert "7 by 7 cells. 14% of the attention lies on the diagonal" in canvas.get_attribute("aria-label")
+    canvas.hover(position={"x": 5, "y": 5})
+    assert tab.locator(".map-figure .readout").inner_text() == "From tokens 0–15 to tokens 0–15: 50%"
+
+
+def test_offsets_near_stand_alone_and_far_ones_together(open_page):
+    tab = open_page(view="head/1/3").tab
+    described = tab.locator(".offset-figure svg").get_attribute("aria-label")
+    assert described == "Bars of attention by distance. The largest: −3: 75% and +9…+16: 15%."
+    ticks = tab.locator(".offset-figure svg text").all_text_contents()
+    assert [x for x in ticks if x[0] in "−+" or x == "0"] == [
+        "−16…−9", "−8…−5", "−4", "−3", "−2", "−1", "0", "+1", "+2", "+3", "+4", "+5…+8", "+9…+16",
+    ]  # fmt: skip
+
+
+def test_findings_lead_to_their_evidence(open_page):
+    opened = open_page()
+    tab = opened.tab
+    tab.get_by_role("link", name="Two say the same").click()
+    assert tab.locator("main h2").first.inner_text() == "Heads alike"
+    assert tab.locator(".groups li.marked a").all_inner_texts() == ["Encoder 1.0", "Encoder 1.3"]
+    opened.go("overview")
+    tab.get_by_role("link", name="Some rest").click()
+    assert tab.get_by_label("Colour by").input_value() == "sink_mass"
+    marked = tab.eval_on_selector_all("a.cell.marked", "cells => cells.map(cell => cell.dataset.key)")
+    assert marked == ["0.2"]
+    tab.get_by_role("link", name="One matters most").click()
+    assert tab.locator("tr.marked th a").all_inner_texts() == ["Encoder 0.4"]
+
+
+def test_heads_alike_are_ranked_by_the_chosen_relation(open_page):
+    tab = open_page(view="alike").tab
+    first = tab.locator("table.sortable").first.locator("tbody tr").first
+    assert first.locator("th, td").all_inner_texts() == ["Encoder 1.0", "Encoder 1.3", "0.81"]
+    assert "Layer 1, head 0 (Encoder) and Layer 1, head 3 (Encoder)" in tab.locator(".lead strong").inner_text()
+    tab.get_by_label("Measured by").select_option("attention_distance")
+    assert first.locator("th, td").all_inner_texts() == ["Encoder 1.0", "Encoder 1.3", "0.19"]
+    assert tab.locator(".matrix canvas").count() == LAYERS + CROSS_LAYERS
+
+
+def test_what_matters_most_stands_first(open_page):
+    tab = open_page(view="matters").tab
+    best = max(PAGE["heads"], key=lambda head: head["values"]["ablation"])
+    layer = PAGE["sites"][best["site"]]["layer"]
+    assert tab.locator(".lead strong").inner_text().startswith(f"Layer {layer}, head {best['head']} ")
+    row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
+    assert row[1:3] == [f"{best['values']['ablation']:.3g}", "0.03"]
+
+
+def test_grammar_stands_beside_its_baseline(open_page):
+    tab = open_page(view="syntax").tab
+    row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
+    assert row[:5] == ["obj", "to the governing word", "Encoder 1.2", "70% (60%–80%)", "35%"]
+    assert row[5].strip() == "+35%"
+
+
+def test_a_link_to_the_view_is_copied(open_page, small_page):
+    opened = open_page(view="head/2/1?word=3", permissions=["clipboard-read", "clipboard-write"])
+    tab = opened.tab
+    tab.get_by_label("Language").select_option("zh")
+    tab.get_by_role("button", name="复制链接").click()
+    tab.get_by_role("button", name="已复制").wait_for()
+    assert tab.evaluate("navigator.clipboard.readText()") == f"{small_page.as_uri()}#/head/2/1?word=3&lang=zh"
+
+
+@pytest.mark.parametrize(
+    "view", ["overview", "head/0/0", "head/9/9", "head/x/y", "alike", "matters", "syntax", "findings", "%"]
+)
+def test_a_bare_run_and_a_wrong_link_show_what_there_is(open_page, tmp_path, view):
+    tab = open_page(written(bare(), tmp_path / "bare.html"), view).tab
+    expected = {"head/9/9": "This model has no such head", "head/x/y": "This model has no such head"}
+    assert tab.locator("main h2").first.inner_text().startswith(expected.get(view, ""))
+    assert tab.locator("nav.views a").all_inner_texts() == ["Overview", "Heads alike", "Findings"]

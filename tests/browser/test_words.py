@@ -1,0 +1,132 @@
+"""Attention on the words of a sentence, by pointer and by keyboard alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser.payloads import ANSWER, SENTENCE, synthetic, weights
+
+PAGE = synthetic()
+
+
+def strongest(tab, index: int) -> list[tuple[str, str]]:
+    """The words and shares of one of the lists under a sentence."""
+    rows = tab.locator(".strongest > div").nth(index).locator("li").all_inner_texts()
+    return [tuple(row.rsplit(" ", 1)) for row in rows]
+
+
+def expected(shares, words) -> list[tuple[str, str]]:
+    order = sorted(range(len(words)), key=lambda i: -float(shares[i]))[:5]
+    digits = [0 if shares[i] >= 0.1 else 1 for i in order]
+    return [
+        (words[i], f"{float(shares[i]):.{some}%}".replace(".0%", "%")) for i, some in zip(order, digits, strict=True)
+    ]
+
+
+def same(shown, wanted) -> None:
+    """The order of words of equal weight is not told by the weights."""
+    assert [share for _, share in shown] == [share for _, share in wanted]
+    assert [word for word, share in shown if share != wanted[-1][1]] == [
+        word for word, share in wanted if share != wanted[-1][1]
+    ]
+
+
+def test_a_chosen_word_shows_whom_it_looks_at_and_who_looks_at_it(open_page):
+    tab = open_page(view="head/1/2", color_scheme="light").tab
+    here = weights(PAGE, 0, 1)[2]
+    assert tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+    same(strongest(tab, 0), expected(here.mean(0), SENTENCE))
+    words = tab.locator(".word-line button")
+    words.nth(5).click()
+    assert tab.locator(".strongest h4").all_inner_texts() == ["“own” looks at", "“own” is looked at by"]
+    same(strongest(tab, 0), expected(here[5], SENTENCE))
+    same(strongest(tab, 1), expected(here[:, 5], SENTENCE))
+    shades = tab.eval_on_selector_all(".word-line button", "all => all.map(x => x.style.background)")
+    assert shades[3] != shades[0] != shades[1]
+    bars = tab.eval_on_selector_all(".word-line button", "all => all.map(x => x.style.boxShadow)")
+    heights = [float(bar.split("px")[0].split(" ")[-1]) if bar != "none" else 0.0 for bar in bars]
+    assert heights.index(max(heights)) == 7
+    words.nth(5).click()
+    assert tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+
+
+def test_words_of_two_texts_stand_in_two_lines(open_page):
+    tab = open_page(view="head/3/1").tab
+    here = weights(PAGE, 1, 3)[1]
+    lines = tab.locator(".word-line")
+    assert lines.nth(0).locator("button").all_inner_texts() == list(ANSWER)
+    assert lines.nth(1).locator("button").all_inner_texts() == list(SENTENCE)
+    lines.nth(0).locator("button").nth(2).click()
+    assert tab.locator(".strongest h4").all_inner_texts() == ["“voit” looks at"]
+    same(strongest(tab, 0), expected(here[2], SENTENCE))
+    lines.nth(1).locator("button").nth(2).click()
+    assert tab.locator(".strongest h4").all_inner_texts() == ["“cat” is looked at by"]
+    same(strongest(tab, 0), expected(here[:, 2], ANSWER))
+    assert "word=k2" in tab.url
+
+
+def test_lines_join_the_words(open_page):
+    tab = open_page(view="head/1/2?draw=lines&word=5").tab
+    svg = tab.locator(".lines svg")
+    assert svg.locator("text").all_text_contents()[2:] == [*SENTENCE, *SENTENCE]
+    drawn = int((weights(PAGE, 0, 1)[2] >= 0.02).sum())
+    assert svg.locator("path").count() == drawn
+
+
+def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
+    tab = open_page().tab
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
+    tab.keyboard.press("Enter")
+    assert tab.evaluate("document.activeElement.id") == "main"
+    for _ in range(40):
+        tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement.classList.contains('cell')"):
+            break
+
+    def at() -> str:
+        return tab.evaluate("document.activeElement.dataset.key")
+
+    assert at() == "0.0"
+    for key, place in (
+        ("ArrowRight", "0.1"),
+        ("ArrowDown", "1.1"),
+        ("End", "1.4"),
+        ("Home", "1.0"),
+        ("ArrowLeft", "1.0"),
+    ):
+        tab.keyboard.press(key)
+        assert at() == place
+    tab.keyboard.press("Control+End")
+    assert at() == "2.4"
+    tab.keyboard.press("ArrowDown")  # the last layer: nowhere to go
+    assert at() == "2.4"
+    # The grid is one stop: one Tab leads to the next stack.
+    tab.keyboard.press("Tab")
+    while not tab.evaluate("document.activeElement.classList.contains('cell')"):
+        tab.keyboard.press("Tab")
+    assert at() == "3.0"
+    tab.keyboard.press("Shift+Tab")
+    while at() is None:
+        tab.keyboard.press("Shift+Tab")
+    assert at() == "2.4"
+    tab.keyboard.press("Enter")
+    tab.locator("h2#head-name").wait_for()
+    assert tab.evaluate("document.activeElement.id") == "head-name"
+    for _ in range(20):
+        tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement.classList.contains('word')"):
+            break
+    assert tab.locator(".strongest h4").first.inner_text() == "“[CLS]” looks at"
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowRight")
+    assert tab.locator(".strongest h4").first.inner_text() == "“cat” looks at"
+    same(strongest(tab, 0), expected(weights(PAGE, 0, 2)[4][2], SENTENCE))
+    tab.keyboard.press("Escape")
+    assert tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+
+
+@pytest.mark.parametrize("word", ["99", "k99", "-1", "x"])
+def test_a_link_to_a_word_that_is_not_there_chooses_none(open_page, word):
+    tab = open_page(view=f"head/1/2?word={word}&example=77").tab
+    assert tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]

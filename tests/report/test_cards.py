@@ -1,0 +1,124 @@
+"""What a notebook shows of heads: fragments that need no script, in which every text is escaped."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import polyhead
+from polyhead.errors import OptionError
+from polyhead.observatory import HeadProfile
+from polyhead.observatory.cards import Cell, Number, card, grids
+
+EMPTY_ELEMENTS = ("br",)
+
+
+class Checked(HTMLParser):
+    """Every element is closed, in the order in which it was opened, and none runs anything or fetches anything."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "style", "img", "iframe", "link")
+        for name, value in attrs:
+            assert not name.startswith("on")
+            assert name not in ("src", "href")
+            assert "url(" not in (value or "")
+        self.seen.append(tag)
+        if tag not in EMPTY_ELEMENTS:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def words_of(text: str) -> str:
+    return re.sub(r"<[^>]*>", " ", text)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_an_inspection_shows_findings_roles_and_a_card_for_each_head(inspections, name):
+    inspection = inspections[name]
+    shown = inspection._repr_html_()
+    Checked(shown)
+    said = words_of(shown)
+    for finding in inspection.findings:
+        assert str(finding).replace("'", "&#x27;") in said
+    for site in dict.fromkeys(inspection.table.sites):
+        assert f"cards of {site.name}, {site.kind}-attention" in said
+    assert shown.count("display: inline-block") == len(inspection.table)
+    held = [score for head in inspection.roles for score in head.scores if score.holds]
+    assert held or name != "t5"
+    for score in held:
+        assert f"{score.role}: {score.evidence}" in said
+
+
+def test_a_profile_of_a_session_shows_a_shaded_grid_and_cards():
+    layer = polyhead.MultiHeadAttention(16, 2, causal=True)
+    with polyhead.observe(layer, statistics=("entropy", "reach")) as session:
+        layer(torch.randn(3, 5, 16))
+    shown = session.profile._repr_html_()
+    Checked(shown)
+    assert repr(session.profile) in words_of(shown)
+    assert "shaded by entropy" in shown
+    assert shown.count("display: inline-block") == 2
+    shades = re.findall(r'text-align: center; background: rgba\(64, 120, 200, ([\d.]+)\)" title="layer 0 head', shown)
+    assert sorted(shades) == ["0.00", "0.75"]
+    assert Checked(polyhead.observe(layer).profile._repr_html_()).seen == ["p", "strong"]
+
+
+def test_many_heads_have_a_grid_and_a_table_and_no_cards(inspections, monkeypatch):
+    monkeypatch.setattr("polyhead.observatory.notebook.MOST_CARDS", 7)
+    shown = inspections["bert"]._repr_html_()
+    Checked(shown)
+    assert "8 heads are too many for cards here" in shown
+    assert "display: inline-block" not in shown
+    assert shown.count("<td>encoder.layer.1.attention.self</td>") == 4
+
+
+def test_names_that_are_markup_are_shown_as_text(inspections):
+    inspection = inspections["bert"]
+    evil = "<script>alert(1)</script>\"' onload=x"
+    renamed = {site: dataclasses.replace(site, name=evil, stack=evil) for site in inspection.table.sites}
+    table = inspection.table
+    columns = {**table.columns, evil: table["entropy"]}
+    table = HeadProfile(tuple(renamed[x] for x in table.sites), table.heads, (*table.names, evil), columns)
+    facts = {**inspection.facts, "model": evil}
+    Checked(dataclasses.replace(inspection, table=table, facts=facts)._repr_html_())
+    Checked(table._repr_html_())
+    Checked(card(evil, [evil], [Number(evil, evil, 0.5), Number(evil, evil, None)]))
+    Checked(grids(table.sites[:1], lambda site, head: Cell(evil, 9.0, evil)))
+
+
+# ---- other tools
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_tables_go_to_arrow_pandas_and_polars(inspections, name):
+    table = inspections[name].table
+    for tool, rows in (
+        ("pyarrow", lambda: table.to_arrow().to_pylist()),
+        ("pandas", lambda: table.to_pandas().to_dict("records")),
+        ("polars", lambda: table.to_polars().to_dicts()),
+    ):
+        pytest.importorskip(tool)
+        found = rows()
+        assert [list(row) for row in found] == [list(row) for row in table.rows()], tool
+        for row, expected in zip(found, table.rows(), strict=True):
+            assert repr(row) == repr(expected), tool  # NaN is not equal to itself
+
+
+def test_a_tool_that_is_missing_is_named_with_how_to_get_it(inspections, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "polars", None)
+    with pytest.raises(OptionError, match=r"needs the package polars; install it with: pip install 'polars'"):
+        inspections["bert"].table.to_polars()

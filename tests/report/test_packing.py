@@ -1,0 +1,81 @@
+"""Numbers and texts as a page carries them: what is unpacked is what was packed, and no text can be code."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from polyhead.report.packing import LONGEST_TEXT, clipped, json_in_html, packed_floats, packed_shares, plain
+
+HOSTILE = (
+    "<script>window.hacked=1</script>",
+    "</script><img src=x onerror=alert(1)>",
+    "<!--<script>",
+    "]]>&amp;\"'",
+    "line\u2028and\u2029paragraph",
+    "\u202eright to left\u202c \u2066isolate\u2069",
+    "zero\u200bwidth\ufeff\u00ad",
+    "\0\x01\x1b[31m\x7f\x85\r\n",
+    "\U0001f600 你好",
+)
+
+
+def unpacked(packed: dict) -> np.ndarray:
+    data = base64.b64decode(packed["data"])
+    if packed["type"] == "f32":
+        return np.frombuffer(data, "<f4").reshape(packed["shape"])
+    numbers = np.frombuffer(data, np.uint8).reshape(packed["shape"]) / 255
+    scale = np.array(packed["scale"]).reshape(-1, *(1 for _ in packed["shape"][1:]))
+    return numbers * scale
+
+
+def test_shares_come_back_to_within_half_a_step_of_their_head():
+    shares = torch.rand(5, 7, 11).softmax(-1) * torch.tensor([1.0, 1e-3, 0.5, 0.02, 1e-6])[:, None, None]
+    found = unpacked(packed_shares(shares))
+    bound = 0.5 / 255 * shares.flatten(1).amax(1).numpy() * (1 + 1e-4)
+    assert (np.abs(found - shares.numpy()).reshape(5, -1).max(1) <= bound).all()
+
+
+def test_shares_that_are_zero_or_not_finite_are_zero():
+    found = unpacked(packed_shares(torch.tensor([[0.0, 0.0], [math.nan, 0.5], [math.inf, -0.5]])))
+    assert found.tolist() == [[0.0, 0.0], [0.0, 0.5], [0.0, 0.0]]
+    assert packed_shares(torch.zeros(3, 0, 0))["data"] == ""
+
+
+def test_floats_come_back_bit_by_bit():
+    numbers = torch.tensor([[1.5, -2.25e-8], [math.nan, 3e38]])
+    np.testing.assert_array_equal(unpacked(packed_floats(numbers)), numbers.numpy())
+    np.testing.assert_array_equal(unpacked(packed_floats(numbers.T)), numbers.T.numpy())
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_is_data_and_nothing_else(text):
+    written = json_in_html({"token": text, text: 1})
+    assert json.loads(written) == {"token": text, text: 1}
+    assert not re.search("[<>&\u2028\u2029\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", written)
+    assert all(ord(character) >= 32 and not 0x7F <= ord(character) <= 0x9F for character in written)
+
+
+def test_halves_of_surrogate_pairs_become_the_replacement_character():
+    written = json_in_html(["\ud83d", "ok\udcff", "\U0001f600"])
+    assert json.loads(written.encode("utf-8")) == ["\ufffd", "ok\ufffd", "\U0001f600"]
+
+
+def test_enormous_text_is_cut_and_says_so():
+    assert clipped("x" * 100_000) == "x" * LONGEST_TEXT + "…"
+    assert clipped("x" * LONGEST_TEXT) == "x" * LONGEST_TEXT
+    assert clipped("\udc80") == "\ufffd"
+
+
+def test_what_is_not_finite_is_null():
+    assert plain({"a": (math.nan, -math.inf, 1 / 3), "b": True, "c": 3}) == {
+        "a": [None, None, 0.333333],
+        "b": True,
+        "c": 3,
+    }

@@ -1,0 +1,185 @@
+"""The page as a file: whole, self-contained, small, and under a policy that lets nothing else run."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from polyhead.errors import OptionError
+from polyhead.inspection import Inspection, Settings, inspect_model
+from polyhead.inspection.examples import Example
+from polyhead.report import page_of, write_page
+from polyhead.report.page import Assets, html_of, policy_of
+from tests.inspection.small_models import NAMES, text_folder, tokenizer
+from tests.report.test_packing import HOSTILE
+
+LARGEST = 5_000_000  # bytes, of a page of 12 x 12 heads
+
+
+class Parts(HTMLParser):
+    """The elements of a page, with what stands in scripts and styles as it stands there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.inside.append((tag, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside.append((f"after {tag}", ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            tag, before = self.inside[-1]
+            self.inside[-1] = (tag, before + data)
+
+    def texts(self, tag: str) -> list[str]:
+        return [text for found, text in self.inside if found == tag]
+
+
+def data_of(text: str) -> dict:
+    data, _ = Parts(text).texts("script")
+    return json.loads(data)
+
+
+def sha256(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_it_holds_the_data_the_script_and_the_style_and_nothing_from_elsewhere(inspections, assets, tmp_path):
+    written = write_page(tmp_path / "page.html", inspections["bert"], assets=assets)
+    assert written == tmp_path / "page.html"
+    text = written.read_text(encoding="utf-8")
+    parts = Parts(text)
+    assert data_of(text) == page_of(inspections["bert"])
+    assert parts.texts("script")[1] == assets.script
+    assert parts.texts("style") == [assets.style]
+    assert [attributes.get("id") for tag, attributes in parts.elements if tag == "div"] == ["polyhead-page"]
+    for tag, attributes in parts.elements:
+        assert tag not in ("link", "img", "iframe", "object", "base")
+        assert not {"src", "href", "style"} & set(attributes), tag
+        assert not [name for name in attributes if name.startswith("on")]
+    assert list(tmp_path.glob(".page.html*")) == []
+
+
+def test_the_policy_allows_this_script_and_these_styles_alone(inspections, assets):
+    text = html_of(page_of(inspections["bert"]), assets)
+    parts = Parts(text)
+    (policy,) = [x["content"] for tag, x in parts.elements if x.get("http-equiv") == "Content-Security-Policy"]
+    assert policy == policy_of(assets)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules == {
+        "default-src": "'none'",
+        "script-src": sha256(parts.texts("script")[1]),
+        "style-src": f"{sha256(parts.texts('style')[0])} 'sha256-AAAA'",
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    # A policy in a <meta> element binds only what comes after it.
+    assert text.index("Content-Security-Policy") < text.index("<style>") < text.index("<script")
+
+
+def hostile(inspection: Inspection) -> Inspection:
+    site = inspection.table.sites[0]
+    tokens = (*HOSTILE, "x" * 100_000, "\ud800")
+    weights = torch.full((site.num_heads, len(tokens), len(tokens)), 1 / len(tokens))
+    examples = tuple(Example(text, tokens, tokens, {site: weights}) for text in HOSTILE)
+    facts = {**inspection.facts, "model": "".join(HOSTILE), "left_out": list(HOSTILE)}
+    return dataclasses.replace(inspection, examples=examples, facts=facts)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_hostile_text_adds_no_element(inspections, assets, language):
+    tame = html_of(page_of(inspections["bert"], language=language), assets)
+    page = page_of(hostile(inspections["bert"]), language=language)
+    wild = html_of(page, assets)
+    wild.encode("utf-8")
+    assert Parts(wild).elements == Parts(tame).elements
+    assert data_of(wild) == page
+    assert "\0" not in wild
+    assert not re.search("[\0-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200b-\u200f\ufeff]", wild)
+
+
+def test_the_language_is_that_of_the_page(inspections, assets, tmp_path):
+    text = write_page(tmp_path / "page.html", inspections["t5"], language="zh", assets=assets).read_text("utf-8")
+    assert '<html lang="zh-Hans">' in text
+    assert data_of(text)["lang"] == "zh"
+    assert "此页面由 JavaScript 绘制" in text
+    with pytest.raises(OptionError, match="one of the languages en, zh; got 'fr'"):
+        write_page(tmp_path / "page.html", inspections["t5"], language="fr", assets=assets)
+
+
+def test_without_a_script_the_findings_can_be_read(inspections, assets):
+    page = page_of(inspections["bert"])
+    shown = html_of(page, assets).split("<noscript>")[1].split("</noscript>")[0]
+    assert shown.count("<li>") == len(page["findings"])
+
+
+@pytest.mark.parametrize(
+    ("script", "style", "words"),
+    [
+        ("let a='</script>'", "", "the markup that ends it"),
+        ("let a='<!-- <SCRIPT>'", "", "the markup that ends it"),
+        ("let a='<!-- alone'", "", None),
+        ("1", "a{content:'</STYLE>'}", "may not hold </style"),
+        ("1\0", "", "no NUL"),
+    ],
+)
+def test_assets_that_a_browser_would_read_otherwise_are_refused(tmp_path, script, style, words):
+    (tmp_path / "page.js").write_bytes(script.encode())
+    (tmp_path / "page.css").write_bytes(style.encode())
+    if words is None:
+        assert Assets.load(tmp_path).style_hashes == ()
+    else:
+        with pytest.raises(OptionError, match=words):
+            Assets.load(tmp_path)
+
+
+def test_missing_assets_and_places_that_cannot_be_written_are_told(inspections, assets, tmp_path):
+    with pytest.raises(OptionError, match=r"without page.js and page.css; in a checkout, `make frontend`"):
+        Assets.load(tmp_path / "nowhere")
+    with pytest.raises(OptionError, match="a page is one file, got the folder"):
+        write_page(tmp_path, inspections["bert"], assets=assets)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match="where it can be written"):
+        write_page(tmp_path / "file" / "page.html", inspections["bert"], assets=assets)
+
+
+@pytest.fixture(scope="module")
+def twelve_by_twelve(tmp_path_factory) -> Inspection:
+    """As many heads as BERT has, in a model that is otherwise small; its maps are as fine as those of 512 tokens."""
+    folder: Path = tmp_path_factory.mktemp("twelve")
+    config = transformers.BertConfig(
+        vocab_size=len(NAMES), hidden_size=48, num_hidden_layers=12, num_attention_heads=12, intermediate_size=32,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(config).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    text = text_folder(folder / "text", documents=3, words=62)
+    return inspect_model(Settings(str(folder / "model"), str(text), importance="none", chance=False))
+
+
+def test_a_page_of_twelve_layers_of_twelve_heads_is_small(twelve_by_twelve, tmp_path):
+    page = page_of(twelve_by_twelve)
+    assert len(page["heads"]) == 144
+    assert page["maps"]["0"]["shape"] == [12, 64, 64]
+    assert len(page["examples"]) == 3
+    assert page["examples"][0]["sites"]["11"]["shape"] == [12, 32, 32]
+    written = write_page(tmp_path / "page.html", twelve_by_twelve)  # with the assets of the package
+    assert 1_000_000 < written.stat().st_size < LARGEST

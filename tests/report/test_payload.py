@@ -1,0 +1,255 @@
+"""The value of a page: everything of an inspection, in both languages, by the names that the front end reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from polyhead.analysis.syntax import DOWNWARD, UPWARD, SyntaxRow, SyntaxTable
+from polyhead.errors import OptionError
+from polyhead.inspection import load_inspection, save_inspection
+from polyhead.inspection.examples import Example
+from polyhead.inspection.looks import SiteLooks, bin_edges
+from polyhead.report import page_of
+from polyhead.report.packing import LONGEST_TEXT
+from polyhead.report.pictures import MOST_MAP_CELLS, pooled
+from polyhead.report.syntax import Syntax
+from tests.report.test_packing import HOSTILE, unpacked
+
+NAMES = ("bert", "llama", "t5")
+
+
+def texts_in(value: Any, path: str = "") -> list[tuple[str, dict]]:
+    """Every text in two languages, with where it stands."""
+    if isinstance(value, dict):
+        if set(value) == {"en", "zh"}:
+            return [(path, value)]
+        return [found for name, x in value.items() for found in texts_in(x, f"{path}.{name}")]
+    if isinstance(value, list):
+        return [found for index, x in enumerate(value) for found in texts_in(x, f"{path}.{index}")]
+    return []
+
+
+@pytest.fixture(scope="module")
+def pages(inspections) -> dict[str, dict[str, Any]]:
+    return {name: page_of(inspection) for name, inspection in inspections.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_plain_json_and_says_everything_twice(pages, name):
+    page = pages[name]
+    assert json.loads(json.dumps(page, allow_nan=False)) == page
+    said = texts_in(page)
+    assert len(said) > 40
+    for path, text in said:
+        assert text["en"], path
+        assert text["zh"], path
+        assert any("\u4e00" <= character <= "\u9fff" for character in text["zh"]), (path, text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_carry_the_numbers_of_the_table(pages, inspections, name):
+    page, table = pages[name], inspections[name].table
+    assert [(page["sites"][x["site"]]["name"], x["head"]) for x in page["heads"]] == [
+        (site.name, head) for site, head in zip(table.sites, table.heads, strict=True)
+    ]
+    assert [column["name"] for column in page["columns"]] == ["tokens", *table.names]
+    for row, head in enumerate(page["heads"]):
+        for column in table.names:
+            expected = float(table[column][row])
+            if math.isnan(expected):
+                assert head["values"][column] is None
+            else:
+                assert head["values"][column] == pytest.approx(expected, rel=1e-5)
+        assert set(head["spreads"]) == {x for x in table.names if f"{x}_spread" in table.columns}
+        assert set(head["errors"]) == {x for x in table.names if f"{x}_error" in table.columns}
+
+
+def test_an_encoder_decoder_has_three_grids_and_names_them(pages):
+    stacks = pages["t5"]["stacks"]
+    assert [(stack["label"]["en"], stack["kind"], len(stack["sites"])) for stack in stacks] == [
+        ("Encoder self-attention", "self", 2),
+        ("Decoder self-attention", "self", 2),
+        ("Decoder cross-attention", "cross", 2),
+    ]
+    cross = {str(number) for number in stacks[2]["sites"]}
+    assert cross <= set(pages["t5"]["maps"])
+    assert not cross & set(pages["t5"]["offsets"]["sites"])
+    assert cross <= set(pages["t5"]["examples"][0]["sites"])
+    assert [stack["label"]["en"] for stack in pages["bert"]["stacks"]] == ["Self-attention"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_roles_stand_in_one_order_with_null_interval_and_evidence(pages, inspections, name):
+    page = pages[name]
+    order = [role["name"] for role in page["roles"]]
+    assert len({role["letters"] for role in page["roles"]}) == len(order)
+    roles = {(x.site.name, x.site.kind, x.head): x for x in inspections[name].roles}
+    for head in page["heads"]:
+        site = page["sites"][head["site"]]
+        found = roles.get((site["name"], site["kind"], head["head"]))
+        assert len(head["roles"]) == (0 if found is None else len(found.scores))
+        assert [x["role"] for x in head["roles"]] == sorted((x["role"] for x in head["roles"]), key=order.index)
+        for role in head["roles"]:
+            score = found[role["role"]]
+            assert role["evidence"]["en"] == score.evidence
+            assert role["holds"] == score.holds
+            assert role["null"] == pytest.approx(score.null, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_maps_and_offsets_are_shares(pages, name):
+    page = pages[name]
+    edges = page["offsets"]["edges"]
+    assert edges == sorted(edges)
+    assert edges[0] <= -60
+    assert edges[-1] >= (1 if name == "llama" else 60)
+    for number, packed in page["maps"].items():
+        grid = unpacked(packed)
+        assert grid.shape[0] == page["sites"][int(number)]["heads"]
+        assert grid.shape[1] == grid.shape[2] == 64 // page["map_block"]
+        assert abs(grid.sum(-1) - 1).max() < grid.shape[2] * grid.max() / 255
+    for packed in page["offsets"]["sites"].values():
+        assert packed["shape"][1] == len(edges) - 1
+        assert abs(unpacked(packed).sum(-1) - 1).max() < 1e-4
+
+
+def test_relations_alike_and_importance(pages, inspections):
+    page, inspection = pages["llama"], inspections["llama"]
+    assert page["importance"]["column"] == "gradient"
+    assert pages["bert"]["importance"]["column"] == "ablation"
+    assert pages["t5"]["importance"] is None
+    names = [x["name"] for x in page["relation_names"]]
+    assert {"cosine", "gradient_overlap"} <= set(names)
+    for number, found in page["relations"].items():
+        site = next(x for x in inspection.relations if x.name == page["sites"][int(number)]["name"])
+        for name, packed in found.items():
+            torch.testing.assert_close(
+                torch.tensor(unpacked(packed)), inspection.relations[site][name].float(), rtol=0, atol=0, equal_nan=True
+            )
+    for head in page["heads"]:
+        cosines = [x["cosine"] for x in head["alike"]]
+        assert cosines == sorted(cosines, reverse=True)
+        assert 1 <= len(cosines) <= 5
+        for other in head["alike"]:
+            assert other["place"] != [head["site"], head["head"]]
+            assert other["across"] == (other["place"][0] != head["site"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_findings_point_at_heads_and_views_there_are(pages, name):
+    page = pages[name]
+    assert len(page["findings"]) >= 3
+    for finding in page["findings"]:
+        assert finding["view"] in ("head", "alike", "matters", "overview", "roles")
+        assert finding["heads"]
+        for site, head in finding["heads"]:
+            assert head < page["sites"][site]["heads"]
+        assert finding["column"] is None or finding["column"] in [x["name"] for x in page["columns"]]
+
+
+def test_the_most_attended_tokens_and_what_chance_shows_stand_beside_each_head(pages, inspections):
+    page, inspection = pages["llama"], inspections["llama"]
+    for head in page["heads"]:
+        site = next(x for x in inspection.top_keys if x.name == page["sites"][head["site"]]["name"])
+        expected = inspection.top_keys[site][head["head"]]
+        assert [key["text"] for key in head["top_keys"]] == [key.text for key in expected]
+        assert [key["share"] for key in head["top_keys"]] == pytest.approx([key.share for key in expected], rel=1e-5)
+        assert head["top_keys"]
+        assert set(head["chances"]) == {x for x in inspection.table.names if f"{x}_chance" in inspection.table.columns}
+        assert "punctuation_mass" in head["chances"]
+
+
+def test_a_run_that_was_interrupted_makes_a_page_of_what_there_is(inspections):
+    less = {"roles": (), "likeness": None, "groups": (), "pairs": (), "relations": {}, "looks": {}, "examples": ()}
+    facts = {**inspections["bert"].facts, "interrupted": True}
+    page = page_of(dataclasses.replace(inspections["bert"], facts=facts, top_keys={}, **less))
+    assert page["facts"]["interrupted"]
+    assert len(page["heads"]) == 8
+    assert page["maps"] == page["relations"] == {}
+    assert page["roles"] == page["examples"] == page["groups"] == []
+
+
+def test_a_run_that_was_kept_makes_the_same_page(inspections, pages, tmp_path):
+    save_inspection(tmp_path, inspections["t5"])
+    assert page_of(load_inspection(tmp_path)) == pages["t5"]
+
+
+def test_hostile_and_enormous_tokens_pass_as_text(inspections):
+    inspection = inspections["bert"]
+    tokens = (*HOSTILE, "x" * 100_000, "half \ud800 pair")
+    shape = (inspection.table.sites[0].num_heads, len(tokens), len(tokens))
+    example = Example("<b>\u202etitle", tokens, tokens, {inspection.table.sites[0]: torch.full(shape, 1 / len(tokens))})
+    facts = {**inspection.facts, "model": "</title><script>1</script>\udcff" + "y" * 5000}
+    page = page_of(dataclasses.replace(inspection, examples=(example,), facts=facts))
+    (found,) = page["examples"]
+    assert found["queries"][: len(HOSTILE)] == list(HOSTILE)
+    assert found["keys"][-2:] == ["x" * LONGEST_TEXT + "…", "half \ufffd pair"]
+    assert found["title"] == "<b>\u202etitle"
+    assert len(page["title"]) == LONGEST_TEXT + 1
+    assert page["facts"]["model"].startswith("</title><script>1</script>\ufffdyyy")
+    json.dumps(page, ensure_ascii=False).encode("utf-8")
+
+
+def test_maps_of_many_heads_are_pooled_so_that_they_have_room(inspections):
+    inspection = inspections["bert"]
+    site = dataclasses.replace(inspection.table.sites[0], num_heads=600)
+    looks = SiteLooks(8, torch.rand(600, 61, 61).softmax(-1), torch.zeros(600, len(bin_edges()) - 1))
+    page = page_of(dataclasses.replace(inspection, looks={site: looks}, relations={}, examples=()))
+    (packed,) = page["maps"].values()
+    assert packed["shape"] == [600, 31, 31]
+    assert 600 * 31 * 31 <= MOST_MAP_CELLS < 600 * 61 * 61
+    assert page["map_block"] == 16
+    assert page["offsets"] == {"edges": [], "sites": {}}
+    small = pooled(looks.map, 2)
+    torch.testing.assert_close(small.sum(-1), torch.ones(600, 31))
+    torch.testing.assert_close(small[0, 3, 5], looks.map[0, 6:8, 10:12].sum() / 2)
+    torch.testing.assert_close(small[0, 30, 30], looks.map[0, 60, 60])
+
+
+# ---- syntax
+
+
+def row_of(site: str, head: int, **other: Any) -> SyntaxRow:
+    numbers = dict.fromkeys(("low", "high", "baseline_low", "baseline_high", "chosen_accuracy", "chosen_baseline"), 0.5)
+    counts = dict.fromkeys(("head_only", "baseline_only", "chosen_count"), 7)
+    return SyntaxRow(
+        **{
+            "relation": "det", "direction": UPWARD, "count": 41, "site": site, "layer": 0, "head": head,
+            "accuracy": 0.8, "offset": 1, "baseline": 0.6, **numbers, **counts, **other,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".json", ".parquet"])
+def test_a_syntax_table_is_shown_beside_the_inspection(inspections, tmp_path, suffix):
+    inspection = inspections["bert"]
+    site = inspection.table.sites[-1]
+    rows = (row_of(site.name, 3), row_of(site.name, 1, relation="obj", direction=DOWNWARD, offset=-2))
+    file = tmp_path / f"table{suffix}"
+    SyntaxTable(rows, (), 8, (10, 11), 30, 0).save(file, model="bert", treebank="en_ewt.conllu")
+    page = page_of(inspection, syntax=Syntax.load(file))["syntax"]
+    assert page["treebank"] == ("en_ewt.conllu" if suffix == ".json" else file.name)
+    first, second = page["rows"]
+    assert (first["relation"], first["direction"], first["head"], first["words"]) == ("det", "head", [1, 3], 41)
+    assert (second["relation"], second["direction"], second["head"]) == ("obj", "dependent", [1, 1])
+    assert (second["offset"], second["accuracy"], second["baseline"]) == (-2, 0.8, 0.6)
+
+
+def test_a_syntax_table_of_another_model_or_none_is_refused(inspections, tmp_path):
+    file = tmp_path / "table.json"
+    SyntaxTable((row_of("another.module", 3),), (), 8, (10, 11), 30, 0).save(file)
+    with pytest.raises(OptionError, match=r"of one model, got head 3 of 'another.module'"):
+        page_of(inspections["bert"], syntax=Syntax.load(file))
+    file.write_text("{}")
+    with pytest.raises(OptionError, match="what `polyhead syntax --output` wrote"):
+        Syntax.load(file)
+    with pytest.raises(OptionError, match="there is no file"):
+        Syntax.load(tmp_path / "none.json")
+    with pytest.raises(OptionError, match=r"got 'table.txt'"):
+        Syntax.load(tmp_path / "table.txt")

@@ -1,0 +1,354 @@
+"""The viewer as a real server: clients that vanish, a thousand at once, slow readers, and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import httpx
+import pytest
+
+from polyhead.errors import OptionError
+from polyhead.report.viewer import answering
+from polyhead.report.viewer import jobs as jobs_module
+from polyhead.report.viewer.serve import serve
+from polyhead.report.viewer.viewing import Viewer
+from tests.inspection import small_models
+
+TOKEN = "a-token-of-this-test"
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, viewer, assets):
+        import uvicorn
+
+        from polyhead.report.viewer.app import create_app
+
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}/{TOKEN}/"
+        app = create_app(viewer, token=TOKEN, assets=assets)
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+
+    def __enter__(self):
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.socket.close()
+
+    def post(self, path, **body):
+        return httpx.post(f"{self.address}api/{path}", json=body, timeout=60)
+
+    def read(self, text="w1 w2 w3"):
+        return json.loads(self.post("read", slot="A", text=text).text.splitlines()[-1])["reading"]
+
+    def raw(self, path, body):
+        """A request on a socket of its own, whose answer is left to the caller."""
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /{TOKEN}/api/{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection.sendall(head.encode() + data)
+        return connection
+
+
+class Endless:
+    """A computation that goes on until somebody ends it."""
+
+    def __init__(self):
+        self.begun, self.closed, self.produced = threading.Event(), threading.Event(), 0
+
+    def __call__(self, job, *_):
+        try:
+            while True:
+                self.begun.set()
+                self.produced += 1
+                time.sleep(0.001)
+                yield {"line": "x" * 100_000}
+        finally:
+            self.closed.set()
+
+
+@pytest.fixture
+def running(viewer, assets):
+    with Running(viewer, assets) as server:
+        yield server
+
+
+def wait_for(is_so):
+    until = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_client_that_vanishes_ends_its_computation(running, viewer, monkeypatch):
+    reading = running.read()["id"]
+    endless = Endless()
+    monkeypatch.setattr(viewer, "heads", endless)
+    connection = running.raw("heads", {"reading": reading})
+    assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    connection.close()
+    assert endless.closed.wait(20)
+    assert httpx.get(f"{running.address}api/state").status_code == 200
+
+
+def test_a_client_that_vanishes_before_the_first_line_ends_its_computation(running, viewer, monkeypatch):
+    reading = running.read()["id"]
+    begun, closed = threading.Event(), threading.Event()
+
+    def silent(job, *_):
+        try:
+            while True:
+                begun.set()
+                time.sleep(0.001)
+                yield {}
+        finally:
+            closed.set()
+
+    monkeypatch.setattr(viewer, "tile", silent)
+    connection = running.raw("tile", {"reading": reading, "place": 0, "head": 0, "level": 0, "row": 0, "column": 0})
+    assert begun.wait(20)
+    connection.close()
+    assert closed.wait(20)
+
+
+def test_a_client_that_vanishes_in_the_middle_of_its_question_costs_nothing(running):
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+    head = f"POST /{TOKEN}/api/read HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nContent-Type: application/json\r\n"
+    connection.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n{")
+    connection.close()
+    assert running.read()["text"]["tokens"] == ["[CLS]", "w1", "w2", "w3"]
+
+
+def test_a_question_that_is_never_finished_gives_its_place_back(running, monkeypatch):
+    monkeypatch.setattr(answering, "BODY_SECONDS", 0.2)
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+    head = f"POST /{TOKEN}/api/read HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nContent-Type: application/json\r\n"
+    connection.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n{")
+    assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+    connection.close()
+
+
+def test_a_client_that_does_not_read_holds_nothing_up(running, viewer, monkeypatch):
+    monkeypatch.setattr(jobs_module, "UNREAD_SECONDS", 0.5)
+    reading = running.read()["id"]
+    endless = Endless()
+    monkeypatch.setattr(viewer, "heads", endless)
+    connection = running.raw("heads", {"reading": reading})
+    assert endless.begun.wait(20)
+    # Nobody reads; others are served meanwhile, and at last the computation is given up.
+    asked = {"reading": reading, "place": 0, "head": 0, "rows": [0, 1], "columns": [0, 1]}
+    assert running.post("window", **asked).status_code == 200
+    assert endless.closed.wait(20)
+    assert endless.produced < 1000  # what the sockets hold, and a few
+    connection.close()
+
+
+def test_a_newer_question_ends_an_older_one_of_the_same_page(running, viewer, monkeypatch):
+    reading = running.read()["id"]
+    endless = Endless()
+    true = viewer.heads
+    monkeypatch.setattr(viewer, "heads", endless)
+    connection = running.raw("heads", {"reading": reading, "client": "page", "turn": 1})
+    assert endless.begun.wait(20)
+    monkeypatch.setattr(viewer, "heads", true)
+    newer = running.post("heads", reading=reading, client="page", turn=2)
+    assert json.loads(newer.text.splitlines()[-1]) == {"done": True}
+    received = b""
+    while b'"superseded"' not in received[-1000:]:
+        chunk = connection.recv(1 << 20)
+        assert chunk
+        received += chunk
+    assert endless.closed.wait(20)
+    connection.close()
+
+
+def test_a_thousand_questions_at_once(running, viewer):
+    reading = running.read(" ".join(["w1 w2 w3 w4 ."] * 25))["id"]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    body = {"reading": reading, "grid": 128}
+
+    async def ask(number):
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        data = json.dumps({**body, "client": str(number)}).encode()
+        head = (
+            f"POST /{TOKEN}/api/heads HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        writer.write(head.encode() + data)
+        await writer.drain()
+        answer = await reader.read()
+        writer.close()
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        return int(head.split(b" ")[1]), head, rest
+
+    async def everybody():
+        return await asyncio.wait_for(asyncio.gather(*(ask(number) for number in range(1000))), 300)
+
+    answers = asyncio.run(everybody())
+    statuses = [status for status, _, _ in answers]
+    assert len(statuses) == 1000
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 64
+    for status, head, rest in answers:
+        if status == 200:
+            assert b'{"done":true}' in rest
+        else:
+            assert b"retry-after: 1" in head.lower()
+            assert b"takes 64 questions at a time" in rest
+    assert viewer.cache.bytes <= viewer.cache.most_bytes
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 400 << 20  # the clients are here too
+    assert running.post("heads", **body).status_code == 200
+
+
+# ---- as a command
+
+
+def test_only_loopback_is_listened_to(viewer, assets, monkeypatch):
+    import uvicorn
+
+    asked, listened = [], []
+
+    async def no_startup(self, sockets=None):
+        listened.extend(x.getsockname()[0] for x in sockets)
+        self.should_exit = True
+
+    monkeypatch.setattr(uvicorn.Server, "startup", no_startup)
+    serve(viewer, assets=assets, ready=asked.append)
+    assert listened == ["127.0.0.1"]
+    assert asked == []  # nobody is told of a server that did not start
+
+
+def test_a_page_that_was_not_built_says_how(viewer, tmp_path):
+    with pytest.raises(OptionError, match="make frontend"):
+        serve(viewer, assets=tmp_path)
+
+
+def test_a_port_that_is_taken_is_named(viewer, assets):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionError, match=f"got {port}: Address already in use"):
+            serve(viewer, port=port, assets=assets)
+    with pytest.raises(OptionError, match="got 70000"):
+        serve(viewer, port=70_000, assets=assets)
+
+
+def test_a_missing_package_is_named(viewer, assets, monkeypatch):
+    monkeypatch.setattr("polyhead.report.viewer.serve.find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"needs starlette and uvicorn.*polyhead\[report\]"):
+        serve(viewer, assets=assets)
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+import polyhead.report.viewer.app as app
+app.ASSETS = Path(sys.argv.pop(1))
+from polyhead.cli import main
+main()
+"""
+
+
+def start(*arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+
+
+def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, assets):
+    folder = small_models.model_folder(tmp_path / "llama", "llama")
+    (tmp_path / "text.txt").write_text("w1 w2 w3", encoding="utf-8")
+    process = start(
+        assets, "view", folder, "--no-open", "--text", tmp_path / "text.txt", "--context", 50, "--lang", "zh"
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("The viewer is at http://127.0.0.1:"), process.stderr.read()
+        address = line.split()[-1]
+        token = address.rstrip("/").rpartition("/")[2]
+        assert len(token) >= 32
+        with urllib.request.urlopen(address + "api/state", timeout=30) as answer:
+            state = json.load(answer)
+        assert (state["context"], state["lang"]) == (50, "zh")
+        assert state["readings"]["A"]["text"]["tokens"] == ["[CLS]", "w1", "w2", "w3"]
+        process.send_signal(signal.SIGINT)
+        _output, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    assert token not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "131"], "130 at most"),
+        (["--text", "nowhere.txt"], "--text names a file"),
+        (["--port", "70000"], "a port is a number"),
+    ],
+)
+def test_what_the_command_cannot_do_it_says(tmp_path, assets, arguments, message, capsys, monkeypatch):
+    from typer.testing import CliRunner
+
+    from polyhead.cli import app
+
+    monkeypatch.setattr("polyhead.report.viewer.app.ASSETS", assets)
+    folder = small_models.model_folder(tmp_path / "llama", "llama")
+    result = CliRunner().invoke(app, ["view", str(folder), "--no-open", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_run_is_opened_with_its_model_and_its_roles(tmp_path, assets, monkeypatch):
+    from typer.testing import CliRunner
+
+    from polyhead.cli import app
+    from polyhead.inspection import Settings, inspect_model, save_inspection
+
+    folder = small_models.model_folder(tmp_path / "bert", "bert")
+    settings = Settings(
+        model=str(folder), text=str(small_models.text_folder(tmp_path / "texts")), context=64, importance="none",
+        chance=False, allow_pickle=True,
+    )  # fmt: skip
+    save_inspection(tmp_path / "run", inspect_model(settings))
+    served, loaded = [], []
+    monkeypatch.setattr("polyhead.report.viewer.serve.serve", lambda viewer, **options: served.append(viewer))
+    from polyhead import sources
+
+    true = sources.load_model
+    monkeypatch.setattr(sources, "load_model", lambda *a, **options: loaded.append(options) or true(*a, **options))
+    result = CliRunner().invoke(app, ["view", str(tmp_path / "run"), "--no-open"])
+    assert result.exit_code == 0, result.output
+    (viewer,) = served
+    assert isinstance(viewer, Viewer)
+    assert viewer.model.loaded.name == "bert"
+    assert len(viewer.run["heads"]) == 8
+    json.dumps(viewer.run, allow_nan=False)
+    assert loaded[0]["allow_pickle"] is False  # what a run was trusted with is not passed on
