@@ -101,6 +101,32 @@ def inspection(
     _keep(steps, facts, output)
 
 
+@app.command("viewer")
+def viewer(
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="An eighth of the tokens: a look, no figure.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random queries and keys.")] = 0,
+    commit: Annotated[
+        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
+    ] = None,
+) -> None:
+    """How long somebody waits in `polyhead view` for the picture of a head, for a tile of it, for a word.
+
+    At 32,768 tokens on a CPU, at 131,072 on a CUDA machine; what is timed is what the server does.
+    """
+    import torch
+
+    from polyhead.lab import viewer_speed
+    from polyhead.lab.measuring import machine
+
+    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    steps = viewer_speed.plan(quick=quick, seed=seed, gpu=gpu)
+    facts = {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick, "seed": seed}
+    _keep(steps, facts, output)
+
+
 def _keep(steps: Sequence[Step], facts: dict[str, object], output: Path | None) -> None:
     """Run the steps, show their rows and keep them."""
     from rich.console import Console
