@@ -81,7 +81,7 @@ def watched(left_padded: bool) -> list[Tensor]:
         mask = mask & Mask.lengths(torch.tensor([67, 131], device="cuda"), side="left")
     with torch.no_grad(), polyhead.observe(layer) as session:
         layer(normal(2, 131, 256), mask=mask)
-    return list(session.table().columns.values())
+    return list(session.profile.columns.values())
 
 
 def broken_keys() -> list[Tensor]:
