@@ -11,9 +11,10 @@ import torch
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.analysis.roles_rules import RULES
 from polyhead.inspection import Group, Inspection, Pair, Settings
-from polyhead.inspection.findings import TELLING, findings
-from polyhead.inspection.result import Finding, Likeness
-from polyhead.inspection.wording import chinese_evidence, words_of
+from polyhead.inspection.findings import findings
+from polyhead.inspection.heads import Likeness
+from polyhead.inspection.vocabulary import TELLING
+from polyhead.inspection.wording import Finding, chinese_evidence, words_of
 from polyhead.observatory import AttentionSite, HeadProfile
 
 ONE, TWO = (AttentionSite(f"layer.{n}.attention", "self", "layer.*.attention", n, 3) for n in range(2))

@@ -252,7 +252,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
 
 
 def _show_top_keys(found: Inspection, console: Console) -> None:
-    from polyhead.inspection.result import named
+    from polyhead.inspection.heads import named
 
     if not len(found.top_keys):
         return

@@ -3,9 +3,11 @@
 from polyhead.inspection.comparing import Comparison, compare
 from polyhead.inspection.examples import Example
 from polyhead.inspection.files import load_inspection, save_inspection
-from polyhead.inspection.result import Finding, Group, Inspection, Pair
+from polyhead.inspection.heads import Group, Pair
+from polyhead.inspection.result import Inspection
 from polyhead.inspection.running import inspect_model
 from polyhead.inspection.settings import Progress, Settings
+from polyhead.inspection.wording import Finding
 
 __all__ = [
     "Comparison",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyhead.inspection.result import Head, Pair
+from polyhead.inspection.heads import Head, Pair
 from polyhead.observatory import AttentionSite, Gathered, Observations, Wiring
 from polyhead.observatory.token_sample import SiteSample, TokenSample
 

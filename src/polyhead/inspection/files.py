@@ -16,10 +16,12 @@ from torch import Tensor
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.errors import OptionError
 from polyhead.inspection.examples import Example
+from polyhead.inspection.heads import Group, Head, Likeness, Pair
 from polyhead.inspection.looks import SiteLooks
-from polyhead.inspection.result import Finding, Group, Head, Inspection, Likeness, Pair
+from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.top_keys import TopKey
+from polyhead.inspection.wording import Finding
 from polyhead.observatory import AttentionSite, HeadProfile
 from polyhead.observatory.saving import write_whole
 

@@ -6,28 +6,12 @@ import math
 from collections.abc import Iterator
 
 from polyhead.analysis.roles import HeadRoles, RoleScore
-from polyhead.inspection.result import Finding, FindingKind, Head, Inspection
+from polyhead.inspection.heads import Head
+from polyhead.inspection.result import Inspection
+from polyhead.inspection.vocabulary import TELLING
+from polyhead.inspection.wording import Finding, FindingKind
 
 MOST = 3
-# Which roles are worth telling first: a head that works with content says more of a model than one that rests.
-TELLING = (
-    "induction",
-    "pronoun",
-    "duplicate-token",
-    "same-meaning",
-    "previous",
-    "next",
-    "positional",
-    "long-range",
-    "rare-token",
-    "local",
-    "self",
-    "delimiter",
-    "sink",
-    "broad",
-    "copy",
-    "anti-copy",
-)
 RESTING = 0.5  # of its attention on the first token, from which on a head is said to rest there
 WIDE = 0.9  # of the largest entropy, from which on a head is said to look everywhere alike
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (

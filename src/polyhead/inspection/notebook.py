@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from polyhead.inspection.findings import TELLING
-from polyhead.inspection.result import Inspection, named
-from polyhead.inspection.vocabulary import role_of
-from polyhead.observatory import AttentionSite
+from polyhead.analysis.roles import HeadRoles
+from polyhead.inspection.heads import Group, named
+from polyhead.inspection.vocabulary import TELLING, role_of
+from polyhead.inspection.wording import Finding
+from polyhead.observatory import AttentionSite, HeadProfile
 from polyhead.observatory.cards import Cell, folded, grids
 from polyhead.observatory.notebook import cards_html, table_html
 
 NO_ROLE = "··"
 
 
-def inspection_html(inspection: Inspection) -> str:
+def inspection_html(
+    facts: Mapping[str, Any],
+    table: HeadProfile,
+    judged: Sequence[HeadRoles],
+    groups: Sequence[Group],
+    told: Sequence[Finding],
+) -> str:
     """The fragment; it needs no script, and what opens is folded until then."""
-    facts, table = inspection.facts, inspection.table
     where = f"{facts['tokens']:,} tokens of {facts['documents']} documents; {len(table)} heads"
-    findings = "".join(f"<li>{html.escape(str(finding))}</li>" for finding in inspection.findings)
-    roles = {(x.site, x.head): x for x in inspection.roles}
+    findings = "".join(f"<li>{html.escape(str(finding))}</li>" for finding in told)
+    roles = {(x.site, x.head): x for x in judged}
 
     def cell(site: AttentionSite, head: int) -> Cell | None:
         found = roles.get((site, head))
@@ -30,12 +38,12 @@ def inspection_html(inspection: Inspection) -> str:
     def said(site: AttentionSite, head: int) -> list[str]:
         found = roles.get((site, head))
         lines = [] if found is None else [f"{x.role}: {x.evidence}" for x in found.scores if x.holds]
-        groups = [group for group in inspection.groups if (site, head) in group.heads]
-        others = [named(other) for group in groups for other in group.heads if other != (site, head)]
+        mine = [group for group in groups if (site, head) in group.heads]
+        others = [named(other) for group in mine for other in group.heads if other != (site, head)]
         return [*lines, *([f"says the same as {', '.join(others)}"] if others else [])]
 
     drawn = grids(list(dict.fromkeys(table.sites)), cell) if len(roles) else ""
-    used = [role for role in TELLING if any(role in x.roles for x in inspection.roles)]
+    used = [role for role in TELLING if any(role in x.roles for x in judged)]
     legend = "; ".join(f"{role_of(role).letters} {role}: {role_of(role).about.en}" for role in used)
     return (
         f"<p><strong>{html.escape(str(facts['model']))}</strong><br>{html.escape(where)}</p>"

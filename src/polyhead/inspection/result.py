@@ -4,70 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection.examples import Example
+from polyhead.inspection.heads import Group, Likeness, Pair
 from polyhead.inspection.looks import SiteLooks
+from polyhead.inspection.notebook import inspection_html
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.top_keys import TopKey
+from polyhead.inspection.wording import Finding
 from polyhead.observatory import AttentionSite, HeadProfile
-
-Head = tuple[AttentionSite, int]
-FindingKind = Literal["role", "alike", "matters", "resting", "wide", "extreme"]
-
-
-def named(head: Head) -> str:
-    """As people write it: layer and number; the stack goes before it where a model has several.
-
-    >>> named((AttentionSite("encoder.layer.2.attention.self", "self", "encoder.layer.*.attention.self", 2, 12), 7))
-    '2.7'
-    """
-    return f"{head[0].layer}.{head[1]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Heads of one layer of which each two say nearly the same."""
-
-    heads: tuple[Head, ...]
-    least: float  # the cosine of the two that are least alike
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two heads of different layers that are alike."""
-
-    one: Head
-    other: Head
-    guess: float  # the cosine by a random projection, by which they were picked
-    cosine: float  # that of their contributions, over the sample of tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Likeness:
-    """From which cosine on heads count as the same, and why."""
-
-    threshold: float
-    null: float  # what random weights show
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One telling thing: what kind it is, which heads show it, and the numbers; `str(finding)` says it in English."""
-
-    kind: FindingKind
-    heads: tuple[Head, ...]
-    column: str | None  # of the table, that it is read off
-    values: Mapping[str, float | str | bool]
-    stacked: bool = False  # whether a head's place needs its stack, as in an encoder and a decoder
-
-    def __str__(self) -> str:
-        from polyhead.inspection.wording import words_of
-
-        return words_of(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +41,4 @@ class Inspection:
         return next((x for x in self.roles if x.site == site and x.head == head), None)
 
     def _repr_html_(self) -> str:
-        from polyhead.inspection.notebook import inspection_html
-
-        return inspection_html(self)
+        return inspection_html(self.facts, self.table, self.roles, self.groups, self.findings)

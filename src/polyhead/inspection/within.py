@@ -12,7 +12,7 @@ from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
 from polyhead.analysis.redundancy import redundancy
 from polyhead.analysis.text_shares import text_shares
-from polyhead.inspection.result import Group, Likeness
+from polyhead.inspection.heads import Group, Likeness
 from polyhead.observatory import AttentionSite, Gathered, HeadProfile, Wiring
 from polyhead.observatory.contributions import SiteContributions
 from polyhead.observatory.evidence import HeadEvidence

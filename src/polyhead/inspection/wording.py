@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from polyhead.inspection.result import Finding, Head, named
+from polyhead.inspection.heads import Head, named
 from polyhead.inspection.vocabulary import Language, role_of
 from polyhead.observatory.evidence_rows import WINDOW
+
+FindingKind = Literal["role", "alike", "matters", "resting", "wide", "extreme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One telling thing: what kind it is, which heads show it, and the numbers; `str(finding)` says it in English."""
+
+    kind: FindingKind
+    heads: tuple[Head, ...]
+    column: str | None  # of the table, that it is read off
+    values: Mapping[str, float | str | bool]
+    stacked: bool = False  # whether a head's place needs its stack, as in an encoder and a decoder
+
+    def __str__(self) -> str:
+        return words_of(self)
 
 
 def words_of(finding: Finding, language: Language = "en") -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.observatory.notebook import profile_html
 from polyhead.observatory.statistics import AttentionSite
 
 
@@ -80,8 +81,6 @@ class HeadProfile:
         return {**place, **{name: column.numpy() for name, column in self.columns.items()}}
 
     def _repr_html_(self) -> str:
-        from polyhead.observatory.notebook import profile_html
-
         return profile_html(self)
 
     def places_among_all(self, name: str) -> list[float | None]:

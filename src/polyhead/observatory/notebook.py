@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
 
 from polyhead.observatory.cards import Cell, Number, card, folded, grids
-from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.statistics import AttentionSite
 
 # What a grid is shaded by: the first of these that was gathered.
@@ -15,7 +17,22 @@ SHADED_BY = ("entropy_share", "entropy", "confidence", "reach", "sink_mass")
 MOST_CARDS = 256  # a notebook keeps what it shows; the page of an inspection has one for each of any number
 
 
-def profile_html(table: HeadProfile) -> str:
+class Table(Protocol):
+    """What is read of a `HeadProfile` to show it."""
+
+    @property
+    def sites(self) -> tuple[AttentionSite, ...]: ...
+    @property
+    def heads(self) -> tuple[int, ...]: ...
+    @property
+    def columns(self) -> Mapping[str, Tensor]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, name: str) -> Tensor: ...
+    def cells(self) -> tuple[list[str], list[list[str]]]: ...
+    def places_among_all(self, name: str) -> list[float | None]: ...
+
+
+def profile_html(table: Table) -> str:
     """The fragment; it needs no script, and what opens is folded until then."""
     title = f"<p><strong>{html.escape(repr(table))}</strong></p>"
     if not len(table):
@@ -28,7 +45,7 @@ def profile_html(table: HeadProfile) -> str:
     return f"{title}{shading}{cards_html(table)}{folded('every number', table_html(table))}"
 
 
-def cards_html(table: HeadProfile, said: Callable[[AttentionSite, int], list[str]] = lambda site, head: []) -> str:
+def cards_html(table: Table, said: Callable[[AttentionSite, int], list[str]] = lambda site, head: []) -> str:
     """The cards of all heads, folded by site; `said` gives what is said of a head in words."""
     if len(table) > MOST_CARDS:
         return (
@@ -43,7 +60,7 @@ def cards_html(table: HeadProfile, said: Callable[[AttentionSite, int], list[str
     return "".join(folded(f"cards of {site.name}, {site.kind}-attention", "".join(x)) for site, x in found.items())
 
 
-def table_html(table: HeadProfile) -> str:
+def table_html(table: Table) -> str:
     """Every number of every head."""
     header, body = table.cells()
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in ("site", *header))
@@ -54,7 +71,7 @@ def table_html(table: HeadProfile) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def _shaded_by(table: HeadProfile, name: str) -> Callable[[AttentionSite, int], Cell | None]:
+def _shaded_by(table: Table, name: str) -> Callable[[AttentionSite, int], Cell | None]:
     numbers, places = table[name].tolist(), table.places_among_all(name)
     rows = {place: row for row, place in enumerate(zip(table.sites, table.heads, strict=True))}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.inspection import Inspection
-from polyhead.inspection.findings import TELLING, findings
-from polyhead.inspection.result import Finding, Head
-from polyhead.inspection.vocabulary import RELATIONS, Language, Text, column_of, relation_of, role_of
-from polyhead.inspection.wording import chinese_evidence, words_of
+from polyhead.inspection.findings import findings
+from polyhead.inspection.heads import Head
+from polyhead.inspection.vocabulary import RELATIONS, TELLING, Language, Text, column_of, relation_of, role_of
+from polyhead.inspection.wording import Finding, chinese_evidence, words_of
 from polyhead.observatory import AttentionSite
 from polyhead.report import pictures
 from polyhead.report.packing import clipped, packed_floats, plain

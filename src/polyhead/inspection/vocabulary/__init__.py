@@ -2,7 +2,7 @@
 
 from polyhead.inspection.vocabulary.columns import COLUMNS, column_of
 from polyhead.inspection.vocabulary.relations import RELATIONS, relation_of
-from polyhead.inspection.vocabulary.roles import ROLES, role_of
+from polyhead.inspection.vocabulary.roles import ROLES, TELLING, role_of
 from polyhead.inspection.vocabulary.terms import LANGUAGES, Column, Language, Role, Term, Text
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "LANGUAGES",
     "RELATIONS",
     "ROLES",
+    "TELLING",
     "Column",
     "Language",
     "Role",

@@ -98,3 +98,24 @@ def role_of(name: str) -> Role:
     """What a role means; one without an entry here goes by its name."""
     found = ROLES.get(name)
     return found or Role(name, Text(name, name), Text("A role of a head.", "头的一种角色。"), name[:2])
+
+
+# Which roles are worth telling first: a head that works with content says more of a model than one that rests.
+TELLING = (
+    "induction",
+    "pronoun",
+    "duplicate-token",
+    "same-meaning",
+    "previous",
+    "next",
+    "positional",
+    "long-range",
+    "rare-token",
+    "local",
+    "self",
+    "delimiter",
+    "sink",
+    "broad",
+    "copy",
+    "anti-copy",
+)
