@@ -109,7 +109,16 @@ interface WordLineProps {
   onPoint?: (index: number | null) => void;
 }
 
-export function WordLine({ label, tokens, shade, underline, chosen, onChoose, kept = chosen, onPoint }: WordLineProps): JSX.Element {
+export function WordLine({
+  label,
+  tokens,
+  shade,
+  underline,
+  chosen,
+  onChoose,
+  kept = chosen,
+  onPoint,
+}: WordLineProps): JSX.Element {
   const dark = useDark();
   const place = useRef<HTMLDivElement>(null);
   const [at, setAt] = useState(0);

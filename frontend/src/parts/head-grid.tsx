@@ -46,6 +46,10 @@ const STEPS: Record<string, [down: number, right: number]> = {
   ArrowRight: [0, 1],
 };
 
+function classOf({ faded, marked, off }: GridCell): string {
+  return ["cell", faded && "faded", marked && "marked", off && "off"].filter(Boolean).join(" ");
+}
+
 function Letters({ cell }: { cell: GridCell }): JSX.Element | null {
   if (!cell.letters) return null;
   const ground = cell.picture ? cell.badge : undefined;
@@ -115,7 +119,7 @@ export function HeadGrid({ label, corner, columns, columnName, rows, onPoint, on
                   {cell ? (
                     <a
                       href={cell.href}
-                      class={`cell${cell.faded ? " faded" : ""}${cell.marked ? " marked" : ""}${cell.off ? " off" : ""}`}
+                      class={classOf(cell)}
                       aria-label={cell.name}
                       data-row={i}
                       data-column={j}

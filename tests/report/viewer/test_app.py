@@ -615,3 +615,16 @@ def _wait_for(is_so):
     while not is_so():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_the_same_tokens_are_read_again_with_other_heads_off(page, viewer):
+    first = page.read(off=[[0, 1]])
+    again = page.lines("again", reading=first["id"], off=[[1, 0]])[-1]["reading"]
+    assert again["text"]["tokens"] == first["text"]["tokens"]
+    assert again["off"] == [[1, 0]]
+    assert again["id"] != first["id"]
+    fresh = page.read(off=[[1, 0]], slot="B")
+    for place in range(2):
+        one, other = (weights_of(viewer, reading["id"], place) for reading in (again, fresh))
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert page.refused("again", 410, reading=first["id"], off=[])

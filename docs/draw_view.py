@@ -1,0 +1,50 @@
+"""Draws docs/images/view-*.png, the pictures of the live viewer, in the system's chromium.
+
+python docs/draw_view.py
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+TEXT = (
+    "Anna gave the book to her brother because he had asked for it. "
+    "The brother read it in one night, and then he gave it back to Anna."
+)
+IMAGES = Path(__file__).parent / "images"
+
+
+def draw(page: Page, address: str) -> None:
+    page.goto(address)
+    page.get_by_role("textbox").first.fill(TEXT)
+    page.get_by_role("button", name="Read", exact=True).click()
+    page.get_by_text("tokens read in").wait_for()
+    page.get_by_text("A cell is one weight.").wait_for()
+    page.screenshot(path=IMAGES / "view-heads.png", animations="disabled")
+    page.goto(f"{address}#/head/1/3")
+    page.get_by_text("Exact", exact=True).wait_for()
+    page.screenshot(path=IMAGES / "view-head.png", animations="disabled")
+
+
+def main() -> None:
+    command = [sys.executable, "-m", "polyhead", "view", "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as playwright:
+        assert server.stdout is not None
+        found = next((x for x in map(re.compile(r"http://\S+").search, server.stdout) if x), None)
+        assert found is not None, "the viewer did not start"
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        try:
+            draw(browser.new_page(viewport={"width": 1280, "height": 1050}), found[0])
+        finally:
+            browser.close()
+            server.terminate()
+
+
+if __name__ == "__main__":
+    main()

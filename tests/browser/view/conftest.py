@@ -1,0 +1,175 @@
+"""The live viewer in a real browser: a server on small models, a page that types into it, and weights to hold it to."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from polyhead.report.viewer.model import ViewedModel
+from polyhead.report.viewer.viewing import Viewer
+from polyhead.sources import load_model
+from tests.inspection import small_models
+
+TOKEN = "a-token-of-this-test"
+SENTENCE = "w1 w2 w3 . a w5 w1 w2 , w7 w8 w9 a w11 w12 . w3"
+LONG_CONTEXT = 3_100
+_WATCH = """
+window.violations = [];
+document.addEventListener("securitypolicyviolation", (event) => {
+  window.violations.push(`${event.violatedDirective}: ${event.blockedURI} ${event.sample}`);
+});
+"""
+
+
+class Running:
+    """The viewer's server in a thread of this process."""
+
+    def __init__(self, viewer: Viewer, folder: Path, port: int = 0) -> None:
+        import uvicorn
+
+        from polyhead.report.viewer.app import create_app
+
+        self.viewer, self.folder = viewer, folder
+        self.listening = socket.socket()
+        self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.listening.bind(("127.0.0.1", port))
+        self.port = self.listening.getsockname()[1]
+        self.origin = f"http://127.0.0.1:{self.port}/"
+        self.address = f"{self.origin}{TOKEN}/"
+        config = uvicorn.Config(create_app(viewer, token=TOKEN), log_level="error", timeout_graceful_shutdown=2)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listening]}, daemon=True)
+
+    def __enter__(self) -> Running:
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.listening.close()
+
+    @cached_property
+    def eager(self) -> Any:
+        """The same model as transformers itself runs it."""
+        kind = self.viewer.model.loaded.kind
+        auto = transformers.AutoModelForCausalLM if kind == "causal" else transformers.AutoModelForSeq2SeqLM
+        return auto.from_pretrained(self.folder, attn_implementation="eager").eval()
+
+    @torch.no_grad()
+    def weights(self, slot: str = "A") -> torch.Tensor:
+        """Of the decoder's text in that slot, [layers, heads, queries, keys]."""
+        ids = torch.tensor([self.viewer.readings[slot].ids])
+        return torch.cat(self.eager(ids, output_attentions=True).attentions)
+
+    def tokens(self, slot: str = "A") -> tuple[str, ...]:
+        return self.viewer.readings[slot].text.tokens
+
+
+def small_viewer(folder: Path, name: str) -> tuple[Viewer, Path]:
+    path = small_models.model_folder(folder, name)
+    return Viewer(ViewedModel(load_model(path))), path
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Running]]:
+    """A server on the small model of a name, one for all tests: llama, t5, or long, which reads 3,100 tokens."""
+    servers: dict[str, Running] = {}
+
+    def start(name: str) -> Running:
+        if name not in servers:
+            servers[name] = Running(*small_viewer(tmp_path_factory.mktemp("view") / name, name))
+            servers[name].__enter__()
+        return servers[name]
+
+    def long_llama() -> transformers.LlamaForCausalLM:
+        sizes = {**small_models.SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=LONG_CONTEXT))
+
+    small_models.MAKERS["long"] = long_llama
+    try:
+        yield start
+    finally:
+        del small_models.MAKERS["long"]
+        for server in servers.values():
+            server.__exit__()
+
+
+@dataclass
+class Opened:
+    """The viewer's page in the browser, with all that went wrong in it."""
+
+    tab: Any
+    server: Running
+    problems: list[str] = field(default_factory=list)
+
+    def go(self, view: str) -> None:
+        self.tab.goto(f"{self.server.address}#/{view}")
+        self.tab.wait_for_selector("main")
+
+    def read(self, text: str = SENTENCE, slot: str = "A") -> None:
+        """Type a text and wait until every head is drawn."""
+        before = self.server.viewer.readings[slot]
+        self.tab.locator(f"#text-{slot}").fill(text)
+        self.tab.locator(f"form:has(#text-{slot}) button[type=submit]").click()
+        self.wait(lambda: self.server.viewer.readings[slot] is not before)
+        self.tab.wait_for_selector(f"[data-slot={slot}] .pictures-note[data-done=true]")
+
+    def wait(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not is_so():
+            assert time.monotonic() < deadline
+            self.tab.wait_for_timeout(20)
+
+    def check(self) -> None:
+        assert [*self.problems, *self.tab.evaluate("window.violations ?? []")] == []
+
+
+@pytest.fixture
+def open_view(browser: Any, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
+    """Opens the viewer in a fresh context; afterwards no error, no foreign request, no violation of its policy."""
+    all_opened: list[tuple[Any, Opened]] = []
+
+    def opening(server: str | Running = "llama", view: str = "", **options: Any) -> Opened:
+        chosen = running(server) if isinstance(server, str) else server
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        context.set_default_timeout(15_000)
+        opened = Opened(context.new_page(), chosen)
+        all_opened.append((context, opened))
+
+        def requested(request: Any) -> None:
+            if not request.url.startswith((chosen.address, "data:", "blob:")):
+                opened.problems.append(f"asked for {request.url}")
+
+        def said(message: Any) -> None:
+            if message.type in ("error", "warning"):
+                opened.problems.append(f"console: {message.text}")
+
+        opened.tab.add_init_script(_WATCH)
+        opened.tab.on("console", said)
+        opened.tab.on("pageerror", lambda error: opened.problems.append(f"error: {error}"))
+        opened.tab.on("request", requested)
+        opened.go(view)
+        opened.tab.wait_for_selector("#text-A")
+        return opened
+
+    yield opening
+    for context, opened in all_opened:
+        try:
+            opened.check()
+        finally:
+            context.close()

@@ -1,0 +1,186 @@
+"""How the viewer looks and feels: hostile text, keyboard alone, dark, Chinese, phone to wall, to a screen reader."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.view.conftest import SENTENCE
+
+HOSTILE = [
+    "<script>window.hacked=1</script>",
+    "<img src=x onerror=window.hacked=2>",
+    "javascript:window.hacked=3",
+    "a\u202eb\u202c",
+    "\u2067c\u2069",
+    "zero\u200bwidth\ufeff",
+    "bell\x07null\x00escape\x1b[31m",
+    "Z\u0351\u036b\u0343\u036a\u0302",
+    "x" * 20_000,
+]
+VIEWS = ("", "head/1/2", "head/0/1?with=A.1.1")
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_hostile_text_is_text(open_view, keep_picture, language):
+    opened = open_view(viewport={"width": 360, "height": 740})
+    tab = opened.tab
+    tab.get_by_label("Language").select_option(language)
+    opened.read(" ".join(HOSTILE))
+    for view in VIEWS:
+        opened.go(view)
+        tab.locator(".word").nth(5).hover()
+        tab.locator(".of-word").first.wait_for()
+        assert tab.evaluate("window.hacked") is None
+        assert tab.locator("main img, main script, main iframe, main object").count() == 0
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360, view
+        keep_picture(opened, f"view-hostile-{language}-{view.split('?')[0].replace('/', '-') or 'home'}")
+    words = tab.locator(".head-panel").first.locator(".word").all_text_contents()
+    assert len(words) == len(opened.server.tokens())
+    assert {"<", "script", ">", "window"} <= set(words)
+    assert "RLO" in "".join(words)
+    assert any(word.startswith("x" * 40 + "… ") for word in words)  # what is endless is cut
+    assert not any(mark in "".join(words) for mark in ("\u202e", "\u2067", "\u200b", "\x07", "\x00"))
+    labels = tab.locator(".map-rows .mark").all_text_contents()
+    assert not any(mark in "".join(labels) for mark in ("\u202e", "\u2067", "\u200b", "\x07", "\x00"))
+
+
+def test_the_keyboard_alone_reads_opens_and_points(open_view):
+    opened = open_view()
+    tab = opened.tab
+
+    def focused(expression: str):
+        return tab.evaluate(f"document.activeElement.{expression}")
+
+    def tab_to(expression: str, wanted) -> None:
+        for _ in range(60):
+            tab.keyboard.press("Tab")
+            if focused(expression) == wanted:
+                return
+        raise AssertionError(f"Tab never reached {wanted}")
+
+    tab.keyboard.press("Tab")
+    assert focused("textContent") == "Skip to the content"
+    tab_to("id", "text-A")
+    tab.keyboard.press("Control+A")
+    tab.keyboard.type("w1 w2 w3 w4")
+    tab.keyboard.press("Control+Enter")
+    opened.wait(lambda: opened.server.tokens() == ("[CLS]", "w1", "w2", "w3", "w4"))
+    expect(tab.locator(".word")).to_have_count(5)
+    tab_to("className", "word")
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowRight")
+    expect(tab.locator(".word-name")).to_have_text("“w2” in every head")
+    tab.keyboard.press("Escape")
+    expect(tab.locator(".word-name")).to_be_empty()
+    tab_to("classList.contains('cell')", True)
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
+        tab.keyboard.press(key)
+    assert focused("dataset.key") == "1.2"
+    tab.keyboard.press("Enter")
+    tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
+    opened.wait(lambda: focused("textContent") == "Layer 1, head 2")
+    tab_to("textContent", "Switch this head off")
+    tab.keyboard.press("Enter")
+    tab.locator(".off-heads .measure").wait_for()
+    tab_to("className", "word")
+    tab.keyboard.press("End")
+    tab.get_by_role("heading", name="“w4” looks at").wait_for()
+    tab_to("className", "map-plot")
+    tab.keyboard.press("ArrowDown")
+    expect(tab.locator(".map-readout")).to_contain_text("“w1” (1) looks at “[CLS]” (0)")
+
+
+def test_dark_and_light_and_what_is_drawn_follows(open_view, keep_picture):
+    opened = open_view(color_scheme="light")
+    opened.read()
+    tab = opened.tab
+    corner = """(() => {
+        const drawn = document.querySelector("a.cell canvas");
+        const copy = new OffscreenCanvas(drawn.width, drawn.height).getContext("2d");
+        copy.drawImage(drawn, 0, 0);
+        return copy.getImageData(drawn.width - 1, 0, 1, 1).data[0];
+    })()"""  # a token that the first may not look at
+    assert tab.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
+    assert tab.evaluate(corner) > 200
+    tab.get_by_label("Colours").select_option("dark")
+    assert tab.evaluate(BACKGROUND) == "rgb(20, 22, 29)"
+    assert tab.evaluate(corner) < 60
+    keep_picture(opened, "view-dark")
+    opened.go("head/1/2")
+    tab.locator(".map-state[data-how=exact]").wait_for()
+    keep_picture(opened, "view-dark-head")
+
+
+def test_no_string_is_left_in_english(open_view, keep_picture):
+    opened = open_view()
+    opened.read()
+    tab = opened.tab
+    tab.get_by_label("Language").select_option("zh")
+    assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
+    names = {
+        "KL",
+        "Enter",
+        "A",
+        "B",
+        "Ctrl+Enter",
+        "Jensen-Shannon",
+        "English",
+        "polyhead",
+        "llama",
+        "float32",
+        "cpu",
+        "view",
+    }
+    tab.locator("a.cell").first.click()
+    tab.locator(".gate").click()
+    tab.locator(".off-heads .measure").wait_for()
+    for view in ("head", ""):
+        if not view:
+            tab.locator("nav.views a").first.click()
+        told = tab.locator(".note, h2, h3, h4, button:not(.word):not(.candidate), .facts, footer, nav a, label")
+        for text in told.all_inner_texts():
+            words = {word for word in text.replace("，", " ").split() if word.isascii() and word.isalpha()}
+            assert words <= names | {"LlamaForCausalLM"}, text
+        keep_picture(opened, f"view-zh-{view or 'home'}")
+
+
+@pytest.mark.parametrize("width", [360, 3840])
+def test_a_phone_never_scrolls_sideways_and_a_wall_is_filled(open_view, keep_picture, width):
+    opened = open_view(viewport={"width": width, "height": width * 9 // 16 if width > 1000 else 740})
+    opened.read()
+    for view in VIEWS:
+        opened.go(view)
+        opened.tab.locator(".word").nth(3).click()
+        opened.tab.locator(".of-word").first.wait_for()
+        assert opened.tab.evaluate("document.documentElement.scrollWidth") <= width, view
+        assert opened.tab.evaluate("document.querySelector('#polyhead-view').clientWidth") > 0.8 * width
+        keep_picture(opened, f"view-{width}-{view.split('?')[0].replace('/', '-') or 'home'}")
+
+
+@pytest.mark.parametrize(("scheme", "language"), [("light", "en"), ("dark", "zh")])
+def test_axe_finds_nothing_serious(open_view, scheme, language):
+    from axe_playwright_python.sync_playwright import Axe
+
+    opened = open_view(color_scheme=scheme)
+    tab, axe = opened.tab, Axe()
+    tab.get_by_label("Language").select_option(language)
+    opened.read(SENTENCE)
+    tab.locator(".candidates button").first.click()
+    tab.locator(".newest").wait_for()
+    for view in VIEWS:
+        opened.go(view)
+        tab.locator(".word").nth(3).click()
+        tab.locator(".of-word").first.wait_for()
+        if view == "head/1/2":
+            tab.locator(".gate").click()
+            tab.locator(".off-heads .measure").wait_for()
+        found = axe.run(tab, options={"resultTypes": ["violations"]}).response["violations"]
+        serious = [
+            f"{rule['id']}: {node['html'][:200]}"
+            for rule in found
+            if rule["impact"] in ("serious", "critical")
+            for node in rule["nodes"]
+        ]
+        assert serious == [], view

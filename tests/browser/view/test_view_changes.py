@@ -1,0 +1,179 @@
+"""Heads switched off, tokens written, and what goes wrong: the page says what the model and the server did."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from playwright.sync_api import expect
+
+from tests.browser.view.conftest import Running, small_viewer
+
+
+@torch.no_grad()
+def log_probabilities(model, ids, off=()) -> torch.Tensor:
+    """Of the next token, with the output of some heads set to zero before the output projection mixes them."""
+    width = model.config.hidden_size // model.config.num_attention_heads
+    hooks = []
+    for layer, head in off:
+
+        def cut(module, inputs, head=head):
+            heads = inputs[0].clone()
+            heads[..., head * width : (head + 1) * width] = 0.0
+            return (heads,)
+
+        hooks.append(model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(cut))
+    try:
+        return model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def measured(tab) -> float:
+    """The divergence that the page tells; -1 while it tells none."""
+    told = tab.eval_on_selector_all(".off-heads .measure", "all => all.map((x) => Number(x.dataset.divergence))")
+    return told[0] if told else -1.0
+
+
+def test_a_head_is_switched_off_and_the_output_changes_as_computed(open_view, keep_picture):
+    opened = open_view()
+    opened.read()
+    tab, model, ids = opened.tab, opened.server.eager, opened.server.viewer.readings["A"].ids
+    assert tab.locator(".off-heads .measure").count() == 0
+    tab.get_by_role("button", name="switches it off or on").click()
+    tab.locator("a.cell[data-key='1.2']").click()
+    before = log_probabilities(model, ids)
+    for off in ([(1, 2)], [(1, 2), (0, 3)]):
+        if len(off) == 2:
+            tab.locator("a.cell[data-key='0.3']").click()
+        after = log_probabilities(model, ids, off)
+        expected = float((before.exp() * (before - after)).sum())
+        assert expected > 1e-3
+        opened.wait(lambda expected=expected: measured(tab) == pytest.approx(expected, rel=1e-3))
+    largest = int((after.exp() - before.exp()).abs().argmax())
+    row = tab.locator(".changes tbody tr").first
+    assert row.get_attribute("data-token") == str(largest)
+    shown = row.locator("td").all_inner_texts()
+    for text, value in zip(shown, (before[largest].exp(), after[largest].exp()), strict=True):
+        assert float(text.rstrip("%")) / 100 == pytest.approx(float(value), abs=0.0051)
+    assert tab.locator(".off-list button").all_inner_texts() == ["Layer 1, head 2 ×", "Layer 0, head 3 ×"]
+    assert tab.locator("a.cell.off").count() == 2
+    assert "switched off" in tab.locator("a.cell[data-key='1.2']").get_attribute("aria-label")
+    keep_picture(opened, "view-off")
+    # Read again without them: later layers are then those of the cut model.
+    tab.get_by_role("button", name="Read again without them").click()
+    tab.get_by_text("Text A was read without Layer 0, head 3 and Layer 1, head 2.").wait_for()
+    again = opened.server.viewer.readings["A"]
+    assert (again.ids, again.off) == (ids, {(1, 2), (0, 3)})
+    assert torch.allclose(again.output.values.double(), after, atol=1e-5)
+    tab.get_by_role("button", name="All on again").click()
+    opened.wait(lambda: not opened.server.viewer.readings["A"].off)
+    expect(tab.locator("a.cell.off")).to_have_count(0)
+
+
+def test_a_head_is_switched_off_in_its_own_panel(open_view):
+    opened = open_view()
+    opened.read()
+    opened.go("head/1/1")
+    opened.tab.get_by_role("button", name="Switch this head off").click()
+    opened.tab.locator(".off-heads .measure").wait_for()
+    opened.tab.get_by_role("button", name="Switch Layer 1, head 1 on again").click()
+    expect(opened.tab.locator(".off-heads .measure")).to_have_count(0)
+    opened.tab.get_by_role("button", name="Switch this head off").wait_for()
+
+
+def test_generation_goes_on_step_by_step(open_view, keep_picture):
+    opened = open_view()
+    opened.read()
+    tab, viewer, model = opened.tab, opened.server.viewer, opened.server.eager
+    ids = list(viewer.readings["A"].ids)
+    expected = log_probabilities(model, ids)
+    greedy = int(expected.argmax())
+    first = tab.locator(".candidates li").first
+    assert first.get_attribute("data-token") == str(greedy)
+    assert float(first.locator(".muted").inner_text().rstrip("%")) / 100 == pytest.approx(
+        float(expected.max().exp()), abs=0.0051
+    )
+    tab.get_by_role("button", name="Write the likeliest token").click()
+    tab.get_by_text("Tokens written: 1").wait_for()
+    assert list(viewer.readings["A"].ids) == [*ids, greedy]
+    # Whom the newest token looks at, in every head.
+    weights, tokens = opened.server.weights(), opened.server.tokens()
+    for layer in range(2):
+        for head in range(4):
+            said = tab.locator(f".newest a.cell[data-key='{layer}.{head}']").get_attribute("aria-label")
+            best = tokens[int(weights[layer, head, -1].argmax())].strip()
+            assert said.startswith(f"Layer {layer}, head {head}: “{best}” ")
+    keep_picture(opened, "view-writing")
+    third = tab.locator(".candidates li").nth(2)
+    chosen = int(third.get_attribute("data-token"))
+    third.locator("button").click()
+    tab.get_by_text("Tokens written: 2").wait_for()
+    assert list(viewer.readings["A"].ids) == [*ids, greedy, chosen]
+    tab.get_by_role("button", name="Take back").click()
+    tab.get_by_text("Tokens written: 1").wait_for()
+    assert list(viewer.readings["A"].ids) == [*ids, greedy]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (413, "too-large", "That is too long."),
+        (507, "out-of-memory", "The memory was not enough."),
+        (422, "invalid", "The server did not take that."),
+        (500, "failed", "Something went wrong in the server."),
+    ],
+)
+def test_what_the_server_refuses_is_said_in_words(open_view, status, kind, words):
+    opened = open_view()
+    error = {"error": {"status": status, "kind": kind, "message": "Its own <b>words</b>."}}
+    opened.tab.route("**/api/read", lambda route: route.fulfill(status=status, body=json.dumps(error)))
+    opened.tab.locator("#text-A").fill("w1 w2")
+    opened.tab.keyboard.press("Control+Enter")
+    alert = opened.tab.locator("[role=alert]")
+    expect(alert).to_contain_text(words)
+    expect(alert).to_contain_text("Its own <b>words</b>.")
+    opened.tab.unroute("**/api/read")
+    opened.read("w1 w2")  # and the page goes on
+    expect(alert).to_be_empty()
+    opened.problems.clear()  # a refused request is written down by the browser itself
+
+
+def test_a_busy_server_is_asked_again(open_view):
+    opened = open_view()
+    refusals = []
+
+    def refuse_once(route):
+        if refusals:
+            route.continue_()
+            return
+        refusals.append(route.request.url)
+        error = {"error": {"status": 429, "kind": "busy", "message": "Too many."}}
+        route.fulfill(status=429, headers={"Retry-After": "1"}, body=json.dumps(error))
+
+    opened.tab.route("**/api/read", refuse_once)
+    opened.read("w1 w2 w3")
+    assert len(refusals) == 1
+    expect(opened.tab.locator("[role=alert]")).to_be_empty()
+    opened.problems.clear()
+
+
+def test_the_page_outlives_its_server(open_view, tmp_path):
+    viewer, folder = small_viewer(tmp_path / "llama", "llama")
+    with Running(viewer, folder) as server:
+        opened = open_view(server)
+        opened.read("w1 w2 w3")
+        port = server.port
+    tab = opened.tab
+    tab.locator("#text-A").fill("w4 w5")
+    tab.keyboard.press("Control+Enter")
+    expect(tab.locator("[role=alert]")).to_contain_text("The viewer does not answer.")
+    assert tab.locator("a.cell canvas").count() == 8  # what was there is still there
+    with Running(viewer, folder, port):
+        expect(tab.locator("[role=alert]")).to_be_empty()
+        opened.read("w4 w5")
+        assert tab.locator(".word").all_inner_texts() == ["[CLS]", "w4", "w5"]
+        opened.problems.clear()  # a connection that fails is written down by the browser itself
+        tab.goto("about:blank")

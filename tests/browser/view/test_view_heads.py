@@ -1,0 +1,199 @@
+"""Every head at once, and one word in all of them: what is drawn and said is what the model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyhead.report.viewer.viewing import Viewer
+from tests.browser.view.conftest import SENTENCE, Running, small_viewer
+
+# The grey of every pixel of a head's picture, row by row.
+PIXELS = """(cell) => {
+  const drawn = cell.querySelector("canvas");
+  const { data, width, height } = drawn.getContext("2d").getImageData(0, 0, drawn.width, drawn.height);
+  const grey = [];
+  for (let i = 0; i < data.length; i += 4) grey.push(data[i] + data[i + 1] + data[i + 2]);
+  return { width, height, grey };
+}"""
+
+
+def share(weight: float) -> str:
+    """A weight as the page writes it."""
+    return f"{weight:.{0 if round(weight, 9) >= 0.1 else 1}%}".replace(".0%", "%")
+
+
+def listed(tab, number: int) -> list[tuple[int, float, str]]:
+    """The tokens of a list under the words: where, how much, and as written."""
+    rows = tab.locator(".strongest > div").nth(number).locator("li").all()
+    return [(int(x.get_attribute("data-token")), float(x.get_attribute("data-weight")), x.inner_text()) for x in rows]
+
+
+def check_list(found, weights, tokens) -> None:
+    """The strongest of these weights, in their order, each with its own token and share."""
+    strongest = weights.topk(8).values
+    assert len(found) == int((strongest >= 0.0005).sum()) > 0
+    for (token, weight, text), expected in zip(found, strongest, strict=False):
+        assert weight == pytest.approx(float(expected), abs=1e-6)
+        assert float(weights[token]) == pytest.approx(weight, abs=1e-6)
+        assert text == f"{tokens[token]} {share(weight)}"
+
+
+def test_the_address_needs_its_token(open_view, running):
+    opened = open_view()
+    assert opened.tab.locator("h1").inner_text() == "llama"
+    page = opened.tab.context.new_page()
+    for path in ("", "another-token/", "api/state"):
+        answer = page.goto(f"{running('llama').origin}{path}")
+        assert answer.status == 403
+        assert "must hold the token" in answer.json()["error"]["message"]
+        assert page.locator("#text-A").count() == 0
+
+
+def test_a_text_is_read_and_every_head_is_drawn(open_view, keep_picture):
+    opened = open_view(color_scheme="light")
+    opened.read()
+    weights = opened.server.weights()
+    layers, heads, tokens, _ = weights.shape
+    cells = opened.tab.locator("a.cell")
+    assert cells.count() == layers * heads == 8
+    assert opened.tab.locator(".word").all_inner_texts() == ["[CLS]", *SENTENCE.split()]
+    for layer in range(layers):
+        for head in range(heads):
+            drawn = opened.tab.locator(f"a.cell[data-key='{layer}.{head}']").evaluate(PIXELS)
+            assert (drawn["width"], drawn["height"]) == (tokens, tokens)
+            grey = torch.tensor(drawn["grey"]).view(tokens, tokens)
+            two = weights[layer, head].topk(2).values
+            for row in range(1, tokens):
+                if two[row, 0] - two[row, 1] > 0.05:  # the largest weight of a row is its darkest pixel
+                    assert int(grey[row].argmin()) == int(weights[layer, head, row].argmax())
+    keep_picture(opened, "view-heads")
+
+
+def test_a_word_is_followed_through_every_head(open_view, keep_picture):
+    opened = open_view()
+    opened.read()
+    weights, tokens, word = opened.server.weights(), opened.server.tokens(), 10
+    opened.tab.locator(".word").nth(word).hover()
+    opened.tab.locator(".grids.of-word").wait_for()
+    assert opened.tab.locator(".word-name").inner_text() == f"“{tokens[word]}” in every head"
+    sides = [("it looks at", lambda x: x[word]), ("it is looked at by", lambda x: x[:, word])]
+    opened.tab.locator(".word").nth(word).click()  # stays when the pointer leaves
+    for name, row_of in sides:
+        opened.tab.get_by_role("button", name=name, exact=True).click()
+        for key in ("0.0", "0.3", "1.1", "1.2"):
+            layer, head = map(int, key.split("."))
+            row = row_of(weights[layer, head])
+            best = int(row.argmax())
+            said = opened.tab.locator(f"a.cell[data-key='{key}']").get_attribute("aria-label")
+            assert said == f"Layer {layer}, head {head}: “{tokens[best]}” {share(float(row[best]))}"
+    keep_picture(opened, "view-word-in-heads")
+
+
+def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(open_view, keep_picture):
+    opened = open_view(color_scheme="light")
+    opened.read()
+    opened.tab.locator("a.cell[data-key='1.2']").click()
+    opened.tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
+    weights, tokens, word = opened.server.weights()[1, 2], opened.server.tokens(), 6
+    assert opened.tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+    opened.tab.locator(".word").nth(word).hover()
+    opened.tab.get_by_role("heading", name=f"“{tokens[word]}” looks at").wait_for()
+    check_list(listed(opened.tab, 0), weights[word], tokens)
+    check_list(listed(opened.tab, 1), weights[:, word], tokens)
+    shades = opened.tab.eval_on_selector_all(".word", "all => all.map((x) => x.style.background !== 'transparent')")
+    assert shades == [weight >= 0.005 for weight in weights[word].tolist()]
+    keep_picture(opened, "view-head")
+    opened.tab.mouse.move(2, 2)  # the pointer leaves: nothing is chosen
+    opened.tab.get_by_role("heading", name="Looked at most, on average").wait_for()
+
+
+def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):
+    opened = open_view("t5")
+    opened.read()
+    tab = opened.tab
+    assert tab.locator(".stack h3").all_inner_texts() == ["Encoder", "Decoder", "Decoder to encoder"]
+    tab.get_by_role("button", name="Write the likeliest token").click()
+    tab.locator(".newest").wait_for()
+    assert tab.locator(".newest .stack h3").all_inner_texts() == ["Decoder", "Decoder to encoder"]
+    tab.locator(".text-in-heads a.cell[data-key='3.1']").click()
+    tab.locator(".head-words .line-name").first.wait_for()
+    reading, model = opened.server.viewer.readings["A"], opened.server.eager
+    with torch.no_grad():
+        found = model(
+            input_ids=torch.tensor([reading.ids]),
+            decoder_input_ids=torch.tensor([reading.target_ids]),
+            output_attentions=True,
+        ).cross_attentions[0][0, 1]
+    lines = tab.locator(".head-words .word-line")
+    assert lines.nth(0).locator(".word").count() == len(reading.target_ids) == 2
+    assert lines.nth(1).locator(".word").count() == len(reading.ids)
+    lines.nth(0).locator(".word").nth(1).hover()
+    tab.locator(".strongest li").first.wait_for()
+    check_list(listed(tab, 0), found[1], reading.text.tokens)
+    assert tab.locator(".strongest > div").count() == 1
+    keep_picture(opened, "view-cross")
+
+
+def test_two_heads_stand_side_by_side(open_view, keep_picture):
+    opened = open_view()
+    opened.read()
+    opened.go("head/0/1?with=A.1.3")
+    opened.tab.locator(".distance[data-distance]").wait_for()
+    one, other = (opened.server.weights()[layer, head].double() for layer, head in ((0, 1), (1, 3)))
+    middle = (one + other) / 2
+    divergence = sum(torch.special.xlogy(x, x / middle).nan_to_num().sum(-1) for x in (one, other)) / 2
+    found = float(opened.tab.locator(".distance").get_attribute("data-distance"))
+    assert found == pytest.approx(float(divergence.clamp_min(0).sqrt().mean()), abs=1e-4)
+    panels = opened.tab.locator(".head-panel")
+    assert [panels.nth(i).get_attribute("data-head") for i in range(2)] == ["0.1", "1.3"]
+    opened.tab.get_by_label("Head", exact=True).select_option("0")
+    opened.tab.locator(".head-panel[data-head='1.0']").wait_for()
+    panels.nth(0).locator(".word").nth(4).hover()  # one text: the word is chosen in both
+    panels.nth(1).locator(".word").nth(4).and_(opened.tab.locator("[aria-pressed=true]")).wait_for()
+    keep_picture(opened, "view-two-heads")
+
+
+def test_two_texts_stand_side_by_side(open_view, keep_picture):
+    opened = open_view()
+    opened.read()
+    tab = opened.tab
+    tab.get_by_role("button", name="Compare with a second text").click()
+    opened.read("w9 w8 w7 w1", slot="B")
+    before, after = (opened.server.viewer.readings[slot].output.values.double() for slot in "AB")
+    tab.locator(".between .measure").wait_for()
+    found = float(tab.locator(".between .measure").get_attribute("data-divergence"))
+    assert found == pytest.approx(float((before.exp() * (before - after)).sum()), rel=1e-5)
+    opened.go("head/1/0")
+    tab.get_by_role("button", name="Compare with", exact=True).click()
+    tab.locator(".head-panel[data-slot='B'][data-head='1.0']").wait_for()
+    tab.locator(".distance").get_by_text("different numbers of tokens").wait_for()
+    keep_picture(opened, "view-two-texts")
+    tab.get_by_role("button", name="Remove text B").click()
+    opened.wait(lambda: opened.server.viewer.readings["B"] is None)
+
+
+def test_roles_of_a_run_are_shown_on_its_heads(open_view, tmp_path):
+    def said(words):
+        return {"en": words, "zh": f"中文：{words}"}
+
+    roles = [
+        {"name": name, "letters": name[0].upper(), "label": said(name), "about": said("")} for name in ("sink", "next")
+    ]
+    scores = [{"role": "next", "holds": True, "evidence": said("9 of 10 <b>times</b>")}]
+    scores.append({"role": "sink", "holds": False, "evidence": said("nothing")})
+    run = {
+        "sites": [{"name": "model.layers.1.self_attn", "kind": "self"}],
+        "roles": roles,
+        "heads": [{"site": 0, "head": 2, "roles": scores}],
+    }
+    viewer, folder = small_viewer(tmp_path / "llama", "llama")
+    with Running(Viewer(viewer.model, run=run), folder) as server:
+        opened = open_view(server)
+        opened.read()
+        assert opened.tab.locator("a.cell .badge").all_inner_texts() == ["N"]
+        opened.tab.get_by_role("link", name="Layer 1, head 2, next").click()
+        assert opened.tab.locator(".role-list li").all_inner_texts() == ["next 9 of 10 <b>times</b>"]
+        opened.go("head/0/2")
+        assert opened.tab.locator(".role-list li").all_inner_texts() == ["no role"]
+        opened.check()

@@ -1,0 +1,274 @@
+"""Deep zoom: from the whole matrix to single tokens and back, the right text and the right number at each place."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.inspection.small_models import WORDS
+
+TOKENS = 2_999  # with one before them; 1,024 cells of 4 tokens are the most that the whole is shown in
+
+
+@pytest.fixture
+def opened(open_view):
+    """Head 2 of layer 1 over a long text, its whole matrix computed."""
+    opened = open_view("long")
+    if opened.server.viewer.readings["A"] is None:
+        draw = random.Random(7)
+        opened.read(" ".join(draw.choice(WORDS) for _ in range(TOKENS)))
+    opened.go("head/1/2")
+    opened.tab.locator(".map-state[data-how=exact]").wait_for()
+    opened.tab.locator(".map-plot").evaluate("(plot) => plot.scrollIntoView({ block: 'end' })")
+    return opened
+
+
+@pytest.fixture(scope="module")
+def weights(running):
+    """Of that head, computed once the first test has read the text."""
+    found = []
+
+    def compute():
+        if not found:
+            found.append(running("long").weights()[1, 2].double())
+        return found[0]
+
+    return compute
+
+
+class Map:
+    """The map in the page, in tokens and pixels."""
+
+    def __init__(self, opened):
+        self.tab, self.plot = opened.tab, opened.tab.locator(".map-plot")
+        self.opened = opened
+
+    @property
+    def scale(self) -> float:
+        """Pixels a token."""
+        return float(self.plot.get_attribute("data-scale"))
+
+    @property
+    def level(self) -> int:
+        return int(self.plot.get_attribute("data-level"))
+
+    def pixel(self, across: float, down: float) -> tuple[float, float]:
+        """A place of the window, each from 0 to 1, on the screen."""
+        box = self.plot.bounding_box()
+        return box["x"] + across * box["width"], box["y"] + down * box["height"]
+
+    def readout(self) -> str:
+        return self.tab.locator(".map-readout").inner_text()
+
+    def settle(self) -> None:
+        """Every tile of the window has arrived."""
+        self.tab.locator(".map-state[data-how=exact][data-tiles='0']").wait_for()
+
+    def zoom_in(self) -> None:
+        for _ in range(40):
+            before = self.scale
+            self.tab.mouse.wheel(0, -500)
+            self.tab.wait_for_timeout(30)
+            if self.scale == before >= 39:
+                break
+        self.settle()
+
+    def label_at(self, side: str, pixel: float) -> tuple[int, str]:
+        """The name beside a place of the window."""
+        axis, start, extent = ("y", "top", "height") if side == "rows" else ("x", "left", "width")
+        found = self.tab.eval_on_selector_all(
+            f".map-{side} .mark",
+            f"(marks) => marks.map((x) => [Number(x.dataset.token), x.textContent, x.getBoundingClientRect().{start},"
+            f" x.getBoundingClientRect().{extent}])",
+        )
+        assert axis in "xy"
+        return next((token, text) for token, text, first, size in found if first <= pixel < first + size)
+
+
+def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture):
+    view, tokens, exact = Map(opened), opened.server.tokens(), weights()
+    n = len(tokens)
+    assert n == TOKENS + 1
+    assert view.level == 3
+    assert view.scale * n == pytest.approx(view.plot.bounding_box()["width"], rel=0.01)
+    keep_picture(opened, "view-map-whole")
+    # The whole: cells of 4 x 4 tokens, whose sum is told as the share of their four queries.
+    x, y = view.pixel(0.31, 0.77)
+    opened.tab.mouse.move(x, y)
+    expect(opened.tab.locator(".map-readout")).to_contain_text("look at tokens")
+    numbers = [int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())]
+    first_row, last_row, first_column, last_column = numbers
+    assert (last_row - first_row, last_column - first_column) == (3, 3)
+    assert abs(first_row + 2 - 0.77 * n) < 5
+    assert abs(first_column + 2 - 0.31 * n) < 5
+    block = exact[first_row : last_row + 1, first_column : last_column + 1]
+    share = float(re.search(r"([\d.]+)% of their attention", view.readout())[1]) / 100
+    assert share == pytest.approx(float(block.sum() / 4), abs=6e-4)
+    # Down to tokens, at the pointer.
+    view.zoom_in()
+    assert view.level == 0
+    assert view.scale == pytest.approx(40)
+    for step in ((0, 0), (85, 0), (0, -130)):
+        x, y = x + step[0], y + step[1]
+        opened.tab.mouse.move(x, y)
+        opened.tab.wait_for_timeout(50)
+        found = re.fullmatch(r"“(.*)” \(([\d,]+)\) looks at “(.*)” \(([\d,]+)\): (.*)", view.readout())
+        query, key = (int(found[i].replace(",", "")) for i in (2, 4))
+        assert (found[1], found[3]) == (tokens[query], tokens[key])
+        assert view.label_at("rows", y) == (query, tokens[query])
+        assert view.label_at("columns", x) == (key, tokens[key])
+        assert float(found[5].replace("E", "e")) == pytest.approx(float(exact[query, key]), rel=0.06)
+        assert abs(query - 0.77 * n) < 8
+        assert abs(key - 0.31 * n) < 8
+    keep_picture(opened, "view-map-tokens")
+    opened.tab.get_by_role("button", name="Whole", exact=True).click()
+    assert view.level == 3
+    opened.tab.mouse.move(*view.pixel(0.31, 0.77))
+    opened.tab.wait_for_timeout(50)
+    assert [int(x.replace(",", "")) for x in re.findall(r"[\d,]+(?=–)", view.readout())] == [first_row, first_column]
+
+
+def test_what_is_drawn_is_what_is_told(opened, weights):
+    """The pixels of single tokens are in the order of their weights."""
+    view, exact = Map(opened), weights()
+    opened.tab.mouse.move(*view.pixel(0.2, 0.6))
+    view.zoom_in()
+    cells = opened.tab.evaluate(
+        """() => {
+          const [drawn, plot] = [document.querySelector(".map-plot canvas"), document.querySelector(".map-plot")];
+          const copy = new OffscreenCanvas(drawn.width, drawn.height).getContext("2d", { willReadFrequently: true });
+          copy.drawImage(drawn, 0, 0);
+          const box = plot.getBoundingClientRect();
+          const middles = (side, start, size) =>
+            [...document.querySelectorAll(`.map-${side} .mark`)].map((mark) => {
+              const place = mark.getBoundingClientRect();
+              return [Number(mark.dataset.token), place[start] + place[size] / 2 - box[start] - 1];
+            });
+          const found = [];
+          for (const [query, y] of middles("rows", "top", "height")) {
+            for (const [key, x] of middles("columns", "left", "width")) {
+              if (x < 0 || y < 0 || x >= drawn.width || y >= drawn.height) continue;
+              const [r, g, b] = copy.getImageData(x, y, 1, 1).data;
+              found.push([query, key, r + g + b]);
+            }
+          }
+          return found;
+        }"""
+    )
+    assert len(cells) > 100
+    cells.sort(key=lambda cell: float(exact[cell[0], cell[1]]))
+    greys = [grey for *_, grey in cells]
+    assert greys == sorted(greys, reverse=True)
+    assert greys[0] > greys[-1] + 50
+
+
+def test_a_click_chooses_the_word_that_looks_however_far_it_stands(opened, weights):
+    view, exact, tokens, tab = Map(opened), weights(), opened.server.tokens(), opened.tab
+    tab.mouse.move(*view.pixel(0.31, 0.77))
+    view.zoom_in()
+    query = int(re.search(r"” \(([\d,]+)\) looks at", view.readout())[1].replace(",", ""))
+    tab.mouse.click(*view.pixel(0.31, 0.77))
+    first = query // 300 * 300
+    tab.get_by_text(f"Tokens {first:,} to {first + 299:,} of 3,000").wait_for()
+    assert tab.locator(".word[aria-pressed=true]").inner_text() == tokens[query]
+    expect(tab.locator(".strongest li")).to_have_count(16)
+    for number, row in enumerate((exact[query], exact[:, query])):
+        strongest = row.topk(8).values.tolist()
+        items = tab.locator(".strongest > div").nth(number).locator("li").all()
+        for item, expected in zip(items, strongest, strict=True):
+            assert float(item.get_attribute("data-weight")) == pytest.approx(expected, rel=1e-3)
+            assert float(row[int(item.get_attribute("data-token"))]) == pytest.approx(expected, rel=1e-3)
+
+
+def test_words_of_a_long_text_are_shaded_by_single_weights(opened, weights):
+    """What is sent of so long a row is the largest of several; the words drawn have their own."""
+    tab, query = opened.tab, 23
+    tab.locator(".word").nth(query).click()
+    shaded = "all => all.map((word) => word.style.background !== 'transparent')"
+    wanted = [weight >= 0.005 for weight in weights()[query, :300].tolist()]
+    assert 10 < sum(wanted) <= query + 1
+    opened.wait(lambda: tab.eval_on_selector_all(".word", shaded) == wanted)
+
+
+def test_the_largest_weight_of_a_cell(opened, weights):
+    view, exact = Map(opened), weights()
+    opened.tab.get_by_role("button", name="their largest weight").click()
+    view.settle()
+    opened.tab.mouse.move(*view.pixel(0.1, 0.4))
+    expect(opened.tab.locator(".map-readout")).to_contain_text("at most")
+    row, last_row, column, last_column = (
+        int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())
+    )
+    share = float(re.search(r"at most ([\d.]+)%", view.readout())[1]) / 100
+    assert share == pytest.approx(float(exact[row : last_row + 1, column : last_column + 1].max()), abs=6e-4)
+
+
+def test_the_keyboard_alone_reaches_a_token(opened, weights):
+    view, exact, tokens = Map(opened), weights(), opened.server.tokens()
+    tab = opened.tab
+    tab.locator(".map-zoom button").last.focus()
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.className") == "map-plot"
+    for _ in range(12):
+        tab.keyboard.press("ArrowDown")
+    for _ in range(9):
+        tab.keyboard.press("+")
+    view.settle()
+    assert view.level == 0
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowDown")
+    tab.wait_for_timeout(50)
+    found = re.fullmatch(r"“(.*)” \(([\d,]+)\) looks at “(.*)” \((\d+)\): (.*)", view.readout())
+    query, key = int(found[2].replace(",", "")), int(found[4])
+    assert key == 2
+    assert query > 200
+    assert (found[1], found[3]) == (tokens[query], tokens[key])
+    assert float(found[5].replace("E", "e")) == pytest.approx(float(exact[query, key]), rel=0.06)
+    tab.keyboard.press("0")
+    assert view.level == 3
+    tab.keyboard.press("-")
+    assert view.level == 3
+
+
+def test_an_estimate_is_called_one_until_the_exact_numbers_are_there(opened, monkeypatch):
+    from polyhead.report.viewer import tiles
+
+    monkeypatch.setitem(tiles.ESTIMATE_PAIRS, "cpu", 1 << 18)
+    monkeypatch.setitem(tiles.STRIP_PAIRS, "cpu", 1 << 16)
+    opened.tab.evaluate(
+        """() => {
+          window.seen = [];
+          const watch = () => {
+            const state = document.querySelector(".map-state");
+            if (state && window.seen.at(-1) !== state.dataset.how) window.seen.push(state.dataset.how);
+          };
+          new MutationObserver(watch).observe(document.body, { subtree: true, childList: true, attributes: true });
+        }"""
+    )
+    opened.tab.locator(".strip a.cell[data-key='0.1']").click()  # the strip of all heads beside the map
+    opened.tab.get_by_role("heading", name="Layer 0, head 1", exact=True).wait_for()
+    opened.tab.locator(".map-state[data-how=exact]").wait_for()
+    opened.wait(lambda: opened.tab.evaluate("window.seen.slice(-2)") == ["estimate", "exact"])
+
+
+def test_moving_on_calls_off_what_is_no_longer_looked_at(opened):
+    tab = opened.tab
+    failed = []
+    tab.on("requestfailed", lambda request: failed.append((request.url.rpartition("/")[2], request.failure)))
+    held = []
+    tab.route("**/api/tile", lambda route: held.append(route))
+    view = Map(opened)
+    tab.mouse.move(*view.pixel(0.5, 0.6))
+    for _ in range(3):
+        tab.mouse.wheel(0, -500)
+        tab.wait_for_timeout(50)
+    opened.wait(lambda: len(held) > 0)
+    assert tab.locator(".map-state").inner_text().strip().startswith("Exact; ")
+    tab.get_by_role("button", name="Whole", exact=True).click()
+    opened.wait(lambda: len(failed) >= len(held))
+    assert set(failed) == {("tile", "net::ERR_ABORTED")}
+    view.settle()
