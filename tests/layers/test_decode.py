@@ -30,7 +30,7 @@ from polyhead.functional.cached import cached_reasons
 from polyhead.functional.decode import MOST_QUERIES, CacheArguments
 from polyhead.functional.request import AttentionOutput
 from polyhead.functional.visibility import resolve
-from polyhead.layers import multi_head
+from polyhead.layers import multi_head, steps
 from polyhead.layers.positions import ALiBi, Positions, Rotary, T5Bias
 from tests.error_budget import assert_within_error_budget, plain_formula
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
@@ -146,7 +146,7 @@ class Recorded:
     def __enter__(self) -> Recorded:
         self._patches = [
             mock.patch.object(multi_head, "attention", self.attend),
-            mock.patch.object(multi_head, "cached_attention", self.decode),
+            mock.patch.object(steps, "cached_attention", self.decode),
         ]
         for patch in self._patches:
             patch.start()
@@ -157,7 +157,7 @@ class Recorded:
             patch.stop()
 
 
-cached_attention = multi_head.cached_attention
+cached_attention = steps.cached_attention
 
 
 def check(kind: str, case: Case, dtype: torch.dtype, device: str, backend: str = "auto") -> None:

@@ -523,3 +523,28 @@ def test_nothing_waits_for_the_device_inside_a_layer(name):
         model(**inputs, **options)
     assert calls == len(session.observations.sites) > 0
     assert session.profile["entropy"].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["latent", "latent, absorbed", "grouped", "mixed"])
+def test_every_arrangement_of_heads_is_watched(kind):
+    """What is seen of a layer is what its own weights say, and its output is as it is without anybody watching."""
+    torch.manual_seed(0)
+    layer = {
+        "latent": lambda: polyhead.LatentAttention(16, 4, kv_lora_rank=6, causal=True, form="expanded"),
+        "latent, absorbed": lambda: polyhead.LatentAttention(16, 4, kv_lora_rank=6, causal=True, form="absorbed"),
+        "grouped": lambda: polyhead.GroupedHeads(16, 4, num_groups=2, causal=True),
+        "mixed": lambda: polyhead.HeadMix(16, 4, causal=True),
+    }[kind]().eval()
+    x = torch.randn(2, 7, 16)
+    with torch.no_grad():
+        plain = layer(x, weights=True)
+        with polyhead.observe(layer, statistics=("entropy", "reach")) as session:
+            seen = layer(x)
+    torch.testing.assert_close(seen.output, plain.output)
+    weights = plain.weights.double()
+    entropy = -torch.xlogy(weights, weights).sum(-1).mean((0, 2))
+    torch.testing.assert_close(session.profile["entropy"], entropy, atol=1e-5, rtol=1e-5)
+    distance = (torch.arange(7)[:, None] - torch.arange(7)).abs()
+    torch.testing.assert_close(
+        session.profile["reach"], (weights * distance).sum(-1).mean((0, 2)), atol=1e-5, rtol=1e-5
+    )

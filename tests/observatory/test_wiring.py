@@ -24,7 +24,8 @@ def test_every_family_is_read(name):
     assert len(found)
     some_query = False
     for site, wiring in found.items():
-        assert wiring.value is not None, site
+        # Latent heads make their values of a latent, of which a matrix from the embedding says nothing.
+        assert (wiring.value is None) == (name == "deepseek_v3"), site
         assert wiring.output is not None, site
         assert wiring.output.shape[0] == site.num_heads
         some_query |= wiring.query is not None and wiring.key is not None
@@ -80,3 +81,16 @@ def test_layers_of_ours_and_of_torch(kv_heads):
     torch.testing.assert_close(wiring.query[1], theirs.in_proj_weight[4:8].T)
     torch.testing.assert_close(wiring.output[1], theirs.out_proj.weight[:, 4:8].T)
     assert theirs.training
+
+
+def test_what_is_only_a_part_of_the_way_is_no_matrix_of_a_head():
+    """Keys and values of latent heads are made of a latent; heads that are combined have no rows of their own."""
+    latent = polyhead.LatentAttention(16, 4, kv_lora_rank=6, form="expanded")
+    ((_, wiring),) = find_wiring(latent, lambda: latent(torch.randn(1, 3, 16))).items()
+    assert wiring.key is None
+    assert wiring.value is None
+    torch.testing.assert_close(wiring.output, latent.out_proj.weight.T.unflatten(0, (4, 4)))
+    grouped = polyhead.GroupedHeads(16, 4, num_groups=2)
+    ((_, wiring),) = find_wiring(grouped, lambda: grouped(torch.randn(1, 3, 16))).items()
+    torch.testing.assert_close(wiring.query[1], grouped.q_proj.weight[4:8].T)
+    assert wiring.output is None

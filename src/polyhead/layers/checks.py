@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,14 @@ def check_size(name: str, size: int | None) -> None:
         raise ShapeError(f"{name} must be an integer, got {size!r}")
     if size < 1:
         raise ShapeError(f"{name} must be positive, got {size}")
+
+
+def layout_of(embed_dim: int, num_heads: int, options: Mapping[str, Any]) -> HeadLayout:
+    """The head layout among a layer's options, where None leaves a size to the layout's own rule."""
+    names = [field.name for field in fields(HeadLayout)][2:]
+    for name in names:
+        check_size(name, options.get(name))
+    return HeadLayout(embed_dim, num_heads, **{name: options.get(name) or 0 for name in names})
 
 
 def check_rate(name: str, rate: float) -> None:
@@ -119,7 +129,13 @@ def check_heads(heads: Any, output_bias: Tensor | None) -> None:
         raise ShapeError(f"output_bias must be [{width}], got {list(output_bias.shape)}")
 
 
-def check_saved_layout(state: Any, layout: HeadLayout) -> None:
+class NamedSizes(Protocol):
+    """The layout of a layer of any arrangement."""
+
+    def to_dict(self) -> dict[str, int]: ...
+
+
+def check_saved_layout(state: Any, layout: NamedSizes) -> None:
     """The layout in a checkpoint must be the layer's own."""
     ours = layout.to_dict()
     if not isinstance(state, Tensor) or state.shape != (len(ours),):

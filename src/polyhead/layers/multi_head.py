@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.functional import Attended, AttentionOutput, Statistics, attention, straight
-from polyhead.functional.cached import cached_attention, cached_reasons
 from polyhead.functional.decode import decode_runs_on
-from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
+from polyhead.layers.combining import CombinesHeads
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
 from polyhead.layers.joint_projection import JointProjection, hooks_of
-from polyhead.layers.kv_cache import CacheView, KVCache
+from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
+from polyhead.layers.steps import decoded, first_position, normed, own_mask, split_heads
 from polyhead.layers.torch_exchange import copy_from, options_of, to_torch
 from polyhead.masks import Mask
 
@@ -48,7 +48,9 @@ class MultiHeadAttention(nn.Module):
         positions: a module of `polyhead.layers.positions` (Rotary, ALiBi, T5Bias, Sinusoidal, Learned, ...).
         causal, window: a mask of the layer's own, combined with the one given to `forward`.
         qk_norm: "rms" or "layer" normalises each head's queries and keys.
-        output_gate: "head" (one number a head) or "channel" multiplies the heads' outputs by sigmoid(X Wg).
+        output_gate: "head" (one number a head) or "channel" multiplies the heads' outputs by sigmoid(X Wg + b), as in
+            Qiu et al. 2025, "Gated Attention for Large Language Models".
+        combine: a module that combines the heads' outputs before the output projection; Concat(heads) without one.
         softcap, scale: as in `polyhead.attention`.
         sinks: whether every head has a learned sink logit.
         dropout: rate at which weights are dropped in training.
@@ -85,6 +87,7 @@ class MultiHeadAttention(nn.Module):
         window: int | None = None,
         qk_norm: Literal["rms", "layer"] | None = None,
         output_gate: Literal["head", "channel"] | None = None,
+        combine: CombinesHeads | None = None,
         softcap: float | None = None,
         scale: float | None = None,
         sinks: bool = False,
@@ -95,12 +98,9 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = (num_kv_heads, head_dim, value_dim, key_input_dim, value_input_dim)
-        for name, size in zip(
-            ("num_kv_heads", "head_dim", "value_dim", "key_input_dim", "value_input_dim"), sizes, strict=True
-        ):
-            checks.check_size(name, size)
-        self.layout = layout = HeadLayout(embed_dim, num_heads, *(size or 0 for size in sizes))
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        sizes |= {"key_input_dim": key_input_dim, "value_input_dim": value_input_dim}
+        self.layout = layout = checks.layout_of(embed_dim, num_heads, sizes)
         checks.check_rate("dropout", dropout)
         checks.check_positive("softcap", softcap)
         checks.check_finite("scale", scale)
@@ -114,13 +114,20 @@ class MultiHeadAttention(nn.Module):
                     f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}"
                 )
             positions.check(layout)
+        if combine is not None:
+            if not isinstance(combine, CombinesHeads):
+                raise OptionError(
+                    f"combine must be a polyhead.layers.combining.CombinesHeads, got {type(combine).__name__}"
+                )
+            combine.check(layout)
         self.dropout = dropout
         self.softcap = softcap
         self.scale = scale
         self.backend = backend
         self.finite = finite
-        self.mask = _own_mask(causal, window)
+        self.mask = own_mask(causal, window)
         self.positions = positions
+        self.combine = combine
 
         def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
@@ -128,7 +135,8 @@ class MultiHeadAttention(nn.Module):
         self.q_proj = linear(embed_dim, num_heads * layout.head_dim, bias)
         self.k_proj = linear(layout.key_input_dim, layout.num_kv_heads * layout.head_dim, bias)
         self.v_proj = linear(layout.value_input_dim, layout.num_kv_heads * layout.value_dim, bias)
-        self.out_proj = linear(num_heads * layout.value_dim, embed_dim, bias if output_bias is None else output_bias)
+        combined = num_heads * layout.value_dim if combine is None else combine.width
+        self.out_proj = linear(combined, embed_dim, bias if output_bias is None else output_bias)
         norms: dict[str | None, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
         self.q_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
         self.k_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
@@ -137,7 +145,7 @@ class MultiHeadAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         self.register_buffer("head_gate", None, persistent=False)
         self._is_causal = self.mask is not None and self.mask.is_just_causal
-        extras = (positions, None if self._is_causal else self.mask, qk_norm, output_gate, softcap, self.sinks)
+        extras = (positions, None if self._is_causal else self.mask, qk_norm, output_gate, combine, softcap, self.sinks)
         self._has_plain_heads = all(x is None for x in extras) and layout.value_dim == layout.head_dim
         self.reset_parameters()
         self._join_projections()
@@ -152,6 +160,8 @@ class MultiHeadAttention(nn.Module):
                 nn.init.zeros_(linear.bias)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+        if self.combine is not None:
+            self.combine.reset_parameters()
 
     # ---- the computation
 
@@ -211,7 +221,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and not isinstance(cache, KVCache):
             raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
         batch, queries, _ = query.shape
-        start = self._first_position(cache, queries, query.device) if token_positions is None else token_positions
+        start = first_position(cache, queries, query.device) if token_positions is None else token_positions
         if isinstance(self.positions, AddsToInput):
             query = self.positions(query, start)
         if key is None:
@@ -223,7 +233,7 @@ class MultiHeadAttention(nn.Module):
                 raise OptionError(
                     "a cache holds the layer's own earlier tokens; for cross-attention use layer.remember(key) instead"
                 )
-            q = self._split(self.q_proj(query), self.layout.num_heads)
+            q = split_heads(self.q_proj(query), self.layout.num_heads)
             if isinstance(key, Memory):
                 if value is not None:
                     raise OptionError("a memory holds its own values, got a value beside it; remember both together")
@@ -232,8 +242,8 @@ class MultiHeadAttention(nn.Module):
             else:
                 k, v = self._project_source(key, value)
         if self.q_norm is not None and self.k_norm is not None:
-            q = _normed(self.q_norm, q)
-            k = k if isinstance(key, Memory) else _normed(self.k_norm, k)
+            q = normed(self.q_norm, q)
+            k = k if isinstance(key, Memory) else normed(self.k_norm, k)
         if isinstance(self.positions, RotatesHeads):
             q, k = self._rotate(q, k, start, cache, key)
         if self.mask is not None:
@@ -257,7 +267,9 @@ class MultiHeadAttention(nn.Module):
         result = None
         if view is not None:
             if decode_runs_on(q) and backend in ("auto", "fused") and not (weights or dropout or seed is not None):
-                result = self._decode(q, view, mask, asked)
+                result = decoded(
+                    q, view, mask, scale=self.scale, softcap=self.softcap, sinks=self.sinks, statistics=asked
+                )
             if result is None:
                 k, v = view.key, view.value
         if result is None:
@@ -283,19 +295,8 @@ class MultiHeadAttention(nn.Module):
         heads = result.output.transpose(1, 2)  # [batch, queries, heads, value_dim]
         if head_gate is not None or self.head_gate is not None or self.gate_proj is not None:
             heads = self._gated(heads, query, head_gate)
-        output = self.out_proj(heads.flatten(2))
+        output = self.out_proj(heads.flatten(2) if self.combine is None else self.combine(heads))
         return AttentionOutput(output, result.logsumexp, result.weights, result.statistics, result.backend)
-
-    def _decode(
-        self, q: Tensor, view: CacheView, mask: Mask | None, statistics: Statistics | None
-    ) -> AttentionOutput | None:
-        """A few new tokens over the cache's own memory; None where our kernels cannot serve it."""
-        held = (q, view.storage, view.num_keys)
-        if len(cached_reasons(*held, mask=mask, scale=self.scale, sinks=self.sinks)):
-            return None
-        return cached_attention(
-            *held, mask=mask, scale=self.scale, softcap=self.softcap, sinks=self.sinks, statistics=statistics
-        )
 
     def _forward_plain(self, x: Tensor, causal: bool) -> Tensor | None:
         """Plain self-attention with nothing in between: the same numbers as the long way, with little Python.
@@ -337,7 +338,7 @@ class MultiHeadAttention(nn.Module):
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
         """Project a source once, so that `forward(query, memory)` can attend to it many times."""
         k, v = self._project_source(key, value)
-        k = k if self.k_norm is None else _normed(self.k_norm, k)
+        k = k if self.k_norm is None else normed(self.k_norm, k)
         if isinstance(self.positions, RotatesHeads):
             k = self.positions(k)
         return Memory(k, v)
@@ -353,7 +354,7 @@ class MultiHeadAttention(nn.Module):
         current = joint is not None and joint.linears == (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = joint(x) if joint is not None and current else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         kv_heads = layout.num_kv_heads
-        return self._split(q, layout.num_heads), self._split(k, kv_heads), self._split(v, kv_heads)
+        return split_heads(q, layout.num_heads), split_heads(k, kv_heads), split_heads(v, kv_heads)
 
     def _project_source(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
         layout = self.layout
@@ -375,12 +376,7 @@ class MultiHeadAttention(nn.Module):
                     f"got {list(key.shape[:2])} and {list(value.shape[:2])}"
                 )
             k, v = self.k_proj(key), self.v_proj(value)
-        return self._split(k, layout.num_kv_heads), self._split(v, layout.num_kv_heads)
-
-    @staticmethod
-    def _split(x: Tensor, heads: int) -> Tensor:
-        """[batch, sequence, heads * dim] to [batch, heads, sequence, dim], without moving anything."""
-        return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2) if x.numel() else _split_empty(x, heads)
+        return split_heads(k, layout.num_kv_heads), split_heads(v, layout.num_kv_heads)
 
     def _rotate(
         self, q: Tensor, k: Tensor, start: int | Tensor, cache: KVCache | None, key: Tensor | Memory | None
@@ -393,12 +389,6 @@ class MultiHeadAttention(nn.Module):
         if key is None:
             return q, rotary.rotate(k, rotation)
         return q, k if isinstance(key, Memory) else rotary(k)
-
-    @staticmethod
-    def _first_position(cache: KVCache | None, queries: int, device: torch.device) -> int | Tensor:
-        if cache is None or not cache.lengths:
-            return 0
-        return cache.next_positions(queries, device=device) if cache.is_ragged else cache.lengths[0]
 
     def _gated(self, heads: Tensor, x: Tensor, head_gate: Tensor | None) -> Tensor:
         """Multiply the heads' outputs [batch, queries, heads, value_dim] by every gate there is."""
@@ -439,7 +429,16 @@ class MultiHeadAttention(nn.Module):
     @property
     def heads(self) -> Heads:
         """The matrices of each head as views: `layer.heads[3].query` is [embed_dim, head_dim]."""
+        self._check_concatenates("a head's own output matrix")
         return Heads(self.layout, self.q_proj, self.k_proj, self.v_proj, self.out_proj)
+
+    def _check_concatenates(self, what: str) -> None:
+        if self.combine is not None:
+            raise OptionError(
+                f"{what} exists where the output projection reads Concat(heads), got a layer whose heads "
+                f"{type(self.combine).__name__} combines before it; q_proj, k_proj, v_proj, combine and out_proj hold "
+                "its weights"
+            )
 
     @classmethod
     def from_heads(
@@ -491,6 +490,7 @@ class MultiHeadAttention(nn.Module):
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
         """The same layer as a `torch.nn.MultiheadAttention` (batch first), its weights copied."""
         layer = cls(**options_of(module, options))
+        layer._check_concatenates("a counterpart of torch.nn.MultiheadAttention")
         copy_from(layer, module)
         return layer.train(module.training)
 
@@ -546,25 +546,3 @@ class MultiHeadAttention(nn.Module):
         parts += [f"value_dim={layout.value_dim}"] if layout.value_dim != layout.head_dim else []
         parts += [repr(self.mask)] if self.mask is not None else []
         return ", ".join(parts)
-
-
-def _own_mask(causal: bool, window: int | None) -> Mask | None:
-    mask = Mask.causal() if causal else None
-    if window is None:
-        return mask
-    if not causal:
-        raise OptionError(
-            f"window counts the keys up to the query, so it needs causal=True, got window {window} without it; "
-            "for a two-sided window give forward mask=Mask.window(left=, right=)"
-        )
-    return Mask.window(window)
-
-
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """In the precision of the norm's own weight, which under autocast is not that of the heads."""
-    return norm(x.to(norm.get_parameter("weight").dtype)).to(x.dtype)
-
-
-def _split_empty(x: Tensor, heads: int) -> Tensor:
-    """The same for tensors without elements, whose last axis `view` cannot infer."""
-    return x.reshape(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)

@@ -30,6 +30,7 @@ class AttentionLayer(Protocol):
     mask: Any
     q_norm: Any
     gate_proj: Any
+    combine: Any
     sinks: Any
     head_gate: Any
 
@@ -95,6 +96,7 @@ def _without_counterpart(layer: AttentionLayer) -> dict[str, bool]:
         "a mask of its own": layer.mask is not None,
         "qk_norm": layer.q_norm is not None,
         "an output gate": layer.gate_proj is not None,
+        "a combination of heads": layer.combine is not None,
         "softcap": layer.softcap is not None,
         "a scale": layer.scale is not None,
         "sinks": layer.sinks is not None,

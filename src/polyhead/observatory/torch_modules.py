@@ -1,4 +1,4 @@
-"""Layers that are watched by their own calls: `polyhead.MultiHeadAttention` and `torch.nn.MultiheadAttention`."""
+"""Layers that are watched by their own calls: those of `polyhead.layers` and `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from polyhead.functional import Attended, AttentionOutput, RowStatistics, Statis
 from polyhead.functional.gates import gate_factors
 from polyhead.functional.statistics import as_statistics
 from polyhead.layers import MultiHeadAttention
+from polyhead.layers.latent import LatentAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_steps import torch_mask
 from polyhead.observatory.rows import Tokens
 from polyhead.observatory.watching import WatchedCall, Watcher
 
+Ours = MultiHeadAttention | LatentAttention
+
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    return tuple(x for x in model.modules() if isinstance(x, MultiHeadAttention | nn.MultiheadAttention))
+    return tuple(x for x in model.modules() if isinstance(x, Ours | nn.MultiheadAttention))
 
 
 @contextmanager
@@ -45,8 +48,8 @@ def without_shortcuts(layers: Sequence[nn.Module]) -> Iterator[None]:
 def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
     """Hooks on a layer, and off again."""
     with ExitStack() as undo:
-        if isinstance(layer, MultiHeadAttention):
-            ours = _Ours(session)
+        if isinstance(layer, Ours):
+            ours = _Ours(session, layer)
             before = layer.register_forward_pre_hook(ours.before, with_kwargs=True, prepend=False)
             after = layer.register_forward_hook(ours.after, with_kwargs=True, prepend=True)
             handles = (before, after)
@@ -74,22 +77,22 @@ class _Asked:
 class _Ours:
     """Asks a layer of ours for more than its caller did, and hides from the caller that it was asked."""
 
-    def __init__(self, session: Watcher) -> None:
+    def __init__(self, session: Watcher, layer: Ours) -> None:
         self.session = session
-        self.names = tuple(inspect.signature(MultiHeadAttention.forward).parameters)[1:]
+        self.names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
         self.waiting: list[_Asked] = []
 
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        assert isinstance(module, MultiHeadAttention)
+        assert isinstance(module, Ours)
         self.waiting.clear()  # what a call that raised has left
         given = {**dict(zip(self.names, positional, strict=False)), **keywords}
         query, cross = given.get("query"), given.get("key") is not None
         if not isinstance(query, Tensor) or query.ndim != 3:
             return None  # the layer says what is wrong with it
         heads, learned_sinks = module.layout.num_heads, module.sinks is not None
-        call = self.session.call(module, heads, _tokens(module, query, given), cross=cross, learned_sinks=learned_sinks)
+        call = self.session.call(module, heads, _tokens(query, given), cross=cross, learned_sinks=learned_sinks)
         if call is None:
             return None
         callers = as_statistics(given.get("statistics"))
@@ -124,7 +127,7 @@ class _Ours:
         return replace(output, statistics=statistics, logsumexp=output.logsumexp if asked.logsumexp else None)
 
 
-def _tokens(layer: MultiHeadAttention, query: Tensor, given: dict[str, Any]) -> Tokens | Tensor | None:
+def _tokens(query: Tensor, given: dict[str, Any]) -> Tokens | Tensor | None:
     batch, queries, _ = query.shape
     mask, cache, lengths = given.get("mask"), given.get("cache"), given.get("lengths")
     if cache is None:

@@ -100,8 +100,15 @@ class _Tracer:
             return _of_ours(MultiHeadAttention.from_torch(module))
         moment, attended = self.seen[site]
         before, after = self.passed[:moment], self.passed[moment:]
-        query, key, value = (_columns(before, _by_row(x)) for x in (attended.query, attended.key, attended.value))
-        return Wiring(query, key, value, _rows(after, _by_row(attended.result.output)))
+        output = _rows(after, _by_row(attended.result.output))
+
+        def columns(heads: Tensor) -> Tensor | None:
+            found = _columns(before, _by_row(heads))
+            # Columns of a layer that is not given the embedding, as of latent heads, are only a part of the way.
+            is_whole = found is None or output is None or found.shape[1] == output.shape[2]
+            return found if is_whole else None
+
+        return Wiring(columns(attended.query), columns(attended.key), columns(attended.value), output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +136,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _of_ours(layer: MultiHeadAttention) -> Wiring:
+    if layer.combine is not None:  # the output projection reads no head by itself
+        sizes = (layer.layout.num_heads, layer.layout.num_kv_heads, layer.layout.num_kv_heads)
+        linears = (layer.q_proj, layer.k_proj, layer.v_proj)
+        parts = zip(linears, sizes, strict=True)
+        return Wiring(*(linear.weight.detach().unflatten(0, (size, -1)).mT for linear, size in parts))
     heads, size = layer.heads, layer.layout.group_size
     found = [
         torch.stack([getattr(head, name).detach() for head in heads]) for name in ("query", "key", "value", "output")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyhead.layers.kv_cache.base import CacheView, KVCache
+from polyhead.layers.kv_cache.latent import LatentCache, PreallocatedLatentCache
 from polyhead.layers.kv_cache.paged import PagedCache, PagePool
 from polyhead.layers.kv_cache.quantized import QuantizedCache
 from polyhead.layers.kv_cache.rolling import RollingCache
@@ -12,9 +13,11 @@ __all__ = [
     "CacheView",
     "GrowingCache",
     "KVCache",
+    "LatentCache",
     "PagePool",
     "PagedCache",
     "PreallocatedCache",
+    "PreallocatedLatentCache",
     "QuantizedCache",
     "RollingCache",
 ]

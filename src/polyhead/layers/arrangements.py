@@ -1,0 +1,177 @@
+"""The other arrangements of heads as values: configs of the layers beside `MultiHeadAttention`."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Literal, Self
+
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadLayout
+from polyhead.layers import checks
+from polyhead.layers.config import (
+    AttentionConfig,
+    HeadsConfig,
+    arrangement,
+    check_options,
+    checked_positions,
+    edges,
+)
+from polyhead.layers.grouped_heads import GroupedHeads, HeadGroups
+from polyhead.layers.head_mixing import HeadMix, HeadMixing
+from polyhead.layers.latent import LatentAttention
+from polyhead.layers.latent_forms import FORMS, LatentLayout
+from polyhead.layers.positions.config import POSITIONS, PositionsConfig, RotaryConfig, positions_config_of
+from polyhead.layers.steps import own_mask
+from polyhead.masks import Mask
+
+
+@arrangement("grouped_heads", GroupedHeads)
+@dataclass(frozen=True)
+class GroupedHeadsConfig(HeadsConfig):
+    """`GroupedHeads` as a value.
+
+    >>> GroupedHeadsConfig(512, 8, num_groups=4).hidden_dim
+    192
+    """
+
+    _: KW_ONLY
+    num_groups: int
+    hidden_dim: int | None = None
+    activation: Literal["gelu", "linear"] = "gelu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        made = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
+        object.__setattr__(self, "hidden_dim", made.width)
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        made = layer.combine
+        own = {"num_groups": made.num_groups, "hidden_dim": made.width, "activation": made.activation}
+        return {**super()._read(layer), **own}
+
+
+@arrangement("head_mix", HeadMix)
+@dataclass(frozen=True)
+class HeadMixConfig(HeadsConfig):
+    """`HeadMix` as a value.
+
+    >>> HeadMixConfig(512, 8).num_rows
+    8
+    """
+
+    _: KW_ONLY
+    num_rows: int | None = None
+    mix: Literal["heads", "full"] = "heads"
+    row_attention: Literal["plain", "projected"] | None = "plain"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        made = HeadMixing(self.layout, self.num_rows, mix=self.mix, row_attention=self.row_attention, device="meta")
+        object.__setattr__(self, "num_rows", made.num_rows)
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        made = layer.combine
+        own = {"num_rows": made.num_rows, "mix": made.mix, "row_attention": made.row_attention}
+        return {**super()._read(layer), **own}
+
+
+@arrangement("latent", LatentAttention)
+@dataclass(frozen=True)
+class LatentConfig(AttentionConfig):
+    """`LatentAttention` as a value. With rotary positions it says how many channels turn.
+
+    >>> config = LatentConfig(512, 8, kv_lora_rank=128, qk_rope_head_dim=32, positions=RotaryConfig(interleaved=True))
+    >>> config.qk_nope_head_dim, config.layout.cache_width
+    (64, 160)
+    """
+
+    embed_dim: int
+    num_heads: int
+    _: KW_ONLY
+    kv_lora_rank: int
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int = 0
+    value_head_dim: int | None = None
+    bias: bool = True
+    output_bias: bool | None = None
+    positions: PositionsConfig | None = field(default=None, metadata={"kinds": POSITIONS})
+    norm_eps: float = 1e-6
+    form: Literal["auto", "expanded", "absorbed"] = "auto"
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    finite: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        checks.check_positive("norm_eps", self.norm_eps)
+        checks.check_one_of("form", self.form, ("auto", *FORMS))
+        for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "value_head_dim"):
+            checks.check_size(name, getattr(self, name))
+        fill = object.__setattr__
+        nope = self.qk_nope_head_dim or HeadLayout(self.embed_dim, self.num_heads).head_dim
+        fill(self, "qk_nope_head_dim", nope)
+        fill(self, "value_head_dim", self.value_head_dim or nope)
+        fill(self, "output_bias", self.bias if self.output_bias is None else self.output_bias)
+        layout = self.layout
+        positions = None if self.positions is None else checked_positions(self.positions)
+        if isinstance(positions, RotaryConfig) != (layout.qk_rope_head_dim > 0):
+            raise OptionError(
+                "qk_rope_head_dim counts the channels that rotary positions turn, so one needs the other; "
+                f"got qk_rope_head_dim {layout.qk_rope_head_dim} and positions {positions}"
+            )
+        if positions is not None:
+            fill(self, "positions", positions.fitted(self.turning))
+
+    @property
+    def layout(self) -> LatentLayout:
+        return LatentLayout(**{x.name: getattr(self, x.name) or 0 for x in fields(LatentLayout)})
+
+    @property
+    def turning(self) -> HeadLayout:
+        """The heads as positions see them: the turning channels alone, where there are any."""
+        layout = self.layout
+        if not layout.qk_rope_head_dim:
+            return layout.expanded
+        return HeadLayout(layout.embed_dim, layout.num_heads, head_dim=layout.qk_rope_head_dim)
+
+    @property
+    def mask(self) -> Mask | None:
+        return own_mask(self.causal, self.window)
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LatentAttention:
+        options = {x.name: getattr(self, x.name) for x in fields(self)}
+        options["qk_rope_head_dim"] = self.qk_rope_head_dim or None
+        if self.positions is not None:
+            options["positions"] = self.positions.build(self.turning).to(device=device, dtype=dtype)
+        return LatentAttention(**options, device=device, dtype=dtype)
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        causal, window = edges(layer.mask)
+        return cls(
+            **{name: size for name, size in layer.layout.to_dict().items() if name != "q_lora_rank"},
+            q_lora_rank=layer.layout.q_lora_rank or None,
+            bias=layer.kv_a_proj.bias is not None,
+            output_bias=layer.out_proj.bias is not None,
+            positions=None if layer.positions is None else positions_config_of(layer.positions),
+            norm_eps=layer.kv_a_norm.eps,
+            form=layer.form,
+            causal=causal,
+            window=window,
+            softcap=layer.softcap,
+            scale=layer.scale,
+            sinks=layer.sinks is not None,
+            dropout=layer.dropout,
+            finite=layer.finite,
+            backend=layer.backend,
+        )

@@ -1,0 +1,259 @@
+"""Attention layers as values: one small config a kind, which builds the layer and goes through JSON unchanged.
+
+A new arrangement of heads joins with a frozen dataclass under `@arrangement`, as those of `arrangements.py` do, and
+with its counts under `@count_layer.register` in `polyhead.plan`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+import torch
+from torch import nn
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadLayout
+from polyhead.layers import checks
+from polyhead.layers.kinds import Kinds, check_flags
+from polyhead.layers.multi_head import MultiHeadAttention
+from polyhead.layers.positions.base import Positions
+from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
+from polyhead.layers.steps import own_mask
+from polyhead.masks import Mask
+
+
+@dataclass(frozen=True)
+class AttentionConfig(ABC):
+    """What one attention layer is made with. Two configs are equal where they make equal layers."""
+
+    layer: ClassVar[type[Any]]  # entered by `arrangement`
+
+    @abstractmethod
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+        """The layer, freshly initialised."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, layer: Any) -> Self:
+        """What `layer` was made with."""
+
+    @property
+    def mask(self) -> Mask | None:
+        """The layer's own mask, which a call's mask is combined with."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        return CONFIGS.to_dict(self)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        config = CONFIGS.from_dict(found)
+        if not isinstance(config, cls):
+            raise OptionError(f"a {cls.__name__} was asked for, got the description of a {type(config).__name__}")
+        return config
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The config that `to_json` wrote; `AttentionConfig.from_json` reads any kind."""
+        try:
+            found = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"an attention config is a JSON object, got {text!r}: {error}") from error
+        return cls.from_dict(found)
+
+
+CONFIGS: Kinds[AttentionConfig] = Kinds("an attention config")
+_BY_LAYER: dict[type[nn.Module], type[AttentionConfig]] = {}
+Config = TypeVar("Config", bound=type[AttentionConfig])
+
+
+def arrangement(kind: str, layer: type[nn.Module]) -> Callable[[Config], Config]:
+    """Enter a dataclass as the config of `layer`, under the name it has in JSON."""
+
+    def enter(config: Config) -> Config:
+        CONFIGS.register(kind)(config)
+        config.layer = layer
+        _BY_LAYER[layer] = config
+        return config
+
+    return enter
+
+
+def build_attention(
+    config: AttentionConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The layer of any kind that `config` describes, positions included, on one device and in one dtype.
+
+    >>> config = AttentionConfig.from_json('{"kind": "multi_head", "embed_dim": 512, "num_heads": 8, "causal": true}')
+    >>> layer = build_attention(config)
+    >>> config_of(layer) == config
+    True
+    """
+    if not isinstance(config, AttentionConfig):
+        raise OptionError(
+            f"build_attention takes an AttentionConfig, got {type(config).__name__}; "
+            "read JSON with AttentionConfig.from_json, a dictionary with AttentionConfig.from_dict"
+        )
+    return config.build(device=device, dtype=dtype)
+
+
+def config_of(layer: nn.Module) -> AttentionConfig:
+    """What an attention layer of ours was made with; its weights, and a `head_gate` set on it, are no part of that."""
+    config = _BY_LAYER.get(type(layer))
+    if config is None:
+        known = ", ".join(kind.__name__ for kind in _BY_LAYER)
+        raise OptionError(f"layers with a config are {known}; got {type(layer).__name__}")
+    return config.of(layer)
+
+
+@dataclass(frozen=True)
+class HeadsConfig(AttentionConfig):
+    """What `MultiHeadAttention` takes, and with it every layer that does more with the same heads.
+
+    Sizes that are left out are filled in, as the layer would choose them. Positions are described instead of built.
+    """
+
+    embed_dim: int
+    num_heads: int
+    _: KW_ONLY
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    key_input_dim: int | None = None
+    value_input_dim: int | None = None
+    bias: bool = True
+    output_bias: bool | None = None
+    positions: PositionsConfig | None = field(default=None, metadata={"kinds": POSITIONS})
+    causal: bool = False
+    window: int | None = None
+    qk_norm: Literal["rms", "layer"] | None = None
+    output_gate: Literal["head", "channel"] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    finite: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        sizes = {x.name: getattr(self, x.name) for x in dataclasses.fields(HeadLayout)}
+        layout = checks.layout_of(self.embed_dim, self.num_heads, sizes)
+        fill = object.__setattr__
+        for name, size in layout.to_dict().items():
+            fill(self, name, size)
+        fill(self, "output_bias", self.bias if self.output_bias is None else self.output_bias)
+        checks.check_one_of("qk_norm", self.qk_norm, ("rms", "layer", None))
+        checks.check_one_of("output_gate", self.output_gate, ("head", "channel", None))
+        if self.positions is not None:
+            fill(self, "positions", checked_positions(self.positions).fitted(layout))
+
+    @property
+    def layout(self) -> HeadLayout:
+        return HeadLayout(**{x.name: getattr(self, x.name) for x in dataclasses.fields(HeadLayout)})
+
+    @property
+    def mask(self) -> Mask | None:
+        return own_mask(self.causal, self.window)
+
+    def build(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MultiHeadAttention:
+        options = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        if self.positions is not None:
+            options["positions"] = self.positions.build(self.layout).to(device=device, dtype=dtype)
+        layer: MultiHeadAttention = self.layer(**options, device=device, dtype=dtype)
+        return layer
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        return cls(**cls._read(layer))
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        """The fields as the layer has them; a kind with fields of its own adds them."""
+        gate, layout = layer.gate_proj, layer.layout
+        causal, window = edges(layer.mask)
+        return {
+            **layout.to_dict(),
+            "bias": layer.q_proj.bias is not None,
+            "output_bias": layer.out_proj.bias is not None,
+            "positions": None if layer.positions is None else positions_config_of(layer.positions),
+            "causal": causal,
+            "window": window,
+            "qk_norm": _norm_name(layer.q_norm),
+            # With one channel a head the two gates are the same.
+            "output_gate": None if gate is None else "head" if gate.out_features == layout.num_heads else "channel",
+            "softcap": layer.softcap,
+            "scale": layer.scale,
+            "sinks": layer.sinks is not None,
+            "dropout": layer.dropout,
+            "finite": layer.finite,
+            "backend": layer.backend,
+        }
+
+
+@arrangement("multi_head", MultiHeadAttention)
+@dataclass(frozen=True)
+class MultiHeadConfig(HeadsConfig):
+    """`MultiHeadAttention` as a value.
+
+    >>> config = MultiHeadConfig(512, 8, num_kv_heads=2, causal=True)
+    >>> config.head_dim, config.output_bias
+    (64, True)
+    """
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        if layer.combine is not None:
+            raise OptionError(
+                f"a config of multi-head attention has no module between heads and output, got a layer with "
+                f"{type(layer.combine).__name__}; give that arrangement a layer and a config of its own"
+            )
+        return super().of(layer)
+
+
+def check_options(config: Any) -> None:
+    """The options that every layer of ours has, held to what the layers themselves ask."""
+    check_flags(config)
+    checks.check_rate("dropout", config.dropout)
+    checks.check_positive("softcap", config.softcap)
+    checks.check_finite("scale", config.scale)
+    checks.check_backend(config.backend)
+    own_mask(config.causal, config.window)
+
+
+def checked_positions(positions: object) -> PositionsConfig:
+    if isinstance(positions, Positions):
+        raise OptionError(
+            f"a config describes positions and holds no module, got the module {type(positions).__name__}; "
+            "positions_config_of(module) describes it"
+        )
+    if not isinstance(positions, PositionsConfig):
+        raise OptionError(f"positions must be a PositionsConfig such as RotaryConfig(), got {positions!r}")
+    return positions
+
+
+def edges(mask: Mask | None) -> tuple[bool, int | None]:
+    """`causal` and `window` of a layer's own mask."""
+    if mask is None:
+        return False, None
+    if not (mask.is_band and mask.right == 0 and mask.sinks == 0):
+        raise OptionError(f"a config knows a causal edge and a causal window, got a layer whose own mask is {mask!r}")
+    return True, None if mask.left is None else mask.left + 1
+
+
+def _norm_name(norm: nn.Module | None) -> Literal["rms", "layer"] | None:
+    if norm is None:
+        return None
+    if type(norm) not in (nn.RMSNorm, nn.LayerNorm):
+        raise OptionError(f"qk_norm is an RMSNorm or a LayerNorm in a config, got {type(norm).__name__}")
+    return "rms" if type(norm) is nn.RMSNorm else "layer"

@@ -1,0 +1,119 @@
+"""Caches whose values are the first channels of their keys, so that a token is kept once: what latent heads need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import CacheError
+from polyhead.functional.decode import CacheArguments
+from polyhead.layers.kv_cache.base import CacheView
+from polyhead.layers.kv_cache.slots import GrowingCache, PreallocatedCache, SlotCache
+from polyhead.layers.kv_cache.tokens import TokenLayout, positive
+
+
+class KeepsKeysAlone(SlotCache):
+    """The part that latent caches share: one buffer [batch, kv_heads, slots, head_dim], of which values are a slice.
+
+    `append` takes keys without values. Separate values are refused, because they would be lost.
+    """
+
+    _value_dim: int
+
+    def append(
+        self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None
+    ) -> CacheView:
+        """Add a block of new tokens [batch, kv_heads, tokens, head_dim] and return what their queries attend to."""
+        if value is not None:
+            raise CacheError(
+                f"a latent cache reads values from the first {self._value_dim} channels of its keys and keeps no "
+                f"others, got separate values of shape {list(value.shape)}; it is for LatentAttention, other layers "
+                "take a GrowingCache or PreallocatedCache"
+            )
+        return super().append(key, key[..., : self._value_dim], lengths=lengths)
+
+    def _widths(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
+        return ((layout.head_dim, layout.dtype),)
+
+    def _encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        return (key,)
+
+    def _describe(self, stored: tuple[Tensor, ...]) -> CacheArguments:
+        return CacheArguments(*self._read(stored, 0))
+
+    def _read(self, stored: tuple[Tensor, ...], num_keys: int) -> tuple[Tensor, Tensor]:
+        (key,) = stored
+        return key, key[..., : self._value_dim]
+
+
+class LatentCache(KeepsKeysAlone, GrowingCache):
+    """A latent cache that takes batch, width, dtype and device from the first block and doubles its room when full.
+
+    A token costs head_dim numbers, one set for all heads: kv_lora_rank + qk_rope_head_dim of a `LatentAttention`.
+    `LatentCache.for_layout(layer.layout.absorbed, batch_size=2)` has the sizes of a layer.
+
+    >>> cache = LatentCache(value_dim=5)
+    >>> view = cache.append(torch.ones(2, 1, 3, 7))
+    >>> view.key.shape, view.value.shape, cache.nbytes == 2 * 3 * 7 * 4
+    (torch.Size([2, 1, 3, 7]), torch.Size([2, 1, 3, 5]), True)
+    """
+
+    def __init__(
+        self,
+        *,
+        value_dim: int,
+        batch_size: int | None = None,
+        num_kv_heads: int | None = 1,
+        head_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self._value_dim = _checked(value_dim, head_dim)
+
+
+class PreallocatedLatentCache(KeepsKeysAlone, PreallocatedCache):
+    """A latent cache with room for `capacity` tokens a sequence, taken once.
+
+    >>> cache = PreallocatedLatentCache(capacity=11, batch_size=2, head_dim=7, value_dim=5, dtype=torch.bfloat16)
+    >>> cache.nbytes == 2 * 11 * 7 * 2
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        batch_size: int,
+        head_dim: int,
+        value_dim: int,
+        num_kv_heads: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            capacity=capacity,
+            batch_size=batch_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self._value_dim = _checked(value_dim, head_dim)
+
+
+def _checked(value_dim: int, head_dim: int | None) -> int:
+    positive("value_dim", value_dim)
+    if head_dim is not None and value_dim > head_dim:
+        raise CacheError(f"values are the first channels of keys, got value_dim {value_dim} above head_dim {head_dim}")
+    return value_dim

@@ -1,0 +1,239 @@
+"""Position modules as values: what each is made with, apart from the sizes that the layer's heads decide."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Self, TypeVar
+
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadLayout
+from polyhead.layers.kinds import Kinds, check_flags
+from polyhead.layers.positions.absolute import Learned, Sinusoidal
+from polyhead.layers.positions.base import Positions
+from polyhead.layers.positions.biases import ALiBi, T5Bias
+from polyhead.layers.positions.quadratic import QuadraticRelative1D, QuadraticRelative2D
+from polyhead.layers.positions.rotary import Rotary
+from polyhead.layers.positions.rotary_scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    RotaryScaling,
+    YarnScaling,
+)
+
+SCALINGS: Kinds[RotaryScaling] = Kinds("a rotary scaling")
+SCALINGS.register("linear")(LinearScaling)
+SCALINGS.register("ntk")(NTKScaling)
+SCALINGS.register("dynamic_ntk")(DynamicNTKScaling)
+SCALINGS.register("yarn")(YarnScaling)
+SCALINGS.register("llama3")(Llama3Scaling)
+
+
+@dataclass(frozen=True)
+class PositionsConfig(ABC):
+    """How one layer learns where tokens stand. A new kind is a dataclass under `@describes`, with these methods."""
+
+    @abstractmethod
+    def build(self, layout: HeadLayout) -> Positions:
+        """The module, for heads of this layout."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, module: Any) -> Self:
+        """What `module` was made with."""
+
+    def num_parameters(self, layout: HeadLayout) -> int:
+        """What the module learns; most kinds learn nothing."""
+        return 0
+
+    def fitted(self, layout: HeadLayout) -> PositionsConfig:
+        """The same with what the layout decides filled in; refused where the module itself would refuse."""
+        check_flags(self)
+        with torch.device("meta"):
+            module = self.build(layout)
+        module.check(layout)
+        return type(self).of(module)
+
+
+POSITIONS: Kinds[PositionsConfig] = Kinds("a description of positions")
+_BY_MODULE: dict[type[Positions], type[PositionsConfig]] = {}
+Described = TypeVar("Described", bound=type[PositionsConfig])
+
+
+def describes(module: type[Positions], kind: str) -> Callable[[Described], Described]:
+    """Enter a dataclass as the description of `module`, under the name it has in JSON."""
+
+    def enter(member: Described) -> Described:
+        POSITIONS.register(kind)(member)
+        _BY_MODULE[module] = member
+        return member
+
+    return enter
+
+
+def positions_config_of(module: Positions) -> PositionsConfig:
+    """The description of a position module.
+
+    >>> positions_config_of(ALiBi(8, learnable=True))
+    ALiBiConfig(learnable=True)
+    """
+    member = _BY_MODULE.get(type(module))
+    if member is None:
+        known = ", ".join(kind.__name__ for kind in _BY_MODULE)
+        raise OptionError(
+            f"positions with a description are {known}; got {type(module).__name__}: "
+            "register a PositionsConfig of its own with polyhead.layers.positions.config.describes"
+        )
+    return member.of(module)
+
+
+@describes(Rotary, "rotary")
+@dataclass(frozen=True)
+class RotaryConfig(PositionsConfig):
+    """`Rotary` over the first `rotary_dim` channels of a head, all of them by default."""
+
+    _: KW_ONLY
+    base: float = 10000.0
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    scaling: RotaryScaling | None = field(default=None, metadata={"kinds": SCALINGS})
+
+    def build(self, layout: HeadLayout) -> Rotary:
+        return Rotary(
+            layout.head_dim,
+            base=self.base,
+            rotary_dim=self.rotary_dim,
+            interleaved=self.interleaved,
+            scaling=self.scaling,
+        )
+
+    @classmethod
+    def of(cls, module: Rotary) -> Self:
+        return cls(
+            base=module.base, rotary_dim=module.rotary_dim, interleaved=module.interleaved, scaling=module.scaling
+        )
+
+
+@describes(ALiBi, "alibi")
+@dataclass(frozen=True)
+class ALiBiConfig(PositionsConfig):
+    """`ALiBi`, with slopes that are fixed or learned."""
+
+    learnable: bool = False
+
+    def build(self, layout: HeadLayout) -> ALiBi:
+        return ALiBi(layout.num_heads, learnable=self.learnable)
+
+    @classmethod
+    def of(cls, module: ALiBi) -> Self:
+        return cls(module.weight is not None)
+
+    def num_parameters(self, layout: HeadLayout) -> int:
+        return layout.num_heads if self.learnable else 0
+
+
+@describes(T5Bias, "t5")
+@dataclass(frozen=True)
+class T5BiasConfig(PositionsConfig):
+    """`T5Bias`; each layer built from it has a table of its own."""
+
+    _: KW_ONLY
+    num_buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+    def build(self, layout: HeadLayout) -> T5Bias:
+        return T5Bias(layout.num_heads, **dataclasses.asdict(self))
+
+    @classmethod
+    def of(cls, module: T5Bias) -> Self:
+        return cls(num_buckets=module.num_buckets, max_distance=module.max_distance, bidirectional=module.bidirectional)
+
+    def num_parameters(self, layout: HeadLayout) -> int:
+        return self.num_buckets * layout.num_heads
+
+
+@describes(Sinusoidal, "sinusoidal")
+@dataclass(frozen=True)
+class SinusoidalConfig(PositionsConfig):
+    """`Sinusoidal`, added to the layer's input."""
+
+    base: float = 10000.0
+
+    def build(self, layout: HeadLayout) -> Sinusoidal:
+        return Sinusoidal(layout.embed_dim, base=self.base)
+
+    @classmethod
+    def of(cls, module: Sinusoidal) -> Self:
+        recipe: Any = module._table.recipe
+        return cls(recipe.base)
+
+
+@describes(Learned, "learned")
+@dataclass(frozen=True)
+class LearnedConfig(PositionsConfig):
+    """`Learned`, a vector for each of `max_length` positions."""
+
+    max_length: int
+
+    def build(self, layout: HeadLayout) -> Learned:
+        return Learned(self.max_length, layout.embed_dim)
+
+    @classmethod
+    def of(cls, module: Learned) -> Self:
+        return cls(module.max_length)
+
+    def num_parameters(self, layout: HeadLayout) -> int:
+        return self.max_length * layout.embed_dim
+
+
+@describes(QuadraticRelative1D, "quadratic_1d")
+@dataclass(frozen=True)
+class QuadraticRelative1DConfig(PositionsConfig):
+    """`QuadraticRelative1D`; `alpha` and `center_std` are where it starts, not what it has learned."""
+
+    _: KW_ONLY
+    alpha: float = 0.5
+    center_std: float = 2.0
+
+    def build(self, layout: HeadLayout) -> QuadraticRelative1D:
+        return QuadraticRelative1D(layout.num_heads, alpha=self.alpha, center_std=self.center_std)
+
+    @classmethod
+    def of(cls, module: QuadraticRelative1D) -> Self:
+        alpha, center_std = module._initial
+        return cls(alpha=alpha, center_std=center_std)
+
+    def num_parameters(self, layout: HeadLayout) -> int:
+        return 2 * layout.num_heads  # a centre and a width
+
+
+@describes(QuadraticRelative2D, "quadratic_2d")
+@dataclass(frozen=True)
+class QuadraticRelative2DConfig(PositionsConfig):
+    """`QuadraticRelative2D` over a grid; `alpha` and `center_std` are where it starts, not what it has learned."""
+
+    height: int
+    width: int
+    _: KW_ONLY
+    alpha: float = 0.5
+    center_std: float = 2.0
+
+    def build(self, layout: HeadLayout) -> QuadraticRelative2D:
+        return QuadraticRelative2D(
+            layout.num_heads, self.height, self.width, alpha=self.alpha, center_std=self.center_std
+        )
+
+    @classmethod
+    def of(cls, module: QuadraticRelative2D) -> Self:
+        alpha, center_std = module._initial
+        return cls(*module.grid, alpha=alpha, center_std=center_std)
+
+    def num_parameters(self, layout: HeadLayout) -> int:
+        return 3 * layout.num_heads  # a centre of two numbers and a width

@@ -1,0 +1,61 @@
+"""Steps that layers of every head arrangement take alike: their own mask, where tokens stand, what a cache holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.functional import AttentionOutput, Statistics
+from polyhead.functional.cached import cached_attention, cached_reasons
+from polyhead.layers.kv_cache import CacheView, KVCache
+from polyhead.masks import Mask
+
+
+def own_mask(causal: bool, window: int | None) -> Mask | None:
+    """The mask of a layer that is causal or sees a window, whatever is given to its calls."""
+    mask = Mask.causal() if causal else None
+    if window is None:
+        return mask
+    if not causal:
+        raise OptionError(
+            f"window counts the keys up to the query, so it needs causal=True, got window {window} without it; "
+            "for a two-sided window give forward mask=Mask.window(left=, right=)"
+        )
+    return Mask.window(window)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """In the precision of the norm's own weight, which under autocast is not that of the heads."""
+    return norm(x.to(norm.get_parameter("weight").dtype)).to(x.dtype)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[batch, sequence, heads * dim] to [batch, heads, sequence, dim], without moving anything."""
+    if not x.numel():  # `view` cannot infer the last axis of nothing
+        return x.reshape(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)
+    return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
+
+
+def first_position(cache: KVCache | None, queries: int, device: torch.device) -> int | Tensor:
+    """Where new tokens stand: behind what the cache holds, or at 0."""
+    if cache is None or not cache.lengths:
+        return 0
+    return cache.next_positions(queries, device=device) if cache.is_ragged else cache.lengths[0]
+
+
+def decoded(
+    q: Tensor,
+    view: CacheView,
+    mask: Mask | None,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    statistics: Statistics | None,
+) -> AttentionOutput | None:
+    """A few new tokens over the cache's own memory; None where our kernels cannot serve it."""
+    held = (q, view.storage, view.num_keys)
+    if len(cached_reasons(*held, mask=mask, scale=scale, sinks=sinks)):
+        return None
+    return cached_attention(*held, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=statistics)
