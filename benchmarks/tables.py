@@ -17,13 +17,15 @@ DOCS = ROOT / "docs"
 # `polyhead bench` names no file itself; its results are kept here under names that begin so.
 STATISTICS = "statistics-"
 INSPECTION = "inspection-"
+VIEWER = "viewer-"
 MARKS = re.compile(r"(<!-- *figures: *begin *-->).*?(<!-- *figures: *end *-->)", re.DOTALL)
 COLUMNS = "| ours | against | theirs | ours / theirs [95%] | bound |"
 
 
 def performance_page(page: str, results: Path = RESULTS) -> str:
     """docs/performance.md with everything between its two marks made anew from the layer's results."""
-    paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith((STATISTICS, INSPECTION))]
+    others = (STATISTICS, INSPECTION, VIEWER)
+    paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
     return _between_marks(page, paths, "batch x n x d_model x heads")
 
 
@@ -37,7 +39,17 @@ def inspection_page(page: str, results: Path = RESULTS) -> str:
     return _between_marks(page, sorted(results.glob(f"{INSPECTION}*.json")), "model and text")
 
 
-PAGES = {"performance.md": performance_page, "statistics.md": statistics_page, "inspecting.md": inspection_page}
+def looking_page(page: str, results: Path = RESULTS) -> str:
+    """docs/looking.md, from what `polyhead bench viewer` measured."""
+    return _between_marks(page, sorted(results.glob(f"{VIEWER}*.json")), "heads and text")
+
+
+PAGES = {
+    "performance.md": performance_page,
+    "statistics.md": statistics_page,
+    "inspecting.md": inspection_page,
+    "looking.md": looking_page,
+}
 
 
 def _between_marks(page: str, paths: Sequence[Path], shape: str) -> str:
