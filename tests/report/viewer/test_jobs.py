@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,7 +23,13 @@ def jobs():
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    """In a thread of its own: a browser that other tests drive may have left a loop running in this one."""
+
+    async def limited():
+        return await asyncio.wait_for(coroutine, 30)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, limited()).result()
 
 
 async def all_of(job):
