@@ -32,7 +32,7 @@ def _missing(what: str, how: str) -> None:
     pytest.skip(words)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium, one for all tests."""
     try:
@@ -90,7 +90,7 @@ def written(payload: dict[str, Any], file: Path) -> Path:
     return file
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of `payloads.synthetic`."""
     return written(synthetic(), tmp_path_factory.mktemp("page") / "small.html")

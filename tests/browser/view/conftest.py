@@ -85,7 +85,7 @@ def small_viewer(folder: Path, name: str) -> tuple[Viewer, Path]:
     return Viewer(ViewedModel(load_model(path))), path
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Running]]:
     """A server on the small model of a name, one for all tests: llama, t5, or long, which reads 3,100 tokens."""
     servers: dict[str, Running] = {}
