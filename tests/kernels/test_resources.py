@@ -122,15 +122,16 @@ def test_halved_blocks_come_to_an_end_and_never_become_higher_than_wide() -> Non
 
 
 class Narrow:
-    """A kernel on a machine that has room for tiles of 16 x 16 alone, and how often it was too large."""
+    """A kernel on a machine that has room for tiles of so many pairs, and how often it was too large."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, room: int = 16 * 16) -> None:
         self.kernel = kernel
+        self.room = room
         self.refused = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            if kwargs["BLOCK_M"] * kwargs["BLOCK_N"] > 256:
+            if kwargs["BLOCK_M"] * kwargs["BLOCK_N"] > self.room:
                 self.refused += 1
                 raise OutOfResources(2, 1, "shared memory")
             self.kernel[grid](*args, **kwargs)
@@ -177,6 +178,19 @@ def check_gradients_and_profiles_fit() -> None:
             if getattr(other, name) is not None:
                 torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=1e-5, rtol=1e-5)
     assert all(kernel.refused for kernel in narrow), [kernel.refused for kernel in narrow]
+
+    # Pieces found beside wide tiles are none of narrow ones, which come after them.
+    resources._found.clear()
+    crossing._crossing_kernel = Narrow(narrow[4].kernel, 32 * 32)
+    query, key = query.half(), key.half()
+    for walk in (column_kernel.kernel, column_kernel):
+        walks._column_kernel = walk
+        one, other = (
+            profile(query, key, lse, mask=Mask.causal(), backend=backend, **offsets)
+            for backend in ("fused", "blockwise")
+        )
+        torch.testing.assert_close(one.offsets, other.offsets, atol=1e-5, rtol=1e-5)
+    assert crossing._crossing_kernel.refused
 
 
 def test_gradients_and_profiles_make_do_with_less(project_root: Path) -> None:

@@ -108,4 +108,5 @@ def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: B
         )
 
     with torch.cuda.device_of(query):
-        launch_fitting(launch, piece, Blocks.halved, lambda: ("crossing", *problem.kind(mask)))
+        # What fitted beside one tile may be larger than another, of which it would then be no piece.
+        launch_fitting(launch, piece, Blocks.halved, lambda: ("crossing", *problem.kind(mask), tile, piece))
