@@ -232,8 +232,9 @@ def test_on_a_gpu_a_killed_run_goes_on(folders, text, tmp_path, name, determinis
             time.sleep(0.001)
         run.send_signal(signal.SIGKILL)
     assert 0 < read_facts(file)["batches"] < 9
-    subprocess.run([*command, *sure, "--resume", str(places[0])], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run([*command, *model, *begun, *sure, "--save", str(places[1])], check=True, stdout=subprocess.DEVNULL)
+    for rest in (["--resume", str(places[0])], [*model, *begun, "--save", str(places[1])]):
+        done = subprocess.run([*command, *sure, *rest], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
     resumed, whole = (load_inspection(place).table for place in places)
     assert resumed.columns.keys() == whole.columns.keys()
     for column in whole.columns:
