@@ -162,9 +162,5 @@ class HeadEvidence:
         missing = [name for name in self.state() if name not in state]
         if len(missing):
             raise OptionError(f"saved evidence must hold {', '.join(self.state())}; {', '.join(missing)} not found")
-        sums, hits, available, chance = (
-            state[name].to(self.sums.device) for name in ("sums", "hits", "available", "chance")
-        )
-        return replace(
-            self, documents=state["documents"].cpu(), sums=sums, hits=hits, available=available, chance=chance
-        )
+        tensors = {name: state[name] for name in ("sums", "hits", "available", "chance")}
+        return replace(self, documents=state["documents"].cpu(), **tensors)

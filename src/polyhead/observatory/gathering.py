@@ -37,7 +37,7 @@ class Gathered(Protocol):
     def state(self) -> dict[str, Tensor]: ...
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        """The same value with what was saved of it."""
+        """The same value with what was saved of it, on the device on which that lies."""
 
 
 class Gatherer(Protocol):

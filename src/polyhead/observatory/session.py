@@ -177,6 +177,7 @@ class Session:
         self._calls: Counter[AttentionSite] = Counter()
         self._statistics: dict[AttentionSite, SiteStatistics] = {}
         self._gathered: dict[AttentionSite, dict[str, Gathered]] = {}
+        self._taken_up: set[AttentionSite] = set()  # whose values lie where an earlier session left them
         self.notes = Notes()
         self.gates: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[int, Tokens] = {}
@@ -314,9 +315,13 @@ class Session:
     def gather(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
         """Show one attention to all that gather."""
         there = self._gathered.get(site)
+        device = attended.query.device
         if there is None:
-            made = {gatherer.name: gatherer.empty(site, attended.query.device) for gatherer in self.gatherers}
+            made = {gatherer.name: gatherer.empty(site, device) for gatherer in self.gatherers}
             there = {name: value for name, value in made.items() if value is not None}
+        elif site in self._taken_up:
+            self._taken_up.discard(site)
+            there = {name: _moved(value, device) for name, value in there.items()}
         self._gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
 
     def _site(self, name: str, num_heads: int, *, cross: bool) -> AttentionSite:
@@ -358,6 +363,7 @@ class Session:
         self._calls = Counter(observations.calls)
         self._statistics = {x.site: x for x in observations.sites}
         self._gathered = {site: dict(values) for site, values in observations.gathered.items()}
+        self._taken_up = set(self._gathered)
 
     @property
     def profile(self) -> HeadProfile:
@@ -368,6 +374,10 @@ class Session:
         heads = sum(site.num_heads for site in self._sites.values() if self._is_chosen(site))
         how = f"; {own_weights.COST}" if self.via_weights else ""
         return f"Session({type(self.model).__name__}, {heads} heads seen{how})"
+
+
+def _moved(value: Gathered, device: torch.device) -> Gathered:
+    return value.with_state({name: tensor.to(device) for name, tensor in value.state().items()})
 
 
 def _distinct(gather: Sequence[Gatherer]) -> tuple[Gatherer, ...]:
