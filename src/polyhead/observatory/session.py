@@ -314,14 +314,12 @@ class Session:
 
     def gather(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
         """Show one attention to all that gather."""
-        there = self._gathered.get(site)
-        device = attended.query.device
-        if there is None:
+        there, device = self._gathered.get(site), attended.query.device
+        if there is None or site in self._taken_up:
             made = {gatherer.name: gatherer.empty(site, device) for gatherer in self.gatherers}
-            there = {name: value for name, value in made.items() if value is not None}
-        elif site in self._taken_up:
+            empty = {name: value for name, value in made.items() if value is not None}
+            there = empty if there is None else {name: _moved(there[name], empty[name], device) for name in there}
             self._taken_up.discard(site)
-            there = {name: _moved(value, device) for name, value in there.items()}
         self._gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
 
     def _site(self, name: str, num_heads: int, *, cross: bool) -> AttentionSite:
@@ -359,6 +357,12 @@ class Session:
         for site in observations.calls:
             if self._sites.setdefault((site.name, site.kind), site) != site:
                 raise OptionError(f"a session goes on with the same model, got one in which {site.name!r} is another")
+        names = {gatherer.name for gatherer in self.gatherers}
+        if others := {name for values in observations.gathered.values() for name in values} - names:
+            raise OptionError(
+                f"a session goes on with the gatherers it began with, got {', '.join(sorted(names)) or 'none'} "
+                f"for values of {', '.join(sorted(others))}"
+            )
         self._plans.clear()
         self._calls = Counter(observations.calls)
         self._statistics = {x.site: x for x in observations.sites}
@@ -376,8 +380,9 @@ class Session:
         return f"Session({type(self.model).__name__}, {heads} heads seen{how})"
 
 
-def _moved(value: Gathered, device: torch.device) -> Gathered:
-    return value.with_state({name: tensor.to(device) for name, tensor in value.state().items()})
+def _moved(value: Gathered, empty: Gathered, device: torch.device) -> Gathered:
+    """What `value` has gathered, in one that was made for another device."""
+    return empty.with_state({name: tensor.to(device) for name, tensor in value.state().items()})
 
 
 def _distinct(gather: Sequence[Gatherer]) -> tuple[Gatherer, ...]:
