@@ -37,9 +37,9 @@ def test_other_things_are_no_heads(thing: object) -> None:
 
 def test_a_layout_fills_in_what_follows() -> None:
     layout = HeadLayout(30, 5)
-    assert dataclasses.astuple(layout) == (30, 5, 5, 6, 6, 30, 30)
+    assert dataclasses.astuple(layout) == (30, 5, 5, 6, 6, 30, 30, None)
     layout = HeadLayout(30, 6, num_kv_heads=2, head_dim=7, value_dim=11, key_input_dim=13)
-    assert dataclasses.astuple(layout) == (30, 6, 2, 7, 11, 13, 13)
+    assert dataclasses.astuple(layout) == (30, 6, 2, 7, 11, 13, 13, None)
     assert layout.group_size == 3
     assert HeadLayout(30, 5, key_input_dim=13, value_input_dim=17).value_input_dim == 17
     assert HeadLayout(30, 5, value_input_dim=17).key_input_dim == 30

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyhead.errors import OptionError, ShapeError
 
@@ -37,7 +38,8 @@ class HeadLayout:
     """How one attention layer is divided into heads.
 
     Multi-head attention has `num_kv_heads == num_heads`, multi-query attention has one, grouped-query
-    attention something between. Query head `i` reads key/value head `i // group_size`.
+    attention something between. Query head `i` reads key/value head `i // group_size`; or head `key_heads[i]`, where
+    groups are uneven. A map of even groups in their order is the same as none, and becomes None.
 
     >>> layout = HeadLayout(512, 8, num_kv_heads=2)
     >>> layout.head_dim, layout.group_size, layout.num_parameters
@@ -54,9 +56,12 @@ class HeadLayout:
     value_dim: int = 0
     key_input_dim: int = 0
     value_input_dim: int = 0
+    key_heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            if field.name == "key_heads":
+                continue
             size = getattr(self, field.name)
             if isinstance(size, bool) or not isinstance(size, int):
                 raise ShapeError(f"{field.name} must be an integer, got {size!r}")
@@ -68,20 +73,33 @@ class HeadLayout:
                 f"got {self.embed_dim} and {self.num_heads}"
             )
         fill = object.__setattr__
+        if self.key_heads is not None:
+            fill(self, "key_heads", checked_key_heads(self.key_heads, self.num_heads, self.num_kv_heads))
+            fill(self, "num_kv_heads", max(self.key_heads) + 1)
         fill(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         fill(self, "head_dim", self.head_dim or self.embed_dim // self.num_heads)
         fill(self, "value_dim", self.value_dim or self.head_dim)
         fill(self, "key_input_dim", self.key_input_dim or self.embed_dim)
         fill(self, "value_input_dim", self.value_input_dim or self.key_input_dim)
-        if self.num_heads % self.num_kv_heads:
+        size, rest = divmod(self.num_heads, self.num_kv_heads)
+        if rest == 0 and self.key_heads == tuple(i // size for i in range(self.num_heads)):
+            fill(self, "key_heads", None)
+        elif rest and self.key_heads is None:
             raise ShapeError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}; "
+                "for uneven groups say in key_heads which key head each head reads"
             )
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head."""
+        """Query heads that share one key/value head, where groups are even."""
+        if self.key_heads is not None:
+            raise ShapeError(f"uneven groups have no one size, got key_heads {self.key_heads}; ask key_head(i)")
         return self.num_heads // self.num_kv_heads
+
+    def key_head(self, head: int) -> int:
+        """The key/value head that a query head reads."""
+        return head // self.group_size if self.key_heads is None else self.key_heads[head]
 
     @property
     def num_parameters(self) -> int:
@@ -91,11 +109,13 @@ class HeadLayout:
         value = self.value_input_dim * self.num_kv_heads * self.value_dim
         return query + key + value + self.num_heads * self.value_dim * self.embed_dim
 
-    def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """Every size by its name, and `key_heads` where groups are uneven."""
+        sizes = dataclasses.asdict(self)
+        return sizes if self.key_heads is not None else {k: v for k, v in sizes.items() if k != "key_heads"}
 
     @classmethod
-    def from_dict(cls, sizes: dict[str, int]) -> HeadLayout:
+    def from_dict(cls, sizes: dict[str, Any]) -> HeadLayout:
         names = [field.name for field in dataclasses.fields(cls)]
         unknown, missing = sorted(set(sizes) - set(names)), sorted({"embed_dim", "num_heads"} - set(sizes))
         if unknown or missing:
@@ -104,3 +124,24 @@ class HeadLayout:
                 f"got unknown names {unknown} and missing names {missing}"
             )
         return cls(**sizes)
+
+
+def checked_key_heads(key_heads: Sequence[int], num_heads: int, num_kv_heads: int = 0) -> tuple[int, ...]:
+    """Which key head each query head reads; refused unless every key head there is has a reader.
+
+    `num_kv_heads` 0 leaves their number to the map.
+    """
+    if isinstance(key_heads, str) or not isinstance(key_heads, Sequence):
+        raise ShapeError(f"key_heads must list a key head for each head, got {key_heads!r}")
+    if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in key_heads):
+        raise ShapeError(f"key_heads must hold the numbers of key heads, from 0 on, got {list(key_heads)}")
+    if len(key_heads) != num_heads:
+        raise ShapeError(f"key_heads must name a key head for each of the {num_heads} heads, got {len(key_heads)}")
+    count = num_kv_heads or max(key_heads) + 1
+    unread = sorted(set(range(count)) - set(key_heads))
+    if max(key_heads) >= count or unread:
+        raise ShapeError(
+            f"the {count} key heads must each be read by some head and no other be named, got key_heads "
+            f"{list(key_heads)}" + (f", which never reads {unread}" if unread else "")
+        )
+    return tuple(key_heads)

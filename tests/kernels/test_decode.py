@@ -209,8 +209,8 @@ class Scene:
         return scale if self.head_scale is None else scale * self.head_scale.to(dtype)
 
 
-def check(case: Case, dtype: torch.dtype, device: str) -> None:
-    scene = Scene(case, dtype, device)
+def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Scene) -> None:
+    scene = kind(case, dtype, device)
     with poisoned():
         output, logsumexp, found = scene.run()
     mask = scene.mask()

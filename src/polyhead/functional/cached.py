@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyhead.functional.decode import CacheArguments, decode, decode_reasons
+from polyhead.functional.decode import CacheArguments, decode, decode_reasons, width_reasons
 from polyhead.functional.request import AttentionOutput
 from polyhead.functional.statistics import RowStatistics, Statistics
 from polyhead.functional.tracing import EXPORTED, is_exporting
@@ -125,6 +125,8 @@ def _mask_reasons(mask: Mask, query: Tensor, cache: CacheArguments, num_keys: in
     if mask.placed is not None:
         if cache.block_table is not None:
             reasons.append("tokens in pages stand in order, got stated positions")
+        elif cache.holds_latents and len(width_reasons(cache._replace(key_position=mask.placed[1]))):
+            reasons.append("latents of more than 256 channels are read in their order, got stated positions")
         for rows, size in zip(mask.placed, (queries, num_keys), strict=True):
             if rows.shape[0] not in (1, batch) or rows.shape[1] != size or rows.device.type == "meta":
                 reasons.append(f"positions must be [{batch} or 1, {size}], got {list(rows.shape)} on {rows.device}")

@@ -16,7 +16,8 @@ from torch import Tensor
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.functional.statistics import NAMES
 from polyhead.functional.tracing import TRANSFORMED, is_traced, is_transformed
-from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
+from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, multiprocessors
+from polyhead.kernels.latent_tiles import LatentBlocks, latent_reasons
 from polyhead.kernels.sizes import power_of_two
 
 MOST_QUERIES = 16
@@ -33,7 +34,8 @@ class CacheArguments(NamedTuple):
     Contiguous: `key` and `value` are [batch, kv_heads, slots, dim], sequence b has its tokens in the first `lengths[b]`
     slots, and the queries are the last of them. Rolling: the same with a position for each slot and each query. Paged:
     `key` and `value` are [pages, page_size, kv_heads, dim]. Quantised: both are int8, with a scale for each token and
-    head. Slots and pages that hold no token are never read.
+    head. Latents: `value` is the first channels of `key`, in the same memory, which `shared` says. Slots and pages that
+    hold no token are never read.
     """
 
     key: Tensor
@@ -45,6 +47,14 @@ class CacheArguments(NamedTuple):
     block_table: Tensor | None = None  # [batch, pages of the longest sequence]; needs `lengths`
     key_scale: Tensor | None = None  # float32 [batch, kv_heads, slots]
     value_scale: Tensor | None = None
+    shared: bool = False
+
+    @property
+    def holds_latents(self) -> bool:
+        """Whether the kernels for latents read it: they know lengths, no pages, positions or scales."""
+        elsewhere = (self.block_table, self.key_position, self.key_scale)
+        is_plain = self.shared and all(x is None for x in elsewhere)
+        return is_plain and not latent_reasons(self.key.shape[3], self.value.shape[3])
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -71,10 +81,8 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
     held = torch.int8 if cache.key_scale is not None else query.dtype
     if cache.key.dtype is not held or cache.value.dtype is not held:
         reasons.append(f"the cache must hold {held} here, got {cache.key.dtype} and {cache.value.dtype}")
-    for name, tensor in (("head_dim", cache.key), ("value_dim", cache.value)):
-        if tensor.shape[3] % 8 or not 8 <= tensor.shape[3] <= 256:
-            reasons.append(f"{name} must be a multiple of 8 up to 256, got {tensor.shape[3]}")
-    tensors = [query, *(x for x in cache if x is not None)]
+    reasons += width_reasons(cache)
+    tensors = [query, *(x for x in cache if isinstance(x, Tensor))]
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in tensors if x is not cache.key_scale):
         reasons.append("the last axis of query, keys, values, tables and positions must lie together in memory")
     if any(x.device != query.device for x in tensors):
@@ -90,6 +98,20 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
     elif kind == "cuda" and not torch.compiler.is_compiling() and capability(query.device.index) < (8, 0):
         major, minor = capability(query.device.index)
         reasons.append(f"the kernels need compute capability 8.0, got {major}.{minor}")
+    return reasons
+
+
+def width_reasons(cache: CacheArguments) -> list[str]:
+    """Why no kernel reads keys and values of so many channels."""
+    if cache.holds_latents:
+        return []
+    reasons = [
+        f"{name} must be a multiple of 8 up to 256, got {tensor.shape[3]}"
+        for name, tensor in (("head_dim", cache.key), ("value_dim", cache.value))
+        if tensor.shape[3] % 8 or not 8 <= tensor.shape[3] <= 256
+    ]
+    if cache.shared and len(reasons):
+        return latent_reasons(cache.key.shape[3], cache.value.shape[3]) or reasons
     return reasons
 
 
@@ -168,6 +190,7 @@ def _decode_at_once(
     block_table: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    shared: bool,
     head_scale: Tensor | None,
     sinks: Tensor | None,
     table: Tensor | None,
@@ -186,7 +209,7 @@ def _decode_at_once(
     from polyhead.kernels.mask_arguments import MaskArguments
 
     cache = CacheArguments(
-        key, value, lengths, new_lengths, key_position, query_position, block_table, key_scale, value_scale
+        key, value, lengths, new_lengths, key_position, query_position, block_table, key_scale, value_scale, shared
     )
     batch, heads, queries, dim_key = query.shape
     dim_value = value.shape[3]
@@ -197,16 +220,6 @@ def _decode_at_once(
         return output, logsumexp, found
 
     group_rows = heads // kv_heads * queries
-    indirect = block_table is not None or key_position is not None
-    blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)
-    pairs = batch * kv_heads * -(-group_rows // blocks.rows)
-    if splits is None:
-        reachable = slots if left is None or key_position is not None else min(slots, left + queries + kept)
-        splits = plan_splits(pairs, -(-reachable // blocks.keys), blocks.resident * _multiprocessors(query.device))
-    # Where one program sees all keys it leaves no parts.
-    sums = query.new_empty((0 if splits == 1 else len(statistics) + 2, splits, rows), dtype=torch.float32)
-    parts = query.new_empty((0 if splits == 1 else splits, rows, dim_value), dtype=torch.float32)
-
     paged = block_table is not None
     pointers = kernels.CachePointers(
         key,
@@ -241,43 +254,65 @@ def _decode_at_once(
             table_width=table.shape[1],
         )
     places = kernels.Places(**{NAMES[name]: place for place, name in enumerate(statistics)})
+
+    indirect = block_table is not None or key_position is not None
+    blocks: Blocks | LatentBlocks
+    if cache.holds_latents:
+        from polyhead.kernels import decode_latent
+
+        latents = decode_latent.Latents(key, *_row_head_token(key, False), lengths, new_lengths)
+        numbers = decode_latent.Numbers(scale, softcap, sink_keys, window)
+        blocks = decode_latent.plan_parts(query, latents, dim_value, mask, places, head_scale, numbers)
+    else:
+        blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)
+    pairs = batch * kv_heads * -(-group_rows // blocks.rows)
+    if splits is None:
+        reachable = slots if left is None or key_position is not None else min(slots, left + queries + kept)
+        splits = plan_splits(pairs, -(-reachable // blocks.keys), blocks.resident * multiprocessors(query.get_device()))
+    # Where one program sees all keys it leaves no parts; that of latents always does.
+    in_parts = splits > 1 or isinstance(blocks, LatentBlocks)
+    sums = query.new_empty((len(statistics) + 2 if in_parts else 0, splits, rows), dtype=torch.float32)
+    parts = query.new_empty((splits if in_parts else 0, rows, dim_value), dtype=torch.float32)
     with torch.cuda.device_of(query):
-        kernels.decode_kernel[(pairs, splits)](
-            query,
-            output,
-            logsumexp,
-            found,
-            sums,
-            parts,
-            head_scale,
-            sinks,
-            pointers,
-            mask,
-            places,
-            *query.stride()[:3],
-            scale,
-            softcap,
-            sink_keys,
-            window,
-            slots,
-            splits,
-            rows,
-            KV_HEADS=kv_heads,
-            GROUP=heads // kv_heads,
-            QUERIES=queries,
-            DIM_KEY=dim_key,
-            DIM_VALUE=dim_value,
-            PAGE_SIZE=page_size,
-            ONE_SPLIT=splits == 1,
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.keys,
-            BLOCK_KEY=blocks.dim_key,
-            BLOCK_VALUE=blocks.dim_value,
-            STAGES=blocks.stages,
-            num_warps=blocks.warps,
-        )
-        if splits > 1:
-            block_splits = max(16, power_of_two(splits))
+        if isinstance(blocks, LatentBlocks):
+            decode_latent.leave_parts(query, latents, dim_value, sums, parts, mask, places, head_scale, numbers, blocks)
+        else:
+            kernels.decode_kernel[(pairs, splits)](
+                query,
+                output,
+                logsumexp,
+                found,
+                sums,
+                parts,
+                head_scale,
+                sinks,
+                pointers,
+                mask,
+                places,
+                *query.stride()[:3],
+                scale,
+                softcap,
+                sink_keys,
+                window,
+                slots,
+                splits,
+                rows,
+                KV_HEADS=kv_heads,
+                GROUP=heads // kv_heads,
+                QUERIES=queries,
+                DIM_KEY=dim_key,
+                DIM_VALUE=dim_value,
+                PAGE_SIZE=page_size,
+                ONE_SPLIT=splits == 1,
+                BLOCK_M=blocks.rows,
+                BLOCK_N=blocks.keys,
+                BLOCK_KEY=blocks.dim_key,
+                BLOCK_VALUE=blocks.dim_value,
+                STAGES=blocks.stages,
+                num_warps=blocks.warps,
+            )
+        if in_parts:
+            block_splits, block_value = max(16, power_of_two(splits)), max(16, power_of_two(dim_value))
             kernels.join_kernel[(rows,)](
                 output,
                 logsumexp,
@@ -292,8 +327,8 @@ def _decode_at_once(
                 QUERIES=queries,
                 DIM_VALUE=dim_value,
                 BLOCK_SPLITS=block_splits,
-                BLOCK_PARTS=min(block_splits, 8192 // blocks.dim_value),
-                BLOCK_VALUE=blocks.dim_value,
+                BLOCK_PARTS=min(block_splits, 8192 // block_value),
+                BLOCK_VALUE=block_value,
                 num_warps=4,
             )
     return output, logsumexp, found
@@ -304,7 +339,7 @@ _decode = torch.library.custom_op("polyhead::decode", mutates_args=())(_decode_a
 
 @_decode.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = rest[16]
+    statistics = rest[17]
     assert isinstance(statistics, Sequence)
     return _outputs(query, value, statistics)
 
@@ -370,11 +405,6 @@ def plan_splits(pairs: int, tiles: int, room: int) -> int:
         return rounds * (-(-tiles // splits) + _STEPS_TO_START) + (_STEPS_TO_JOIN if splits > 1 else 0.0)
 
     return min(range(1, max(1, min(tiles, _MOST_SPLITS)) + 1), key=steps)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _row_head_token(x: Tensor | None, paged: bool) -> tuple[int, int, int]:

@@ -26,3 +26,9 @@ def has_hopper_kernels(device: torch.device) -> bool:
 @functools.cache
 def _has_gluon() -> bool:
     return HAS_TRITON and importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many programs run side by side at least; -1 is the CPU, which runs one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 1

@@ -369,6 +369,156 @@ def _absorb(
 
 
 @triton.jit
+def _first_state(
+    sink,
+    ADDED: tl.constexpr,
+    BASE_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
+    """What is known of rows before their first tile; the sink is a first key without a value."""
+    # [BLOCK_M]
+    zeros = tl.zeros([BLOCK_M], tl.float32)
+    shift = zeros + LOWEST
+    total = zeros
+    if sink is not None:
+        if BASE_TWO:
+            shift = tl.maximum(shift, sink * LOG2E)
+        else:
+            shift = tl.maximum(shift, sink)
+        total = tl.where(sink == -float("inf"), 0.0, zeros + 1.0)
+    largest = zeros + HIDDEN
+    if ADDED:
+        largest = zeros - float("inf")
+    nowhere = tl.zeros([BLOCK_M], tl.int32) - 1
+    return (
+        tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32),
+        shift,
+        total,
+        tl.zeros([BLOCK_N], tl.float32),
+        largest,
+        zeros - 1.0,
+        nowhere,
+        nowhere,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        tl.zeros([BLOCK_M], tl.int32),
+    )
+
+
+@triton.jit
+def _store_rows(
+    state,
+    sink,
+    POISONED: tl.constexpr,
+    rows,
+    ptr_logsumexp,
+    offs_row,
+    mask_m,
+    gain,
+    ADDED: tl.constexpr,
+    BASE_TWO: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Store log-sum-exp and statistics of rows that have seen all their tiles; their output is returned."""
+    (
+        acc,
+        shift,
+        total,
+        broken,
+        largest,
+        largest_abs,
+        argmax,
+        argmax_abs,
+        spread,
+        reach,
+        signed_reach,
+        reach_squared,
+        sink_mass,
+        self_mass,
+        previous_mass,
+        next_mass,
+        window_mass,
+        visible_keys,
+    ) = state
+    if POISONED:
+        total += tl.sum(broken, 0)
+
+    is_empty = total == 0.0
+    is_broken = total != total
+    total = tl.where(is_empty, 1.0, total)
+    log_total = log2(total, EXACT)
+    if BASE_TWO:
+        logsumexp = (shift + log_total) * LN2
+    else:
+        logsumexp = shift + log_total * LN2
+    tl.store(ptr_logsumexp + offs_row, tl.where(is_empty, -float("inf"), logsumexp), mask=mask_m)
+
+    # [BLOCK_M]
+    nan = float("nan")
+    if ADDED:
+        sees_keys = largest > -float("inf")
+        largest_logit, largest_size = largest, tl.maximum(largest_abs, 0.0)
+        over_shift = (largest - shift) * LOG2E
+    elif BASE_TWO:
+        sees_keys = largest > HIDDEN
+        largest_logit, largest_size = largest * (gain * LN2), tl.maximum(largest_abs, 0.0) * (gain * LN2)
+        over_shift = largest * gain - shift
+    else:
+        sees_keys = largest > HIDDEN
+        largest_logit, largest_size = largest * gain, tl.maximum(largest_abs, 0.0) * gain
+        over_shift = (largest * gain - shift) * LOG2E
+    if rows.max_logit is not None:
+        value = tl.where(sees_keys, largest_logit, -float("inf"))
+        tl.store(rows.max_logit + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
+    if rows.max_abs_logit is not None:
+        tl.store(rows.max_abs_logit + offs_row, tl.where(is_broken, nan, largest_size), mask=mask_m)
+    if rows.confidence is not None:
+        value = tl.where(sees_keys, exp2(over_shift, EXACT) / total, 0.0)
+        tl.store(rows.confidence + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
+    if rows.entropy is not None:
+        tl.store(rows.entropy + offs_row, (log_total - spread / total) * LN2, mask=mask_m)
+    if rows.reach is not None:
+        tl.store(rows.reach + offs_row, reach / total, mask=mask_m)
+    if rows.signed_reach is not None:
+        tl.store(rows.signed_reach + offs_row, signed_reach / total, mask=mask_m)
+    if rows.reach_squared is not None:
+        tl.store(rows.reach_squared + offs_row, reach_squared / total, mask=mask_m)
+    if rows.sink_mass is not None:
+        tl.store(rows.sink_mass + offs_row, sink_mass / total, mask=mask_m)
+    if rows.self_mass is not None:
+        tl.store(rows.self_mass + offs_row, self_mass / total, mask=mask_m)
+    if rows.previous_mass is not None:
+        tl.store(rows.previous_mass + offs_row, previous_mass / total, mask=mask_m)
+    if rows.next_mass is not None:
+        tl.store(rows.next_mass + offs_row, next_mass / total, mask=mask_m)
+    if rows.window_mass is not None:
+        tl.store(rows.window_mass + offs_row, window_mass / total, mask=mask_m)
+    if rows.visible_keys is not None:
+        tl.store(rows.visible_keys + offs_row, visible_keys.to(tl.float32), mask=mask_m)
+    if rows.learned_sink_mass is not None:
+        if BASE_TWO:
+            value = exp2(sink * LOG2E - shift, EXACT) / total
+        else:
+            value = exp2((sink - shift) * LOG2E, EXACT) / total
+        tl.store(rows.learned_sink_mass + offs_row, value, mask=mask_m)
+    if rows.argmax is not None:
+        tl.store(rows.argmax + offs_row, argmax, mask=mask_m)
+    if rows.argmax_abs is not None:
+        tl.store(rows.argmax_abs + offs_row, argmax_abs, mask=mask_m)
+    # [BLOCK_M, BLOCK_VALUE]
+    return acc / total[:, None]
+
+
+@triton.jit
 def _forward_kernel(
     source_query,
     source_key,
@@ -435,41 +585,10 @@ def _forward_kernel(
     if BASE_TWO:
         gain = gain * LOG2E
 
-    # [BLOCK_M]
-    zeros = tl.zeros([BLOCK_M], tl.float32)
-    shift = zeros + LOWEST
-    total = zeros
+    sink = None
     if ptr_sinks is not None:
-        # The sink is a first key without a value.
         sink = tl.load(ptr_sinks + i_head).to(tl.float32)
-        if BASE_TWO:
-            sink = sink * LOG2E
-        shift = tl.maximum(shift, sink)
-        total = tl.where(sink == -float("inf"), 0.0, zeros + 1.0)
-    largest = zeros + HIDDEN
-    if ADDED:
-        largest = zeros - float("inf")
-    nowhere = tl.zeros([BLOCK_M], tl.int32) - 1
-    state = (
-        tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32),
-        shift,
-        total,
-        tl.zeros([BLOCK_N], tl.float32),
-        largest,
-        zeros - 1.0,
-        nowhere,
-        nowhere,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-        tl.zeros([BLOCK_M], tl.int32),
-    )
+    state = _first_state(sink, ADDED, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
 
     kept, start, stop = key_spans(mask, i_batch, first_row, sizes.queries, sizes.keys, BLOCK_M, BLOCK_N)
     kept_tiles, first_tile, last_tile = kept // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
@@ -497,103 +616,19 @@ def _forward_kernel(
             threshold, gain, bend, i_batch, i_head, offs_m, positions, i_tile, False, ADDED, SOFTCAP, DIM_KEY,
             DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
         )  # fmt: skip
-    (
-        acc,
-        shift,
-        total,
-        broken,
-        largest,
-        largest_abs,
-        argmax,
-        argmax_abs,
-        spread,
-        reach,
-        signed_reach,
-        reach_squared,
-        sink_mass,
-        self_mass,
-        previous_mass,
-        next_mass,
-        window_mass,
-        visible_keys,
-    ) = state
-    if mask.poison is not None:
-        total += tl.sum(broken, 0)
-
     mask_m = offs_m < sizes.queries
     offs_row = i_pair.to(tl.int64) * sizes.queries + offs_m
-    is_empty = total == 0.0
-    is_broken = total != total
-    total = tl.where(is_empty, 1.0, total)
-    log_total = log2(total, EXACT)
-    if BASE_TWO:
-        logsumexp = (shift + log_total) * LN2
-    else:
-        logsumexp = shift + log_total * LN2
-    tl.store(ptr_logsumexp + offs_row, tl.where(is_empty, -float("inf"), logsumexp), mask=mask_m)
-
     # [BLOCK_M, BLOCK_VALUE]
+    tile_o = _store_rows(
+        state, sink, mask.poison is not None, rows, ptr_logsumexp, offs_row, mask_m, gain, ADDED, BASE_TWO, EXACT
+    )
     offs_dim = tl.arange(0, BLOCK_VALUE)
     if ptr_seed is not None:
-        acc = acc * survival
-    acc = acc / total[:, None]
+        tile_o = tile_o * survival
     start_output = i_batch.to(tl.int64) * strides_output[0] + i_head.to(tl.int64) * strides_output[1]
     offs_output = (offs_m.to(tl.int64) * strides_output[2])[:, None] + offs_dim[None, :]
     mask_output = mask_m[:, None] & (offs_dim < DIM_VALUE)[None, :]
-    tl.store(ptr_output + start_output + offs_output, acc.to(ptr_output.dtype.element_ty), mask=mask_output)
-
-    # [BLOCK_M]
-    nan = float("nan")
-    if ADDED:
-        sees_keys = largest > -float("inf")
-        largest_logit, largest_size = largest, tl.maximum(largest_abs, 0.0)
-        over_shift = (largest - shift) * LOG2E
-    elif BASE_TWO:
-        sees_keys = largest > HIDDEN
-        largest_logit, largest_size = largest * (gain * LN2), tl.maximum(largest_abs, 0.0) * (gain * LN2)
-        over_shift = largest * gain - shift
-    else:
-        sees_keys = largest > HIDDEN
-        largest_logit, largest_size = largest * gain, tl.maximum(largest_abs, 0.0) * gain
-        over_shift = (largest * gain - shift) * LOG2E
-    if rows.max_logit is not None:
-        value = tl.where(sees_keys, largest_logit, -float("inf"))
-        tl.store(rows.max_logit + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
-    if rows.max_abs_logit is not None:
-        tl.store(rows.max_abs_logit + offs_row, tl.where(is_broken, nan, largest_size), mask=mask_m)
-    if rows.confidence is not None:
-        value = tl.where(sees_keys, exp2(over_shift, EXACT) / total, 0.0)
-        tl.store(rows.confidence + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
-    if rows.entropy is not None:
-        tl.store(rows.entropy + offs_row, (log_total - spread / total) * LN2, mask=mask_m)
-    if rows.reach is not None:
-        tl.store(rows.reach + offs_row, reach / total, mask=mask_m)
-    if rows.signed_reach is not None:
-        tl.store(rows.signed_reach + offs_row, signed_reach / total, mask=mask_m)
-    if rows.reach_squared is not None:
-        tl.store(rows.reach_squared + offs_row, reach_squared / total, mask=mask_m)
-    if rows.sink_mass is not None:
-        tl.store(rows.sink_mass + offs_row, sink_mass / total, mask=mask_m)
-    if rows.self_mass is not None:
-        tl.store(rows.self_mass + offs_row, self_mass / total, mask=mask_m)
-    if rows.previous_mass is not None:
-        tl.store(rows.previous_mass + offs_row, previous_mass / total, mask=mask_m)
-    if rows.next_mass is not None:
-        tl.store(rows.next_mass + offs_row, next_mass / total, mask=mask_m)
-    if rows.window_mass is not None:
-        tl.store(rows.window_mass + offs_row, window_mass / total, mask=mask_m)
-    if rows.visible_keys is not None:
-        tl.store(rows.visible_keys + offs_row, visible_keys.to(tl.float32), mask=mask_m)
-    if rows.learned_sink_mass is not None:
-        if BASE_TWO:
-            value = exp2(sink - shift, EXACT) / total
-        else:
-            value = exp2((sink - shift) * LOG2E, EXACT) / total
-        tl.store(rows.learned_sink_mass + offs_row, value, mask=mask_m)
-    if rows.argmax is not None:
-        tl.store(rows.argmax + offs_row, argmax, mask=mask_m)
-    if rows.argmax_abs is not None:
-        tl.store(rows.argmax_abs + offs_row, argmax_abs, mask=mask_m)
+    tl.store(ptr_output + start_output + offs_output, tile_o.to(ptr_output.dtype.element_ty), mask=mask_output)
 
 
 def choose_blocks(width: int, element_size: int, queries: int, asked: int, capability: tuple[int, int]) -> Blocks:

@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.kernels.availability import capability
-from polyhead.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, multiprocessors, row_sums
+from polyhead.kernels.availability import capability, multiprocessors
+from polyhead.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.outputs import output_like
 from polyhead.kernels.sizes import blocks_of, power_of_two

@@ -36,8 +36,3 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 @functools.cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], DTYPES[dtype])
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,156 @@
+"""Talking heads, forward: one kernel for the log-sum-exp of every mixed map, one for the output; nothing of size n²."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from polyhead.kernels.mask_tiles import key_positions, key_spans, query_positions
+from polyhead.kernels.softmax_tiles import LN2, LOG2E
+from polyhead.kernels.talking_tiles import (
+    batched_dot,
+    by_head,
+    by_pair,
+    columns_by_head,
+    mix_matrix,
+    mixed,
+    mixed_logits,
+    row_logsumexp,
+    rows_by_head,
+    seen,
+    store_by_head,
+    store_row_values,
+    weights_of,
+)
+
+
+@triton.jit
+def logsumexp_kernel(
+    ptr_query,
+    ptr_key,
+    ptr_logits_mix,
+    ptr_logsumexp,
+    mask,
+    poison,
+    shape,
+    strides_query,
+    strides_key,
+    scale,
+    HEADS: tl.constexpr,
+    DIM_KEY: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    DTYPE: tl.constexpr = ptr_query.dtype.element_ty
+    blocks = tl.cdiv(shape.queries, BLOCK_M)
+    i_batch = tl.program_id(0) // blocks
+    # The last rows see the most under a causal edge, and start first.
+    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    offs_m = first_row + tl.arange(0, BLOCK_M)
+    # [HEADS, BLOCK_M, BLOCK_KEY]
+    tile_query = rows_by_head(
+        ptr_query, strides_query, i_batch, offs_m, shape.queries, shape.heads, 1, DIM_KEY, BLOCK_KEY, HEADS
+    )
+    mix = mix_matrix(ptr_logits_mix, False, HEADS)
+    positions_m = query_positions(mask, i_batch, offs_m, shape.queries)
+    # Two neighbouring columns share a place of their own, in the maximum as in the sum, until all is added up in the
+    # end: who holds them is one thread, and nothing passes between threads for every tile.
+    largest = tl.full([HEADS, BLOCK_M, BLOCK_N // 2], -1e30, tl.float32)
+    total = tl.zeros([HEADS, BLOCK_M, BLOCK_N // 2], tl.float32)
+    kept, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
+    for step in tl.range(0, kept + stop - start, BLOCK_N):
+        offs_n = tl.where(step < kept, step, step - kept + start) + tl.arange(0, BLOCK_N)
+        # [HEADS, BLOCK_KEY, BLOCK_N]
+        tile_key = columns_by_head(
+            ptr_key, strides_key, i_batch, offs_n, shape.keys, shape.heads, shape.group, DIM_KEY, BLOCK_KEY, HEADS
+        )
+        scores = batched_dot(tile_query, tile_key) * (scale * LOG2E)
+        positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
+        visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
+        logits = mixed_logits(
+            scores, mix, visible, poison, i_batch, offs_m, offs_n, shape, DTYPE, SPLIT, BLOCK_M, BLOCK_N
+        )
+        logits = tl.reshape(logits, [HEADS, BLOCK_M, BLOCK_N // 2, 2])
+        higher = tl.maximum(largest, tl.max(logits, 3))
+        total = total * tl.exp2(largest - higher) + tl.sum(tl.exp2(logits - higher[:, :, :, None]), 3)
+        largest = higher
+    top = tl.max(largest, 2)
+    whole = tl.sum(total * tl.exp2(largest - top[:, :, None]), 2)
+    result = (top + tl.log2(tl.where(whole == 0.0, 1.0, whole))) * LN2
+    result = tl.where(whole == 0.0, -float("inf"), result)
+    store_row_values(ptr_logsumexp, result, i_batch, offs_m, shape, HEADS)
+
+
+@triton.jit
+def output_kernel(
+    ptr_query,
+    ptr_key,
+    ptr_value,
+    ptr_logits_mix,
+    ptr_weights_mix,
+    ptr_logsumexp,
+    ptr_output,
+    mask,
+    poison,
+    shape,
+    strides_query,
+    strides_key,
+    strides_value,
+    strides_output,
+    scale,
+    HEADS: tl.constexpr,
+    DIM_KEY: tl.constexpr,
+    DIM_VALUE: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    DTYPE: tl.constexpr = ptr_query.dtype.element_ty
+    blocks = tl.cdiv(shape.queries, BLOCK_M)
+    i_batch = tl.program_id(0) // blocks
+    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    offs_m = first_row + tl.arange(0, BLOCK_M)
+    tile_query = rows_by_head(
+        ptr_query, strides_query, i_batch, offs_m, shape.queries, shape.heads, 1, DIM_KEY, BLOCK_KEY, HEADS
+    )
+    logits_mix = mix_matrix(ptr_logits_mix, False, HEADS)
+    weights_mix = mix_matrix(ptr_weights_mix, False, HEADS)
+    positions_m = query_positions(mask, i_batch, offs_m, shape.queries)
+    logsumexp = row_logsumexp(ptr_logsumexp, i_batch, offs_m, shape, HEADS)
+    # [HEADS, BLOCK_M, BLOCK_VALUE]
+    output = tl.zeros([HEADS, BLOCK_M, BLOCK_VALUE], tl.float32)
+    kept, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
+    for step in tl.range(0, kept + stop - start, BLOCK_N):
+        offs_n = tl.where(step < kept, step, step - kept + start) + tl.arange(0, BLOCK_N)
+        tile_key = columns_by_head(
+            ptr_key, strides_key, i_batch, offs_n, shape.keys, shape.heads, shape.group, DIM_KEY, BLOCK_KEY, HEADS
+        )
+        # [HEADS, BLOCK_N, BLOCK_VALUE]
+        tile_value = rows_by_head(
+            ptr_value,
+            strides_value,
+            i_batch,
+            offs_n,
+            shape.keys,
+            shape.heads,
+            shape.group,
+            DIM_VALUE,
+            BLOCK_VALUE,
+            HEADS,
+        )
+        scores = batched_dot(tile_query, tile_key) * (scale * LOG2E)
+        positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
+        visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
+        logits = mixed_logits(
+            scores, logits_mix, visible, poison, i_batch, offs_m, offs_n, shape, DTYPE, SPLIT, BLOCK_M, BLOCK_N
+        )
+        weights = weights_of(logits, logsumexp, visible, poison)
+        heads = by_head(mixed(weights_mix, by_pair(weights, DTYPE)).to(DTYPE), BLOCK_M, BLOCK_N)
+        output += batched_dot(heads, tile_value)
+    store_by_head(
+        ptr_output, strides_output, output, i_batch, offs_m, shape.queries, shape.heads, DIM_VALUE, BLOCK_VALUE, HEADS
+    )

@@ -1,0 +1,117 @@
+"""Scenes of which only some rows are asked for, and what is right for those: the rows of the whole attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polyhead import AttentionOutput, Mask
+from polyhead.functional.ragged import RaggedRows, ragged_attention
+from tests.error_budget import assert_within_error_budget
+from tests.functional.oracle import Scene
+
+LEARNED = ("query", "key", "value", "sinks")
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    scene: Scene
+    which: Tensor  # boolean [batch, heads, queries]
+    by_head: bool = False
+    padding: int = 0  # rows behind the last pair
+
+    @property
+    def index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequence, head and query of each row, in the order of the rows."""
+        if self.by_head:
+            head, batch, query = self.which.transpose(0, 1).nonzero().unbind(-1)
+        else:
+            batch, head, query = self.which.nonzero().unbind(-1)
+        return batch, head, query
+
+    def rows(self, device: str = "cpu") -> RaggedRows:
+        counts = (self.which.transpose(0, 1) if self.by_head else self.which).sum(-1).flatten()
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        # What stands in padding is nobody's query.
+        positions = torch.cat([self.index[2], torch.full((self.padding,), -(1 << 30))])
+        return RaggedRows(positions.to(device), offsets.int().to(device), self.which.shape[2], self.by_head)
+
+    def to(self, dtype: torch.dtype) -> Chosen:
+        return replace(self, scene=self.scene.to(dtype))
+
+    def picked(self, full: Tensor) -> Tensor:
+        """The chosen rows of [batch, heads, queries, ...]."""
+        return full[self.index]
+
+    def run(self, backend: str, device: str = "cpu", **options: object) -> AttentionOutput:
+        """`ragged_attention` of the scene, with NaN in the rows that are padding."""
+        scene = self.scene
+        query = self.picked(scene.query)
+        padding = query.detach().new_full((self.padding, query.shape[1]), torch.nan)
+        inputs = {"query": torch.cat([query, padding]), "key": scene.key, "value": scene.value, **scene.options()}
+        if device != "cpu":
+            inputs = {name: x.to(device) if isinstance(x, Tensor | Mask) else x for name, x in inputs.items()}
+        return ragged_attention(**inputs, rows=self.rows(device), backend=backend, **options)
+
+
+def random_choice(scene: Scene, share: float = 0.4, seed: int = 0) -> Tensor:
+    """Every row with the same chance, but that one pair of several has none and another all."""
+    batch, heads, queries, _ = scene.sizes
+    which = torch.rand(batch, heads, queries, generator=torch.Generator().manual_seed(seed)) < share
+    if batch * heads > 2:
+        which.view(-1, queries)[1] = False
+        which.view(-1, queries)[-1] = True
+    return which
+
+
+def everything(case: Chosen, backend: str | None, device: str = "cpu") -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, log-sum-exp, and the gradients of query, key, value and sinks of a random functional of both.
+
+    Without a backend they come from the formula of the whole attention. NaN arrives at the padding.
+    """
+    case = replace(case, scene=case.scene.with_gradients())
+    if backend is None:
+        result = case.scene.formula()
+        output, logsumexp = case.picked(result.output), case.picked(result.logsumexp)
+    else:
+        found = case.run(backend, device)
+        assert found.backend == backend
+        output, logsumexp = found.output, found.logsumexp
+    count = int(case.which.sum())
+    generator = torch.Generator().manual_seed(7)
+    directions = []
+    for x in (output, logsumexp):
+        # bfloat16 numbers, so that the functional is the same one in every dtype.
+        direction = torch.randn(count, *x.shape[1:], generator=generator).bfloat16().to(x.dtype)
+        direction = torch.cat([direction, direction.new_full((x.shape[0] - count, *x.shape[1:]), torch.nan)])
+        directions.append(direction.to(x.device))
+    directions[1] = torch.where(logsumexp.detach() == -torch.inf, 0.0, directions[1])
+    inputs = {name: x for name, x in case.scene.learned.items() if name in LEARNED}
+    grads = torch.autograd.grad([output, logsumexp], list(inputs.values()), directions, allow_unused=True)
+    named = {
+        name: torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(inputs.items(), grads, strict=True)
+    }
+    return output.detach(), logsumexp.detach(), named
+
+
+def check(name: str, case: Chosen, backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Output, log-sum-exp and gradients within the error budget, in float64 as near as it gets; padding is nothing."""
+    name = f"{name}, {dtype}"
+    case = case.to(dtype)
+    count = int(case.which.sum())
+    output, logsumexp, grads = everything(case, backend, device)
+    assert output.dtype is dtype
+    assert (output[count:] == 0).all(), f"{name}: padding has an output"
+    assert (logsumexp[count:] == -torch.inf).all(), f"{name}: padding has a log-sum-exp"
+    exact, plain = everything(case.to(torch.float64), None), everything(case, None)
+    parts = [("output", output[:count], exact[0], plain[0]), ("logsumexp", logsumexp[:count], exact[1], plain[1])]
+    parts += [(f"gradient of {what}", grad, exact[2][what], plain[2][what]) for what, grad in grads.items()]
+    for what, actual, right, loose in parts:
+        where = f"{name}: {what}"
+        if dtype is torch.float64:
+            torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-10, msg=lambda m, w=where: f"{w}: {m}")
+        else:
+            assert_within_error_budget(actual.cpu(), exact=right, plain=loose, name=where)

@@ -1,0 +1,101 @@
+"""The kernels of grouped products against float64: gathered rows, groups of any size, rows that meet no matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.error_budget import assert_within_error_budget
+from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+# tokens, slots, matrices, inner and outer channels: ragged edges, empty groups, long and short inner axes
+SIZES = {
+    "short": (9, 3, 4, 24, 40),
+    "long": (7, 2, 3, 260, 20),
+    "a group of many blocks": (70, 1, 2, 260, 8),
+    "more matrices than rows": (2, 2, 11, 16, 33),
+    "no tokens": (0, 2, 3, 16, 16),
+}
+LARGE = [(700, 4, 16, 512, 128), (700, 4, 16, 128, 512), (90, 5, 70, 264, 72), (5000, 2, 3, 1024, 256)]
+
+
+def check_all(device: str, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, used_share: float | None) -> None:
+    """Outputs and gradients of both products, within the error budget, and NaN where nobody is to look."""
+    from polyhead.functional.row_products import RowGroups, spread_product, summed_product
+
+    tokens, slots, matrices, inner, outer = sizes
+    chosen = torch.rand(tokens, matrices).argsort(-1)[:, :slots].to(device)
+    used = None if used_share is None else (torch.rand(tokens, slots) < used_share).to(device)
+    groups = RowGroups.of(chosen, matrices, used)
+    x, stack, rows = (
+        torch.randn(shape).to(device, dtype)
+        for shape in ((tokens, inner), (matrices, inner, outer), (tokens * slots, inner))
+    )
+    away = torch.zeros(tokens * slots, dtype=torch.bool, device=device) if used is None else ~used.flatten()
+    for product, left in ((spread_product, x), (summed_product, rows)):
+        hidden = left if product is spread_product else torch.where(away[:, None], torch.nan, left)
+        gradient = torch.randn(tokens * slots if product is spread_product else tokens, outer).to(device, dtype)
+        poison = gradient if product is summed_product else torch.where(away[:, None], torch.nan, gradient)
+        plain = _differentiated(_formula, left, stack, gradient, chosen, used, product is spread_product)
+        exact = _differentiated(
+            _formula, left.double(), stack.double(), gradient.double(), chosen, used, product is spread_product
+        )
+        with poisoned_memory():
+            found = _differentiated(lambda a, b, *_, p=product: p(a, b, groups), hidden, stack, poison)
+        for name, one, wanted, loose in zip(("product", "left", "matrices"), found, exact, plain, strict=True):
+            assert_within_error_budget(one, exact=wanted, plain=loose, name=f"{product.__name__}, {name}")
+
+
+def _differentiated(call, left: Tensor, stack: Tensor, gradient: Tensor, *more: object) -> tuple[Tensor, ...]:
+    left, stack = (x.detach().clone().requires_grad_() for x in (left, stack))
+    result = call(left, stack, *more)
+    return (result, *torch.autograd.grad(result, (left, stack), gradient))
+
+
+def _formula(left: Tensor, stack: Tensor, chosen: Tensor, used: Tensor | None, spread: bool) -> Tensor:
+    """Every product rounded to the dtype of the inputs before it is added up."""
+    tokens, slots = chosen.shape
+    rows = left[:, None].expand(-1, slots, -1) if spread else left.view(tokens, slots, left.shape[1])
+    products = (rows[:, :, None] @ stack[chosen])[:, :, 0]
+    products = products if used is None else torch.where(used[..., None], products, 0.0)
+    return products.flatten(0, 1) if spread else products.sum(1)
+
+
+def test_products_and_gradients_in_the_interpreter():
+    in_the_interpreter(
+        ROOT,
+        "import torch\n"
+        "from tests.kernels.test_grouped_product import SIZES, check_all\n"
+        "torch.manual_seed(3)\n"
+        "kinds = [(torch.float16, 0.4), (torch.float32, 0.4), (torch.float16, None)]\n"
+        "for index, sizes in enumerate(SIZES.values()):\n"
+        "    check_all('cpu', sizes, *kinds[index % 3])\n",
+    )
+
+
+def test_the_layer_runs_on_them_in_the_interpreter():
+    in_the_interpreter(
+        ROOT,
+        "import torch\n"
+        "from polyhead import RoutedHeads\n"
+        "from tests.layers.routed_formula import routed_formula, scramble\n"
+        "torch.manual_seed(5)\n"
+        "layer = scramble(RoutedHeads(24, 4, head_dim=8, shape='full', top_p=0.5))\n"
+        "x = torch.randn(2, 5, 24)\n"
+        "result = layer(x)\n"
+        "assert result.backend == 'fused', result.backend\n"
+        "expected, _ = routed_formula(layer, x, result.routing)\n"
+        "torch.testing.assert_close(result.output, expected)\n",
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("share", [None, 0.4])
+@pytest.mark.parametrize("sizes", [*SIZES.values(), *LARGE])
+def test_products_and_gradients_on_a_gpu(sizes, share, dtype):
+    check_all("cuda", sizes, dtype, share)
