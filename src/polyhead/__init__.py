@@ -12,12 +12,15 @@ from polyhead.functional import (
     explain,
     offset_bins,
     profile,
+    talking_attention,
 )
 from polyhead.geometry import HeadId, HeadLayout
 from polyhead.huggingface.attention import WATCHERS as _WATCHERS
 from polyhead.huggingface.registration import register as _register
 from polyhead.layers import (
     AttentionConfig,
+    CollaborativeAttention,
+    DifferentialAttention,
     GroupedHeads,
     GrowingCache,
     HeadMatrices,
@@ -32,6 +35,8 @@ from polyhead.layers import (
     PreallocatedLatentCache,
     QuantizedCache,
     RollingCache,
+    RoutedHeads,
+    TalkingHeads,
     build_attention,
     config_of,
 )
@@ -50,6 +55,8 @@ __all__ = [
     "AttentionOutput",
     "AttentionProfile",
     "BlockMap",
+    "CollaborativeAttention",
+    "DifferentialAttention",
     "Explanation",
     "GroupedHeads",
     "GrowingCache",
@@ -69,8 +76,10 @@ __all__ = [
     "PreallocatedLatentCache",
     "QuantizedCache",
     "RollingCache",
+    "RoutedHeads",
     "RowStatistics",
     "Statistics",
+    "TalkingHeads",
     "__version__",
     "attention",
     "build_attention",
@@ -79,4 +88,5 @@ __all__ = [
     "observe",
     "offset_bins",
     "profile",
+    "talking_attention",
 ]

@@ -60,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "grouped": {"num_kv_heads": 2},
     "multi-query": {"num_kv_heads": 1},
+    "uneven groups": {"num_kv_heads": 2, "key_heads": (1, 0, 1, 1, 1, 0)},
     "value_dim": {"value_dim": 7},
     "other inputs": {"key_input_dim": 19, "value_input_dim": 17},
     "no bias": {"bias": False},

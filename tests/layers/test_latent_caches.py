@@ -22,7 +22,6 @@ from polyhead import (
     RollingCache,
 )
 from polyhead.errors import CacheError, OptionError
-from polyhead.layers import steps
 from polyhead.layers.kv_cache.latent import LatentCache, PreallocatedLatentCache
 from polyhead.layers.latent import LatentAttention
 from polyhead.layers.latent_forms import FORMS
@@ -178,31 +177,28 @@ def test_an_int8_cache_serves_with_its_own_error(x: Tensor) -> None:
 
 
 def check_kernel() -> None:
-    """Steps go to the decode kernel, whose values are a slice of its keys, and give what the formula gives."""
+    """Steps go to the kernels for latents and give what the formula gives, whatever lies in slots without a token."""
+    from polyhead.kernels import decode_latent as kernels
+
     torch.manual_seed(7)
-    sizes: dict[str, Any] = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "value_head_dim": 16}
-    layer = make(**sizes, positions=Rotary(8), causal=True, dtype=torch.float32)
     x = torch.randn(2, 21, EMBED)
-    taken = []
-    decode = steps.cached_attention
-    for lengths in (None, [17, 9]):
-        cache = LatentCache(value_dim=16)
-        with (
-            torch.no_grad(),
-            mock.patch.object(
-                steps, "cached_attention", side_effect=lambda *a, **k: taken.append(1) or decode(*a, **k)
-            ),
-        ):
-            layer(x[:, :17], cache=cache, lengths=lengths)
+    for rank, lengths in ((16, None), (16, [17, 9]), (272, [17, 0])):
+        layer = make(kv_lora_rank=rank, positions=Rotary(8), causal=True, dtype=torch.float32, form="absorbed")
+        cache = LatentCache(value_dim=rank)
+        with torch.no_grad(), mock.patch.object(kernels, "leave_parts", wraps=kernels.leave_parts) as taken:
+            layer(x[:, :17], cache=cache, lengths=lengths, backend="reference")
+            for row, length in enumerate(cache.lengths):
+                cache._buffers[0][row, :, length:] = torch.nan
             twin = cache.fork()
             found = layer(x[:, 17:20], cache=cache, statistics=True)
             expected = layer(x[:, 17:20], cache=twin, statistics=True, backend="reference")
         assert (found.backend, expected.backend) == ("fused", "reference")
+        assert taken.call_count == 1
+        assert layer.explain(3, 20).refusals == ()
         torch.testing.assert_close(found.output, expected.output, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(
             dict(found.statistics.items()), dict(expected.statistics.items()), rtol=1e-4, atol=1e-4
         )
-    assert len(taken) == 2
 
 
 def test_in_the_interpreter_the_decode_kernel_reads_the_latents_where_they_lie(project_root: Path) -> None:

@@ -99,7 +99,7 @@ class DecoderBlock(Block):
         super().__init__(embed_dim, num_heads, causal=True, **options)
         self.cross_attention = None
         if source_dim is not None:
-            heads = ("num_kv_heads", "head_dim", "value_dim", "bias", "output_bias", "qk_norm", "backend")
+            heads = ("num_kv_heads", "key_heads", "head_dim", "value_dim", "bias", "output_bias", "qk_norm", "backend")
             self.cross_attention = MultiHeadAttention(
                 embed_dim,
                 num_heads,

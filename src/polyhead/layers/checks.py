@@ -29,10 +29,11 @@ def check_size(name: str, size: int | None) -> None:
 
 def layout_of(embed_dim: int, num_heads: int, options: Mapping[str, Any]) -> HeadLayout:
     """The head layout among a layer's options, where None leaves a size to the layout's own rule."""
-    names = [field.name for field in fields(HeadLayout)][2:]
+    names = [field.name for field in fields(HeadLayout) if field.name != "key_heads"][2:]
     for name in names:
         check_size(name, options.get(name))
-    return HeadLayout(embed_dim, num_heads, **{name: options.get(name) or 0 for name in names})
+    sizes = {name: options.get(name) or 0 for name in names}
+    return HeadLayout(embed_dim, num_heads, **sizes, key_heads=options.get("key_heads"))
 
 
 def check_rate(name: str, rate: float) -> None:
@@ -132,12 +133,20 @@ def check_heads(heads: Any, output_bias: Tensor | None) -> None:
 class NamedSizes(Protocol):
     """The layout of a layer of any arrangement."""
 
-    def to_dict(self) -> dict[str, int]: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def numbers_of(layout: NamedSizes) -> dict[str, int]:
+    """A layout as named integers, a map of heads one by one: what a checkpoint keeps."""
+    numbers: dict[str, int] = {}
+    for name, size in layout.to_dict().items():
+        numbers |= {name: size} if isinstance(size, int) else {f"{name}[{i}]": x for i, x in enumerate(size)}
+    return numbers
 
 
 def check_saved_layout(state: Any, layout: NamedSizes) -> None:
     """The layout in a checkpoint must be the layer's own."""
-    ours = layout.to_dict()
+    ours = numbers_of(layout)
     if not isinstance(state, Tensor) or state.shape != (len(ours),):
         raise CheckpointError(
             f"a layer's extra state is its head layout, {len(ours)} integers; got {type(state).__name__}"

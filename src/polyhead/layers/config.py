@@ -125,6 +125,7 @@ class HeadsConfig(AttentionConfig):
     num_heads: int
     _: KW_ONLY
     num_kv_heads: int | None = None
+    key_heads: tuple[int, ...] | None = None
     head_dim: int | None = None
     value_dim: int | None = None
     key_input_dim: int | None = None
@@ -145,20 +146,29 @@ class HeadsConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
-        sizes = {x.name: getattr(self, x.name) for x in dataclasses.fields(HeadLayout)}
-        layout = checks.layout_of(self.embed_dim, self.num_heads, sizes)
+        layout = self._own_layout()
         fill = object.__setattr__
-        for name, size in layout.to_dict().items():
-            fill(self, name, size)
+        for x in dataclasses.fields(layout):
+            fill(self, x.name, getattr(layout, x.name))
         fill(self, "output_bias", self.bias if self.output_bias is None else self.output_bias)
         checks.check_one_of("qk_norm", self.qk_norm, ("rms", "layer", None))
         checks.check_one_of("output_gate", self.output_gate, ("head", "channel", None))
         if self.positions is not None:
-            fill(self, "positions", checked_positions(self.positions).fitted(layout))
+            fill(self, "positions", checked_positions(self.positions).fitted(self.turning))
+
+    def _own_layout(self) -> HeadLayout:
+        """The layout of the sizes that were given, where None leaves one to the layout's own rule."""
+        sizes = {x.name: getattr(self, x.name) for x in dataclasses.fields(HeadLayout)}
+        return checks.layout_of(self.embed_dim, self.num_heads, sizes)
 
     @property
     def layout(self) -> HeadLayout:
         return HeadLayout(**{x.name: getattr(self, x.name) for x in dataclasses.fields(HeadLayout)})
+
+    @property
+    def turning(self) -> HeadLayout:
+        """The heads as positions see them."""
+        return self.layout
 
     @property
     def mask(self) -> Mask | None:
@@ -169,7 +179,7 @@ class HeadsConfig(AttentionConfig):
     ) -> MultiHeadAttention:
         options = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
         if self.positions is not None:
-            options["positions"] = self.positions.build(self.layout).to(device=device, dtype=dtype)
+            options["positions"] = self.positions.build(self.turning).to(device=device, dtype=dtype)
         layer: MultiHeadAttention = self.layer(**options, device=device, dtype=dtype)
         return layer
 

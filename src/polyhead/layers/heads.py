@@ -71,7 +71,7 @@ class Heads(Sequence[HeadMatrices]):
         layout = self._layout
         q_proj, k_proj, v_proj, out_proj = self._projections
         head = index % len(self)
-        shared = head // layout.group_size
+        shared = layout.key_head(head)
 
         def rows(parameter: Tensor | None, block: int, size: int) -> Tensor | None:
             return None if parameter is None else parameter[block * size : (block + 1) * size]

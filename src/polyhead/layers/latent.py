@@ -18,7 +18,14 @@ from polyhead.layers.joint_projection import hooks_of
 from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.latent import KeepsKeysAlone
 from polyhead.layers.kv_cache.tokens import longest
-from polyhead.layers.latent_forms import FORMS, FormChoice, LatentLayout, absorbing_is_cheaper, form_products
+from polyhead.layers.latent_forms import (
+    FORMS,
+    FormChoice,
+    LatentLayout,
+    absorbing_is_cheaper,
+    decode_refusals,
+    form_products,
+)
 from polyhead.layers.multi_head import Memory
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
@@ -82,6 +89,7 @@ class LatentAttention(nn.Module):
     >>> print(layer.explain(1, 1000))
        expanded  132,352,000 multiply-adds
     -> absorbed  2,435,072 multiply-adds  fewer multiply-adds
+       absorbed, a LatentCache is read by attention: the kernels run on CUDA devices, got tensors on cpu
     """
 
     q_proj: nn.Linear | None
@@ -294,7 +302,10 @@ class LatentAttention(nn.Module):
         return Memory(held, held[..., : self.layout.kv_lora_rank])
 
     def explain(self, queries: int, keys: int | None = None, *, form: Form | None = None) -> FormChoice:
-        """Which form a call takes for so many queries and keys (as many by default), and what both would cost."""
+        """Which form a call takes for so many queries and keys (as many by default), and what both would cost.
+
+        It says as well whether the decode kernels would read a `LatentCache` of so many keys, and if not, why.
+        """
         form = self._checked_form(form)
         absorbed = self._is_absorbed(form, queries, keys)
         keys = queries if keys is None else keys
@@ -305,7 +316,10 @@ class LatentAttention(nn.Module):
             reason = f"kv_b_proj {self._unreadable()}"
         else:
             reason = "as many either way" if expanded_cost == absorbed_cost else "fewer multiply-adds"
-        return FormChoice(FORMS[absorbed], expanded_cost, absorbed_cost, reason)
+        refusals = decode_refusals(self.layout, self.kv_a_proj.weight, queries, keys, self.mask)
+        if self.backend not in ("auto", "fused"):
+            refusals.insert(0, f"backend={self.backend!r} was asked for")
+        return FormChoice(FORMS[absorbed], expanded_cost, absorbed_cost, reason, tuple(refusals))
 
     def _checked_form(self, form: Form | None) -> Form:
         """The form that was asked for, here or when the layer was made."""

@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from polyhead.errors import ShapeError
+from polyhead.functional.cached import cached_reasons
+from polyhead.functional.decode import CacheArguments
 from polyhead.geometry import HeadLayout
+from polyhead.masks import Mask
 
 FORMS = ("expanded", "absorbed")
 
@@ -67,20 +73,23 @@ class FormChoice:
     """Which form serves a call, and the multiply-adds of each for one sequence. Prints as a table.
 
     Counted is what differs: keys and values expanded from the latents (or queries taken into the latent space and
-    heads out of it), and attention over every pair of query and key. A mask spares both forms alike.
+    heads out of it), and attention over every pair of query and key. A mask spares both forms alike. `refusals` says
+    why the decode kernels do not read a `LatentCache` for the absorbed form; where it is empty, they do.
     """
 
     chosen: str
     expanded: int
     absorbed: int
     reason: str
+    refusals: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = []
         for form in FORMS:
             mark, why = ("->", f"  {self.reason}") if form == self.chosen else ("  ", "")
             lines.append(f"{mark} {form}  {getattr(self, form):,} multiply-adds{why}")
-        return "\n".join(lines)
+        reader = f"attention: {'; '.join(self.refusals)}" if self.refusals else "the decode kernels"
+        return "\n".join([*lines, f"   absorbed, a LatentCache is read by {reader}"])
 
 
 def form_products(layout: LatentLayout, form: str, queries: int, keys: int) -> int:
@@ -101,3 +110,13 @@ def absorbing_is_cheaper(layout: LatentLayout, queries: int, keys: int | None) -
     if keys is None:
         return wider < 0
     return (keys - queries) * layout.kv_lora_rank * own > queries * keys * wider
+
+
+@torch.no_grad()
+def decode_refusals(layout: LatentLayout, weight: Tensor, queries: int, keys: int, mask: Mask | None) -> list[str]:
+    """Why the decode kernels do not read a latent cache for so many new tokens, with such weights."""
+    one = weight.new_empty(layout.cache_width)
+    query = one.expand(1, layout.num_heads, queries, -1)
+    held = one.expand(1, 1, keys, -1)
+    cache = CacheArguments(held, held[..., : layout.kv_lora_rank], shared=True)
+    return cached_reasons(query, cache, keys, mask=mask)

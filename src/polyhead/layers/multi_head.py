@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError, ShapeError
 from polyhead.functional import Attended, AttentionOutput, Statistics, attention, straight
 from polyhead.functional.decode import decode_runs_on
+from polyhead.functional.uneven import select_heads, uneven_attention
+from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.combining import CombinesHeads
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
 from polyhead.layers.joint_projection import JointProjection, hooks_of
-from polyhead.layers.kv_cache import KVCache
+from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
-from polyhead.layers.steps import decoded, first_position, normed, own_mask, split_heads
+from polyhead.layers.positions.base import Rotation
+from polyhead.layers.steps import Asked, decoded, first_position, normed, own_mask, split_heads
 from polyhead.layers.torch_exchange import copy_from, options_of, to_torch
 from polyhead.masks import Mask
 
@@ -40,6 +43,8 @@ class MultiHeadAttention(nn.Module):
         embed_dim: width of the queries' input and of the output.
         num_heads: query heads.
         num_kv_heads: key/value heads: `num_heads` by default (multi-head), 1 (multi-query), between (grouped-query).
+        key_heads: which of them each query head reads, for groups that are not even: (0, 0, 0, 1) for one of 3 and one
+            of 1. In order and equally many by default.
         head_dim: channels of a query and key; embed_dim / num_heads by default.
         value_dim: channels of a value; head_dim by default.
         key_input_dim, value_input_dim: widths of the keys' and values' input; embed_dim by default.
@@ -76,6 +81,7 @@ class MultiHeadAttention(nn.Module):
         num_heads: int,
         *,
         num_kv_heads: int | None = None,
+        key_heads: Sequence[int] | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
         key_input_dim: int | None = None,
@@ -98,8 +104,8 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-        sizes |= {"key_input_dim": key_input_dim, "value_input_dim": value_input_dim}
+        sizes: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        sizes |= {"key_input_dim": key_input_dim, "value_input_dim": value_input_dim, "key_heads": key_heads}
         self.layout = layout = checks.layout_of(embed_dim, num_heads, sizes)
         checks.check_rate("dropout", dropout)
         checks.check_positive("softcap", softcap)
@@ -113,7 +119,7 @@ class MultiHeadAttention(nn.Module):
                 raise OptionError(
                     f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}"
                 )
-            positions.check(layout)
+            positions.check(self._turning)
         if combine is not None:
             if not isinstance(combine, CombinesHeads):
                 raise OptionError(
@@ -132,9 +138,10 @@ class MultiHeadAttention(nn.Module):
         def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
-        self.q_proj = linear(embed_dim, num_heads * layout.head_dim, bias)
-        self.k_proj = linear(layout.key_input_dim, layout.num_kv_heads * layout.head_dim, bias)
-        self.v_proj = linear(layout.value_input_dim, layout.num_kv_heads * layout.value_dim, bias)
+        queries, keys, values = self._widths
+        self.q_proj = linear(embed_dim, queries, bias)
+        self.k_proj = linear(layout.key_input_dim, keys, bias)
+        self.v_proj = linear(layout.value_input_dim, values, bias)
         combined = num_heads * layout.value_dim if combine is None else combine.width
         self.out_proj = linear(combined, embed_dim, bias if output_bias is None else output_bias)
         norms: dict[str | None, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
@@ -145,7 +152,8 @@ class MultiHeadAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         self.register_buffer("head_gate", None, persistent=False)
         self._is_causal = self.mask is not None and self.mask.is_just_causal
-        extras = (positions, None if self._is_causal else self.mask, qk_norm, output_gate, combine, softcap, self.sinks)
+        mask = None if self._is_causal else self.mask
+        extras = (positions, mask, qk_norm, output_gate, combine, softcap, self.sinks, layout.key_heads)
         self._has_plain_heads = all(x is None for x in extras) and layout.value_dim == layout.head_dim
         self.reset_parameters()
         self._join_projections()
@@ -233,11 +241,11 @@ class MultiHeadAttention(nn.Module):
                 raise OptionError(
                     "a cache holds the layer's own earlier tokens; for cross-attention use layer.remember(key) instead"
                 )
-            q = split_heads(self.q_proj(query), self.layout.num_heads)
+            q = self._query_heads(self.q_proj(query))
             if isinstance(key, Memory):
                 if value is not None:
                     raise OptionError("a memory holds its own values, got a value beside it; remember both together")
-                checks.check_memory(key.key, key.value, batch, self.layout)
+                checks.check_memory(key.key, key.value, batch, self.cache_layout)
                 k, v = key.key, key.value
             else:
                 k, v = self._project_source(key, value)
@@ -261,42 +269,73 @@ class MultiHeadAttention(nn.Module):
             dtype = torch.float64 if q.dtype is torch.float64 else None
             bias = self.positions(queries, span, device=q.device, dtype=dtype)
             mask = bias if mask is None else mask & bias
-        backend = self.backend if backend is None else backend
-        asked = checks.statistics_of(statistics, cross=key is not None)
-        dropout = self.dropout if self.training else 0.0
-        result = None
-        if view is not None:
-            if decode_runs_on(q) and backend in ("auto", "fused") and not (weights or dropout or seed is not None):
-                result = decoded(
-                    q, view, mask, scale=self.scale, softcap=self.softcap, sinks=self.sinks, statistics=asked
-                )
-            if result is None:
-                k, v = view.key, view.value
-        if result is None:
-            result = attention(
-                q,
-                k,
-                v,
-                mask=mask,
-                scale=self.scale,
-                softcap=self.softcap,
-                sinks=self.sinks,
-                dropout=dropout,
-                seed=seed,
-                backend=backend,
-                weights=weights,
-                statistics=asked,
-                logsumexp=logsumexp,
-                finite=self.finite,
-            )
-        if self._listener is not None:
-            k, v = (k, v) if view is None else (view.key, view.value)
-            self._listener(Attended(q, k, v, result, mask, self.scale, self.softcap, self.sinks))
+        asked = Asked(
+            self.dropout if self.training else 0.0,
+            seed,
+            self.backend if backend is None else backend,
+            weights,
+            checks.statistics_of(statistics, cross=key is not None),
+            logsumexp,
+            head_gate,
+        )
+        result = self._attend(q, k, v, view, mask, asked)
         heads = result.output.transpose(1, 2)  # [batch, queries, heads, value_dim]
         if head_gate is not None or self.head_gate is not None or self.gate_proj is not None:
             heads = self._gated(heads, query, head_gate)
         output = self.out_proj(heads.flatten(2) if self.combine is None else self.combine(heads))
         return AttentionOutput(output, result.logsumexp, result.weights, result.statistics, result.backend)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+    ) -> AttentionOutput:
+        """The attention of every head, [batch, heads, queries, value_dim], told to who listens.
+
+        k and v are the call's own; where there is a `view` of a cache, they are in it.
+        """
+        result = None
+        if view is not None:
+            if decode_runs_on(q) and asked.is_plain:
+                options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+                options["key_heads"] = self.layout.key_heads
+                result = decoded(q, view, mask, statistics=asked.statistics, **options)
+            if result is None or self._listener is not None:
+                k, v = view.key, view.value
+        if result is None:
+            result = self._attention(q, k, v, mask, asked, scale=self.scale, sinks=self.sinks)
+        if self._listener is not None:
+            if self.layout.key_heads is not None:  # who listens knows of even groups alone
+                k, v = (select_heads(x, self.layout.key_heads) for x in (k, v))
+            self._listener(Attended(q, k, v, result, mask, self.scale, self.softcap, self.sinks))
+        return result
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        asked: Asked,
+        *,
+        scale: float | None,
+        sinks: Tensor | None,
+    ) -> AttentionOutput:
+        """`attention` of these heads, whatever their groups."""
+        options: dict[str, Any] = {
+            "mask": mask,
+            "scale": scale,
+            "softcap": self.softcap,
+            "sinks": sinks,
+            "dropout": asked.dropout,
+            "seed": asked.seed,
+            "backend": asked.backend,
+            "weights": asked.weights,
+            "statistics": asked.statistics,
+            "logsumexp": asked.logsumexp,
+            "finite": self.finite,
+        }
+        if self.layout.key_heads is not None:
+            return uneven_attention(q, k, v, self.layout.key_heads, **options)
+        return attention(q, k, v, **options)
 
     def _forward_plain(self, x: Tensor, causal: bool) -> Tensor | None:
         """Plain self-attention with nothing in between: the same numbers as the long way, with little Python.
@@ -339,9 +378,7 @@ class MultiHeadAttention(nn.Module):
         """Project a source once, so that `forward(query, memory)` can attend to it many times."""
         k, v = self._project_source(key, value)
         k = k if self.k_norm is None else normed(self.k_norm, k)
-        if isinstance(self.positions, RotatesHeads):
-            k = self.positions(k)
-        return Memory(k, v)
+        return Memory(self._turned(k) if isinstance(self.positions, RotatesHeads) else k, v)
 
     def _project_self(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout
@@ -353,8 +390,7 @@ class MultiHeadAttention(nn.Module):
         joint = self._of_self
         current = joint is not None and joint.linears == (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = joint(x) if joint is not None and current else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        kv_heads = layout.num_kv_heads
-        return split_heads(q, layout.num_heads), split_heads(k, kv_heads), split_heads(v, kv_heads)
+        return self._query_heads(q), *self._source_heads(k, v)
 
     def _project_source(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
         layout = self.layout
@@ -376,7 +412,37 @@ class MultiHeadAttention(nn.Module):
                     f"got {list(key.shape[:2])} and {list(value.shape[:2])}"
                 )
             k, v = self.k_proj(key), self.v_proj(value)
-        return split_heads(k, layout.num_kv_heads), split_heads(v, layout.num_kv_heads)
+        return self._source_heads(k, v)
+
+    # What a layer of other heads has of its own: how wide they are, and how they lie in what is projected.
+
+    @property
+    def cache_layout(self) -> HeadLayout:
+        """The key/value heads as a cache holds them, and a `Memory`."""
+        return self.layout
+
+    @property
+    def num_maps(self) -> int:
+        """Softmax maps of a call: what statistics, weights and log-sum-exp have in the place of heads."""
+        return self.layout.num_heads
+
+    @property
+    def _turning(self) -> HeadLayout:
+        """The heads as positions see them."""
+        return self.layout
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        """Channels that the query, key and value projections give."""
+        layout = self.layout
+        keys, values = layout.num_kv_heads * layout.head_dim, layout.num_kv_heads * layout.value_dim
+        return layout.num_heads * layout.head_dim, keys, values
+
+    def _query_heads(self, q: Tensor) -> Tensor:
+        return split_heads(q, self.layout.num_heads)
+
+    def _source_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return split_heads(k, self.layout.num_kv_heads), split_heads(v, self.layout.num_kv_heads)
 
     def _rotate(
         self, q: Tensor, k: Tensor, start: int | Tensor, cache: KVCache | None, key: Tensor | Memory | None
@@ -384,11 +450,17 @@ class MultiHeadAttention(nn.Module):
         rotary = self.positions
         assert isinstance(rotary, RotatesHeads)
         length = q.shape[2] + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
-        rotation = rotary.rotation(q, start, length=length)
-        q = rotary.rotate(q, rotation)
+        rotation = rotary.rotation(q[..., : rotary.head_dim], start, length=length)
+        q = self._turned(q, rotation)
         if key is None:
-            return q, rotary.rotate(k, rotation)
-        return q, k if isinstance(key, Memory) else rotary(k)
+            return q, self._turned(k, rotation)
+        return q, k if isinstance(key, Memory) else self._turned(k)
+
+    def _turned(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Heads turned as the rotation has it; without one, as tokens that stand from position 0 on."""
+        rotary = self.positions
+        assert isinstance(rotary, RotatesHeads)
+        return rotary(x) if rotation is None else rotary.rotate(x, rotation)
 
     def _gated(self, heads: Tensor, x: Tensor, head_gate: Tensor | None) -> Tensor:
         """Multiply the heads' outputs [batch, queries, heads, value_dim] by every gate there is."""
@@ -451,11 +523,12 @@ class MultiHeadAttention(nn.Module):
     ) -> Self:
         """A layer from separate per-head matrices; `options` are those of the constructor.
 
-        With fewer `num_kv_heads` than heads, the heads of a group must have the same key and value matrices.
+        With fewer `num_kv_heads` than heads, or with `key_heads`, the heads of a group must have the same key and value
+        matrices.
         """
         checks.check_heads(heads, output_bias)
         first = heads[0]
-        kv_heads = len(heads) if num_kv_heads is None else num_kv_heads
+        kv_heads = len(heads) if num_kv_heads is None and options.get("key_heads") is None else num_kv_heads
         options.setdefault("device", first.query.device)
         options.setdefault("dtype", first.query.dtype)
         layer = cls(
@@ -470,13 +543,13 @@ class MultiHeadAttention(nn.Module):
             output_bias=output_bias is not None,
             **options,
         )
-        size = layer.layout.group_size
+        leaders: dict[int, int] = {}
         for index, head in enumerate(heads):
-            leader = heads[index - index % size]
-            if not head.shares_key_and_value(leader):
+            leader = leaders.setdefault(layer.layout.key_head(index), index)
+            if not head.shares_key_and_value(heads[leader]):
                 raise OptionError(
                     f"heads that share a key/value head must have the same key and value matrices and biases, "
-                    f"got different ones in heads {index - index % size} and {index}"
+                    f"got different ones in heads {leader} and {index}"
                 )
         write_heads(layer.heads, heads)
         if output_bias is not None:
@@ -502,7 +575,7 @@ class MultiHeadAttention(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The head layout travels with the weights: their shapes alone do not tell 8 heads of 64 from 16 of 32."""
-        return torch.tensor(list(self.layout.to_dict().values()), device="cpu")
+        return torch.tensor(list(checks.numbers_of(self.layout).values()), device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         checks.check_saved_layout(state, self.layout)
@@ -541,7 +614,8 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         layout = self.layout
         parts = [f"{layout.embed_dim}, {layout.num_heads}"]
-        parts += [f"num_kv_heads={layout.num_kv_heads}"] if layout.group_size > 1 else []
+        parts += [f"num_kv_heads={layout.num_kv_heads}"] if layout.num_kv_heads != layout.num_heads else []
+        parts += [f"key_heads={layout.key_heads}"] if layout.key_heads is not None else []
         parts += [f"head_dim={layout.head_dim}"] if layout.head_dim * layout.num_heads != layout.embed_dim else []
         parts += [f"value_dim={layout.value_dim}"] if layout.value_dim != layout.head_dim else []
         parts += [repr(self.mask)] if self.mask is not None else []

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.functional import AttentionOutput, Statistics
 from polyhead.functional.cached import cached_attention, cached_reasons
+from polyhead.functional.decode import CacheArguments
+from polyhead.functional.uneven import uneven_cached_attention
 from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.masks import Mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What a call asks of its attention beside the tensors and the mask."""
+
+    dropout: float
+    seed: int | Tensor | None
+    backend: str
+    weights: bool
+    statistics: Statistics | None
+    logsumexp: bool
+    head_gate: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing that the decode kernels do not have."""
+        return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
 
 
 def own_mask(causal: bool, window: int | None) -> Mask | None:
@@ -53,9 +76,14 @@ def decoded(
     softcap: float | None,
     sinks: Tensor | None,
     statistics: Statistics | None,
+    storage: CacheArguments | None = None,
+    key_heads: tuple[int, ...] | None = None,
 ) -> AttentionOutput | None:
-    """A few new tokens over the cache's own memory; None where our kernels cannot serve it."""
-    held = (q, view.storage, view.num_keys)
+    """A few new tokens over the cache's own memory, or over a part of it; None where our kernels cannot serve it."""
+    held = (q, view.storage if storage is None else storage, view.num_keys)
+    if key_heads is not None:
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "statistics": statistics}
+        return uneven_cached_attention(*held, key_heads, mask=mask, **options)
     if len(cached_reasons(*held, mask=mask, scale=scale, sinks=sinks)):
         return None
     return cached_attention(*held, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=statistics)

@@ -88,7 +88,7 @@ def to_torch(layer: AttentionLayer) -> nn.MultiheadAttention:
 
 def _without_counterpart(layer: AttentionLayer) -> dict[str, bool]:
     layout = layer.layout
-    inputs = {"key_input_dim": layout.key_input_dim, "value_input_dim": layout.value_input_dim}
+    inputs: dict[str, Any] = {"key_input_dim": layout.key_input_dim, "value_input_dim": layout.value_input_dim}
     divides = layout.embed_dim % layout.num_heads == 0
     return {
         "a head layout of its own": not divides or layout != HeadLayout(layout.embed_dim, layout.num_heads, **inputs),

@@ -7,6 +7,7 @@ from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.maps import AttentionMaps
 from polyhead.observatory.observations import Observations
+from polyhead.observatory.routing import RoutingCounts, RoutingLoad
 from polyhead.observatory.saving import load, read_facts, save
 from polyhead.observatory.session import Session, observe
 from polyhead.observatory.statistics import AttentionSite
@@ -23,6 +24,8 @@ __all__ = [
     "HeadProfile",
     "Notes",
     "Observations",
+    "RoutingCounts",
+    "RoutingLoad",
     "Session",
     "Wiring",
     "find_wiring",

@@ -39,7 +39,7 @@ class SiteContributions:
         batch, heads, queries, dim = output.shape
         if not dim:
             return self  # only the weights are known
-        counted = torch.isfinite(logsumexp[:, 0])  # a row that sees nothing says nothing
+        counted = torch.isfinite(logsumexp).any(1)  # a row that sees nothing says nothing
         if real is not None:
             counted = counted & real
         before = HeadMoments.empty(heads, dim, output.device) if self.moments is None else self.moments

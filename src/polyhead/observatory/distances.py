@@ -51,7 +51,7 @@ class SiteDistances:
         pairs = list(itertools.combinations(range(self.num_heads), 2))
         found = seen.profile(head_pairs=pairs).head_distance  # [batch, pairs], the mean over the rows that see a key
         assert found is not None
-        rows = torch.isfinite(logsumexp[:, 0]).sum(-1, dtype=torch.float64)
+        rows = torch.isfinite(logsumexp).any(1).sum(-1, dtype=torch.float64)
         return type(self)(self.num_heads, self.distances + rows @ found.double(), self.rows + rows.sum())
 
     def merge(self, other: Self) -> Self:

@@ -162,5 +162,11 @@ class HeadEvidence:
         missing = [name for name in self.state() if name not in state]
         if len(missing):
             raise OptionError(f"saved evidence must hold {', '.join(self.state())}; {', '.join(missing)} not found")
-        tensors = {name: state[name] for name in ("sums", "hits", "available", "chance")}
-        return replace(self, documents=state["documents"].cpu(), **tensors)
+        return replace(
+            self,
+            documents=state["documents"].cpu(),
+            sums=state["sums"],
+            hits=state["hits"],
+            available=state["available"],
+            chance=state["chance"],
+        )

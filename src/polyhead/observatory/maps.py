@@ -81,7 +81,7 @@ class SiteMaps:
         side = self.rows.shape[0]
         grid = _folded(_folded(found.block_map.sum(0, dtype=torch.float64), side, 2), side, 1)
         received = _folded(_blocks(found.received.sum(0, dtype=torch.float64), self.block), side, 1)
-        counted = torch.isfinite(logsumexp[:, 0]).sum(0, dtype=torch.float64)
+        counted = torch.isfinite(logsumexp).any(1).sum(0, dtype=torch.float64)
         offsets = self.offsets if found.offsets is None else self.offsets + found.offsets.sum(0, dtype=torch.float64)
         rows = self.rows + _folded(_blocks(counted, self.block), side, 0)
         return type(self)(self.block, self.map + grid, rows, offsets, self.received + received)

@@ -68,7 +68,7 @@ class SiteSample:
         batch, _, queries, dim = output.shape
         if not dim:
             return self  # only the weights are known
-        counted = torch.isfinite(logsumexp[:, 0])
+        counted = torch.isfinite(logsumexp).any(1)
         if real is not None:
             counted = counted & real
         chosen = self.sample.heads.get(self.place)

@@ -80,7 +80,7 @@ class SiteTopKeys:
         heads = seen.shape[1]
         by_token = seen.double().transpose(0, 1).reshape(heads, -1)  # [heads, batch * keys]
         received = self.received.index_add(1, places.flatten(), by_token)
-        rows = torch.isfinite(logsumexp[:, 0]).sum(dtype=torch.float64)
+        rows = torch.isfinite(logsumexp).any(1).sum(dtype=torch.float64)
         return replace(self, received=received, rows=self.rows + rows)
 
     def merge(self, other: Self) -> Self:

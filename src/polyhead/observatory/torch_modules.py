@@ -18,12 +18,13 @@ from polyhead.functional.gates import gate_factors
 from polyhead.functional.statistics import as_statistics
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.latent import LatentAttention
+from polyhead.layers.routed_heads import RoutedHeads
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_steps import torch_mask
 from polyhead.observatory.rows import Tokens
 from polyhead.observatory.watching import WatchedCall, Watcher
 
-Ours = MultiHeadAttention | LatentAttention
+Ours = MultiHeadAttention | LatentAttention | RoutedHeads
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -91,7 +92,8 @@ class _Ours:
         query, cross = given.get("query"), given.get("key") is not None
         if not isinstance(query, Tensor) or query.ndim != 3:
             return None  # the layer says what is wrong with it
-        heads, learned_sinks = module.layout.num_heads, module.sinks is not None
+        heads = module.num_maps if isinstance(module, MultiHeadAttention) else module.layout.num_heads
+        learned_sinks = module.sinks is not None
         call = self.session.call(module, heads, _tokens(query, given), cross=cross, learned_sinks=learned_sinks)
         if call is None:
             return None

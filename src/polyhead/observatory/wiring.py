@@ -19,6 +19,10 @@ from torch import Tensor, nn
 
 from polyhead.functional import Attended
 from polyhead.layers import MultiHeadAttention
+from polyhead.layers.collaborative import CollaborativeAttention
+from polyhead.layers.differential import DifferentialAttention
+from polyhead.layers.routed_heads import RoutedHeads
+from polyhead.layers.talking_heads import TalkingHeads
 from polyhead.observatory.gathering import Notes
 from polyhead.observatory.session import observe
 from polyhead.observatory.statistics import AttentionSite
@@ -96,6 +100,8 @@ class _Tracer:
         module = self.modules.get(site.name)
         if isinstance(module, MultiHeadAttention):
             return _of_ours(module)
+        if isinstance(module, RoutedHeads):
+            return _of_routed(module)
         if isinstance(module, nn.MultiheadAttention):
             return _of_ours(MultiHeadAttention.from_torch(module))
         moment, attended = self.seen[site]
@@ -136,17 +142,47 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _of_ours(layer: MultiHeadAttention) -> Wiring:
+    if isinstance(layer, DifferentialAttention):  # a map writes nothing by itself, and each has half of the channels
+        query, key, value = _sources(layer)
+        query, key = (torch.cat(x.chunk(2, -1)) for x in (query, key))
+        return Wiring(query, key, torch.cat((value, value)))
+    if isinstance(layer, CollaborativeAttention):
+        query, key = (linear.weight.detach().mT for linear in (layer.q_proj, layer.k_proj))
+        heads = layer.layout.num_heads
+        value = layer.v_proj.weight.detach().unflatten(0, (heads, -1)).mT
+        output = layer.out_proj.weight.detach().mT.unflatten(0, (heads, -1))
+        return Wiring(query * layer.mixing.detach()[:, None], key.expand(heads, -1, -1), value, output)
+    if isinstance(layer, TalkingHeads):  # a map reads every query and every key
+        query, key, value = _sources(layer)
+        output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
+        query = torch.einsum("hed,hg->gehd", query, layer.logits_mix.detach()).flatten(2)
+        key = key.repeat_interleave(layer.layout.group_size, 0).transpose(0, 1).flatten(1)[None]
+        return Wiring(query, key, value, output)
     if layer.combine is not None:  # the output projection reads no head by itself
-        sizes = (layer.layout.num_heads, layer.layout.num_kv_heads, layer.layout.num_kv_heads)
-        linears = (layer.q_proj, layer.k_proj, layer.v_proj)
-        parts = zip(linears, sizes, strict=True)
-        return Wiring(*(linear.weight.detach().unflatten(0, (size, -1)).mT for linear, size in parts))
-    heads, size = layer.heads, layer.layout.group_size
-    found = [
-        torch.stack([getattr(head, name).detach() for head in heads]) for name in ("query", "key", "value", "output")
-    ]
-    query, key, value, output = found
-    return Wiring(query, key[::size], value[::size], output)
+        return Wiring(*_sources(layer))
+    output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
+    return Wiring(*_sources(layer), output)
+
+
+def _sources(layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """What queries, keys and values are made by, [heads, embed_dim, dim] of each."""
+    layout = layer.layout
+    parts = ((layer.q_proj, layout.num_heads), (layer.k_proj, layout.num_kv_heads), (layer.v_proj, layout.num_kv_heads))
+    query, key, value = (linear.weight.detach().unflatten(0, (size, -1)).mT for linear, size in parts)
+    if layout.key_heads is not None:  # who watches sees every head with a key and a value of its own
+        key, value = key[list(layout.key_heads)], value[list(layout.key_heads)]
+    return query, key, value
+
+
+def _of_routed(layer: RoutedHeads) -> Wiring:
+    """A head that reads several key heads is as many rows, those of one key head side by side."""
+    query = layer.query_weight.detach().unflatten(2, (layer.rows_per_head, -1)).permute(2, 0, 1, 3).flatten(0, 1)
+    output = layer.output_weight.detach().unflatten(1, (layer.rows_per_head, -1)).transpose(0, 1).flatten(0, 1)
+    key, value = (
+        linear.weight.detach().unflatten(0, (layer.layout.num_kv_heads, -1)).mT
+        for linear in (layer.k_proj, layer.v_proj)
+    )
+    return Wiring(query, key, value, output)
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class KeepsKeysAlone(SlotCache):
         return (key,)
 
     def _describe(self, stored: tuple[Tensor, ...]) -> CacheArguments:
-        return CacheArguments(*self._read(stored, 0))
+        return CacheArguments(*self._read(stored, 0), shared=True)
 
     def _read(self, stored: tuple[Tensor, ...], num_keys: int) -> tuple[Tensor, Tensor]:
         (key,) = stored

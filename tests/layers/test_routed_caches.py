@@ -1,0 +1,106 @@
+"""Generating with routed heads and any cache equals one forward over everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyhead import GrowingCache, KVCache, Mask, PagedCache, PreallocatedCache, RollingCache, RoutedHeads
+from polyhead.errors import OptionError
+from polyhead.layers.positions import ALiBi, Rotary
+from tests.layers.routed_formula import scramble
+
+BATCH, LENGTH, EMBED, HEADS, DIM = 3, 19, 22, 5, 6
+DOUBLE = torch.float64
+CACHES: dict[str, tuple[type[KVCache], dict[str, int]]] = {
+    "growing": (GrowingCache, {}),
+    "preallocated": (PreallocatedCache, {"capacity": 23}),
+    "paged": (PagedCache, {"num_pages": 23, "page_size": 4}),
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "shared": {"top_k": 2, "num_kv_heads": 2, "positions": Rotary(DIM)},
+    "shared, top_p": {"top_p": 0.6, "positions": Rotary(DIM)},
+    "full": {"shape": "full", "top_k": 2, "always_on": 1, "sinks": True},
+    "full, threshold": {"shape": "full", "threshold": 0.25, "positions": ALiBi(HEADS)},
+}
+PIECES = {"token by token": [1] * LENGTH, "a prompt, then chunks": [7, 1, 1, 6, 4]}
+shapes = pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
+
+
+def make(options: dict[str, Any], **more: Any) -> RoutedHeads:
+    layer = RoutedHeads(EMBED, HEADS, head_dim=DIM, causal=True, dtype=DOUBLE, **options, **more)
+    return scramble(layer).eval()
+
+
+def new_cache(kind: str, layer: RoutedHeads) -> KVCache:
+    build, own = CACHES[kind]
+    return build.for_layout(layer.layout, batch_size=BATCH, dtype=DOUBLE, **own)
+
+
+def generate(layer: RoutedHeads, x: Tensor, cache: KVCache, pieces: list[int]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([layer(block, cache=cache).output for block in x.split(pieces, 1)], 1)
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("kind", CACHES)
+@shapes
+def test_generation_equals_the_full_forward(options, kind, pieces):
+    layer, x = make(options), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+    cache = new_cache(kind, layer)
+    torch.testing.assert_close(generate(layer, x, cache, pieces), layer(x).output)
+    assert cache.lengths == (LENGTH,) * BATCH
+
+
+@shapes
+def test_a_cache_keeps_the_keys_of_every_token_whoever_chose_them(options):
+    layer, x = make(options), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+    cache = GrowingCache()
+    with torch.no_grad():
+        layer(x, cache=cache)
+    kv_heads = HEADS if layer.shape == "full" else options.get("num_kv_heads", 1)
+    assert cache.view().key.shape == (BATCH, kv_heads, LENGTH, DIM)
+
+
+@shapes
+def test_prompts_of_different_lengths(options):
+    layer, lengths = make(options), [4, 7, 2]
+    prompt, step = (torch.randn(BATCH, n, EMBED, dtype=DOUBLE) for n in (7, 1))
+    cache = new_cache("preallocated", layer)
+    with torch.no_grad():
+        first = layer(prompt, cache=cache, lengths=lengths)
+        then = layer(step, cache=cache)
+        assert first.routing.real.sum(-1).tolist() == lengths
+        for index, length in enumerate(lengths):
+            alone = torch.cat([prompt[index, :length], step[index]])[None]
+            expected = layer(alone).output[0]
+            torch.testing.assert_close(first.output[index, :length], expected[:length])
+            torch.testing.assert_close(then.output[index], expected[length:])
+
+
+@shapes
+def test_a_rolling_cache_equals_a_window(options):
+    layer, x = make(options, window=5), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+    cache = RollingCache.for_layout(layer.layout, batch_size=BATCH, dtype=DOUBLE, window=5)
+    torch.testing.assert_close(generate(layer, x, cache, PIECES["a prompt, then chunks"]), layer(x).output)
+
+
+def test_documents_in_one_row_are_sequences_of_their_own():
+    for options in SHAPES.values():
+        layer, x = make(options), torch.randn(1, 9, EMBED, dtype=DOUBLE)
+        ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
+        positions = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])
+        together = layer(x, mask=Mask.documents(ids), token_positions=positions).output
+        apart = torch.cat([layer(part).output for part in x.split([4, 5], 1)], 1)
+        torch.testing.assert_close(together, apart)
+
+
+def test_a_cache_is_for_the_layer_s_own_tokens():
+    layer, x = make(SHAPES["shared"]), torch.randn(BATCH, 4, EMBED, dtype=DOUBLE)
+    with pytest.raises(OptionError, match=r"use layer\.remember"):
+        layer(x, x, cache=GrowingCache())
+    with pytest.raises(OptionError, match=r"must be a polyhead\.KVCache, got dict"):
+        layer(x, cache={})

@@ -1,0 +1,130 @@
+"""Routed heads on a GPU: the numbers of float64, nothing that waits, graphs that can be replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyhead import PreallocatedCache, RoutedHeads
+from polyhead.layers.positions import Rotary
+from polyhead.layers.routing import Routing
+from tests.error_budget import assert_within_error_budget
+from tests.layers.head_formula import earlier
+from tests.layers.routed_formula import routed_formula, scramble
+
+pytestmark = pytest.mark.gpu
+BATCH, LENGTH, EMBED, HEADS, DIM = 2, 333, 192, 6, 32
+SHAPES: dict[str, dict[str, Any]] = {
+    "shared": {"top_k": 2},
+    "shared, two key heads": {"top_k": 3, "num_kv_heads": 2, "normalise": "chosen"},
+    "shared, top_p": {"top_p": 0.6},
+    "full": {"shape": "full", "top_k": 2},
+    "full, grouped": {"shape": "full", "top_k": 2, "num_kv_heads": 2, "always_on": 1},
+    "full, threshold": {"shape": "full", "threshold": 0.2},
+}
+FIXED = ["shared", "shared, two key heads", "full", "full, grouped"]
+shapes = pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
+
+
+def make(options: dict[str, Any], dtype: torch.dtype, **more: Any) -> RoutedHeads:
+    sizes = {"head_dim": DIM, "causal": True, "device": "cuda", "dtype": dtype}
+    layer = scramble(RoutedHeads(EMBED, HEADS, **sizes, **options, **more))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(0.3)
+    return layer
+
+
+def tokens(dtype: torch.dtype, length: int = LENGTH) -> Tensor:
+    return torch.randn(BATCH, length, EMBED, device="cuda").to(dtype)
+
+
+def differentiated(call: Any, x: Tensor, layer: RoutedHeads, gradient: Tensor) -> dict[str, Tensor]:
+    """The output and its gradients; that of a key's bias is left out, which is 0 but for rounding."""
+    x = x.detach().requires_grad_()
+    names = [name for name, _ in layer.named_parameters() if not name.startswith(("router", "k_proj.bias"))]
+    named = {"x": x, **{name: layer.get_parameter(name) for name in names}}
+    output = call(x)
+    found = torch.autograd.grad(output, list(named.values()), gradient)
+    return {"output": output, **dict(zip(named, found, strict=True))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@shapes
+def test_output_and_gradients_are_within_the_error_budget(options, dtype):
+    layer, x, gradient = make(options, dtype), tokens(dtype), tokens(dtype)
+    exact = make(options, torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    exact = exact.cpu()
+    found = layer(x).routing
+    routing = Routing(found.heads, found.weights.detach(), HEADS, counts=found.counts)
+    counts = None if found.counts is None else found.counts.cpu()
+    exactly = Routing(found.heads.cpu(), found.weights.detach().cpu().double(), HEADS, counts=counts)
+    visible = earlier(LENGTH)
+    ours = differentiated(lambda x: layer(x, routing=routing).output, x, layer, gradient)
+    plain = differentiated(lambda x: routed_formula(layer, x, routing, visible=visible.cuda())[0], x, layer, gradient)
+    wanted = differentiated(
+        lambda x: routed_formula(exact, x, exactly, visible=visible)[0],
+        x.cpu().double(),
+        exact,
+        gradient.cpu().double(),
+    )
+    for name, value in wanted.items():
+        assert_within_error_budget(ours[name].cpu(), exact=value, plain=plain[name].cpu(), name=name)
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_forward_and_backward_wait_for_nothing(kind):
+    layer, x = make(SHAPES[kind], torch.bfloat16, positions=Rotary(DIM).cuda(), finite=True), tokens(torch.bfloat16)
+
+    def step() -> None:
+        result = layer(x, statistics="entropy")
+        loss = result.output.float().square().mean() + result.routing.balance_loss + result.routing.z_loss
+        loss.backward()
+
+    step()  # compiles kernels and fills tables
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@shapes
+def test_a_graph_replays_other_routings(options):
+    layer = make(options, torch.bfloat16, finite=True)
+    x, other = tokens(torch.bfloat16), tokens(torch.bfloat16)
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            layer(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph, static = torch.cuda.CUDAGraph(), x.clone()
+        with torch.cuda.graph(graph):
+            output = layer(static).output
+        for given in (x, other):
+            static.copy_(given)
+            graph.replay()
+            torch.testing.assert_close(output, layer(given).output)
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_generation_equals_the_full_forward(kind):
+    layer, x = make(SHAPES[kind], torch.float32, positions=Rotary(DIM).cuda()), tokens(torch.float32, 40)
+    cache = PreallocatedCache.for_layout(layer.layout, batch_size=BATCH, capacity=48, device="cuda")
+    with torch.no_grad():
+        pieces = [layer(block, cache=cache).output for block in x.split([29, 1, 1, 4, 5], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), layer(x).output, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FIXED)
+def test_inductor_compiles_the_layer_whole(kind):
+    torch.compiler.reset()
+    layer, x = make(SHAPES[kind], torch.float32), tokens(torch.float32)
+    compiled = torch.compile(layer, fullgraph=True)
+    torch.testing.assert_close(compiled(x).output, layer(x).output, rtol=1e-3, atol=1e-3)

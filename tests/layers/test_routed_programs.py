@@ -1,0 +1,186 @@
+"""Routed heads in what people do with layers: compilers, copies, configs, checkpoints of memory, nothing at all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyhead import RoutedHeads
+from polyhead.errors import OptionError, ShapeError
+from polyhead.layers.config import AttentionConfig, build_attention, config_of
+from polyhead.layers.positions import Rotary
+from polyhead.layers.positions.config import ALiBiConfig, RotaryConfig
+from polyhead.layers.routed_config import RoutedConfig
+from polyhead.layers.routed_heads import collect_routings
+from polyhead.layers.routing import Routing
+from tests.layers.routed_formula import scramble
+
+BATCH, LENGTH, EMBED, HEADS, DIM = 3, 7, 22, 5, 6
+DOUBLE = torch.float64
+# Dynamo instantiates an autograd function, which PyTorch itself deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def make(**options: Any) -> RoutedHeads:
+    return scramble(RoutedHeads(EMBED, HEADS, **{"head_dim": DIM, "causal": True, "dtype": DOUBLE, **options}))
+
+
+def differentiated(call: torch.nn.Module, layer: RoutedHeads, x: Tensor) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    result = call(leaf)
+    loss = result.output.square().sum() + result.routing.balance_loss
+    return [result.output, *torch.autograd.grad(loss, [leaf, *layer.parameters()])]
+
+
+def test_shared_heads_compile_whole_forward_and_backward():
+    layer = make(top_k=2, positions=Rotary(DIM))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+    for found, expected in zip(differentiated(compiled, layer, x), differentiated(layer, layer, x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_an_exported_layer_takes_other_lengths_and_returns_its_routing():
+    layer, length = make(top_k=2, always_on=1).eval(), torch.export.Dim("length")
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+    program = torch.export.export(layer, (x,), dynamic_shapes={"query": {1: length}})
+    longer = torch.randn(BATCH, 11, EMBED, dtype=DOUBLE)
+    found, expected = program.module()(longer), layer(longer)
+    torch.testing.assert_close(found.output, expected.output)
+    torch.testing.assert_close(found.routing.balance_loss, expected.routing.balance_loss)
+
+
+def test_a_batch_of_nothing_and_a_sequence_of_nothing():
+    for options in ({"top_k": 2}, {"top_p": 0.5}, {"shape": "full", "top_k": 2}):
+        layer = make(**options)
+        for batch, length in ((2, 0), (1, 1)):
+            result = layer(torch.randn(batch, length, EMBED, dtype=DOUBLE))
+            assert result.output.shape == (batch, length, EMBED)
+    assert make(top_k=2)(torch.randn(0, 3, EMBED, dtype=DOUBLE)).output.shape == (0, 3, EMBED)
+
+
+def test_copies_and_pickles_compute_the_same():
+    for options in ({"top_k": 2}, {"shape": "full", "top_p": 0.5}):
+        layer, x = make(**options), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(twin(x).output, layer(x).output)
+
+
+def test_a_checkpointed_layer_has_the_same_gradients():
+    layer, x = make(top_k=2), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE, requires_grad=True)
+    plain = torch.autograd.grad(layer(x).output.square().sum(), x)
+    saved = torch.utils.checkpoint.checkpoint(lambda x: layer(x).output, x, use_reentrant=False)
+    assert torch.equal(*plain, *torch.autograd.grad(saved.square().sum(), x))
+
+
+def test_the_meta_device_tells_sizes():
+    layer = RoutedHeads(EMBED, HEADS, top_k=2, head_dim=DIM, device="meta")
+    assert layer(torch.empty(BATCH, LENGTH, EMBED, device="meta")).output.shape == (BATCH, LENGTH, EMBED)
+
+
+def test_training_with_the_losses_spreads_the_load():
+    layer = make(top_k=1).float()
+    x = torch.randn(8, LENGTH, EMBED) + 2.0  # a common part, which draws every token to the same head
+    optimiser = torch.optim.Adam(layer.router.parameters(), lr=0.02)
+    first = layer(x).routing.load.max()
+    for _ in range(60):
+        optimiser.zero_grad()
+        layer(x).routing.balance_loss.backward()
+        optimiser.step()
+    assert layer(x).routing.load.max() < first
+
+
+def test_routings_are_collected_from_anywhere_in_a_model_and_only_within_the_block():
+    model = torch.nn.ModuleList([make(top_k=2), make(shape="full", top_p=0.5)])
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+    with collect_routings(torch.nn.Sequential(model)) as routings:
+        results = [layer(x) for layer in model]
+    model[0](x)
+    assert [a is b.routing for a, b in zip(routings, results, strict=True)] == [True, True]
+    assert not any(layer._forward_hooks for layer in model)
+
+
+# ---- configs
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "shared": {"top_k": 2},
+    "shared, all": {
+        "top_k": 2, "normalise": "chosen", "noise": 0.5, "always_on": 1, "num_kv_heads": 2, "head_dim": 6,
+        "value_dim": 4, "bias": False, "output_bias": True, "causal": True, "window": 5, "qk_norm": "layer",
+        "softcap": 20.0, "scale": 0.25, "dropout": 0.125, "finite": True, "backend": "blockwise",
+    },
+    "shared, top_p": {"top_p": 0.75, "k_min": 2, "k_max": 3, "budget": 2.5},
+    "full": {"shape": "full", "threshold": 0.25, "sinks": True, "qk_norm": "rms", "num_kv_heads": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+def test_a_config_builds_the_layer_that_its_options_make(options):
+    config, expected = RoutedConfig(24, 6, **options), RoutedHeads(24, 6, **options)
+    assert config_of(expected) == config
+    layer = build_attention(config)
+    assert config_of(layer) == config
+    assert AttentionConfig.from_json(config.to_json()) == config
+    assert repr(config.mask) == repr(expected.mask)
+    layer.load_state_dict(expected.state_dict(), strict=True)
+    x = torch.randn(2, 5, 24)
+    ours, theirs = (module.eval()(x) for module in (layer, expected))
+    assert torch.equal(ours.output, theirs.output)
+
+
+def test_the_config_has_every_option_of_the_layer():
+    arguments = set(inspect.signature(RoutedHeads.__init__).parameters) - {"self", "device", "dtype"}
+    assert {field.name for field in dataclasses.fields(RoutedConfig)} == arguments
+
+
+def test_positions_are_described_and_built_again():
+    for shape, positions in (("shared", RotaryConfig(interleaved=True)), ("full", ALiBiConfig(learnable=True))):
+        config = RoutedConfig(24, 6, shape=shape, top_k=2, positions=positions)
+        assert config_of(build_attention(config)) == config
+        assert AttentionConfig.from_json(config.to_json()) == config
+    with pytest.raises(OptionError, match="got positions ALiBiConfig with shape 'shared'"):
+        RoutedConfig(24, 6, top_k=2, positions=ALiBiConfig())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, OptionError, "one of top_k, top_p and threshold"),
+        ({"top_k": 7}, ShapeError, "at most the 6 heads"),
+        ({"top_k": 2, "sinks": True}, OptionError, "sinks belong to heads"),
+        ({"top_k": 2, "shape": "full", "dropout": 0.1}, OptionError, "no dropout"),
+        ({"top_k": 2, "shape": "wide"}, OptionError, "shape must be"),
+        ({"top_k": 2, "window": 3}, OptionError, "needs causal=True"),
+        ({"top_k": 2, "bias": "no"}, OptionError, "bias must be True or False"),
+    ],
+)
+def test_options_are_checked_before_anything_is_built(options, error, words):
+    with pytest.raises(error, match=words):
+        RoutedConfig(24, 6, **options)
+
+
+def test_device_and_dtype_reach_every_parameter():
+    layer = build_attention(RoutedConfig(24, 6, top_k=2, qk_norm="rms"), device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
+
+
+def test_a_routing_can_be_replayed():
+    layer, x = make(top_p=0.6), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+    first = layer(x)
+    assert isinstance(first.routing, Routing)
+    assert torch.equal(layer(x, routing=first.routing).output, first.output)
