@@ -8,8 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from polyhead.lab.arrangement_speed import floors
+from polyhead.lab.arrangement_speed.steps import FORWARD
+from polyhead.lab.arrangement_speed.steps import TRAINING as TRAINED
 from polyhead.lab.measuring.results import at_most
 from polyhead.lab.measuring.runner import Ratio
+from polyhead.lab.training.contestants import contest
+from polyhead.lab.training.standings import rows, standings
+from polyhead.lab.training.trials import read_results
+from polyhead.plan import Workload, estimate_cost
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -18,13 +25,17 @@ DOCS = ROOT / "docs"
 STATISTICS = "statistics-"
 INSPECTION = "inspection-"
 VIEWER = "viewer-"
+ARRANGEMENTS = "arrangements-"
+TRAINING = "training-"
 MARKS = re.compile(r"(<!-- *figures: *begin *-->).*?(<!-- *figures: *end *-->)", re.DOTALL)
+COMPARED_MARKS = re.compile(r"(<!-- *compared: *begin *-->).*?(<!-- *compared: *end *-->)", re.DOTALL)
+TRAINING_MARKS = re.compile(r"(<!-- *training: *begin *-->).*?(<!-- *training: *end *-->)", re.DOTALL)
 COLUMNS = "| ours | against | theirs | ours / theirs [95%] | bound |"
 
 
 def performance_page(page: str, results: Path = RESULTS) -> str:
     """docs/performance.md with everything between its two marks made anew from the layer's results."""
-    others = (STATISTICS, INSPECTION, VIEWER)
+    others = (STATISTICS, INSPECTION, VIEWER, ARRANGEMENTS)
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
     return _between_marks(page, paths, "batch x n x d_model x heads")
 
@@ -44,21 +55,77 @@ def looking_page(page: str, results: Path = RESULTS) -> str:
     return _between_marks(page, sorted(results.glob(f"{VIEWER}*.json")), "heads and text")
 
 
+def arrangements_page(page: str, results: Path = RESULTS) -> str:
+    """docs/arrangements.md, from what `polyhead bench arrangements` and `polyhead bench training` measured."""
+    paths = sorted(results.glob(f"{ARRANGEMENTS}*.json"))
+    page = _between_marks(page, paths, "heads and tokens")
+    if paths:
+        measured = json.loads(paths[0].read_text(encoding="utf-8"))
+        page = _filled(page, COMPARED_MARKS, "compared", _compared(measured))
+    tables = [_training_table(path) for path in sorted(results.glob(f"{TRAINING}*.jsonl"))]
+    return _filled(page, TRAINING_MARKS, "training", "\n".join(tables)) if tables else page
+
+
 PAGES = {
     "performance.md": performance_page,
     "statistics.md": statistics_page,
     "inspecting.md": inspection_page,
     "looking.md": looking_page,
+    "arrangements.md": arrangements_page,
 }
 
 
 def _between_marks(page: str, paths: Sequence[Path], shape: str) -> str:
     if not paths:
         return page
-    if len(MARKS.findall(page)) != 1:
-        raise ValueError("a page of figures has the marks figures: begin and figures: end, once each")
     sections = "\n".join(_section(json.loads(path.read_text(encoding="utf-8")), shape) for path in paths)
-    return MARKS.sub(lambda marks: f"{marks[1]}\n\n{sections}{marks[2]}", page)
+    return _filled(page, MARKS, "figures", sections)
+
+
+def _filled(page: str, marks: re.Pattern[str], name: str, content: str) -> str:
+    if len(marks.findall(page)) != 1:
+        raise ValueError(f"a page of figures has the marks {name}: begin and {name}: end, once each")
+    return marks.sub(lambda found: f"{found[1]}\n\n{content}{found[2]}", page)
+
+
+def _compared(result: dict[str, Any]) -> str:
+    """All arrangements in one table: what each computes, what is counted of it, and how long it took."""
+    times = {row["bench"]: row["median_ms"].get(floors.OURS) for row in result["rows"]}
+    work = Workload.forward(floors.TOKENS, batch=2)
+    lines = [
+        f"Two causal sequences of {floors.TOKENS:,} tokens, width {floors.WIDTH:,}, {floors.HEADS} heads unless the "
+        f"formula says otherwise, bfloat16, {result['machine']['gpu']}, commit {result['commit']}.",
+        "",
+        "| | computes | parameters | GFLOP forward | cache bytes a token | forward | forward + backward | when |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, variant in floors.VARIANTS.items():
+        cost = estimate_cost(variant.config, work)
+        taken = [times.get(f"{name}, {mode}") for mode in (FORWARD, TRAINED)]
+        forward, both = ("" if x is None else f"{x:.2f} ms" for x in taken)
+        lines.append(
+            f"| {name} | {variant.formula} | {cost.parameters:,} | {cost.matrix_flops / 1e9:.0f} | "
+            f"{cost.cache_bytes_per_token:,} | {forward} | {both} | {variant.when} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _training_table(path: Path) -> str:
+    results = read_results(path)
+    facts = results[0].facts
+    header, *lines = rows(standings(contest(quick=facts["quick"]), results))
+    gpu, versions = facts["machine"]["gpu"] or facts["machine"]["cpu"], facts["versions"]
+    commits = ", ".join(dict.fromkeys(str(result.facts["commit"]) for result in results))
+    return "\n".join(
+        [
+            f"{len(results)} trainings on {facts['text']}, {gpu}, torch {versions['torch']}, commit {commits}.",
+            "",
+            f"| {' | '.join(header)} |",
+            f"|{'---|' * len(header)}",
+            *(f"| {' | '.join(line)} |" for line in lines),
+            "",
+        ]
+    )
 
 
 def _section(result: dict[str, Any], shape: str) -> str:

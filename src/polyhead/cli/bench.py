@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.bench_training import training
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from polyhead.lab.statistics_speed import Shape, Step
 
 app = typer.Typer(help="Measure this library against others on the machine at hand.", no_args_is_help=True)
+
+
+app.command("training")(training)
 
 
 @app.callback()
@@ -60,7 +65,7 @@ def statistics(
     from polyhead.lab import statistics_speed
     from polyhead.lab.measuring import machine
 
-    parts = _parts(only)
+    parts = _parts(only, statistics_speed.PARTS)
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     steps = statistics_speed.plan(parts, _shapes(shapes), quick=quick, seed=seed, gpu=gpu)
     if gpu is None:
@@ -127,6 +132,39 @@ def viewer(
     _keep(steps, facts, output)
 
 
+@app.command("arrangements")
+def arrangements(
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look, no figure.")] = False,
+    only: Annotated[
+        str | None, typer.Option(metavar="PART,...", help="Any of routed, rows, talking, latent, floors.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random data and of the order of the contenders.")] = 0,
+    commit: Annotated[
+        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
+    ] = None,
+) -> None:
+    """What other arrangements of heads cost on a CUDA machine.
+
+    Routed heads over all heads, the attention of chosen rows, talking heads over ordinary ones, one token over a
+    latent cache, and every arrangement over its own formula written by hand.
+    """
+    import torch
+
+    from polyhead.lab import arrangement_speed, statistics_speed
+    from polyhead.lab.measuring import machine
+
+    parts = _parts(only, arrangement_speed.PARTS)
+    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    if gpu is None:
+        typer.echo(f"{statistics_speed.NO_GPU}, and these figures are of its kernels")
+        return
+    steps = arrangement_speed.plan(parts, quick=quick, seed=seed, gpu=gpu)
+    _keep(steps, {**machine.describe(gpu, commit), "quick": quick, "parts": parts, "seed": seed}, output)
+
+
 def _keep(steps: Sequence[Step], facts: dict[str, object], output: Path | None) -> None:
     """Run the steps, show their rows and keep them."""
     from rich.console import Console
@@ -168,13 +206,11 @@ def _measured(steps: Sequence[Step], console: Console) -> Iterator[Row]:
                 console.print(f"{time.perf_counter() - began:6.1f} s  {step.part} at {step.place}", markup=False)
 
 
-def _parts(text: str | None) -> list[str]:
-    from polyhead.lab.statistics_speed import PARTS
-
-    names = list(PARTS) if text is None else text.split(",")
-    if unknown := [name for name in names if name not in PARTS]:
+def _parts(text: str | None, known: Sequence[str]) -> list[str]:
+    names = list(known) if text is None else text.split(",")
+    if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(
-            f"a part is one of {', '.join(PARTS)}; got {', '.join(map(repr, unknown))}", param_hint="--only"
+            f"a part is one of {', '.join(known)}; got {', '.join(map(repr, unknown))}", param_hint="--only"
         )
     return names
 

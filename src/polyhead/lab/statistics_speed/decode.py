@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from polyhead.lab.statistics_speed.exact import Exact, Found
 from polyhead.lab.statistics_speed.places import DECODE_STATISTICS, Shape
 from polyhead.lab.statistics_speed.problem import Entrants, Problem
 
+T = TypeVar("T")
 BOUND = 1.0
 TIMES_L2 = 3
 WARM_UPS = 3
@@ -66,7 +68,7 @@ def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
-def replayed(calls: Sequence[Callable[[], Found]], device: torch.device) -> Callable[[], list[Found]]:
+def replayed(calls: Sequence[Callable[[], T]], device: torch.device) -> Callable[[], list[T]]:
     """All calls, one after the other, as one CUDA graph: what is left is the device's own time."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -79,7 +81,7 @@ def replayed(calls: Sequence[Callable[[], Found]], device: torch.device) -> Call
     with torch.cuda.graph(graph):
         results = [call() for call in calls]
 
-    def replay() -> list[Found]:
+    def replay() -> list[T]:
         graph.replay()
         return results
 

@@ -1,0 +1,247 @@
+"""Each arrangement at one size, against its formula by hand: products by cuBLAS and the fastest attention there is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import polyhead
+from polyhead import Mask
+from polyhead.lab.arrangement_speed.routed import check_routed
+from polyhead.lab.arrangement_speed.steps import FORWARD, TRAINING, Call, check, drawn, step
+from polyhead.lab.measuring.results import Row
+from polyhead.lab.measuring.runner import Run
+from polyhead.lab.statistics_speed.problem import Entrants
+from polyhead.layers import (
+    AttentionConfig,
+    CollaborativeAttention,
+    DifferentialAttention,
+    GroupedHeads,
+    HeadMix,
+    LatentAttention,
+    MultiHeadAttention,
+    RoutedHeads,
+    TalkingHeads,
+    config_of,
+)
+from polyhead.layers.steps import split_heads
+
+TOKENS, WIDTH, HEADS = 4096, 2048, 16
+OURS, BOUND = "polyhead", 1.1
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+Floor = Callable[[Any, Tensor, Core], Tensor]
+CORES = {
+    "cuBLAS + cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "cuBLAS + flash": SDPBackend.FLASH_ATTENTION,
+    "cuBLAS + our kernels": None,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One arrangement: its layer, what it computes, when one takes it; no `floor` where no other core computes that."""
+
+    make: Callable[[], nn.Module]
+    floor: Floor | None
+    formula: str
+    when: str
+
+    @property
+    def config(self) -> AttentionConfig:
+        with torch.device("meta"):
+            return config_of(self.make())
+
+
+def layer(run: Run, name: str, *, quick: bool = False) -> Iterator[Row]:
+    """Two causal sequences in bfloat16, forward and training."""
+    variant = VARIANTS[name]
+    module = drawn(variant.make(), run)
+    x = run.inputs(2, TOKENS // (8 if quick else 1), WIDTH, salt=1)
+    upstream = run.inputs(*x.shape, salt=2)
+    parameters = list(module.parameters())
+    for mode in (FORWARD, TRAINING):
+        found = Entrants()
+        calls: dict[str, Callable[[Tensor], Tensor]] = {OURS: functools.partial(_ours, module, backend=None)}
+        if variant.floor is not None:
+            by_hand = functools.partial(_by_hand, variant.floor, module)
+            calls |= {core: functools.partial(by_hand, _core(kernel)) for core, kernel in CORES.items()}
+        for who, call in calls.items():
+            build = functools.partial(step, call, x, upstream, parameters, mode == TRAINING)
+            found.enter(who, build, functools.partial(_check, who, module, call, x))
+        timings = run.time(found.calls, found.absent)
+        fastest = timings.fastest(*CORES)
+        yield Row.of(
+            f"{name}, {mode}",
+            f"2 x {x.shape[1]} tokens of {WIDTH}, {HEADS} heads, causal",
+            run.dtype,
+            timings,
+            [timings.compare(OURS, fastest, BOUND)],
+            notes={"floor": fastest},
+            failed=found.failed,
+        )
+        module.zero_grad(set_to_none=True)
+
+
+def _ours(layer: nn.Module, x: Tensor, backend: str | None) -> Tensor:
+    output: Tensor = layer(x, backend=backend).output
+    return output
+
+
+def _by_hand(floor: Floor, layer: nn.Module, core: Core, x: Tensor) -> Tensor:
+    return floor(layer, x, core)
+
+
+def _check(who: str, layer: nn.Module, call: Call, x: Tensor, _: object) -> None:
+    if isinstance(layer, RoutedHeads):
+        check_routed(who, layer, x)  # a gate in another precision chooses other heads
+    else:
+        check(who, layer, _ours, call, x)
+
+
+def _core(backend: SDPBackend | None) -> Core:
+    if backend is None:
+        return lambda q, k, v: polyhead.attention(q, k, v, mask=Mask.causal(), finite=True, backend="fused").output
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    return call
+
+
+# ---- what each arrangement computes, on the weights of our layer
+
+
+def _heads(layer: Any, x: Tensor, core: Core) -> Tensor:
+    """Multi-head attention up to its heads, [batch, tokens, heads, dim]. One product for query, key and value."""
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj)
+    weight = torch.cat([linear.weight for linear in linears])
+    sizes = [linear.out_features for linear in linears]
+    dim = layer.layout.head_dim
+    q, k, v = (split_heads(part, part.shape[-1] // dim) for part in F.linear(x, weight).split(sizes, -1))
+    return core(q, k, v).transpose(1, 2)
+
+
+def _plain(layer: Any, x: Tensor, core: Core) -> Tensor:
+    return F.linear(_heads(layer, x, core).flatten(2), layer.out_proj.weight)
+
+
+def _gated(layer: Any, x: Tensor, core: Core) -> Tensor:
+    gate = torch.sigmoid(F.linear(x, layer.gate_proj.weight, layer.gate_proj.bias))
+    return F.linear(_heads(layer, x, core).flatten(2) * gate, layer.out_proj.weight)
+
+
+def _grouped(layer: Any, x: Tensor, core: Core) -> Tensor:
+    made = layer.combine
+    parts = _heads(layer, x, core).unflatten(2, (made.num_groups, -1)).flatten(3)  # [batch, tokens, groups, inside]
+    joined = torch.einsum("bngi,gio->bngo", parts, made.group_weight).flatten(2)
+    return F.linear(F.gelu(F.linear(joined, made.up.weight, made.up.bias)), layer.out_proj.weight)
+
+
+def _mixed(layer: Any, x: Tensor, core: Core) -> Tensor:
+    rows = torch.einsum("rh,bnhd->bnrd", layer.combine.mix_weight, _heads(layer, x, core))
+    each = rows.flatten(0, 1)
+    weights = torch.softmax(each @ each.transpose(-1, -2) * each.shape[-1] ** -0.5, -1)
+    return F.linear((weights @ each).view(*x.shape[:2], -1), layer.out_proj.weight)
+
+
+def _latent(layer: Any, x: Tensor, core: Core) -> Tensor:
+    layout = layer.layout
+    latent = layer.kv_a_norm(F.linear(x, layer.kv_a_proj.weight))
+    q = split_heads(F.linear(x, layer.q_proj.weight), layout.num_heads)
+    both = split_heads(F.linear(latent, layer.kv_b_proj.weight), layout.num_heads)
+    k, v = both.split([layout.qk_nope_head_dim, layout.value_head_dim], -1)
+    return F.linear(core(q, k, v).transpose(1, 2).flatten(2), layer.out_proj.weight)
+
+
+def _differential(layer: Any, x: Tensor, core: Core) -> Tensor:
+    linears, layout = (layer.q_proj, layer.k_proj, layer.v_proj), layer.layout
+    q, k, v = (split_heads(F.linear(x, linear.weight), layout.num_heads) for linear in linears)
+    first, second = (core(a, b, v) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True))
+    heads = first - layer.lambda_full.to(x.dtype) * second
+    normed = F.rms_norm(heads, heads.shape[-1:], eps=layer.norm_eps) * (1 - layer.lambda_init)
+    return F.linear(normed.transpose(1, 2).flatten(2), layer.out_proj.weight)
+
+
+def _collaborative(layer: Any, x: Tensor, core: Core) -> Tensor:
+    heads, dim = layer.layout.num_heads, layer.layout.head_dim
+    # The scale is that of head_dim channels, and `core` takes that of the shared ones.
+    mixing = layer.mixing * (layer.shared_dim / dim) ** 0.5
+    q = F.linear(x, layer.q_proj.weight)[:, None] * mixing[:, None]
+    k = F.linear(x, layer.k_proj.weight)[:, None].expand_as(q)
+    v = split_heads(F.linear(x, layer.v_proj.weight), heads)
+    return F.linear(core(q, k, v).transpose(1, 2).flatten(2), layer.out_proj.weight)
+
+
+def _heads_of(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: MultiHeadAttention(WIDTH, HEADS, **_OPTIONS, **options)
+
+
+_OPTIONS: dict[str, Any] = {"causal": True, "bias": False, "finite": True}
+VARIANTS: dict[str, Variant] = {
+    "multi-head": Variant(_heads_of(), _plain, "head_i = softmax(Q_i K_i^T) V_i; Concat, W_O", "the default"),
+    "grouped-query": Variant(
+        _heads_of(num_kv_heads=4), _plain, "K_i, V_i shared by 4 heads", "the cache is too large, decoding too slow"
+    ),
+    "multi-query": Variant(
+        _heads_of(num_kv_heads=1), _plain, "K, V shared by all", "the cache must be as small as it can be"
+    ),
+    "gated": Variant(
+        _heads_of(output_gate="channel"), _gated, "head_i * sigmoid(X Wg_i)", "heads should be able to say nothing"
+    ),
+    "latent": Variant(
+        lambda: LatentAttention(WIDTH, HEADS, kv_lora_rank=512, form="expanded", **_OPTIONS),
+        _latent,
+        "K_i = C Uk_i, V_i = C Uv_i, C = norm(X W_c)",
+        "a small cache and many heads",
+    ),
+    "groups and MLP": Variant(
+        lambda: GroupedHeads(WIDTH, HEADS, num_groups=4, **_OPTIONS),
+        _grouped,
+        "W_2 GELU(W_1 Concat(Concat(group_j) A_j))",
+        "heads should be combined other than linearly",
+    ),
+    "across heads": Variant(
+        lambda: HeadMix(WIDTH, HEADS, **_OPTIONS),
+        _mixed,
+        "Z = M [head_1 .. head_h]; softmax(Z Z^T) Z; W_O",
+        "one head's finding decides what becomes of another's",
+    ),
+    "talking": Variant(
+        lambda: TalkingHeads(WIDTH, HEADS, **_OPTIONS),
+        None,
+        "softmax(sum_h A_hg Q_h K_h^T), mixed by B, times V_g",
+        "heads should agree on where to look",
+    ),
+    "collaborative": Variant(
+        lambda: CollaborativeAttention(WIDTH, HEADS, shared_dim=128, **_OPTIONS),
+        _collaborative,
+        "softmax((X W_Q diag(m_i)) (X W_K)^T) V_i",
+        "keys of different heads are redundant",
+    ),
+    "differential": Variant(
+        lambda: DifferentialAttention(WIDTH, HEADS // 2, layer_index=1, **_OPTIONS),
+        _differential,
+        "norm((softmax(Q1 K1^T) - lambda softmax(Q2 K2^T)) V)",
+        "attention should cancel noise",
+    ),
+    "routed, shared": Variant(
+        lambda: RoutedHeads(WIDTH, 2 * HEADS, top_k=HEADS // 2, head_dim=WIDTH // HEADS, **_OPTIONS),
+        None,
+        "sum over 8 of 32 heads of w_i head_i Wo_i; K, V shared",
+        "parameters should grow, compute should not",
+    ),
+    "routed, full": Variant(
+        lambda: RoutedHeads(WIDTH, HEADS, shape="full", top_k=HEADS // 4, **_OPTIONS),
+        None,
+        "sum over 4 of 16 heads of w_i head_i Wo_i",
+        "hard tokens should cost more than simple ones",
+    ),
+}
