@@ -13,6 +13,7 @@ PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13; do \
 endif
 JOBS ?= 2
 PYTEST_FLAGS ?=
+SCREENSHOTS ?= build/screenshots
 BENCH_FLAGS ?=
 
 VENV := .venv
@@ -32,7 +33,7 @@ demo: $(VENV)/.installed-demo ## see what every head of a real model does, in th
 	@$(BIN)/polyhead inspect --html polyhead-report.html
 
 test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests and the examples in docstrings
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
+	@OMP_NUM_THREADS=1 POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/ruff check .
@@ -106,12 +107,15 @@ system-compiler: | system-python
 	fi; \
 	if [ $${#missing[@]} -gt 0 ]; then install "$${missing[@]}"; fi
 
-# The tests of the page and of the viewer run in a real browser.
+# The tests of the page and of the viewer run in a real browser, and look at both in Chinese as well.
 system-browser: | system-python
 	@$(require_packages) \
-	if ! command -v chromium >/dev/null; then install chromium; fi
+	missing=(); \
+	if ! command -v chromium >/dev/null; then missing+=(chromium); fi; \
+	if ! command -v fc-list >/dev/null || [ -z "$$(fc-list :lang=zh)" ]; then missing+=(fontconfig fonts-wqy-microhei); fi; \
+	if [ $${#missing[@]} -gt 0 ]; then install "$${missing[@]}"; fi
 
 system-node:
-	@if ! node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20)' 2>/dev/null || ! command -v npm >/dev/null; then \
+	@if ! node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20 ? 1 : 0)' 2>/dev/null || ! command -v npm >/dev/null; then \
 		echo "the page is built with Node.js 20 or later and npm; none was found" >&2; exit 1; \
 	fi

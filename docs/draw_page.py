@@ -14,10 +14,10 @@ from playwright.sync_api import sync_playwright
 
 # The view, its size and colours; each shows what a screen shows before anybody scrolls.
 VIEWS = {
-    "overview": ("#/overview", (1280, 1000), "light"),
+    "overview": ("#/overview", (1280, 1250), "light"),
     "head": ("#/head/1/3?word=26", (1280, 1000), "light"),
     "matters": ("#/matters", (1280, 800), "light"),
-    "phone": ("#/head/0/2", (390, 844), "dark"),
+    "phone": ("#/overview", (390, 844), "dark"),
 }
 
 

@@ -30,6 +30,17 @@ def draw(page: Page, address: str) -> None:
     page.goto(f"{address}#/head/1/3")
     page.get_by_text("Exact", exact=True).wait_for()
     page.screenshot(path=IMAGES / "view-head.png", animations="disabled")
+    # One head that looks at the word before and one that looks at the word after, both at the same words.
+    page.goto(f"{address}#/head/0/2?with=A.1.8&map=1_1_15")
+    for number in range(2):
+        page.get_by_text("Exact", exact=True).nth(number).wait_for()
+    maps = page.locator("figure.map")
+    maps.first.scroll_into_view_if_needed()
+    left, right = (maps.nth(number).bounding_box() for number in range(2))
+    assert left is not None
+    assert right is not None
+    box = {"x": left["x"], "y": left["y"], "width": right["x"] + right["width"] - left["x"], "height": left["height"]}
+    page.screenshot(path=IMAGES / "view-maps.png", animations="disabled", clip=box)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ export interface Packed {
 
 export interface Facts {
   model: string;
-  kind: string;
+  kind: Text;
   tokens: number;
   documents: number;
   contexts: number;
@@ -27,10 +27,10 @@ export interface Facts {
   /** The share of the text's tokens that the model's vocabulary does not have. */
   unknown: number;
   intervals_over: string;
-  pairs_by: string | null;
-  left_out: string[];
+  pairs_by: Text | null;
+  left_out: Text[];
   versions: Record<string, string>;
-  loss: string | null;
+  loss: Text | null;
 }
 
 export interface Stack {
@@ -89,6 +89,8 @@ export interface Head {
   values: Record<string, number | null>;
   spreads: Record<string, number | null>;
   errors: Record<string, number | null>;
+  /** What a head would show that looks as often at every token. */
+  chances: Record<string, number | null>;
   roles: RoleScore[];
   alike: Alike[];
   top_keys: { text: string; share: number }[];
@@ -122,6 +124,8 @@ export interface SyntaxRow {
   baseline: number | null;
   offset: number | null;
   words: number;
+  /** Against the best fixed distance, on the same words; empty where they cannot be told apart. */
+  verdict: "better" | "worse" | "";
 }
 
 export interface Example {

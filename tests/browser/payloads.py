@@ -109,7 +109,11 @@ def with_tokens(page: Payload, tokens: list[str]) -> Payload:
         even = torch.full((HEADS, count, count), 1 / count)
         found["examples"][0]["sites"][str(site)] = packed_shares(even)
     found["examples"][0] |= {"queries": tokens, "keys": tokens, "title": tokens[0]}
-    found["facts"] |= {"model": " ".join(tokens[:-1]), "left_out": tokens[:-1], "pairs_by": tokens[0]}
+    found["facts"] |= {
+        "model": " ".join(tokens[:-1]),
+        "left_out": [{"en": token, "zh": token} for token in tokens[:-1]],
+        "pairs_by": {"en": tokens[0], "zh": tokens[1]},
+    }
     found["syntax"]["treebank"] = tokens[0]
     for head in found["heads"]:
         head["top_keys"] = [{"text": token, "share": 1 / count} for token in tokens]
@@ -127,7 +131,7 @@ def _site(stack: str, kind: str, layer: int, heads: int) -> Payload:
 def _facts() -> Payload:
     return {
         "model": "small: a model of known numbers",
-        "kind": "encoder-decoder",
+        "kind": said("encoder-decoder"),
         "tokens": 12_345,
         "documents": 17,
         "contexts": 19,
@@ -136,10 +140,10 @@ def _facts() -> Payload:
         "interrupted": False,
         "unknown": 0.013,
         "intervals_over": "documents",
-        "pairs_by": "every pair is measured",
-        "left_out": ["pronouns: no sentence could be read"],
+        "pairs_by": said("every pair is measured"),
+        "left_out": [said("pronouns: no sentence could be read")],
         "versions": {"polyhead": "0.1.0", "torch": "2.13.0"},
-        "loss": "next token",
+        "loss": said("next token"),
     }
 
 
@@ -168,6 +172,7 @@ def _head(site: int, head: int, draw: torch.Generator) -> Payload:
         "values": values,
         "spreads": {"entropy": 0.25},
         "errors": {"ablation": 0.03},
+        "chances": {"sink_mass": 0.0625},
         "roles": [
             {
                 "role": role,

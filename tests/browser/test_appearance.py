@@ -76,6 +76,25 @@ def test_no_string_of_the_interface_is_left_in_english(open_page):
             assert words <= names | {"Encoder", "Decoder", "to", "encoder", "How", "much", "worse"}, (view, text)
 
 
+def test_chinese_is_drawn_and_not_as_empty_boxes(open_page, keep_picture):
+    """A browser without a font for a character draws the same box for each."""
+    opened = open_page(view="overview?lang=zh")
+    drawn = opened.tab.evaluate(
+        """(words) => [...words].map((word) => {
+          const canvas = new OffscreenCanvas(40, 40);
+          const context = canvas.getContext("2d");
+          context.font = `32px ${getComputedStyle(document.body).fontFamily}`;
+          context.fillText(word, 4, 32);
+          return context.getImageData(0, 0, 40, 40).data.join();
+        })""",
+        "层头词元看",
+    )
+    assert len(set(drawn)) == 5, "there is no font for Chinese; `make system` installs one"
+    keep_picture(opened, "chinese-overview")
+    opened.go("findings?lang=zh")
+    keep_picture(opened, "chinese-findings")
+
+
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_a_phone_never_scrolls_sideways(open_page, keep_picture, language):
     opened = open_page(viewport={"width": 360, "height": 740}, device_scale_factor=2)

@@ -18,7 +18,7 @@ from tests.browser.payloads import (
 PAGE = synthetic()
 ALL = LAYERS * HEADS + CROSS_LAYERS * CROSS_HEADS
 VIEWS = {
-    "overview": "What was found",
+    "overview": "At a glance",
     "head/2/1": "Layer 2, head 1 (Encoder)",
     "alike": "Heads alike",
     "matters": "What matters",
@@ -52,6 +52,31 @@ def test_it_opens_with_every_head_and_what_was_found(open_page):
     assert "12,345 tokens of 17 documents" in tab.locator(".facts").inner_text()
     found = tab.locator(".headline .findings a bdi").all_inner_texts()
     assert found == ["Layer 2 head 1 repeats", "Two say the same", "One matters most", "Some rest"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (3840, 2160)])
+def test_what_people_ask_first_is_answered_before_anybody_scrolls(open_page, keep_picture, width, height):
+    opened = open_page(viewport={"width": width, "height": height})
+    tab = opened.tab
+    answers = dict(zip(tab.locator(".glance dt").all_inner_texts(), tab.locator(".glance dd").all(), strict=True))
+
+    def named(question: str) -> list[str]:
+        links = answers[question].locator(".answer a")
+        return links.evaluate_all("all => all.map(link => link.getAttribute('href'))")
+
+    def link(site: int, head: int) -> str:
+        return f"#/head/{site}/{head}"
+
+    assert named("Which heads look at the previous token?") == [link(*place) for place in holders("previous")]
+    assert named("Which two are most alike?") == [link(1, 0), link(1, 3)]
+    needed = sorted(PAGE["heads"], key=lambda head: -head["values"]["ablation"])[:3]
+    assert named("Which matter most?") == [link(head["site"], head["head"]) for head in needed]
+    assert "cosine 0.81: they say the same" in answers["Which two are most alike?"].inner_text()
+    assert "the first previous in 75% of positions (chance 12%)" in tab.locator(".glance").inner_text()
+    bottom = tab.locator(".glance").bounding_box()
+    assert bottom["y"] + bottom["height"] <= height
+    assert tab.evaluate("scrollY") == 0
+    keep_picture(opened, f"glance-{width}")
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -95,7 +120,8 @@ def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
     opened = open_page()
     tab = opened.tab
     tab.get_by_role("button", name="reach", exact=True).click()
-    values = sorted((head["values"]["reach"] for head in PAGE["heads"]), reverse=True)
+    reach = sorted((head["values"]["reach"] for head in PAGE["heads"]), reverse=True)
+    values = [round(x, 1) if x >= 10 else float(f"{x:.3g}") for x in reach]  # as numbers of tokens are written
     header = tab.locator("table.sortable thead th", has_text="reach")
 
     def shown() -> list[float]:
@@ -105,10 +131,10 @@ def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
         return [float(x) for x in tab.locator(f"table.sortable tbody tr > :nth-child({index + 1})").all_inner_texts()]
 
     assert header.get_attribute("aria-sort") == "descending"
-    assert shown() == pytest.approx(values, rel=5e-3, abs=0.06)
+    assert shown() == values
     tab.get_by_role("button", name="reach", exact=True).click()
     assert header.get_attribute("aria-sort") == "ascending"
-    assert shown() == pytest.approx(values[::-1], rel=5e-3, abs=0.06)
+    assert shown() == values[::-1]
     tab.reload()
     assert tab.locator("table.sortable thead th[aria-sort=ascending]").inner_text().strip() == "reach"
 
@@ -128,7 +154,11 @@ def test_a_card_shows_what_is_known_of_a_head(open_page):
     (head,) = (x for x in PAGE["heads"] if (x["site"], x["head"]) == (2, 1))
     assert ablation.first.inner_text() == f"{head['values']['ablation']:.3g} ± 0.03"
     rank = 1 + sum(x["values"]["ablation"] > head["values"]["ablation"] for x in PAGE["heads"])
-    assert ablation.nth(1).inner_text() == f"{rank} of {ALL}"
+    assert ablation.nth(1).inner_text() == ""  # what chance would show is known of shares of the text alone
+    assert ablation.nth(2).inner_text() == f"{rank} of {ALL}"
+    sink = tab.locator("table.numbers tr", has_text="sink mass")
+    assert sink.locator("td").nth(1).inner_text() == "6.3%"
+    assert sink.locator("td svg [stroke='var(--second)']").count() == 1
     tab.locator(".side").get_by_role("link", name="Layer 0, head 2 (Encoder)").click()
     assert tab.locator("main h2").inner_text() == "Layer 0, head 2 (Encoder)"
     tab.locator("a[rel=next]").click()
@@ -204,6 +234,7 @@ def test_grammar_stands_beside_its_baseline(open_page):
     row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
     assert row[:5] == ["obj", "to the governing word", "Encoder 1.2", "70% (60%–80%)", "35%"]
     assert row[5].strip() == "+35%"
+    assert row[6] == "better"
 
 
 def test_a_link_to_the_view_is_copied(open_page, small_page):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.payloads import ANSWER, SENTENCE, synthetic, weights
 
@@ -112,7 +113,7 @@ def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
     assert at() == "2.4"
     tab.keyboard.press("Enter")
     tab.locator("h2#head-name").wait_for()
-    assert tab.evaluate("document.activeElement.id") == "head-name"
+    expect(tab.locator("#head-name")).to_be_focused()
     for _ in range(20):
         tab.keyboard.press("Tab")
         if tab.evaluate("document.activeElement.classList.contains('word')"):

@@ -5,20 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+import re
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from polyhead.analysis.importance.losses import NAMES as LOSSES
 from polyhead.analysis.syntax import DOWNWARD, UPWARD, SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
-from polyhead.inspection import load_inspection, save_inspection
+from polyhead.inspection import across, load_inspection, running, save_inspection
 from polyhead.inspection.examples import Example
 from polyhead.inspection.looks import SiteLooks, bin_edges
+from polyhead.inspection.wording import kind_of_model, loss_in_words, reason_in_words
+from polyhead.observatory.token_sample import TokenSample
 from polyhead.report import page_of
 from polyhead.report.packing import LONGEST_TEXT
 from polyhead.report.pictures import MOST_MAP_CELLS, pooled
 from polyhead.report.syntax import Syntax
+from polyhead.sources import load_model
+from polyhead.sources.models import Kind
+from polyhead.sources.probes import repeated_batches
 from tests.report.test_packing import HOSTILE, unpacked
 
 NAMES = ("bert", "llama", "t5")
@@ -50,6 +57,43 @@ def test_it_is_plain_json_and_says_everything_twice(pages, name):
         assert text["en"], path
         assert text["zh"], path
         assert any("\u4e00" <= character <= "\u9fff" for character in text["zh"]), (path, text)
+
+
+def english_words(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z]{2,}", text))
+
+
+def numbers_in(text: str) -> list[str]:
+    return sorted(re.findall(r"[\d,]*\d", text))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_facts_of_a_run_are_said_in_chinese_too(pages, inspections, name):
+    facts = pages[name]["facts"]
+    assert inspections[name].facts["left_out"]
+    assert len(facts["left_out"]) == len(inspections[name].facts["left_out"])
+    told = [facts["kind"], facts["pairs_by"], *facts["left_out"], *([] if facts["loss"] is None else [facts["loss"]])]
+    for text in told:
+        assert english_words(text["en"])
+        assert english_words(text["zh"]) <= {"MiB"}, text
+        assert numbers_in(text["en"]) == numbers_in(text["zh"])
+
+
+def test_every_reason_that_a_run_can_give_has_chinese_words(inspections):
+    wiring = {(f"layer.{number}", "self"): torch.eye(5).expand(3, -1, -1) for number in range(2)}
+    reasons = [running.UNSEEN, *(across.rule(TokenSample(wiring, 1024, name=name)) for name in ("said", "sketches"))]
+    with pytest.raises(OptionError) as refused:
+        list(repeated_batches(load_model(inspections["bert"].settings.model).tokenizer, seed=0, context=4))
+    reasons.append(f"induction and duplicate-token: {refused.value}")
+    for reason in reasons:
+        found = reason_in_words(reason)
+        assert found.en == reason
+        assert english_words(found.zh) <= {"MiB"}, found
+        assert numbers_in(found.en) == numbers_in(found.zh)
+    unknown = "a reason that nobody has translated"
+    assert reason_in_words(f"pronoun: {unknown}").zh == f"代词指代：{unknown}"
+    assert {kind_of_model(kind).zh for kind in get_args(Kind)}.isdisjoint(get_args(Kind))
+    assert {loss_in_words(loss).zh for loss in LOSSES}.isdisjoint(LOSSES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,16 +2,16 @@
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { Place } from "../data";
-import { useWords, type Words } from "../parts/language";
+import { useWords } from "../parts/language";
 import { changed, go, type Route } from "../parts/router";
 import { SortableTable, type TableColumn } from "../parts/sortable-table";
 import { Line } from "../parts/tokens";
 import { LayerMatrices } from "./layer-matrices";
 import { LikenessFigure } from "./likeness";
-import { headHref, keyOf, markedIn, useModel, type Model } from "./model";
-import { pairsOf, type HeadPair } from "./relations";
+import { keyOf, markedIn, useModel } from "./model";
+import { PlaceLink } from "./place-link";
+import { mostAlike, pairsAcross, pairsOf, PREFERRED, type HeadPair } from "./relations";
 
-const PREFERRED = "cosine";
 const MOST_PAIRS = 200;
 
 export function AlikeView({ route }: { route: Route }): JSX.Element {
@@ -68,16 +68,11 @@ export function AlikeView({ route }: { route: Route }): JSX.Element {
         {page.pairs.length ? (
           <>
             <p class="explained">
-              {say("acrossAbout")} {page.facts.pairs_by ? <Line text={page.facts.pairs_by} /> : null}
+              {say("acrossAbout")} {page.facts.pairs_by ? <Line text={text(page.facts.pairs_by)} /> : null}
             </p>
             <PairTable
               label={say("acrossLayers")}
-              rows={page.pairs.map((pair) => ({
-                one: pair.one,
-                other: pair.other,
-                value: pair.cosine,
-                near: pair.cosine,
-              }))}
+              rows={pairsAcross(model)}
               value={say("cosine")}
               route={here}
               sortName="across"
@@ -97,14 +92,7 @@ function MostAlike(): JSX.Element | null {
   const model = useModel();
   const words = useWords();
   const { say, number } = words;
-  const { page } = model;
-  const across = page.pairs.map((pair) => ({
-    one: pair.one,
-    other: pair.other,
-    value: pair.cosine,
-    near: pair.cosine,
-  }));
-  const [best] = [...pairsOf(model, PREFERRED), ...across].sort((one, other) => other.near - one.near);
+  const best = mostAlike(model);
   if (!best) return null;
   return (
     <strong>
@@ -140,7 +128,7 @@ function Groups({ marks }: { marks: Set<string> }): JSX.Element {
               {group.heads.map((place, i) => (
                 <span key={keyOf(place)}>
                   {i ? " · " : ""}
-                  <PlaceLink model={model} place={place} words={words} />
+                  <PlaceLink place={place} />
                 </span>
               ))}
               <span class="muted"> {say("leastAlike", { cosine: number(group.least) })}</span>
@@ -151,14 +139,6 @@ function Groups({ marks }: { marks: Set<string> }): JSX.Element {
         <p>{say("noGroups")}</p>
       )}
     </section>
-  );
-}
-
-export function PlaceLink({ model, place, words }: { model: Model; place: Place; words: Words }): JSX.Element {
-  return (
-    <a href={headHref(place)} aria-label={model.long(place, words)}>
-      {model.short(place, words)}
-    </a>
   );
 }
 
@@ -173,7 +153,6 @@ interface PairTableProps {
 }
 
 function PairTable({ label, rows, value, route, sortName, marks }: PairTableProps): JSX.Element {
-  const model = useModel();
   const words = useWords();
   const { say, number } = words;
   const order = (place: Place) => place[0] * 10_000 + place[1];
@@ -182,13 +161,13 @@ function PairTable({ label, rows, value, route, sortName, marks }: PairTableProp
       name: "one",
       label: say("oneHead"),
       by: (pair) => order(pair.one),
-      show: (pair) => <PlaceLink model={model} place={pair.one} words={words} />,
+      show: (pair) => <PlaceLink place={pair.one} />,
     },
     {
       name: "other",
       label: say("otherHead"),
       by: (pair) => order(pair.other),
-      show: (pair) => <PlaceLink model={model} place={pair.other} words={words} />,
+      show: (pair) => <PlaceLink place={pair.other} />,
     },
     { name: "near", label: value, numeric: true, by: (pair) => pair.near, show: (pair) => number(pair.value) },
   ];

@@ -1,11 +1,12 @@
 /** The frame around every view: what was looked at, where one can go, language and theme. */
-import type { ComponentChildren, JSX } from "preact";
-import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { useWords, WordsContext, wordsOf, type Language, type StringName } from "../parts/language";
+import type { JSX } from "preact";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { Frame, SkipLink } from "../parts/frame";
+import { useWords, type Language, type StringName } from "../parts/language";
 import { changed, go, hrefOf, useRoute, type Route } from "../parts/router";
-import { DarkContext, useTheme, type Theme } from "../parts/theme";
 import { Line } from "../parts/tokens";
 import { AlikeView } from "./alike";
+import { CopyLink } from "./copy-link";
 import { FindingsView } from "./findings";
 import { HeadCard } from "./head-card";
 import { MattersView } from "./matters";
@@ -13,32 +14,34 @@ import { ModelContext, useModel, type Model } from "./model";
 import { Overview } from "./overview";
 import { SyntaxView } from "./syntax";
 
-const THEMES: Theme[] = ["auto", "light", "dark"];
-const LANGUAGES: [Language, string][] = [
-  ["en", "English"],
-  ["zh", "中文"],
-];
-
 export function App({ model }: { model: Model }): JSX.Element {
   const route = useRoute();
   const asked = route.query.lang;
   const [language, setLanguage] = useState<Language>(model.page.lang);
-  const words = useMemo(() => wordsOf(language), [language]);
-  const { theme, dark, choose } = useTheme();
-  const main = useRef<HTMLElement>(null);
-  const view = route.path.join("/") || "overview";
-  const first = useRef(true);
-
   useLayoutEffect(() => {
     if (asked === "en" || asked === "zh") setLanguage(asked);
   }, [asked]);
-  useLayoutEffect(() => {
-    document.documentElement.lang = language === "zh" ? "zh-Hans" : "en";
-  }, [language]);
   const chooseLanguage = (chosen: Language) => {
     setLanguage(chosen);
     if (asked) go(changed(route, { lang: null }), true);
   };
+  return (
+    <Frame language={language} onLanguage={chooseLanguage}>
+      {(switches) => (
+        <ModelContext.Provider value={model}>
+          <Page route={route} switches={switches} />
+        </ModelContext.Provider>
+      )}
+    </Frame>
+  );
+}
+
+function Page({ route, switches }: { route: Route; switches: JSX.Element }): JSX.Element {
+  const { facts } = useModel().page;
+  const { say } = useWords();
+  const main = useRef<HTMLElement>(null);
+  const view = route.path.join("/") || "overview";
+  const first = useRef(true);
   useEffect(() => {
     if (first.current) {
       first.current = false;
@@ -48,54 +51,27 @@ export function App({ model }: { model: Model }): JSX.Element {
     scrollTo(0, 0);
     main.current?.querySelector<HTMLElement>("h2")?.focus({ preventScroll: true });
   }, [view]);
-
   return (
-    <WordsContext.Provider value={words}>
-      <DarkContext.Provider value={dark}>
-        <ModelContext.Provider value={model}>
-          <a
-            class="skip"
-            href="#main"
-            onClick={(event) => {
-              event.preventDefault();
-              main.current?.focus();
-            }}
-          >
-            {words.say("skip")}
-          </a>
-          <header class="page-head">
-            <div class="title">
-              <h1>
-                <Line text={model.page.facts.model} />
-              </h1>
-              <FactLine />
-            </div>
-            <div class="switches">
-              <Switch
-                label={words.say("language")}
-                value={language}
-                onChange={(value) => chooseLanguage(value as Language)}
-              >
-                {LANGUAGES.map(([value, name]) => (
-                  <option value={value}>{name}</option>
-                ))}
-              </Switch>
-              <Switch label={words.say("theme")} value={theme} onChange={(value) => choose(value as Theme)}>
-                {THEMES.map((value) => (
-                  <option value={value}>{words.say(`theme_${value}`)}</option>
-                ))}
-              </Switch>
-              <CopyLink route={route} language={language} />
-            </div>
-          </header>
-          <Navigation route={route} />
-          <main id="main" tabIndex={-1} ref={main}>
-            <View route={route} />
-          </main>
-          <footer>{words.say("madeBy", { version: model.page.facts.versions.polyhead ?? "" })}</footer>
-        </ModelContext.Provider>
-      </DarkContext.Provider>
-    </WordsContext.Provider>
+    <>
+      <SkipLink main={main} />
+      <header class="page-head">
+        <div class="title">
+          <h1>
+            <Line text={facts.model} />
+          </h1>
+          <FactLine />
+        </div>
+        <div class="switches">
+          {switches}
+          <CopyLink route={route} />
+        </div>
+      </header>
+      <Navigation route={route} />
+      <main id="main" tabIndex={-1} ref={main}>
+        <View route={route} />
+      </main>
+      <footer>{say("madeBy", { version: facts.versions.polyhead ?? "" })}</footer>
+    </>
   );
 }
 
@@ -155,70 +131,5 @@ function Navigation({ route }: { route: Route }): JSX.Element {
           </a>
         ))}
     </nav>
-  );
-}
-
-function Switch(props: {
-  label: string;
-  value: string;
-  onChange: (value: string) => void;
-  children: ComponentChildren;
-}): JSX.Element {
-  return (
-    <select
-      aria-label={props.label}
-      value={props.value}
-      onChange={(event) => props.onChange(event.currentTarget.value)}
-    >
-      {props.children}
-    </select>
-  );
-}
-
-/** A frame may close the clipboard; browsers that cannot tell are asked by trying. */
-function mayCopy(): boolean {
-  const policy = (document as { featurePolicy?: { allowsFeature: (name: string) => boolean } }).featurePolicy;
-  return policy ? policy.allowsFeature("clipboard-write") : true;
-}
-
-/** Copies the address of this view; where the clipboard is closed, shows it to be copied by hand. */
-function CopyLink({ route, language }: { route: Route; language: Language }): JSX.Element {
-  const { page } = useModel();
-  const { say } = useWords();
-  const [state, setState] = useState<"ready" | "copied" | "shown">("ready");
-  const here = changed(
-    { ...route, path: route.path.length ? route.path : ["overview"] },
-    {
-      lang: language === page.lang ? null : language,
-    },
-  );
-  const address = location.href.replace(/#.*$/, "") + here;
-  useEffect(() => setState("ready"), [address]);
-  const copy = async () => {
-    try {
-      if (!mayCopy()) throw new Error("the frame around the page has closed the clipboard");
-      await navigator.clipboard.writeText(address);
-      setState("copied");
-    } catch {
-      setState("shown");
-    }
-  };
-  return (
-    <span class="copy">
-      <button type="button" onClick={copy}>
-        {say(state === "copied" ? "copied" : "copyLink")}
-      </button>
-      <span class="offstage" role="status">
-        {state === "copied" ? say("copied") : ""}
-      </span>
-      {state === "shown" ? (
-        <input
-          aria-label={say("linkHere")}
-          readOnly
-          value={address}
-          onFocus={(event) => event.currentTarget.select()}
-        />
-      ) : null}
-    </span>
   );
 }

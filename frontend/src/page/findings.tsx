@@ -49,16 +49,16 @@ export function FindingList({ findings }: { findings: Finding[] }): JSX.Element 
 
 export function FindingsView(): JSX.Element {
   const { page } = useModel();
-  const { say, count, number } = useWords();
+  const { say, count, number, text } = useWords();
   const { facts } = page;
   const rows: [string, string][] = [
-    [say("aboutModel"), `${facts.model} (${facts.kind})`],
+    [say("aboutModel"), say("modelOf", { model: facts.model, kind: text(facts.kind) })],
     [say("aboutText"), say("factTokens", { tokens: count(facts.tokens), documents: count(facts.documents) })],
     [say("aboutContexts"), say("contextsOf", { contexts: count(facts.contexts), context: count(facts.context) })],
     [say("aboutIntervals"), say(overName(facts.intervals_over))],
     [say("aboutUnknown"), number(facts.unknown, "share")],
-    [say("aboutLoss"), facts.loss ?? "–"],
-    [say("aboutPairs"), facts.pairs_by ?? "–"],
+    [say("aboutLoss"), facts.loss ? text(facts.loss) : "–"],
+    [say("aboutPairs"), facts.pairs_by ? text(facts.pairs_by) : "–"],
     [say("aboutTime"), say("seconds", { seconds: number(facts.seconds) })],
     [
       say("aboutVersions"),
@@ -89,7 +89,7 @@ export function FindingsView(): JSX.Element {
             <ul>
               {facts.left_out.map((reason) => (
                 <li>
-                  <Line text={reason} />
+                  <Line text={text(reason)} />
                 </li>
               ))}
             </ul>

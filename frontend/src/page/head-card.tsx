@@ -9,6 +9,7 @@ import { BlockMapFigure, OffsetFigure } from "./head-looks";
 import { HeadNumbers } from "./head-numbers";
 import { HeadRoles } from "./head-roles";
 import { headHref, useModel, type Model } from "./model";
+import { PlaceLink } from "./place-link";
 import { RoleChips } from "./role-chips";
 
 export function HeadCard({ place, route }: { place: Place; route: Route }): JSX.Element {
@@ -89,8 +90,7 @@ function Neighbours({ model, place }: { model: Model; place: Place }): JSX.Eleme
 
 function LookAlikes({ place }: { place: Place }): JSX.Element | null {
   const model = useModel();
-  const words = useWords();
-  const { say, number } = words;
+  const { say, number } = useWords();
   const alike = model.head(place)?.alike ?? [];
   if (!alike.length) return null;
   const likeness = model.page.likeness;
@@ -106,9 +106,7 @@ function LookAlikes({ place }: { place: Place }): JSX.Element | null {
       <ol class="bars">
         {alike.map((one) => (
           <li key={one.place.join(".")} style={{ "--share": String(Math.abs(one.cosine)) }}>
-            <a href={headHref(one.place)} aria-label={model.long(one.place, words)}>
-              {model.short(one.place, words)}
-            </a>
+            <PlaceLink place={one.place} />
             <span class="muted">{one.across ? say("otherLayer") : say("sameLayer")}</span>
             <span class="value">{number(one.cosine)}</span>
           </li>

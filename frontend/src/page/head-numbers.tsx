@@ -42,6 +42,9 @@ export function HeadNumbers({ head }: { head: Head }): JSX.Element {
                 {say("value")}
               </th>
               <th scope="col" class="numeric">
+                {say("chance")}
+              </th>
+              <th scope="col" class="numeric">
                 {say("rank")}
               </th>
               <th scope="col">{say("amongAll")}</th>
@@ -65,8 +68,10 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
   const value = head.values[column.name] as number;
   const error = head.errors[column.name];
   const spread = head.spreads[column.name];
+  const chance = head.chances[column.name];
   const all = useMemo(() => model.values(column.name), [model, column]);
   const rank = rankOf(model, column, value);
+  const known = [...all, ...(isNumber(chance) ? [chance] : [])];
   const build = useMemo<Build>(
     () => (width) => ({
       width,
@@ -75,15 +80,19 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
       marginLeft: 6,
       marginRight: 6,
       axis: null,
-      x: { domain: [Math.min(...all), Math.max(...all)] },
+      x: { domain: [Math.min(...known), Math.max(...known)] },
       marks: [
-        tickX(all, { x: (x: number) => x, stroke: "var(--muted)", strokeOpacity: 0.45 }),
+        tickX(all, { x: (x: number) => x, stroke: "var(--muted)", strokeOpacity: 0.45, inset: 3 }),
+        tickX(isNumber(chance) ? [chance] : [], { x: (x: number) => x, stroke: "var(--second)", strokeWidth: 2 }),
         dot([value], { x: (x: number) => x, r: 5, fill: "var(--first)", stroke: "var(--paper)", strokeWidth: 1.5 }),
       ],
     }),
-    [all, value],
+    [all, value, chance],
   );
-  const [low, high] = [Math.min(...all), Math.max(...all)].map((x) => number(x, column.format));
+  const ends = (values: number[]) =>
+    [Math.min(...values), Math.max(...values)].map((x) => number(x, column.format)) as [string, string];
+  const [low, high] = ends(known);
+  const [least, most] = ends(all);
   return (
     <tr>
       <th scope="row">
@@ -97,13 +106,14 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
         {withUnit(value, column.format, words)}
         {isNumber(error) ? <span class="muted"> ± {number(error, column.format)}</span> : null}
       </td>
+      <td class="numeric muted">{isNumber(chance) ? number(chance, column.format) : ""}</td>
       <td class="numeric muted">{say("rankOf", { rank, all: all.length })}</td>
       <td class="strip-cell">
         <div class="strip">
           <span class="strip-end">{low}</span>
           <Chart
             build={build}
-            label={say("stripDescribed", { low: low ?? "", high: high ?? "", rank, all: all.length })}
+            label={say("stripDescribed", { low: least, high: most, rank, all: all.length })}
           />
           <span class="strip-end">{high}</span>
         </div>

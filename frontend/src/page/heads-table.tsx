@@ -1,10 +1,11 @@
 /** All heads as a table that sorts by any of its columns. */
 import type { JSX } from "preact";
-import type { ColumnGroup, Head, Place } from "../data";
+import type { ColumnGroup, Head } from "../data";
 import { useWords } from "../parts/language";
 import { changed, go, type Route } from "../parts/router";
 import { SortableTable, type TableColumn } from "../parts/sortable-table";
-import { headHref, isNumber, keyOf, useModel } from "./model";
+import { isNumber, keyOf, useModel } from "./model";
+import { PlaceLink } from "./place-link";
 import { RoleChips } from "./role-chips";
 
 interface HeadsTableProps {
@@ -16,8 +17,7 @@ interface HeadsTableProps {
 
 export function HeadsTable({ route, heads, marks, groups }: HeadsTableProps): JSX.Element {
   const model = useModel();
-  const words = useWords();
-  const { say, text, number } = words;
+  const { say, text, number } = useWords();
   const there = groups.filter((group) => model.page.columns.some((column) => column.group === group));
   const chosen = there.find((group) => group === route.query.group) ?? there[0];
 
@@ -26,14 +26,7 @@ export function HeadsTable({ route, heads, marks, groups }: HeadsTableProps): JS
       name: "head",
       label: say("head"),
       by: (head) => head.site * 10_000 + head.head,
-      show: (head) => {
-        const place: Place = [head.site, head.head];
-        return (
-          <a href={headHref(place)} aria-label={model.long(place, words)}>
-            {model.short(place, words)}
-          </a>
-        );
-      },
+      show: (head) => <PlaceLink place={[head.site, head.head]} />,
     },
     {
       name: "roles",

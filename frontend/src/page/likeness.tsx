@@ -5,14 +5,14 @@ import { useMemo } from "preact/hooks";
 import { ChartFigure, type Build } from "../parts/chart";
 import { useWords } from "../parts/language";
 import { useModel } from "./model";
-import { pairsOf } from "./relations";
+import { pairsOf, PREFERRED } from "./relations";
 
 export function LikenessFigure(): JSX.Element | null {
   const model = useModel();
   const words = useWords();
   const { say, number, count } = words;
   const { likeness } = model.page;
-  const cosines = useMemo(() => pairsOf(model, "cosine").map((pair) => pair.value), [model]);
+  const cosines = useMemo(() => pairsOf(model, PREFERRED).map((pair) => pair.value), [model]);
   const build = useMemo<Build>(
     () => (width) => {
       const lines = likeness

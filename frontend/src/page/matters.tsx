@@ -7,9 +7,9 @@ import { ChartFigure, type Build } from "../parts/chart";
 import { useWords } from "../parts/language";
 import { changed, go, type Route } from "../parts/router";
 import { SortableTable, type TableColumn } from "../parts/sortable-table";
-import { PlaceLink } from "./alike";
 import { widthOf } from "./head-roles";
-import { isNumber, keyOf, markedIn, useModel, withUnit } from "./model";
+import { keyOf, markedIn, useModel, withUnit } from "./model";
+import { PlaceLink } from "./place-link";
 import { RoleChips } from "./role-chips";
 import { StackGrid } from "./stack-grid";
 
@@ -22,13 +22,10 @@ export function MattersView({ route }: { route: Route }): JSX.Element {
   const model = useModel();
   const words = useWords();
   const { say, text, number } = words;
-  const { importance, heads, stacks } = model.page;
+  const { importance, stacks } = model.page;
   const column = importance ? model.column(importance.column) : undefined;
   const marks = useMemo(() => markedIn(route.query.mark), [route.query.mark]);
-  const ranked = useMemo(() => {
-    const value = (head: Head) => head.values[column?.name ?? ""];
-    return heads.filter((head) => isNumber(value(head))).sort((a, b) => (value(b) as number) - (value(a) as number));
-  }, [heads, column]);
+  const ranked = useMemo(() => model.ranked(), [model]);
 
   const build = useMemo<Build>(
     () => (width) => {
@@ -99,7 +96,7 @@ export function MattersView({ route }: { route: Route }): JSX.Element {
       name: "head",
       label: say("head"),
       by: (head) => head.site * 10_000 + head.head,
-      show: (head) => <PlaceLink model={model} place={[head.site, head.head]} words={words} />,
+      show: (head) => <PlaceLink place={[head.site, head.head]} />,
     },
     {
       name: "value",

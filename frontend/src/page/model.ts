@@ -40,6 +40,20 @@ export class Model {
     return head.roles.filter((score) => score.holds).sort((one, other) => order(one) - order(other));
   }
 
+  /** The heads that have a role, by how far they have it. */
+  holding(role: string): Head[] {
+    const score = (head: Head) => head.roles.find((one) => one.role === role && one.holds)?.score;
+    const heads = this.page.heads.filter((head) => score(head) !== undefined);
+    return heads.sort((one, other) => (score(other) ?? 0) - (score(one) ?? 0));
+  }
+
+  /** The heads by what the model loses without them, the largest first; none where that was not measured. */
+  ranked(): Head[] {
+    const name = this.page.importance?.column ?? "";
+    const heads = this.page.heads.filter((head) => isNumber(head.values[name]));
+    return heads.sort((one, other) => (other.values[name] as number) - (one.values[name] as number));
+  }
+
   /** `2.7`, with the stack before it where a model has several. */
   short([site, head]: Place, words: Words): string {
     const stack = this.stackName(site, words);

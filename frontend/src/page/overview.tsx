@@ -7,13 +7,14 @@ import { useWords } from "../parts/language";
 import { changed, go, hrefOf, type Route } from "../parts/router";
 import { useDark } from "../parts/theme";
 import { FindingList } from "./findings";
+import { Glance } from "./glance";
 import { HeadsTable } from "./heads-table";
 import { markedIn, useModel, withUnit } from "./model";
 import { Peek } from "./peek";
 import { gridWidth, StackGrid } from "./stack-grid";
 
 const GROUPS: ColumnGroup[] = ["looks", "writes", "matters", "other"];
-const FINDINGS = 6;
+const FINDINGS = 4;
 const PICTURES = 400;
 /** Colours that are no column. */
 export const BY_ROLE = "role";
@@ -53,10 +54,10 @@ export function Overview({ route }: { route: Route }): JSX.Element {
 
   return (
     <>
+      <Glance />
+
       <section class="headline" aria-labelledby="headline">
-        <h2 id="headline" tabIndex={-1}>
-          {say("whatWasFound")}
-        </h2>
+        <h2 id="headline">{say("whatWasFound")}</h2>
         {page.findings.length ? <FindingList findings={page.findings.slice(0, FINDINGS)} /> : null}
         {page.findings.length > FINDINGS ? (
           <a href={hrefOf(["findings"])}>{say("allFindings", { count: page.findings.length })}</a>

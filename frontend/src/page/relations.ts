@@ -37,6 +37,19 @@ export function pairsOf(model: Model, relation: string): HeadPair[] {
   return pairs.sort((one, other) => other.near - one.near);
 }
 
+/** By what heads are called alike unless a reader chooses otherwise. */
+export const PREFERRED = "cosine";
+
+/** Pairs of heads of different layers, as a run found them. */
+export function pairsAcross(model: Model): HeadPair[] {
+  return model.page.pairs.map(({ one, other, cosine }) => ({ one, other, value: cosine, near: cosine }));
+}
+
+/** The two that are most alike of all. */
+export function mostAlike(model: Model): HeadPair | undefined {
+  return [...pairsOf(model, PREFERRED), ...pairsAcross(model)].sort((one, other) => other.near - one.near)[0];
+}
+
 /** The range of a relation over all layers, a head with itself left out. */
 export function rangeOf(pairs: HeadPair[]): [low: number, high: number] {
   if (!pairs.length) return [0, 1];

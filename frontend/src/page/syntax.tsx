@@ -9,9 +9,9 @@ import { useWords } from "../parts/language";
 import { changed, go, type Route } from "../parts/router";
 import { SortableTable, type TableColumn } from "../parts/sortable-table";
 import { Line } from "../parts/tokens";
-import { PlaceLink } from "./alike";
 import { widthOf } from "./head-roles";
 import { isNumber, useModel } from "./model";
+import { PlaceLink } from "./place-link";
 
 export function SyntaxView({ route }: { route: Route }): JSX.Element {
   const model = useModel();
@@ -39,7 +39,7 @@ export function SyntaxView({ route }: { route: Route }): JSX.Element {
       name: "head",
       label: say("bestHead"),
       by: (row) => row.head[0] * 10_000 + row.head[1],
-      show: (row) => <PlaceLink model={model} place={row.head} words={words} />,
+      show: (row) => <PlaceLink place={row.head} />,
     },
     {
       name: "accuracy",
@@ -64,6 +64,12 @@ export function SyntaxView({ route }: { route: Route }): JSX.Element {
       numeric: true,
       by: (row) => (isNumber(row.baseline) ? row.accuracy - row.baseline : null),
       show: (row) => <Gain row={row} />,
+    },
+    {
+      name: "verdict",
+      label: say("verdict"),
+      by: (row) => ["worse", "", "better"].indexOf(row.verdict),
+      show: (row) => say(`verdict_${row.verdict || "none"}`),
     },
     {
       name: "offset",

@@ -1,8 +1,8 @@
 /** Attention as lines between two columns of words: the words that look on the left, those looked at on the right. */
 import { weightAt, type Chosen, type Weights } from "./attention-words";
+import { newDrawing } from "./svg";
 import { plainToken } from "./tokens";
 
-const NAMESPACE = "http://www.w3.org/2000/svg";
 const STEP = 20;
 const TOP = 34;
 const FAINTEST = 0.02;
@@ -19,19 +19,12 @@ export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesTex
   const column = Math.min(170, Math.floor(width * 0.38));
   const longest = Math.floor((column - 8) / LETTER);
   const height = TOP + STEP * Math.max(weights.queries.length, weights.keys.length) + 10;
-  const svg = document.createElementNS(NAMESPACE, "svg");
-  const add = (tag: string, attributes: Record<string, string | number>, content = "") => {
-    const element = document.createElementNS(NAMESPACE, tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
-    element.textContent = content;
-    svg.append(element);
-  };
+  const { svg, add } = newDrawing(width, height);
   const isChosen = (line: Chosen["line"], index: number) =>
     chosen?.index === index && (!weights.cross || chosen.line === line);
   const middle = (index: number) => TOP + STEP * index + STEP / 2;
-  for (const [name, value] of Object.entries({ class: "plot", role: "img", "aria-label": text.title, width, height })) {
-    svg.setAttribute(name, String(value));
-  }
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", text.title);
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   add("text", { x: column - 8, y: 16, "text-anchor": "end", "font-size": 12, fill: "var(--muted)" }, text.look);
   add("text", { x: width - column + 8, y: 16, "font-size": 12, fill: "var(--muted)" }, text.lookedAt);

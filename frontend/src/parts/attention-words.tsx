@@ -213,8 +213,8 @@ function StrongestList(props: { title: string; tokens: string[]; shares: number[
       </h4>
       {order.length ? (
         <ol>
-          {order.map(({ share, index }) => (
-            <li key={index}>
+          {order.map(({ share, index }, place) => (
+            <li key={place}>
               <Token text={props.tokens[index] ?? ""} /> <span class="muted">{number(share, "share")}</span>
             </li>
           ))}

@@ -1,6 +1,6 @@
 /** A picture with its title, its explanation and the buttons that save it. */
 import type { ComponentChildren, JSX } from "preact";
-import { savePng, saveSvg, standalone, titled } from "./export";
+import { savePng, saveSvg, standalone, titled, type Picture } from "./export";
 import { useWords } from "./language";
 import { plainLine } from "./tokens";
 
@@ -12,8 +12,8 @@ interface FigureProps {
   name: string;
   /** What the file says it shows; the title unless more must be said. */
   fileTitle?: string;
-  /** Draws the picture for a file. */
-  draw: () => SVGSVGElement;
+  /** Draws the picture for a file; null while there is nothing to draw. */
+  draw: (() => SVGSVGElement) | null;
   /** Controls beside the title. */
   controls?: ComponentChildren;
   class?: string;
@@ -33,7 +33,9 @@ export function Figure({
   ...rest
 }: FigureProps): JSX.Element {
   const { say } = useWords();
-  const picture = () => standalone(titled(draw(), plainLine(fileTitle ?? title)));
+  const saved = (save: (picture: Picture, name: string) => void) => () => {
+    if (draw) save(standalone(titled(draw(), plainLine(fileTitle ?? title))), name);
+  };
   return (
     <figure class={`figure ${rest.class ?? ""}`} aria-label={title} style={maxWidth ? { maxWidth } : {}}>
       <div class="figure-head">
@@ -44,7 +46,8 @@ export function Figure({
             type="button"
             class="quiet"
             aria-label={say("saveSvg", { title })}
-            onClick={() => saveSvg(picture(), name)}
+            disabled={!draw}
+            onClick={saved(saveSvg)}
           >
             SVG
           </button>
@@ -52,7 +55,8 @@ export function Figure({
             type="button"
             class="quiet"
             aria-label={say("savePng", { title })}
-            onClick={() => savePng(picture(), name)}
+            disabled={!draw}
+            onClick={saved(savePng)}
           >
             PNG
           </button>

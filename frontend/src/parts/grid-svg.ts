@@ -1,60 +1,80 @@
 /** The grid of heads as a drawing for a file. */
 import { inkOn } from "./colour";
-import type { GridRow } from "./head-grid";
+import type { GridCell, GridRow } from "./head-grid";
 import { heatUrl } from "./heat-map";
+import { CENTRED, newDrawing, type Drawing } from "./svg";
 
-const NAMESPACE = "http://www.w3.org/2000/svg";
-const CELL = 30;
 const LEFT = 44;
 const TOP = 30;
+const LINE = 11; // of a badge
 
 export interface GridDrawing {
   legend: string;
   columns: string[];
   rows: GridRow[];
+  /** Of a cell, in pixels. */
+  cell?: { width: number; height: number };
 }
 
-export function gridSvg({ legend, columns, rows }: GridDrawing): SVGSVGElement {
-  const svg = document.createElementNS(NAMESPACE, "svg");
-  const add = (tag: string, attributes: Record<string, string | number>, text = "") => {
-    const element = document.createElementNS(NAMESPACE, tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
-    element.textContent = text;
-    svg.append(element);
-  };
-  const width = Math.max(LEFT + CELL * columns.length + 12, 360);
-  const height = TOP + CELL * rows.length + 30;
-  svg.setAttribute("class", "plot");
-  svg.setAttribute("width", String(width));
-  svg.setAttribute("height", String(height));
+interface Box {
+  x: number;
+  y: number;
+  width: number;
+  height: number;
+}
+
+export function gridSvg({ legend, columns, rows, cell = { width: 30, height: 30 } }: GridDrawing): SVGSVGElement {
+  const width = Math.max(LEFT + cell.width * columns.length + 12, 360);
+  const height = TOP + cell.height * rows.length + 30;
+  const drawing = newDrawing(width, height);
+  const { svg, add } = drawing;
   const small = { "font-size": 11, fill: "var(--muted)" };
-  const centred = { "text-anchor": "middle", "dominant-baseline": "central" };
   add("text", { x: 8, y: height - 10, ...small }, legend);
   columns.forEach((column, j) =>
-    add("text", { x: LEFT + CELL * (j + 0.5), y: TOP - 10, ...small, ...centred }, column),
+    add("text", { x: LEFT + cell.width * (j + 0.5), y: TOP - 10, ...small, ...CENTRED }, column),
   );
   rows.forEach((row, i) => {
-    const y = TOP + CELL * i;
-    add("text", { x: LEFT - 16, y: y + CELL / 2, ...small, ...centred }, row.label);
-    row.cells.forEach((cell, j) => {
-      if (!cell) return;
-      const box = { x: LEFT + CELL * j + 1, y: y + 1, width: CELL - 2, height: CELL - 2 };
-      const colour = cell.faded ? "var(--faded)" : cell.colour;
-      add("rect", { ...box, rx: 3, fill: colour, stroke: cell.marked ? "var(--ink)" : "none", "stroke-width": 2 });
-      if (cell.faded) return;
-      if (cell.picture) {
-        const href = heatUrl(cell.picture.heat, cell.picture.scale);
-        add("image", { ...box, href, preserveAspectRatio: "none", "image-rendering": "pixelated" });
-      }
-      if (cell.letters && cell.picture && cell.badge) {
-        const at = { x: box.x + box.width - 8, y: box.y + 6 };
-        add("rect", { x: at.x - 8, y: at.y - 6, width: 16, height: 12, rx: 2, fill: cell.badge });
-        add("text", { ...at, ...centred, "font-size": 9, fill: inkOn(cell.badge) }, cell.letters);
-      } else if (!cell.picture) {
-        const middle = { x: LEFT + CELL * (j + 0.5), y: y + CELL / 2 };
-        add("text", { ...middle, ...centred, "font-size": 11, fill: inkOn(colour) }, cell.letters);
-      }
+    const y = TOP + cell.height * i;
+    add("text", { x: LEFT - 16, y: y + cell.height / 2, ...small, ...CENTRED }, row.label);
+    row.cells.forEach((each, j) => {
+      const box = { x: LEFT + cell.width * j + 1, y: y + 1, width: cell.width - 2, height: cell.height - 2 };
+      if (each) drawCell(drawing, each, box);
     });
   });
   return svg;
+}
+
+function drawCell({ add }: Drawing, cell: GridCell, box: Box): void {
+  const colour = cell.faded ? "var(--faded)" : cell.colour;
+  add("rect", { ...box, rx: 3, fill: colour, stroke: cell.marked ? "var(--ink)" : "none", "stroke-width": 2 });
+  if (cell.faded) return;
+  if (cell.picture) {
+    const href = heatUrl(cell.picture.heat, cell.picture.scale);
+    add("image", { ...box, href, preserveAspectRatio: "none", "image-rendering": "pixelated" });
+  }
+  if (cell.letters && cell.picture && cell.badge) drawBadge({ add }, cell.letters.split("\n"), cell.badge, box);
+  else if (!cell.picture) {
+    const middle = { x: box.x + box.width / 2, y: box.y + box.height / 2 };
+    add("text", { ...middle, ...CENTRED, "font-size": 11, fill: inkOn(colour) }, cell.letters);
+  }
+  if (cell.off) {
+    const [right, bottom] = [box.x + box.width, box.y + box.height];
+    const cross = { stroke: "var(--second)", "stroke-width": 2 };
+    add("line", { x1: box.x, y1: box.y, x2: right, y2: bottom, ...cross });
+    add("line", { x1: box.x, y1: bottom, x2: right, y2: box.y, ...cross });
+  }
+}
+
+/** One line stands small in the upper corner, several fill the lower edge. */
+function drawBadge({ add }: Pick<Drawing, "add">, lines: string[], ground: string, box: Box): void {
+  const several = lines.length > 1;
+  const width = several ? box.width : 16;
+  const height = LINE * lines.length + 1;
+  const x = box.x + box.width - width;
+  const y = several ? box.y + box.height - height : box.y;
+  add("rect", { x, y, width, height, rx: several ? 0 : 2, fill: ground });
+  lines.forEach((line, i) => {
+    const at = { x: x + width / 2, y: y + LINE * (i + 0.5) + 0.5 };
+    add("text", { ...at, ...CENTRED, "font-size": 9, fill: inkOn(ground) }, line);
+  });
 }

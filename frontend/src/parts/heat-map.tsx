@@ -2,6 +2,7 @@
 import type { JSX } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Scale } from "./colour";
+import { newDrawing } from "./svg";
 
 export interface Heat {
   rows: number;
@@ -66,8 +67,6 @@ export function heatUrl(heat: Heat, scale: Scale): string {
   return canvas.toDataURL("image/png");
 }
 
-const NAMESPACE = "http://www.w3.org/2000/svg";
-
 export interface HeatFrame {
   across: string;
   down: string;
@@ -79,16 +78,7 @@ export function heatSvg(heat: Heat, scale: Scale, frame: HeatFrame): SVGSVGEleme
   const size = frame.size ?? 480;
   const [left, top] = [34, 30];
   const height = Math.round((size * heat.rows) / Math.max(1, heat.columns));
-  const svg = document.createElementNS(NAMESPACE, "svg");
-  const add = (tag: string, attributes: Record<string, string | number>, text = "") => {
-    const element = document.createElementNS(NAMESPACE, tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
-    element.textContent = text;
-    svg.append(element);
-  };
-  svg.setAttribute("class", "plot");
-  svg.setAttribute("width", String(size + left + 12));
-  svg.setAttribute("height", String(height + top + 12));
+  const { svg, add } = newDrawing(size + left + 12, height + top + 12);
   const picture = { href: heatUrl(heat, scale), preserveAspectRatio: "none", "image-rendering": "pixelated" };
   add("image", { x: left, y: top, width: size, height, ...picture });
   add("text", { x: left, y: 18, "font-size": 12, fill: "currentColor" }, `${frame.across} →`);

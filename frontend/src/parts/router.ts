@@ -59,6 +59,11 @@ document.addEventListener("click", (event) => {
   go(link.getAttribute("href") ?? "#/");
 });
 
+/** What the address says now. */
+export function currentRoute(): Route {
+  return parseRoute(current);
+}
+
 export function useRoute(): Route {
   const [hash, setHash] = useState(current);
   useEffect(() => {

@@ -49,6 +49,27 @@ export const strings = {
   group_matters: { en: "Whether it matters", zh: "是否重要" },
   group_other: { en: "Other", zh: "其他" },
 
+  // The answers at the top of the overview
+  atAGlance: { en: "At a glance", zh: "一目了然" },
+  glanceNames: {
+    en: "A head is called by its layer and its number there: 2.7 is head 7 of layer 2. Both count from 0.",
+    zh: "头以所在层和层内编号命名：2.7 即第 2 层第 7 头。两者都从 0 数起。",
+  },
+  glancePrevious: { en: "Which heads look at the previous token?", zh: "哪些头看向前一个词元？" },
+  glanceNoPrevious: { en: "None does so reliably.", zh: "没有头稳定地这样做。" },
+  glanceAlike: { en: "Which two are most alike?", zh: "哪两个头最相似？" },
+  glanceSame: { en: "cosine {value}: they say the same", zh: "余弦 {value}：说的是同一件事" },
+  glanceNotSame: {
+    en: "cosine {value}: alike, but not the same (from {threshold} on)",
+    zh: "余弦 {value}：相似，但不相同（{threshold} 起才算）",
+  },
+  glanceCosine: { en: "cosine {value}", zh: "余弦 {value}" },
+  glanceNoPairs: { en: "Not measured in this run.", zh: "此次运行没有衡量。" },
+  glanceMatters: { en: "Which matter most?", zh: "哪些头最重要？" },
+  glanceFirst: { en: "the first {evidence}", zh: "第一个{evidence}" },
+  glanceMost: { en: "the first: {column} {value}", zh: "第一个：{column} {value}" },
+  glanceAll: { en: "more", zh: "更多" },
+
   // Overview
   whatWasFound: { en: "What was found", zh: "发现了什么" },
   allFindings: { en: "All {count} findings", zh: "全部 {count} 条发现" },
@@ -199,9 +220,9 @@ export const strings = {
   numbers: { en: "Its numbers, among all heads", zh: "它的数字，与所有头相比" },
   numbersAbout: {
     en:
-      "Each tick is a head of this model, the dot is this one. ± is the standard error. Open a name to " +
-      "read what it means.",
-    zh: "每条短线是此模型的一个头，圆点是本头。± 为标准误。展开名称可查看其含义。",
+      "Each tick is a head of this model, the dot is this one, the longer tick what chance would show, where that " +
+      "is known. ± is the standard error. Open a name to read what it means.",
+    zh: "每条短线是此模型的一个头，圆点是本头，较长的线是随机水平（若已知）。± 为标准误。展开名称可查看其含义。",
   },
   number: { en: "Number", zh: "指标" },
   value: { en: "Value", zh: "值" },
@@ -306,12 +327,17 @@ export const strings = {
   baseline: { en: "Baseline", zh: "基线" },
   gain: { en: "Above the baseline", zh: "高出基线" },
   gainDescribed: { en: "accuracy {accuracy}, baseline {baseline}", zh: "准确率 {accuracy}，基线 {baseline}" },
+  verdict: { en: "Than the baseline", zh: "与基线相比" },
+  verdict_better: { en: "better", zh: "更好" },
+  verdict_worse: { en: "worse", zh: "更差" },
+  verdict_none: { en: "cannot be told apart", zh: "无法区分" },
   bestOffset: { en: "Baseline's distance", zh: "基线的距离" },
   wordsSeen: { en: "Words", zh: "词数" },
 
   // Findings and the run
   noFindings: { en: "Nothing stood out.", zh: "没有突出的发现。" },
   aboutRun: { en: "How this was made", zh: "这是如何得到的" },
+  modelOf: { en: "{model} ({kind})", zh: "{model}（{kind}）" },
   aboutModel: { en: "Model", zh: "模型" },
   aboutText: { en: "Text", zh: "文本" },
   aboutContexts: { en: "Read as", zh: "读取方式" },

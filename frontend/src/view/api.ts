@@ -22,28 +22,55 @@ export function calledOff(error: unknown): boolean {
 
 export type Line = Record<string, unknown> & { progress?: Progress; done?: boolean };
 
-const PATIENCE = 4; // how often a question is asked again while the server is busy
-const PAUSE = 1000;
+const PAUSE = 1000; // milliseconds at least, before a question that the server was too busy for is asked again
 // Lets the server tell tabs apart.
 const client = Array.from(crypto.getRandomValues(new Uint8Array(12)), (x) => x.toString(16).padStart(2, "0")).join("");
+
+type Watcher = (waiting: number) => void;
+
+const watchers = new Set<Watcher>();
+let waiting = 0;
+
+/** Calls back with how many questions wait for a busy server, whenever that changes. */
+export function watchWaiting(watcher: Watcher): () => void {
+  watchers.add(watcher);
+  return () => void watchers.delete(watcher);
+}
+
+function addWaiting(change: 1 | -1): void {
+  waiting += change;
+  for (const watcher of watchers) watcher(waiting);
+}
 
 async function failureOf(response: Response): Promise<ServerError> {
   try {
     const { error } = (await response.json()) as { error: { kind: string; message: string } };
     return new ServerError(error.kind, response.status, error.message);
-  } catch {
+  } catch (error) {
+    if (calledOff(error)) throw error;
     return new ServerError("failed", response.status, response.statusText);
   }
 }
 
 function pause(milliseconds: number, signal?: AbortSignal): Promise<void> {
   return new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, milliseconds);
-    signal?.addEventListener("abort", () => {
+    signal?.throwIfAborted();
+    const giveUp = () => {
       clearTimeout(timer);
-      reject(new DOMException("called off", "AbortError"));
-    });
+      reject(signal?.reason);
+    };
+    const timer = setTimeout(() => {
+      signal?.removeEventListener("abort", giveUp);
+      resolve();
+    }, milliseconds);
+    signal?.addEventListener("abort", giveUp);
   });
+}
+
+/** As long as the server asks for, and a little longer by chance, so that those who wait do not come back together. */
+function pauseAfter(response: Response): number {
+  const asked = 1000 * Number(response.headers.get("Retry-After"));
+  return Math.max(PAUSE, asked || 0) * (1 + Math.random() / 2);
 }
 
 async function reached(address: string, options: RequestInit): Promise<Response> {
@@ -62,12 +89,20 @@ async function asked(route: string, body: object, signal?: AbortSignal): Promise
     body: JSON.stringify({ ...body, client }),
     ...(signal ? { signal } : {}),
   };
-  for (let attempt = 1; ; attempt++) {
-    const response = await reached(`api/${route}`, options);
-    if (response.ok) return response;
-    const failure = await failureOf(response);
-    if (failure.kind !== "busy" || attempt === PATIENCE) throw failure;
-    await pause(PAUSE, signal);
+  let waits = false;
+  try {
+    // A busy server is asked again until it answers, or until somebody calls the question off.
+    for (;;) {
+      const response = await reached(`api/${route}`, options);
+      if (response.ok) return response;
+      const failure = await failureOf(response);
+      if (failure.kind !== "busy") throw failure;
+      if (!waits) addWaiting(1);
+      waits = true;
+      await pause(pauseAfter(response), signal);
+    }
+  } finally {
+    if (waits) addWaiting(-1);
   }
 }
 

@@ -1,9 +1,9 @@
 /** The frame around every view: the model, the texts, what went wrong, language and theme. */
-import type { ComponentChildren, JSX } from "preact";
-import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { WordsContext, wordsOf, type Language } from "../parts/language";
+import type { JSX } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { Frame, SkipLink } from "../parts/frame";
+import type { Language } from "../parts/language";
 import { hrefOf, useRoute, type Route } from "../parts/router";
-import { DarkContext, useTheme, type Theme } from "../parts/theme";
 import { Line } from "../parts/tokens";
 import { get, ServerError } from "./api";
 import { AskPanel } from "./ask";
@@ -14,47 +14,23 @@ import { headName } from "./names";
 import { Store, StoreContext, useStore } from "./store";
 import type { HeadAt, State } from "./types";
 
-const THEMES: Theme[] = ["auto", "light", "dark"];
-const LANGUAGES: [Language, string][] = [
-  ["en", "English"],
-  ["zh", "中文"],
-];
 const EVERY = 2000; // milliseconds between two looks whether the server is there
 
 export function App(props: { language: Language }): JSX.Element {
   const [language, setLanguage] = useState(props.language);
-  const words = useMemo(() => wordsOf(language), [language]);
-  const { theme, dark, choose } = useTheme();
   const store = useLoaded();
-  useLayoutEffect(() => {
-    document.documentElement.lang = language === "zh" ? "zh-Hans" : "en";
-  }, [language]);
-  const switches = (
-    <div class="switches">
-      <Switch label={words.say("language")} value={language} onChange={(value) => setLanguage(value as Language)}>
-        {LANGUAGES.map(([value, name]) => (
-          <option value={value}>{name}</option>
-        ))}
-      </Switch>
-      <Switch label={words.say("theme")} value={theme} onChange={(value) => choose(value as Theme)}>
-        {THEMES.map((value) => (
-          <option value={value}>{words.say(`theme_${value}`)}</option>
-        ))}
-      </Switch>
-    </div>
-  );
   return (
-    <WordsContext.Provider value={words}>
-      <DarkContext.Provider value={dark}>
-        {store instanceof Store ? (
+    <Frame language={language} onLanguage={setLanguage}>
+      {(switches) =>
+        store instanceof Store ? (
           <StoreContext.Provider value={store}>
-            <Frame switches={switches} />
+            <Viewer switches={switches} />
           </StoreContext.Provider>
         ) : (
           <Waiting trouble={store} />
-        )}
-      </DarkContext.Provider>
-    </WordsContext.Provider>
+        )
+      }
+    </Frame>
   );
 }
 
@@ -88,7 +64,7 @@ function Waiting({ trouble }: { trouble: string | null }): JSX.Element {
   );
 }
 
-function Frame({ switches }: { switches: JSX.Element }): JSX.Element {
+function Viewer({ switches }: { switches: JSX.Element }): JSX.Element {
   const store = useStore();
   const { say } = useView();
   const route = useRoute();
@@ -105,16 +81,7 @@ function Frame({ switches }: { switches: JSX.Element }): JSX.Element {
   }, [view]);
   return (
     <>
-      <a
-        class="skip"
-        href="#main"
-        onClick={(event) => {
-          event.preventDefault();
-          main.current?.focus();
-        }}
-      >
-        {say("skip")}
-      </a>
+      <SkipLink main={main} />
       <header class="view-head">
         <div class="title">
           <h1>
@@ -122,10 +89,13 @@ function Frame({ switches }: { switches: JSX.Element }): JSX.Element {
           </h1>
           <FactLine />
         </div>
-        {switches}
+        <div class="switches">{switches}</div>
       </header>
       <AskPanel />
       <Troubles />
+      <p class="waiting" role="status">
+        {store.waitingQuestions ? say("waitingForServer", { count: store.waitingQuestions }) : ""}
+      </p>
       <Navigation route={route} />
       <main id="main" tabIndex={-1} ref={main}>
         {view === "head" ? <HeadView route={route} /> : <Home />}
@@ -181,22 +151,5 @@ function Troubles(): JSX.Element {
         </p>
       ) : null}
     </div>
-  );
-}
-
-function Switch(props: {
-  label: string;
-  value: string;
-  onChange: (value: string) => void;
-  children: ComponentChildren;
-}): JSX.Element {
-  return (
-    <select
-      aria-label={props.label}
-      value={props.value}
-      onChange={(event) => props.onChange(event.currentTarget.value)}
-    >
-      {props.children}
-    </select>
   );
 }

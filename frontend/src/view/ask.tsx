@@ -40,7 +40,8 @@ function TextBox({ slot, alone }: { slot: Slot; alone: boolean }): JSX.Element {
   const { say } = useView();
   const [text, setText] = useState(store.texts[slot]);
   const reading = store.readings[slot];
-  const busy = store.busy?.slot === slot ? store.busy : null;
+  const busy = store.busy.has(slot);
+  const progress = store.busy.get(slot);
   const read = () => {
     if (text.trim()) void store.read(slot, text);
   };
@@ -81,7 +82,7 @@ function TextBox({ slot, alone }: { slot: Slot; alone: boolean }): JSX.Element {
         )}
       </div>
       <p class="text-state" role="status">
-        {busy ? <ReadingProgress done={busy.progress?.done} total={busy.progress?.total} /> : null}
+        {busy ? <ReadingProgress done={progress?.done} total={progress?.total} /> : null}
         {!busy && reading ? <ReadingFacts reading={reading} /> : null}
       </p>
     </form>

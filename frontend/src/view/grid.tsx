@@ -3,6 +3,8 @@ import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import { part, type Unpacked } from "../data";
 import { kindColour, scaleOf, type Scale } from "../parts/colour";
+import { Figure } from "../parts/figure";
+import { gridSvg } from "../parts/grid-svg";
 import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
 import type { Heat } from "../parts/heat-map";
 import { hrefOf } from "../parts/router";
@@ -18,6 +20,7 @@ import { rowOf, type Side, type WordRows } from "./words";
 const BEND = 0.5; // small shares are seen
 const STRIP = 64; // cells of a word's strip
 const LETTERS = 10; // of a token, that a cell has room for
+const WORD_CELL = { width: 64, height: 44 }; // in a file, with room for a token
 
 export function hrefOfHead([place, head]: HeadAt, slot: Slot): string {
   return hrefOf(["head", place, head], slot === "A" ? {} : { text: slot });
@@ -113,10 +116,18 @@ function wordCell(drawn: Drawn, head: HeadAt, rows: WordRows, side: Side, marked
   };
 }
 
+/** A word that is followed through the heads, in one direction. */
+interface FollowedWord {
+  rows: WordRows;
+  side: Side;
+  token: string;
+}
+
 interface GridsProps {
   reading: Reading;
-  /** A word that is followed through the heads, in one direction. */
-  word?: { rows: WordRows; side: Side } | null;
+  /** What is shown, where the model has one stack alone; several have names of their own. */
+  title?: string;
+  word?: FollowedWord | null;
   marked?: HeadAt | null;
   onPick?: (head: HeadAt) => void;
   /** Small cells, beside something larger. */
@@ -125,9 +136,10 @@ interface GridsProps {
   onlyParts?: boolean;
 }
 
-export function Grids({ reading, word, marked, onPick, narrow, onlyParts }: GridsProps): JSX.Element {
+export function Grids({ reading, title, word, marked, onPick, narrow, onlyParts }: GridsProps): JSX.Element {
   const store = useStore();
   const words = useView();
+  const { say } = words;
   const dark = useDark();
   const scale = useMemo(() => scaleOf(0, 1, dark, BEND), [dark]);
   const drawn = { store, reading, scale, words, dark, narrow: narrow ?? false };
@@ -136,32 +148,55 @@ export function Grids({ reading, word, marked, onPick, narrow, onlyParts }: Grid
     word ? wordCell(drawn, head, word.rows, word.side, mark) : pictureCell(drawn, head, mark);
   const hasPart = (place: number) => !word || Boolean(word.rows.get(place)?.[word.side]);
   const stacks = store.state.stacks.filter((stack) => !onlyParts || stack.places.some(hasPart));
+  const followed = word
+    ? say(word.side === "attends" ? "wordLooksAt" : "wordSeenBy", { word: plainToken(word.token) })
+    : "";
   return (
     <div class={`grids${word ? " of-word" : ""}${narrow ? " narrow" : ""}`}>
       {stacks.map((stack) => {
-        const columns = Math.max(...stack.places.map((place) => store.state.places[place]?.heads ?? 0));
-        const name = stackName(store.state, stack.places[0] ?? 0, words);
+        const heads = Math.max(...stack.places.map((place) => store.state.places[place]?.heads ?? 0));
+        const stackTitle = stackName(store.state, stack.places[0] ?? 0, words);
+        const name = stackTitle || title || say("stackOf");
+        const columns = Array.from({ length: heads }, (_, head) => String(head));
         const rows: GridRow[] = stack.places.map((place) => ({
           label: String(store.state.places[place]?.layer ?? place),
           name: layerName(store.state, place, words),
-          cells: Array.from({ length: columns }, (_, head) =>
+          cells: columns.map((_, head) =>
             head < (store.state.places[place]?.heads ?? 0) ? cellOf([place, head]) : null,
           ),
         }));
+        const shown = followed ? [followed, stackTitle].filter(Boolean).join(", ") : `${name}: ${say("byMap")}`;
         return (
-          <div class="stack" style={{ maxWidth: narrow ? "100%" : `${7 * columns + 3}rem` }}>
-            {name ? <h3>{name}</h3> : null}
+          <Figure
+            key={stack.places.join(" ")}
+            class="stack"
+            title={name}
+            name={`heads-${word ? word.side : "maps"}-${reading.slot}`}
+            fileTitle={say("gridFile", { shown, slot: reading.slot, model: store.state.model.name })}
+            maxWidth={narrow ? "100%" : `${7 * heads + 3}rem`}
+            draw={() =>
+              word
+                ? gridSvg({ legend: say("wordInHeadsAbout"), columns, rows, cell: WORD_CELL })
+                : gridSvg({ legend: cellMeaning(store.pictures.get(reading.id), words), columns, rows })
+            }
+          >
             <HeadGrid
-              label={words.say("gridLabel", { stack: name || words.say("stackOf"), slot: reading.slot })}
+              label={say("gridLabel", { stack: stackTitle || say("stackOf"), slot: reading.slot })}
               corner=""
-              columns={Array.from({ length: columns }, (_, head) => String(head))}
-              columnName={(head) => words.say("headName", { head })}
+              columns={columns}
+              columnName={(head) => say("headName", { head })}
               rows={rows}
               {...(onPick ? { onPick: (key: string) => onPick(headOf(key)) } : {})}
             />
-          </div>
+          </Figure>
         );
       })}
     </div>
   );
+}
+
+/** What a cell of the pictures stands for. */
+export function cellMeaning(pictures: Pictures | undefined, { say, count }: ViewWords): string {
+  const block = pictures?.how.block ?? 1;
+  return block > 1 ? say("gridBlocks", { block: count(block) }) : say("gridWeights");
 }

@@ -6,23 +6,26 @@ import { plainToken } from "../parts/tokens";
 import { ask } from "./api";
 import { useView } from "./language";
 import { AttentionMap } from "./map/attention-map";
+import type { Outlook } from "./map/position";
 import type { Span } from "./map/viewport";
 import { headName } from "./names";
 import { useStore } from "./store";
-import { TextWords, TopTokens, usePart, type useChosen } from "./text-words";
+import { TextWords, TopTokens, usePart, type ChosenWord } from "./text-words";
 import { axisOf, headKey, type AxisName, type HeadAt, type PlaceInfo, type Reading } from "./types";
 import { rowOf, type ChosenToken, type HeadRow, type Side, type WordRows } from "./words";
 
 interface HeadPanelProps {
   reading: Reading;
   head: HeadAt;
-  chosen: ReturnType<typeof useChosen>;
+  chosen: ChosenWord;
   rows: WordRows | null;
+  /** Where its map looks, and those beside it. */
+  outlook: Outlook;
   /** With the head's name over it, where two stand side by side. */
   titled: boolean;
 }
 
-export function HeadPanel({ reading, head, chosen, rows, titled }: HeadPanelProps): JSX.Element | null {
+export function HeadPanel({ reading, head, chosen, rows, outlook, titled }: HeadPanelProps): JSX.Element | null {
   const store = useStore();
   const words = useView();
   const { say } = words;
@@ -33,17 +36,17 @@ export function HeadPanel({ reading, head, chosen, rows, titled }: HeadPanelProp
     <article class="head-panel" data-head={headKey(head)} data-slot={reading.slot}>
       {titled ? <h3>{say("mapOf", { head: name, slot: reading.slot })}</h3> : null}
       <HeadWords reading={reading} head={head} info={info} chosen={chosen} rows={rows} />
-      <h3>{say("map")}</h3>
       <AttentionMap
         reading={reading}
         head={head}
+        outlook={outlook}
         onPick={({ query }) => chosen.keep({ axis: info.queries, index: query })}
       />
     </article>
   );
 }
 
-type HeadWordsProps = Omit<HeadPanelProps, "titled"> & { info: PlaceInfo };
+type HeadWordsProps = Omit<HeadPanelProps, "titled" | "outlook"> & { info: PlaceInfo };
 
 function HeadWords({ reading, head, info, chosen, rows }: HeadWordsProps): JSX.Element {
   const { say } = useView();
@@ -102,7 +105,7 @@ interface LineProps {
   axisName: AxisName;
   reading: Reading;
   head: HeadAt;
-  chosen: ReturnType<typeof useChosen>;
+  chosen: ChosenWord;
   rows: WordRows | null;
   average: Float32Array | null;
   /** Whether the words of this line are looked at, and whether they look. */

@@ -6,11 +6,12 @@ import { CompareChoice, Distance, otherOf, type Other } from "./compare";
 import { Grids } from "./grid";
 import { HeadPanel } from "./head-panel";
 import { useView } from "./language";
+import { useOutlook, type Outlook } from "./map/position";
 import { allHeads, headExists, headName } from "./names";
 import { OffHeads } from "./off-heads";
 import { RoleList } from "./role-list";
 import { useStore } from "./store";
-import { useChosen } from "./text-words";
+import { useChosen, useChosenInLink } from "./text-words";
 import { axisOf, headKey, type HeadAt, type Reading, type Slot } from "./types";
 import { useWord } from "./words";
 
@@ -21,8 +22,9 @@ export function HeadView({ route }: { route: Route }): JSX.Element {
   const head: HeadAt = [Number(route.path[1]), Number(route.path[2])];
   const slot: Slot = route.query.text === "B" ? "B" : "A";
   const reading = store.readings[slot];
-  const chosen = useChosen();
+  const chosen = useChosenInLink(reading, route.query.word);
   const rows = useWord(reading, chosen.shown);
+  const outlook = useOutlook(route);
   if (!headExists(store.state, head)) return <h2 tabIndex={-1}>{say("noSuchHead")}</h2>;
   const name = headName(store.state, head, words);
   if (!reading) {
@@ -50,18 +52,23 @@ export function HeadView({ route }: { route: Route }): JSX.Element {
       <RoleList head={head} />
       <div class="head-body">
         <div class={`panels count-${beside ? 2 : 1}`}>
-          <HeadPanel reading={reading} head={head} chosen={chosen} rows={rows} titled={beside !== null} />
+          <HeadPanel {...{ reading, head, chosen, rows, outlook }} titled={beside !== null} />
           {other && beside ? (
             beside === reading ? (
-              <HeadPanel reading={beside} head={other.head} chosen={chosen} rows={rows} titled />
+              <HeadPanel reading={beside} head={other.head} {...{ chosen, rows, outlook }} titled />
             ) : (
-              <PanelOfOtherText reading={beside} other={other} />
+              <PanelOfOtherText reading={beside} other={other} outlook={outlook} />
             )
           ) : null}
         </div>
         <aside class="strip" aria-label={say("stripOfHeads")}>
-          <h3>{say("stripOfHeads")}</h3>
-          <Grids reading={reading} narrow marked={head} onPick={(picked) => go(linkTo(picked))} />
+          <Grids
+            reading={reading}
+            title={say("stripOfHeads")}
+            narrow
+            marked={head}
+            onPick={(picked) => go(linkTo(picked))}
+          />
           <OffHeads />
         </aside>
       </div>
@@ -73,14 +80,15 @@ export function HeadView({ route }: { route: Route }): JSX.Element {
           </h3>
           <p class="note">{say("wordInHeadsAbout")}</p>
           <div class="two-ways">
-            <div>
-              <h4>{say("looksAt")}</h4>
-              <Grids reading={reading} word={{ rows, side: "attends" }} marked={head} />
-            </div>
-            <div>
-              <h4>{say("isSeenBy")}</h4>
-              <Grids reading={reading} word={{ rows, side: "attended" }} marked={head} />
-            </div>
+            {(["attends", "attended"] as const).map((side) => (
+              <Grids
+                key={side}
+                reading={reading}
+                title={say(side === "attends" ? "looksAt" : "isSeenBy")}
+                word={{ rows, side, token }}
+                marked={head}
+              />
+            ))}
           </div>
         </section>
       ) : null}
@@ -111,8 +119,9 @@ function Neighbours({ head, linkTo }: { head: HeadAt; linkTo: (head: HeadAt) => 
 }
 
 /** Another text has words of its own to choose from. */
-function PanelOfOtherText({ reading, other }: { reading: Reading; other: Other }): JSX.Element {
-  const chosen = useChosen();
+function PanelOfOtherText(props: { reading: Reading; other: Other; outlook: Outlook }): JSX.Element {
+  const { reading, other, outlook } = props;
+  const chosen = useChosen(reading);
   const rows = useWord(reading, chosen.shown);
-  return <HeadPanel reading={reading} head={other.head} chosen={chosen} rows={rows} titled />;
+  return <HeadPanel reading={reading} head={other.head} {...{ chosen, rows, outlook }} titled />;
 }

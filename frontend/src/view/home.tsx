@@ -2,11 +2,11 @@
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { plainToken } from "../parts/tokens";
-import { Grids } from "./grid";
+import { cellMeaning, Grids } from "./grid";
 import { useView } from "./language";
 import { OutputPanel } from "./output";
 import { SLOTS, useStore } from "./store";
-import { TextWords, useChosen, usePart } from "./text-words";
+import { TextWords, useChosen, usePart, type ChosenWord } from "./text-words";
 import { axisOf, type AxisName, type Reading } from "./types";
 import { useWord, type ChosenToken, type Side } from "./words";
 
@@ -47,10 +47,10 @@ function TextInHeads(props: { reading: Reading; switching: boolean; alone: boole
   const { reading } = props;
   const store = useStore();
   const { say } = useView();
-  const chosen = useChosen();
+  const chosen = useChosen(reading);
   const [side, setSide] = useState<Side>("attends");
   const rows = useWord(reading, chosen.shown);
-  const name = chosen.shown ? plainToken(axisOf(reading, chosen.shown.axis).tokens[chosen.shown.index] ?? "") : "";
+  const token = chosen.shown ? (axisOf(reading, chosen.shown.axis).tokens[chosen.shown.index] ?? "") : "";
   return (
     <section class="text-in-heads" data-slot={reading.slot} aria-label={say("textSlot", { slot: reading.slot })}>
       {props.alone ? null : <h3>{say("textSlot", { slot: reading.slot })}</h3>}
@@ -59,7 +59,7 @@ function TextInHeads(props: { reading: Reading; switching: boolean; alone: boole
       {reading.target ? <AxisWords reading={reading} axisName="target" chosen={chosen} /> : null}
       <div class="controls word-controls">
         <bdi class="word-name" aria-live="polite">
-          {chosen.shown ? say("wordInHeads", { word: name }) : ""}
+          {chosen.shown ? say("wordInHeads", { word: plainToken(token) }) : ""}
         </bdi>
         <span class="segments" role="group" aria-label={say("whichWay")}>
           <button type="button" aria-pressed={side === "attends"} onClick={() => setSide("attends")}>
@@ -72,7 +72,7 @@ function TextInHeads(props: { reading: Reading; switching: boolean; alone: boole
       </div>
       <Grids
         reading={reading}
-        word={rows ? { rows, side } : null}
+        word={rows ? { rows, side, token } : null}
         {...(props.switching ? { onPick: (head) => store.toggle(head) } : {})}
       />
       <PicturesNote reading={reading} />
@@ -80,7 +80,7 @@ function TextInHeads(props: { reading: Reading; switching: boolean; alone: boole
   );
 }
 
-function AxisWords(props: { reading: Reading; axisName: AxisName; chosen: ReturnType<typeof useChosen> }): JSX.Element {
+function AxisWords(props: { reading: Reading; axisName: AxisName; chosen: ChosenWord }): JSX.Element {
   const { say } = useView();
   const axis = axisOf(props.reading, props.axisName);
   const { kept, keep, point, shown } = props.chosen;
@@ -103,14 +103,15 @@ function AxisWords(props: { reading: Reading; axisName: AxisName; chosen: Return
 /** How exact the pictures are, and how many are there. */
 function PicturesNote({ reading }: { reading: Reading }): JSX.Element {
   const store = useStore();
-  const { say, count } = useView();
+  const words = useView();
+  const { say, count } = words;
   const pictures = store.pictures.get(reading.id);
   const total = store.state.places.length;
   if (!pictures) return <p class="note" />;
   const { how } = pictures;
   return (
     <p class="note pictures-note" data-kind={how.kind} data-done={pictures.done}>
-      {how.block > 1 ? say("gridBlocks", { block: count(how.block) }) : say("gridWeights")}{" "}
+      {cellMeaning(pictures, words)}{" "}
       {how.rule ? `${say("gridEstimate", { every: count(how.rule.every), rows: count(how.rule.rows) })} ` : ""}
       {pictures.done ? "" : say("drawing", { done: pictures.places.size, total })}
     </p>

@@ -38,7 +38,7 @@ export function OffHeads(): JSX.Element {
             <button type="button" onClick={() => void store.reset()}>
               {say("allOn")}
             </button>
-            <button type="button" disabled={!waits || store.busy !== null} onClick={() => void store.readAgain()}>
+            <button type="button" disabled={!waits || store.busy.size > 0} onClick={() => void store.readAgain()}>
               {say("readWithout")}
             </button>
           </div>

@@ -56,12 +56,12 @@ function Candidates({ reading, output }: { reading: Reading; output: TokenOutput
       <h3>{title}</h3>
       {writes ? (
         <div class="writing">
-          <button type="button" class="strong" disabled={store.busy !== null} onClick={() => void store.step()}>
+          <button type="button" class="strong" disabled={store.busy.size > 0} onClick={() => void store.step()}>
             {say("writeNext")}
           </button>
           <button
             type="button"
-            disabled={store.busy !== null || reading.generated === 0}
+            disabled={store.busy.size > 0 || reading.generated === 0}
             onClick={() => void store.back()}
           >
             {say("takeBack")}
@@ -88,7 +88,7 @@ function Candidates({ reading, output }: { reading: Reading; output: TokenOutput
                   type="button"
                   class="candidate"
                   aria-label={label}
-                  disabled={store.busy !== null}
+                  disabled={store.busy.size > 0}
                   onClick={() => void store.step(candidate.id)}
                 >
                   {content}
@@ -117,7 +117,7 @@ function NewestToken({ reading }: { reading: Reading }): JSX.Element | null {
       <h3>
         <bdi>{say("writtenAbout", { token: plainToken(written.token.text) })}</bdi>
       </h3>
-      <Grids reading={reading} word={{ rows, side: "attends" }} onlyParts />
+      <Grids reading={reading} word={{ rows, side: "attends", token: written.token.text }} onlyParts />
     </section>
   );
 }

@@ -2,7 +2,7 @@
 import { createContext } from "preact";
 import { useContext, useEffect, useState } from "preact/hooks";
 import { unpack, type Packed, type Page, type Unpacked } from "../data";
-import { calledOff, follow, get, ServerError, type Line } from "./api";
+import { calledOff, follow, get, ServerError, watchWaiting, type Line } from "./api";
 import { rolesOf, type Roles } from "./roles";
 import { headKey, headOf, type Effect, type HeadAt, type How, type Progress } from "./types";
 import type { Candidate, Reading, Slot, State, WordLine } from "./types";
@@ -39,7 +39,10 @@ export class Store {
   off = new Set<string>();
   effects: Record<Slot, Effect | null> = { A: null, B: null };
   written: Written | null = null;
-  busy: { slot: Slot; progress: Progress | null } | null = null;
+  /** The texts that are being read, and how far that is. */
+  busy = new Map<Slot, Progress | null>();
+  /** How many questions the server was too busy for; they are asked again. */
+  waitingQuestions = 0;
   trouble: Trouble | null = null;
   offline = false;
   /** How often the server came back: whatever was being fetched then is fetched anew. */
@@ -53,6 +56,10 @@ export class Store {
   constructor(readonly state: State) {
     this.readings = { ...state.readings };
     this.texts = { A: textOf(state.readings.A), B: textOf(state.readings.B) };
+    watchWaiting((count) => {
+      this.waitingQuestions = count;
+      this.tell();
+    });
     for (const slot of SLOTS) void this.draw(slot);
     if (state.run) void this.fetchRoles();
   }
@@ -104,17 +111,17 @@ export class Store {
 
   stop(): void {
     for (const slot of SLOTS) this.controllers.get(`read ${slot}`)?.abort();
-    this.busy = null;
+    this.busy.clear();
     this.tell();
   }
 
   private async readBy(slot: Slot, route: string, body: object): Promise<void> {
-    this.busy = { slot, progress: null };
+    this.busy.set(slot, null);
     this.tell();
     const isNewest = await this.guarded(`read ${slot}`, async (signal) => {
       const onLine = (line: Line) => {
         if (!line.progress) return;
-        this.busy = { slot, progress: line.progress };
+        this.busy.set(slot, line.progress);
         this.tell();
       };
       const last = await follow<Read & { token?: Candidate; rows?: Omit<WordLine, "attended">[] }>(
@@ -128,7 +135,7 @@ export class Store {
       this.written = last.token ? { reading: last.reading.id, token: last.token, lines } : null;
       this.hold(slot, last.reading);
     });
-    if (isNewest) this.busy = null;
+    if (isNewest) this.busy.delete(slot);
     this.tell();
   }
 
@@ -190,17 +197,19 @@ export class Store {
 
   /** Asks what the output becomes without the heads that are off. */
   private async weigh(): Promise<void> {
-    for (const slot of SLOTS) {
-      const reading = this.readings[slot];
-      const off = reading ? this.waiting(reading) : [];
-      this.controllers.get(`effect ${slot}`)?.abort();
-      this.effects[slot] = null;
-      if (!reading || !off.length) continue;
-      await this.guarded(`effect ${slot}`, async (signal) => {
-        this.effects[slot] = await follow<Effect>("effect", { reading: reading.id, off }, () => {}, signal);
-      });
-    }
+    await Promise.all(SLOTS.map((slot) => this.weighIn(slot)));
     this.tell();
+  }
+
+  private async weighIn(slot: Slot): Promise<void> {
+    const reading = this.readings[slot];
+    const off = reading ? this.waiting(reading) : [];
+    this.controllers.get(`effect ${slot}`)?.abort();
+    this.effects[slot] = null;
+    if (!reading || !off.length) return;
+    await this.guarded(`effect ${slot}`, async (signal) => {
+      this.effects[slot] = await follow<Effect>("effect", { reading: reading.id, off }, () => {}, signal);
+    });
   }
 
   private async fetchRoles(): Promise<void> {

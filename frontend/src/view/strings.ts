@@ -41,7 +41,10 @@ export const viewStrings = {
 
   // What goes wrong
   close: { en: "Close", zh: "关闭" },
-  trouble_busy: { en: "The server has too much to do. Try again in a moment.", zh: "服务器正忙，请稍后再试。" },
+  waitingForServer: {
+    en: "The server is busy. What is missing here is asked for again every second; questions that wait: {count}",
+    zh: "服务器正忙。此处缺少的内容每秒会重新请求；等待中的请求：{count}",
+  },
   "trouble_too-large": { en: "That is too long.", zh: "内容过长。" },
   "trouble_out-of-memory": {
     en: "The memory was not enough. A shorter text needs less.",
@@ -52,9 +55,9 @@ export const viewStrings = {
   trouble_failed: { en: "Something went wrong in the server.", zh: "服务器内部出错。" },
   offline: {
     en:
-      "The viewer does not answer. What you see stays; the page goes on by itself when “polyhead view” is there " +
-      "again.",
-    zh: "查看器没有应答。已显示的内容会保留；“polyhead view”恢复后页面会自动继续。",
+      "The viewer does not answer. What you see stays; the page goes on by itself when it answers again. If you " +
+      "have started “polyhead view” anew, open the new address that it printed.",
+    zh: "查看器没有应答。已显示的内容会保留；恢复应答后页面会自动继续。若已重新启动“polyhead view”，请打开它新打印的地址。",
   },
 
   // All heads
@@ -71,6 +74,7 @@ export const viewStrings = {
     en: "{stack}, text {slot}. Arrow keys walk, Enter picks a head.",
     zh: "{stack}，文本 {slot}。方向键移动，Enter 选中一个头。",
   },
+  gridFile: { en: "{shown} ({model}, text {slot})", zh: "{shown}（{model}，文本 {slot}）" },
   gridWeights: { en: "A cell is one weight.", zh: "每格是一个权重。" },
   gridBlocks: { en: "A cell stands for {block} × {block} tokens.", zh: "每格代表 {block} × {block} 个词元。" },
   gridEstimate: {
@@ -178,7 +182,7 @@ export const viewStrings = {
   betweenTexts: { en: "Text A and text B", zh: "文本 A 与文本 B" },
 
   // The map
-  map: { en: "The whole matrix", zh: "完整矩阵" },
+  map: { en: "The attention matrix", zh: "注意力矩阵" },
   mapOf: { en: "{head}, text {slot}", zh: "{head}，文本 {slot}" },
   mapHelp: {
     en:

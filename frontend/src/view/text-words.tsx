@@ -2,24 +2,48 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { WordLine } from "../parts/attention-words";
+import { changed, currentRoute, go } from "../parts/router";
 import { Token } from "../parts/tokens";
 import { useView } from "./language";
 import type { Span } from "./map/viewport";
 import type { ChosenToken, HeadRow } from "./words";
-import type { Axis, AxisName } from "./types";
+import { axisOf, type Axis, type AxisName, type Reading } from "./types";
 
 export const PART = 300; // words drawn at once
 
-/** A word that is pointed at is shown until the pointer leaves; one that was clicked stays. */
-export function useChosen(): {
+interface Kept {
+  token: ChosenToken | null;
+  keep: (token: ChosenToken | null) => void;
+}
+
+export interface ChosenWord {
   shown: ChosenToken | null;
   kept: ChosenToken | null;
   keep: (token: ChosenToken | null) => void;
   point: (token: ChosenToken | null) => void;
-} {
-  const [kept, keep] = useState<ChosenToken | null>(null);
+}
+
+/** A word that is pointed at is shown until the pointer leaves; one that was clicked stays, if the text still has it. */
+function useChosenOf(reading: Reading | null, { token, keep }: Kept): ChosenWord {
   const [pointed, point] = useState<ChosenToken | null>(null);
-  return { shown: pointed ?? kept, kept, keep, point };
+  const stillThere = (one: ChosenToken | null) =>
+    one && reading && one.index < axisOf(reading, one.axis).tokens.length ? one : null;
+  const kept = stillThere(token);
+  return { shown: stillThere(pointed) ?? kept, kept, keep, point };
+}
+
+export function useChosen(reading: Reading | null): ChosenWord {
+  const [token, keep] = useState<ChosenToken | null>(null);
+  return useChosenOf(reading, { token, keep });
+}
+
+/** The same, kept in the address: `5`, or `t5` of what was written. */
+export function useChosenInLink(reading: Reading | null, link: string | undefined): ChosenWord {
+  const match = /^(t?)(\d{1,9})$/.exec(link ?? "");
+  const token: ChosenToken | null = match ? { axis: match[1] ? "target" : "text", index: Number(match[2]) } : null;
+  const keep = (one: ChosenToken | null) =>
+    go(changed(currentRoute(), { word: one && `${one.axis === "target" ? "t" : ""}${one.index}` }), true);
+  return useChosenOf(reading, { token, keep });
 }
 
 /** The part of an axis that is drawn, and how one goes on; it follows the token that is chosen. */
@@ -98,8 +122,8 @@ export function TopTokens(props: {
       </h4>
       {shown.length ? (
         <ol>
-          {shown.map(({ token, weight }) => (
-            <li key={token} data-token={token} data-weight={weight}>
+          {shown.map(({ token, weight }, place) => (
+            <li key={place} data-token={token} data-weight={weight}>
               <Token text={props.axis.tokens[token] ?? ""} />{" "}
               <span class="muted">
                 {number(weight, "share")}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.report import LANGUAGE, check_page, write
+from polyhead.cli.options import AllowPickle, Device, Dtype, Language, TrustRemoteCode, check_dtype, device_or_gpu
+from polyhead.cli.report import check_page, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,27 +110,15 @@ def inspect(
             metavar="FILE", help="Write it all as one HTML page that opens anywhere, as well.", show_default=False
         ),
     ] = None,
-    lang: Annotated[str, LANGUAGE] = "en",
-    device: Annotated[
-        str | None, typer.Option(help="Where to run: cpu, cuda, ...; a GPU if there is one.", show_default=False)
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16; by default float32 on a CPU, else bfloat16.", show_default=False
-        ),
-    ] = None,
+    lang: Language = "en",
+    device: Device = None,
+    dtype: Dtype = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Only kernels that give the same bits each time, on a GPU as well.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of samples, random weights and repeated words.")] = 0,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option("--allow-pickle", help="Read weights from pickles, which can run code. Only if you trust them."),
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Only if you trust it.")
-    ] = False,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """See what every head of a model does.
 
@@ -150,8 +139,7 @@ def inspect(
 
     if resume is not None:
         _check_alone(command)
-    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
-        raise typer.BadParameter(f"a dtype is float32, bfloat16 or float16; got {dtype!r}", param_hint="--dtype")
+    check_dtype(dtype)
     console = Console(highlight=False)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which PyTorch refuses matrix products
@@ -174,7 +162,7 @@ def inspect(
                 chance=chance,
                 via_weights=via_weights,
                 seed=seed,
-                device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+                device=device_or_gpu(device),
                 dtype=dtype,
                 allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code,

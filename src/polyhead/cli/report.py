@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.options import Language, check_language
+
 if TYPE_CHECKING:
     from polyhead.inspection import Inspection
 
 NAME = "polyhead-report.html"
-LANGUAGE = typer.Option(metavar="en|zh", help="The language that the page opens in; a reader can switch.")
 
 
 def report(
@@ -22,7 +23,7 @@ def report(
             "--html", metavar="FILE", help=f"Where to write the page; {NAME} in the run's folder.", show_default=False
         ),
     ] = None,
-    lang: Annotated[str, LANGUAGE] = "en",
+    lang: Language = "en",
     syntax: Annotated[
         Path | None,
         typer.Option(
@@ -54,13 +55,9 @@ def report(
 
 def check_page(html: Path | None, lang: str) -> None:
     """Before anything costs time: that a page can be written there, and in that language."""
-    from polyhead.inspection.vocabulary import LANGUAGES
     from polyhead.report.page import Assets
 
-    if lang not in LANGUAGES:
-        raise typer.BadParameter(
-            f"a page is written in one of the languages {', '.join(LANGUAGES)}; got {lang!r}", param_hint="--lang"
-        )
+    check_language(lang)
     if html is None:
         return
     if html.is_dir():

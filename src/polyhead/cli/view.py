@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from polyhead.cli.options import (
+    AllowPickle,
+    Device,
+    Dtype,
+    Language,
+    TrustRemoteCode,
+    check_dtype,
+    check_language,
+    device_or_gpu,
+)
+
 if TYPE_CHECKING:
     from polyhead.report.viewer.viewing import Viewer
 
@@ -43,23 +54,11 @@ def view(
     cache: Annotated[
         int, typer.Option(metavar="MB", help="How much of the tiles computed is kept, in megabytes.")
     ] = 256,
-    lang: Annotated[str, typer.Option(metavar="en|zh", help="The language of the page.")] = "en",
-    device: Annotated[
-        str | None, typer.Option(help="Where to run: cpu, cuda, ...; a GPU if there is one.", show_default=False)
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16; by default float32 on a CPU, else bfloat16.", show_default=False
-        ),
-    ] = None,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option("--allow-pickle", help="Read weights from pickles, which can run code. Only if you trust them."),
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Only if you trust it.")
-    ] = False,
+    lang: Language = "en",
+    device: Device = None,
+    dtype: Dtype = None,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Walk around inside a model's attention.
 
@@ -71,10 +70,8 @@ def view(
     from polyhead.errors import PolyheadError
     from polyhead.report.viewer.serve import serve
 
-    if lang not in ("en", "zh"):
-        raise typer.BadParameter(f"a language is en or zh, got {lang!r}", param_hint="--lang")
-    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
-        raise typer.BadParameter(f"a dtype is float32, bfloat16 or float16; got {dtype!r}", param_hint="--dtype")
+    check_language(lang)
+    check_dtype(dtype)
     if cache < 0:
         raise typer.BadParameter(f"a cache has 0 megabytes or more, got {cache}", param_hint="--cache")
 
@@ -136,7 +133,7 @@ def _viewer(
     typer.echo("Loading the model ...", err=True)
     loaded = load_model(
         name,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device_or_gpu(device),
         dtype=None if number_format is None else getattr(torch, number_format),
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,

@@ -1,4 +1,4 @@
-"""Findings and evidence in words, in English and in Chinese: the one place where they are said."""
+"""Findings, evidence and the facts of a run in words, in English and in Chinese: the one place where they are said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from polyhead.inspection.heads import Head, named
-from polyhead.inspection.vocabulary import Language, role_of
+from polyhead.inspection.vocabulary import Language, Text, role_of
 from polyhead.observatory.evidence_rows import WINDOW
 
 FindingKind = Literal["role", "alike", "matters", "resting", "wide", "extreme"]
@@ -169,3 +169,71 @@ def chinese_evidence(role: str, score: float, null: float, evidence: str) -> str
     if role == "same-meaning":
         return f"看向的词元的余弦比距离所能给出的高 {score:.2f}（随机水平 {null:.2f}）"
     return f"得分 {score:.2f}（随机水平 {null:.2f}）"
+
+
+# ---- the facts of a run
+
+_KINDS = {
+    "causal": Text("language model", "语言模型"),
+    "masked": Text("masked language model", "掩码语言模型"),
+    "decoder": Text("decoder", "解码器"),
+    "encoder": Text("encoder", "编码器"),
+    "encoder-decoder": Text("encoder-decoder", "编码器-解码器"),
+}
+_LOSSES = {
+    "language": Text("the loss of the next token", "下一个词元的损失"),
+    "masked": Text("the loss of hidden tokens", "被遮盖词元的损失"),
+    "classification": Text("the loss of the class", "类别的损失"),
+    "representation": Text("how far the vector of a text turns, 1 - cosine", "文本向量转动多少，即 1 - 余弦"),
+}
+# A run keeps its reasons in English; what is said of them in Chinese is read off those words.
+_REASONS = (
+    (r"induction and duplicate-token: (.*)", "归纳与重复词元：{}"),
+    (r"pronoun: (.*)", "代词指代：{}"),
+    (
+        r"a probe repeats (\d+) different words or more, got room for (\d+) twice and (\d+) words in the vocabulary",
+        "探针至少重复 {} 个不同的词，此处可重复 {} 个，词表中有 {} 个词",
+    ),
+    (
+        r"of (\d+) sentences with pronouns the tokenizer can read (\d+) in a context of (\d+) tokens",
+        "{0} 个含代词的句子中，分词器在 {2} 个词元的上下文里能读 {1} 个",
+    ),
+    (
+        r"what heads write, which say the same, copying and importance: the weights that the model itself returns do "
+        r"not tell what is done with them",
+        "头写入什么、哪些头相同、复制与重要性：模型自身返回的权重并不说明它们作何用途",
+    ),
+    (r"([\d,]+) heads at ([\d,]+) sampled tokens \((\d+) MiB\): (.*)", "{} 个头，在抽样的 {} 个词元上（{} MiB）：{}"),
+    (r"every pair is measured", "每一对都经过测量"),
+    (
+        r"projected at random to (\d+) numbers; the (\d+) most alike are then measured without that",
+        "随机投影为 {} 个数；其中最相似的 {} 对再不经投影加以测量",
+    ),
+)
+
+
+def kind_of_model(kind: str) -> Text:
+    """What a kind of model is called."""
+    return _KINDS.get(kind, Text(kind, kind))
+
+
+def loss_in_words(loss: str) -> Text:
+    """By what the importance of heads was measured."""
+    return _LOSSES.get(loss, Text(loss, loss))
+
+
+def reason_in_words(reason: str) -> Text:
+    """Why something was left out, or how something was measured; words that are not known stay as they are.
+
+    >>> reason_in_words("72 heads at 1,024 sampled tokens (9 MiB): every pair is measured").zh
+    '72 个头，在抽样的 1,024 个词元上（9 MiB）：每一对都经过测量'
+    """
+    return Text(reason, _chinese_reason(reason))
+
+
+def _chinese_reason(reason: str) -> str:
+    for pattern, said in _REASONS:
+        found = re.fullmatch(pattern, reason, re.DOTALL)
+        if found is not None:
+            return said.format(*(_chinese_reason(part) for part in found.groups()))
+    return reason

@@ -11,7 +11,14 @@ from polyhead.inspection import Inspection
 from polyhead.inspection.findings import findings
 from polyhead.inspection.heads import Head
 from polyhead.inspection.vocabulary import RELATIONS, TELLING, Language, Text, column_of, relation_of, role_of
-from polyhead.inspection.wording import Finding, chinese_evidence, words_of
+from polyhead.inspection.wording import (
+    Finding,
+    chinese_evidence,
+    kind_of_model,
+    loss_in_words,
+    reason_in_words,
+    words_of,
+)
 from polyhead.observatory import AttentionSite
 from polyhead.report import pictures
 from polyhead.report.packing import clipped, packed_floats, plain
@@ -20,10 +27,11 @@ from polyhead.report.syntax import Syntax
 FORMAT = 1
 FINDINGS = 8  # more than a terminal shows: a page has room
 MOST_ALIKE = 5
+LONGEST_FACT = 1000
 IMPORTANCE = ("ablation", "gradient")  # what says best how much a head matters, first
 _FACTS = (
-    "model", "kind", "tokens", "documents", "contexts", "context", "seconds", "interrupted", "unknown",
-    "intervals_over", "pairs_by", "left_out", "versions", "loss",
+    "model", "tokens", "documents", "contexts", "context", "seconds", "interrupted", "unknown", "intervals_over",
+    "versions",
 )  # fmt: skip
 _VIEWS = {"role": "head", "alike": "alike", "matters": "matters", "extreme": "head"}
 
@@ -36,7 +44,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         "format": FORMAT,
         "lang": language,
         "title": clipped(f"polyhead: {inspection.facts['model']}"),
-        "facts": {name: _clipped_facts(inspection.facts.get(name)) for name in _FACTS},
+        "facts": _facts(inspection.facts),
         "stacks": _stacks(sites),
         "sites": [
             {"name": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "heads": site.num_heads}
@@ -142,10 +150,22 @@ def _importance(inspection: Inspection) -> dict[str, Any] | None:
     return None
 
 
-def _clipped_facts(fact: Any) -> Any:
-    if isinstance(fact, str):
-        return clipped(fact, 1000)
-    return [_clipped_facts(x) for x in fact] if isinstance(fact, list | tuple) else fact
+def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and names as they are, words in both languages."""
+    loss, pairs_by = facts.get("loss"), facts.get("pairs_by")
+    model = facts.get("model")
+    return {
+        **{name: facts.get(name) for name in _FACTS},
+        "model": None if model is None else clipped(str(model), LONGEST_FACT),
+        "kind": _clipped(kind_of_model(str(facts.get("kind", "")))),
+        "loss": None if loss is None else _clipped(loss_in_words(str(loss))),
+        "pairs_by": None if pairs_by is None else _clipped(reason_in_words(str(pairs_by))),
+        "left_out": [_clipped(reason_in_words(str(reason))) for reason in facts.get("left_out", ())],
+    }
+
+
+def _clipped(text: Text) -> dict[str, str]:
+    return {language: clipped(words, LONGEST_FACT) for language, words in text.to_dict().items()}
 
 
 # ---- heads
@@ -221,7 +241,7 @@ def _top_keys(inspection: Inspection, head: Head) -> list[dict[str, Any]]:
 
 def _finding(finding: Finding, index: Mapping[AttentionSite, int]) -> dict[str, Any]:
     return {
-        "text": {"en": clipped(words_of(finding), 1000), "zh": clipped(words_of(finding, "zh"), 1000)},
+        "text": _clipped(Text(words_of(finding), words_of(finding, "zh"))),
         "kind": finding.kind,
         "heads": _places(index, finding.heads),
         "view": _VIEWS.get(finding.kind, "overview"),

@@ -127,6 +127,8 @@ def test_no_string_is_left_in_english(open_view, keep_picture):
         "Ctrl+Enter",
         "Jensen-Shannon",
         "English",
+        "SVG",
+        "PNG",
         "polyhead",
         "llama",
         "float32",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 
 import pytest
 import torch
@@ -141,22 +143,52 @@ def test_what_the_server_refuses_is_said_in_words(open_view, status, kind, words
     opened.problems.clear()  # a refused request is written down by the browser itself
 
 
-def test_a_busy_server_is_asked_again(open_view):
+def test_a_word_that_a_new_text_does_not_have_is_chosen_no_more(open_view):
     opened = open_view()
-    refusals = []
+    tab = opened.tab
+    opened.read("w1 w2 w3 w4 w5 w6 w7")
+    opened.go("head/1/2")
+    tab.locator(".map-state[data-how=exact]").wait_for()
+    tab.locator(".word").nth(6).click()
+    tab.locator(".map-plot").focus()
+    for _ in range(6):
+        tab.keyboard.press("ArrowDown")
+    tab.locator("#text-A").fill("w1 w2")
+    tab.keyboard.press("Control+Enter")
+    expect(tab.locator(".word")).to_have_text(["[CLS]", "w1", "w2"])
+    assert tab.locator(".word[aria-pressed=true]").count() == 0
+    tab.locator(".map-state[data-how=exact]").wait_for()
+    tab.locator(".map-plot").focus()
+    tab.keyboard.press("Enter")  # the cursor of the keyboard stands on the last word there is
+    expect(tab.locator(".word[aria-pressed=true]")).to_have_text("w2")
+    expect(tab.locator("[role=alert]")).to_be_empty()
 
-    def refuse_once(route):
-        if refusals:
+
+BUSY = {"error": {"status": 429, "kind": "busy", "message": "Too many."}}
+
+
+def test_a_busy_server_is_asked_until_it_answers_and_the_reader_is_told(open_view):
+    opened = open_view()
+    tab, refusals, before = opened.tab, [], opened.server.viewer.readings["A"]
+
+    def refuse_five_times(route):
+        if len(refusals) == 5:
             route.continue_()
             return
-        refusals.append(route.request.url)
-        error = {"error": {"status": 429, "kind": "busy", "message": "Too many."}}
-        route.fulfill(status=429, headers={"Retry-After": "1"}, body=json.dumps(error))
+        refusals.append(time.monotonic())
+        route.fulfill(status=429, headers={"Retry-After": "1"}, body=json.dumps(BUSY))
 
-    opened.tab.route("**/api/read", refuse_once)
-    opened.read("w1 w2 w3")
-    assert len(refusals) == 1
-    expect(opened.tab.locator("[role=alert]")).to_be_empty()
+    tab.route("**/api/read", refuse_five_times)
+    tab.locator("#text-A").fill("w1 w2 w3")
+    tab.keyboard.press("Control+Enter")
+    expect(tab.locator(".waiting")).to_contain_text("The server is busy.")
+    expect(tab.locator(".waiting")).to_contain_text("questions that wait: 1")
+    opened.wait(lambda: opened.server.viewer.readings["A"] is not before)
+    expect(tab.locator(".word")).to_have_text(["[CLS]", "w1", "w2", "w3"])
+    expect(tab.locator(".waiting")).to_be_empty()
+    expect(tab.locator("[role=alert]")).to_be_empty()
+    assert len(refusals) == 5
+    assert min(later - sooner for sooner, later in itertools.pairwise(refusals)) > 0.9  # no oftener than it asks
     opened.problems.clear()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from playwright.sync_api import expect
 
 from polyhead.report.viewer.viewing import Viewer
 from tests.browser.view.conftest import SENTENCE, Running, small_viewer
@@ -106,6 +107,27 @@ def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(open_view, keep_p
     keep_picture(opened, "view-head")
     opened.tab.mouse.move(2, 2)  # the pointer leaves: nothing is chosen
     opened.tab.get_by_role("heading", name="Looked at most, on average").wait_for()
+
+
+def test_a_link_keeps_the_chosen_word(open_view):
+    opened = open_view()
+    opened.read()
+    opened.go("head/1/2")
+    tab = opened.tab
+    tab.locator(".word").nth(4).click()
+    opened.wait(lambda: tab.url.endswith("#/head/1/2?word=4"))
+    tab.reload()
+    expect(tab.locator(".word[aria-pressed=true]")).to_have_text(opened.server.tokens()[4])
+    tab.get_by_role("link", name="Next head").click()
+    tab.get_by_role("heading", name="Layer 1, head 3", exact=True).wait_for()
+    expect(tab.locator(".word[aria-pressed=true]")).to_have_text(opened.server.tokens()[4])
+    tab.mouse.move(0, 0)
+    tab.locator(".word").nth(4).click()  # once more: chosen no longer
+    opened.wait(lambda: tab.url.endswith("#/head/1/3"))
+    for word in ("99", "t0", "-1", "x"):
+        opened.go(f"head/1/2?word={word}")
+        tab.locator(".map-state[data-how=exact]").wait_for()
+        expect(tab.locator("[role=alert]")).to_be_empty()
 
 
 def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):

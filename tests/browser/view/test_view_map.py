@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import random
+import json
+import math
 import re
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.inspection.small_models import WORDS
-
-TOKENS = 2_999  # with one before them; 1,024 cells of 4 tokens are the most that the whole is shown in
+from tests.browser.view.map_page import TOKENS, Map, go, open_long
 
 
 @pytest.fixture
 def opened(open_view):
     """Head 2 of layer 1 over a long text, its whole matrix computed."""
-    opened = open_view("long")
-    if opened.server.viewer.readings["A"] is None:
-        draw = random.Random(7)
-        opened.read(" ".join(draw.choice(WORDS) for _ in range(TOKENS)))
-    opened.go("head/1/2")
-    opened.tab.locator(".map-state[data-how=exact]").wait_for()
-    opened.tab.locator(".map-plot").evaluate("(plot) => plot.scrollIntoView({ block: 'end' })")
-    return opened
+    return open_long(open_view, "head/1/2")
 
 
 @pytest.fixture(scope="module")
@@ -39,53 +31,10 @@ def weights(running):
     return compute
 
 
-class Map:
-    """The map in the page, in tokens and pixels."""
-
-    def __init__(self, opened):
-        self.tab, self.plot = opened.tab, opened.tab.locator(".map-plot")
-        self.opened = opened
-
-    @property
-    def scale(self) -> float:
-        """Pixels a token."""
-        return float(self.plot.get_attribute("data-scale"))
-
-    @property
-    def level(self) -> int:
-        return int(self.plot.get_attribute("data-level"))
-
-    def pixel(self, across: float, down: float) -> tuple[float, float]:
-        """A place of the window, each from 0 to 1, on the screen."""
-        box = self.plot.bounding_box()
-        return box["x"] + across * box["width"], box["y"] + down * box["height"]
-
-    def readout(self) -> str:
-        return self.tab.locator(".map-readout").inner_text()
-
-    def settle(self) -> None:
-        """Every tile of the window has arrived."""
-        self.tab.locator(".map-state[data-how=exact][data-tiles='0']").wait_for()
-
-    def zoom_in(self) -> None:
-        for _ in range(40):
-            before = self.scale
-            self.tab.mouse.wheel(0, -500)
-            self.tab.wait_for_timeout(30)
-            if self.scale == before >= 39:
-                break
-        self.settle()
-
-    def label_at(self, side: str, pixel: float) -> tuple[int, str]:
-        """The name beside a place of the window."""
-        axis, start, extent = ("y", "top", "height") if side == "rows" else ("x", "left", "width")
-        found = self.tab.eval_on_selector_all(
-            f".map-{side} .mark",
-            f"(marks) => marks.map((x) => [Number(x.dataset.token), x.textContent, x.getBoundingClientRect().{start},"
-            f" x.getBoundingClientRect().{extent}])",
-        )
-        assert axis in "xy"
-        return next((token, text) for token, text, first, size in found if first <= pixel < first + size)
+def check_written(text: str, weight: float) -> None:
+    """Three digits are shown, two of what is below a ten-thousandth; and float32 leaves the fifth open."""
+    last_digit = 10.0 ** (math.floor(math.log10(weight)) - (1 if weight < 1e-4 else 2))
+    assert float(text.replace("E", "e")) == pytest.approx(weight, abs=last_digit / 2 + 1e-4 * weight)
 
 
 def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture):
@@ -120,7 +69,7 @@ def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture)
         assert (found[1], found[3]) == (tokens[query], tokens[key])
         assert view.label_at("rows", y) == (query, tokens[query])
         assert view.label_at("columns", x) == (key, tokens[key])
-        assert float(found[5].replace("E", "e")) == pytest.approx(float(exact[query, key]), rel=0.06)
+        check_written(found[5], float(exact[query, key]))
         assert abs(query - 0.77 * n) < 8
         assert abs(key - 0.31 * n) < 8
     keep_picture(opened, "view-map-tokens")
@@ -227,7 +176,7 @@ def test_the_keyboard_alone_reaches_a_token(opened, weights):
     assert key == 2
     assert query > 200
     assert (found[1], found[3]) == (tokens[query], tokens[key])
-    assert float(found[5].replace("E", "e")) == pytest.approx(float(exact[query, key]), rel=0.06)
+    check_written(found[5], float(exact[query, key]))
     tab.keyboard.press("0")
     assert view.level == 3
     tab.keyboard.press("-")
@@ -272,3 +221,56 @@ def test_moving_on_calls_off_what_is_no_longer_looked_at(opened):
     opened.wait(lambda: len(failed) >= len(held))
     assert set(failed) == {("tile", "net::ERR_ABORTED")}
     view.settle()
+
+
+def test_a_tile_that_fails_is_told_and_keeps_no_other_from_coming(opened):
+    tab, view = opened.tab, Map(opened)
+    asked: list[str] = []
+    failure = {"error": {"status": 507, "kind": "out-of-memory", "message": "Its own words."}}
+
+    def fail_first(route):
+        asked.append(route.request.post_data)
+        if len(asked) == 1:
+            route.fulfill(status=507, body=json.dumps(failure))
+        else:
+            route.continue_()
+
+    tab.route("**/api/tile", fail_first)
+    go(opened, "head/1/2?map=1000_1000_700")  # from 1,000 to 1,700 in tiles of 512: three a side
+    expect(tab.locator("[role=alert]")).to_contain_text("Its own words.")
+    view.settle()
+    assert len(set(asked)) == len(asked) == 9
+    opened.problems.clear()  # a refused request is written down by the browser itself
+
+
+def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked_at(opened):
+    tab, view = opened.tab, Map(opened)
+    refused: list[str] = []
+    busy = {"error": {"status": 429, "kind": "busy", "message": "Too many."}}
+
+    def refuse(route):
+        refused.append(route.request.post_data)
+        route.fulfill(status=429, headers={"Retry-After": "1"}, body=json.dumps(busy))
+
+    tab.route("**/api/tile", refuse)
+    tab.mouse.move(*view.pixel(0.5, 0.6))
+    for _ in range(4):
+        tab.mouse.wheel(0, -500)
+        tab.wait_for_timeout(50)
+    opened.wait(lambda: max(map(refused.count, refused), default=0) > 1)
+    expect(tab.locator(".waiting")).to_contain_text("The server is busy.")
+    # Who has moved on waits for nothing.
+    view.panel.get_by_role("button", name="Whole", exact=True).click()
+    expect(tab.locator(".waiting")).to_be_empty()
+    asked = len(refused)
+    tab.wait_for_timeout(1800)
+    assert len(refused) == asked
+    # Back there, everything comes as soon as the server has room.
+    tab.go_back()
+    opened.wait(lambda: len(refused) > asked)
+    assert view.plot.get_attribute("data-level") != "3"
+    tab.unroute("**/api/tile")
+    view.settle()
+    expect(tab.locator(".waiting")).to_be_empty()
+    expect(tab.locator("[role=alert]")).to_be_empty()
+    opened.problems.clear()  # a refused request is written down by the browser itself

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from polyhead.errors import OptionError
-from polyhead.report.viewer import answering
+from polyhead.report.viewer import answering, tiles
 from polyhead.report.viewer import jobs as jobs_module
 from polyhead.report.viewer.serve import serve
 from polyhead.report.viewer.viewing import Viewer
@@ -112,6 +112,36 @@ def test_a_client_that_vanishes_ends_its_computation(running, viewer, monkeypatc
     connection.close()
     assert endless.closed.wait(20)
     assert httpx.get(f"{running.address}api/state").status_code == 200
+
+
+def test_a_picture_that_nobody_waits_for_is_not_finished(running, viewer, monkeypatch):
+    """The computation itself, of which every strip is counted."""
+    reading = running.read(" ".join(["w1 w2 w3 w4 ."] * 25))["id"]
+    monkeypatch.setattr(tiles, "STRIP_PAIRS", {"cpu": 1})  # a strip is a row
+    begun, ended, made = threading.Event(), threading.Event(), []
+    window, picture = tiles.window, viewer.picture
+
+    def counted(*arguments):
+        made.append(arguments)
+        begun.set()
+        time.sleep(0.02)
+        return window(*arguments)
+
+    def watched(*arguments):
+        try:
+            yield from picture(*arguments)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(tiles, "window", counted)
+    monkeypatch.setattr(viewer, "picture", watched)
+    connection = running.raw("picture", {"reading": reading, "place": 0, "head": 1})
+    assert begun.wait(20)
+    connection.close()
+    assert ended.wait(20)
+    assert 0 < len(made) < 126
+    assert len(viewer.cache) == 0  # half a picture is none
+    assert running.post("tile", reading=reading, place=0, head=1, level=0, row=0, column=0).status_code == 200
 
 
 def test_a_client_that_vanishes_before_the_first_line_ends_its_computation(running, viewer, monkeypatch):

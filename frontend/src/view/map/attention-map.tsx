@@ -2,6 +2,7 @@
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { NOTHING, scaleOf } from "../../parts/colour";
+import { Figure } from "../../parts/figure";
 import { RampLegend } from "../../parts/legend";
 import { useDark } from "../../parts/theme";
 import { highest } from "../exposure";
@@ -10,7 +11,9 @@ import { headName } from "../names";
 import { useStore } from "../store";
 import { axisOf, headKey, type HeadAt, type Pool, type Reading } from "../types";
 import { MapAxis } from "./axes";
-import { drawCursor, drawMap, type Cursor } from "./drawing";
+import { drawCursor, drawMap, type Colours, type Cursor } from "./drawing";
+import { mapSvg } from "./map-svg";
+import type { Outlook } from "./position";
 import { MapReadout, MapState } from "./readout";
 import { HeadSource } from "./source";
 import { levelFor, spansOf, type Matrix } from "./viewport";
@@ -33,27 +36,31 @@ function pixelOf(event: MouseEvent): Pixel {
 interface AttentionMapProps {
   reading: Reading;
   head: HeadAt;
+  outlook: Outlook;
   onPick: (cell: Cursor) => void;
 }
 
-export function AttentionMap({ reading, head, onPick }: AttentionMapProps): JSX.Element {
+export function AttentionMap({ reading, head, outlook, onPick }: AttentionMapProps): JSX.Element {
   const store = useStore();
   const words = useView();
   const { say } = words;
   const dark = useDark();
   const canvas = useRef<HTMLCanvasElement>(null);
   const plot = useRef<HTMLDivElement>(null);
-  const [pool, setPool] = useState<Pool>("sum");
+  const { pool } = outlook;
   const [version, setVersion] = useState(0);
   const [pointer, setPointer] = useState<Pixel | null>(null);
-  const [cursor, setCursor] = useState<Cursor>({ query: 0, key: 0 });
+  const [asked, setCursor] = useState<Cursor>({ query: 0, key: 0 });
   const [focused, setFocused] = useState(false);
 
   const place = store.state.places[head[0]];
   const queries = axisOf(reading, place?.queries ?? "text").tokens;
   const keys = axisOf(reading, place?.keys ?? "text").tokens;
   const matrix: Matrix = useMemo(() => ({ queries: queries.length, keys: keys.length }), [queries.length, keys.length]);
-  const { view, size, zoomBy, show, whole } = useZoom(plot, matrix);
+  const within = (token: number, count: number) => Math.min(count - 1, Math.max(0, token));
+  // Another text may end sooner.
+  const cursor = { query: within(asked.query, matrix.queries), key: within(asked.key, matrix.keys) };
+  const { view, size, zoomBy, show, whole } = useZoom(plot, matrix, outlook.shared);
 
   const [source, setSource] = useState<HeadSource | null>(null);
   useEffect(() => {
@@ -83,17 +90,18 @@ export function AttentionMap({ reading, head, onPick }: AttentionMapProps): JSX.
 
   const high = source ? highest(source.bright(rows, columns, level)) : 1;
   const scale = useMemo(() => scaleOf(0, high, dark, BEND), [high, dark]);
+  const colours: Colours = { scale, ground: dark ? NOTHING.dark : NOTHING.light };
+  const share = (value: number) => words.number(value, high < 0.02 ? "number" : "share");
 
   useEffect(() => source?.want(rows, columns, level), [source, rows[0], rows[1], columns[0], columns[1], level]);
   useLayoutEffect(() => {
     if (!canvas.current || !source) return;
-    drawMap(canvas.current, source, view, size, { scale, ground: dark ? NOTHING.dark : NOTHING.light });
+    drawMap(canvas.current, source, view, size, colours);
     if (focused) drawCursor(canvas.current, cursor, found?.block ?? 1, view, dark ? "#ffffff" : "#000000");
-  }, [source, version, view, size, scale, cursor, focused, found?.block]);
+  }, [source, version, view, size, scale, cursor.query, cursor.key, focused, found?.block]);
 
   const moveCursor = (down: number, right: number) => {
     const step = Math.max(2 ** level, Math.round(8 / view.scale));
-    const within = (token: number, count: number) => Math.min(count - 1, Math.max(0, token));
     const next = {
       query: within(cursor.query + down * step, matrix.queries),
       key: within(cursor.key + right * step, matrix.keys),
@@ -122,12 +130,21 @@ export function AttentionMap({ reading, head, onPick }: AttentionMapProps): JSX.
     action();
   };
   const name = headName(store.state, head, words);
+  const axes = { across: say("mapAcross"), down: say("mapDown") };
   return (
-    <div class="map">
+    <Figure
+      class="map"
+      title={say("map")}
+      name={`map-${head.join("-")}-${reading.slot}`}
+      fileTitle={`${say("mapOf", { head: name, slot: reading.slot })}: ${store.state.model.name}`}
+      draw={
+        source && (() => mapSvg({ source, view, size, colours, queries, keys, ...axes, count: words.count, share }))
+      }
+    >
       <div class="map-controls">
         <span class="segments" role="group" aria-label={say("pool")}>
           {POOLS.map((value) => (
-            <button type="button" aria-pressed={pool === value} onClick={() => setPool(value)}>
+            <button type="button" aria-pressed={pool === value} onClick={() => outlook.choosePool(value)}>
               {say(`pool_${value}`)}
             </button>
           ))}
@@ -187,9 +204,9 @@ export function AttentionMap({ reading, head, onPick }: AttentionMapProps): JSX.
       </div>
       <MapReadout cell={cell} found={found} pool={pool} matrix={matrix} queries={queries} keys={keys} />
       <div class="map-foot">
-        <RampLegend scale={scale} format={(value) => words.number(value, high < 0.02 ? "number" : "share")} />
+        <RampLegend scale={scale} format={share} />
         <p class="note">{say("mapHelp")}</p>
       </div>
-    </div>
+    </Figure>
   );
 }

@@ -2,10 +2,7 @@
 import type { JSX } from "preact";
 import { useWords } from "../../parts/language";
 import { Token } from "../../parts/tokens";
-import { markEvery, type Span } from "./viewport";
-
-const ROOM = 12; // pixels a name needs
-const APART = 64; // pixels between two numbers
+import { marksOf, type Span } from "./viewport";
 
 interface AxisProps {
   side: "rows" | "columns";
@@ -19,10 +16,7 @@ interface AxisProps {
 
 export function MapAxis({ side, tokens, span, offset, scale, chosen }: AxisProps): JSX.Element {
   const { count } = useWords();
-  const named = scale >= ROOM;
-  const step = named ? 1 : markEvery(scale, APART);
-  const marks: number[] = [];
-  for (let token = Math.ceil(span[0] / step) * step; token < span[1]; token += step) marks.push(token);
+  const { named, marks } = marksOf(span, scale);
   const [start, extent] = side === "rows" ? (["top", "height"] as const) : (["left", "width"] as const);
   return (
     <div class={`map-axis map-${side}${named ? " named" : ""}`} aria-hidden="true">

@@ -8,7 +8,7 @@ export interface Cursor {
   key: number;
 }
 
-interface Colours {
+export interface Colours {
   scale: Scale;
   ground: string;
 }
@@ -19,9 +19,9 @@ export function drawMap(
   view: View,
   size: Size,
   { scale, ground }: Colours,
+  sharpness = devicePixelRatio || 1,
 ): void {
   const context = canvas.getContext("2d");
-  const sharpness = devicePixelRatio || 1;
   const [width, height] = [Math.round(size.width * sharpness), Math.round(size.height * sharpness)];
   if (!context || width < 1 || height < 1) return;
   if (canvas.width !== width || canvas.height !== height) {

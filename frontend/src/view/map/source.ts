@@ -1,6 +1,6 @@
 /** Where the cells of one head come from: the whole at once as an estimate, then exactly; finer tiles on demand. */
 import { unpack, type Packed } from "../../data";
-import { ask, calledOff, follow, ServerError, type Line } from "../api";
+import { ask, follow, ServerError, type Line } from "../api";
 import type { HeadAt, How, Pool, Progress, Reading, State, Tile } from "../types";
 import { Sheet } from "./sheet";
 import { levelOf, tilesIn, type Matrix, type Span } from "./viewport";
@@ -160,8 +160,8 @@ export class HeadSource {
       this.forget();
     } catch (error) {
       this.onError(error);
-      // Nobody there: the others would only fail too.
-      if (error instanceof ServerError && !calledOff(error)) this.waiting = [];
+      // Without a server or its text the others would only fail too.
+      if (error instanceof ServerError && ["offline", "gone"].includes(error.kind)) this.waiting = [];
     } finally {
       if (this.loading.get(key) === controller) this.loading.delete(key);
     }

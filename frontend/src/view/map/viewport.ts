@@ -64,8 +64,20 @@ export function tilesIn(rows: Span, columns: Span, level: number, cells: number)
   return found.sort((one, other) => far(one) - far(other));
 }
 
+const ROOM = 12; // pixels a name needs
+const APART = 64; // pixels between two numbers
+
+/** The tokens that are marked along an axis: all by name where there is room, else a few by number. */
+export function marksOf(span: Span, scale: number): { named: boolean; marks: number[] } {
+  const named = scale >= ROOM;
+  const step = named ? 1 : markEvery(scale, APART);
+  const marks: number[] = [];
+  for (let token = Math.ceil(span[0] / step) * step; token < span[1]; token += step) marks.push(token);
+  return { named, marks };
+}
+
 /** How many tokens lie between two marks of an axis, so that they are `apart` pixels from each other at least. */
-export function markEvery(scale: number, apart: number): number {
+function markEvery(scale: number, apart: number): number {
   let step = 1;
   for (let i = 0; step * scale < apart; i++) step = [1, 2, 5][i % 3]! * 10 ** Math.floor(i / 3);
   return step;

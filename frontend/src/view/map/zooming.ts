@@ -4,9 +4,13 @@ import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zo
 import type { RefObject } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import type { Cursor } from "./drawing";
+import type { SharedPosition } from "./position";
 import { closest, fitting, type Matrix, type Size, type View } from "./viewport";
 
 const MARGIN = 0.1; // of the window, that a cursor keeps from its edge
+const WHOLE = 1.001; // times the scale at which everything is seen, up to which it is the whole
+
+type Behaviour = ZoomBehavior<HTMLDivElement, unknown>;
 
 interface Zoom {
   view: View;
@@ -26,11 +30,25 @@ function everything(matrix: Matrix, size: Size): ZoomTransform {
     .scale(fit);
 }
 
-export function useZoom(plot: RefObject<HTMLDivElement | null>, matrix: Matrix): Zoom {
+/** The shared position in a window of this size, as near as this matrix comes to it. */
+function lookingAt({ position }: SharedPosition, made: Behaviour, matrix: Matrix, size: Size): ZoomTransform {
+  if (!position) return everything(matrix, size);
+  const scale = Math.min(closest(matrix, size), Math.max(fitting(matrix, size), size.width / position.across));
+  const asked = zoomIdentity.translate(-position.key * scale, -position.query * scale).scale(scale);
+  return made.constrain()(
+    asked,
+    [
+      [0, 0],
+      [size.width, size.height],
+    ],
+    made.translateExtent(),
+  );
+}
+
+export function useZoom(plot: RefObject<HTMLDivElement | null>, matrix: Matrix, shared: SharedPosition): Zoom {
   const [size, setSize] = useState<Size>({ width: 0, height: 0 });
   const [view, setView] = useState<View>({ x: 0, y: 0, scale: 1 });
-  const behaviour = useRef<ZoomBehavior<HTMLDivElement, unknown> | null>(null);
-  const fitted = useRef(true);
+  const behaviour = useRef<Behaviour | null>(null);
 
   useLayoutEffect(() => {
     const element = plot.current;
@@ -46,6 +64,7 @@ export function useZoom(plot: RefObject<HTMLDivElement | null>, matrix: Matrix):
     const element = plot.current;
     if (!element || size.width < 1 || size.height < 1) return;
     const fit = fitting(matrix, size);
+    let following = false;
     const made = zoom<HTMLDivElement, unknown>()
       .extent([
         [0, 0],
@@ -56,19 +75,29 @@ export function useZoom(plot: RefObject<HTMLDivElement | null>, matrix: Matrix):
         [0, 0],
         [matrix.keys, matrix.queries],
       ])
-      .on("zoom", ({ transform }) => {
-        fitted.current = transform.k <= fit * 1.001;
-        setView({ x: transform.x, y: transform.y, scale: transform.k });
+      .on("zoom", ({ transform: { x, y, k } }) => {
+        setView({ x, y, scale: k });
+        if (following) return;
+        const corner = { query: -y / k, key: -x / k, across: size.width / k };
+        shared.move(k <= fit * WHOLE ? null : corner, follow);
       });
     behaviour.current = made;
     const selection = select(element).call(made);
-    // The whole stays whole in a window of another size; what was near stays where it was.
-    if (fitted.current) selection.call(made.transform, everything(matrix, size));
-    else selection.call(made.scaleBy, 1);
-    return () => void selection.on(".zoom", null);
-  }, [size.width, size.height, matrix]);
+    // The shared position also stays what it is in a window of another size.
+    const follow = () => {
+      following = true;
+      selection.call(made.transform, lookingAt(shared, made, matrix, size));
+      following = false;
+    };
+    follow();
+    const leave = shared.subscribe(follow);
+    return () => {
+      leave();
+      selection.on(".zoom", null);
+    };
+  }, [size.width, size.height, matrix, shared]);
 
-  const call = (act: (made: ZoomBehavior<HTMLDivElement, unknown>, element: HTMLDivElement) => void) => {
+  const call = (act: (made: Behaviour, element: HTMLDivElement) => void) => {
     if (behaviour.current && plot.current) act(behaviour.current, plot.current);
   };
   const pixel = (token: number, offset: number) => (token + 0.5) * view.scale + offset;

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,6 +158,7 @@ class ViewedModel:
             )
 
     def _written(self, reading: Reading) -> tuple[tuple[int, ...], Axis]:
+        """What generation adds to: the target of an encoder-decoder, else the text itself."""
         if reading.target_ids is not None and reading.target is not None:
             return reading.target_ids, reading.target
         return reading.ids, reading.text
@@ -165,10 +166,11 @@ class ViewedModel:
     def _rewritten(
         self, reading: Reading, ids: tuple[int, ...], axis: Axis, generated: int, progress: Progress
     ) -> Reading:
-        text, target = (ids, axis), (None, None)
-        if reading.target_ids is not None:
-            text, target = (reading.ids, reading.text), (ids, axis)  # type: ignore[assignment]
-        return self._reading(reading.slot, *text, *target, reading.tokens_in_text, reading.off, generated, progress)
+        if reading.target_ids is None:
+            changed = replace(reading, ids=ids, text=axis, generated=generated)
+        else:
+            changed = replace(reading, target_ids=ids, target=axis, generated=generated)
+        return self.again(changed, reading.off, progress)
 
     def _reading(
         self,

@@ -107,6 +107,7 @@ class Viewer:
     def again(self, job: Job, before: Reading, off: frozenset[Head]) -> Iterator[Message]:
         self.reading(before.number)  # another may have taken its place while this waited
         reading = self.model.again(before, off, _progress(job, "read"))
+        job.check()
         self.hold(reading)
         yield {"done": True, "reading": reading.to_dict()}
 

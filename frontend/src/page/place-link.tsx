@@ -1,0 +1,15 @@
+/** A head's place, as a link to its card. */
+import type { JSX } from "preact";
+import type { Place } from "../data";
+import { useWords } from "../parts/language";
+import { headHref, useModel } from "./model";
+
+export function PlaceLink({ place }: { place: Place }): JSX.Element {
+  const model = useModel();
+  const words = useWords();
+  return (
+    <a href={headHref(place)} aria-label={model.long(place, words)}>
+      {model.short(place, words)}
+    </a>
+  );
+}

@@ -1,0 +1,74 @@
+/** What a map shows now, as a drawing for a file: the picture, the tokens along its sides, and what its colours mean. */
+import { CENTRED, newDrawing, type Attributes } from "../../parts/svg";
+import { plainToken } from "../../parts/tokens";
+import { drawMap, type Colours } from "./drawing";
+import type { HeadSource } from "./source";
+import { marksOf, spansOf, type Size, type View } from "./viewport";
+
+const [LEFT, TOP, RIGHT] = [112, 112, 16];
+const FOOT = 44; // for the ramp
+const SHARPNESS = 2;
+const STEPS = 48; // of the ramp
+const LETTERS = 14; // of a token, that its side has room for
+
+interface MapDrawing {
+  source: HeadSource;
+  view: View;
+  size: Size;
+  colours: Colours;
+  queries: string[];
+  keys: string[];
+  across: string;
+  down: string;
+  /** A token's number, and a share, in words. */
+  count: (token: number) => string;
+  share: (value: number) => string;
+}
+
+export function mapSvg(drawn: MapDrawing): SVGSVGElement {
+  const { source, view, size, colours, count, share } = drawn;
+  const { svg, add } = newDrawing(LEFT + size.width + RIGHT, TOP + size.height + FOOT);
+  const canvas = document.createElement("canvas");
+  drawMap(canvas, source, view, size, colours, SHARPNESS);
+  const href = canvas.toDataURL("image/png");
+  add("image", { x: LEFT, y: TOP, width: size.width, height: size.height, href, "image-rendering": "pixelated" });
+  const frame = { fill: "none", stroke: "var(--line)", "stroke-width": 1 };
+  add("rect", { x: LEFT, y: TOP, width: size.width, height: size.height, ...frame });
+
+  const { rows, columns } = spansOf(view, size, source.matrix);
+  const name = (tokens: string[], token: number) => plainToken(tokens[token] ?? "", LETTERS);
+  const down = marksOf(rows, view.scale);
+  for (const token of down.marks) {
+    const y = (token + (down.named ? 0.5 : 0)) * view.scale + view.y;
+    if (y < 0 || y > size.height) continue;
+    const at = { x: LEFT - 6, y: TOP + y, "text-anchor": "end", "dominant-baseline": "central" };
+    add("text", { ...at, ...label(view.scale, down.named) }, down.named ? name(drawn.queries, token) : count(token));
+  }
+  const across = marksOf(columns, view.scale);
+  for (const token of across.marks) {
+    const x = LEFT + (token + (across.named ? 0.5 : 0)) * view.scale + view.x;
+    if (x < LEFT || x > LEFT + size.width) continue;
+    const at: Attributes = across.named
+      ? { x, y: TOP - 6, transform: `rotate(-90 ${x} ${TOP - 6})`, "dominant-baseline": "central" }
+      : { x, y: TOP - 10, ...CENTRED };
+    add("text", { ...at, ...label(view.scale, across.named) }, across.named ? name(drawn.keys, token) : count(token));
+  }
+  const names = { "font-size": 12, fill: "var(--ink)" };
+  add("text", { x: LEFT, y: 16, ...names }, `${drawn.across} →`);
+  add("text", { x: 16, y: TOP, transform: `rotate(-90 16 ${TOP})`, "text-anchor": "end", ...names }, `← ${drawn.down}`);
+
+  const { low, high } = colours.scale;
+  const [y, width] = [TOP + size.height + 14, 4];
+  for (let step = 0; step < STEPS; step++) {
+    const fill = colours.scale.of(low + ((step + 0.5) / STEPS) * (high - low));
+    add("rect", { x: LEFT + step * width, y, width: width + 0.5, height: 10, fill });
+  }
+  const ends = { y: y + 22, "font-size": 11, fill: "var(--muted)" };
+  add("text", { x: LEFT, ...ends }, share(low));
+  add("text", { x: LEFT + STEPS * width, "text-anchor": "end", ...ends }, share(high));
+  return svg;
+}
+
+function label(scale: number, named: boolean): Attributes {
+  return { "font-size": named ? Math.min(12, 0.85 * scale) : 11, fill: "var(--muted)" };
+}

@@ -1,0 +1,51 @@
+"""Options that several verbs have: where a model runs, in which numbers, what it is trusted with, in which language."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+Language = Annotated[
+    str, typer.Option(metavar="en|zh", help="The language that the page opens in; a reader can switch.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="Where to run: cpu, cuda, ...; a GPU if there is one.", show_default=False)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU, else bfloat16.", show_default=False),
+]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read weights from pickles, which can run code. Only if you trust them.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Only if you trust it.")
+]
+
+
+def check_language(lang: str) -> None:
+    """That there is such a language."""
+    from polyhead.inspection.vocabulary import LANGUAGES
+
+    if lang not in LANGUAGES:
+        raise typer.BadParameter(
+            f"a page is written in one of the languages {', '.join(LANGUAGES)}; got {lang!r}", param_hint="--lang"
+        )
+
+
+def check_dtype(dtype: str | None) -> None:
+    """That there is such a type of numbers."""
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(
+            f"a dtype is {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}", param_hint="--dtype"
+        )
+
+
+def device_or_gpu(device: str | None) -> str:
+    """The device that was asked for, else a GPU if there is one."""
+    import torch
+
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")

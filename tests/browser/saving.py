@@ -1,0 +1,57 @@
+"""Figures that a page saved as files, and what every such file must be."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+SVG = "{http://www.w3.org/2000/svg}"
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+
+
+def saved(tab: Any, button: Any) -> tuple[Path, str]:
+    """The file that a button saves, and its name."""
+    with tab.expect_download() as waiting:
+        button.click()
+    return Path(waiting.value.path()), waiting.value.suggested_filename
+
+
+def number(text: str) -> float:
+    return float(text.removesuffix("px"))
+
+
+def saved_svg(tab: Any, figure: Any) -> ElementTree.Element:
+    """What a figure saves as SVG; it stands by itself and bears its title."""
+    file, name = saved(tab, figure.get_by_role("button", name="as SVG"))
+    assert name.endswith(".svg")
+    root = ElementTree.parse(file).getroot()
+    assert root.tag == f"{SVG}svg"
+    text = file.read_text(encoding="utf-8")
+    # No style of the page, nothing that runs, nothing from elsewhere.
+    assert "var(" not in text
+    assert "currentColor" not in text
+    assert {element.tag.removeprefix(SVG) for element in root.iter()}.isdisjoint({"style", "script", "foreignObject"})
+    links = [value for element in root.iter() for key, value in element.items() if key.endswith("href")]
+    assert all(link.startswith("data:image/png;base64,") for link in links)
+    assert len(list(root.iter())) > 5
+    assert number(root.get("width")) >= 200
+    assert number(root.get("height")) >= 60
+    return root
+
+
+def title_of(root: ElementTree.Element) -> str:
+    """The title of a saved figure, whose lines stand above the rest."""
+    return "".join(element.text or "" for element in root.findall(f"{SVG}text"))
+
+
+def check_png(tab: Any, figure: Any, root: ElementTree.Element) -> None:
+    """What a figure saves as PNG is the same picture at twice the size."""
+    file, name = saved(tab, figure.get_by_role("button", name="as PNG"))
+    assert name.endswith(".png")
+    data = file.read_bytes()
+    assert data.startswith(PNG_MAGIC)
+    size = tuple(round(2 * number(root.get(side))) for side in ("width", "height"))
+    assert struct.unpack(">II", data[16:24]) == size
+    assert len(data) > 1000  # a blank picture packs smaller

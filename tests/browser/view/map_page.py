@@ -1,0 +1,87 @@
+"""The map of a long text as the page shows it, in tokens and pixels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from playwright.sync_api import expect
+
+from tests.inspection.small_models import WORDS
+
+TOKENS = 2_999  # with one before them; 1,024 cells of 4 tokens are the most that the whole is shown in
+
+
+def open_long(open_view: Callable[..., Any], view: str, **options: Any) -> Any:
+    """A view over the long text, the whole matrix of each of its maps computed."""
+    opened = open_view("long", **options)
+    if opened.server.viewer.readings["A"] is None:
+        draw = random.Random(7)
+        opened.read(" ".join(draw.choice(WORDS) for _ in range(TOKENS)))
+    go(opened, view)
+    return opened
+
+
+def go(opened: Any, view: str) -> None:
+    """Open a view of one or two maps, and wait until they are computed and on the screen."""
+    opened.go(view)
+    for number in range(2 if "with=" in view else 1):
+        opened.tab.locator(".head-panel").nth(number).locator(".map-state[data-how=exact]").wait_for()
+    opened.tab.locator(".map-plot").first.evaluate("(plot) => plot.scrollIntoView({ block: 'end' })")
+
+
+class Map:
+    """One of the maps in the page."""
+
+    def __init__(self, opened: Any, number: int = 0) -> None:
+        self.tab, self.panel = opened.tab, opened.tab.locator(".head-panel").nth(number)
+        self.plot = self.panel.locator(".map-plot")
+
+    @property
+    def scale(self) -> float:
+        """Pixels a token."""
+        return float(self.plot.get_attribute("data-scale"))
+
+    @property
+    def level(self) -> int:
+        return int(self.plot.get_attribute("data-level"))
+
+    def pixel(self, across: float, down: float) -> tuple[float, float]:
+        """A place of the window, each from 0 to 1, on the screen."""
+        box = self.plot.bounding_box()
+        return box["x"] + across * box["width"], box["y"] + down * box["height"]
+
+    def readout(self) -> str:
+        return self.panel.locator(".map-readout").inner_text()
+
+    def settle(self) -> None:
+        """Every tile of the window has arrived."""
+        self.panel.locator(".map-state[data-how=exact][data-tiles='0']").wait_for()
+
+    def zoom_in(self) -> None:
+        for _ in range(40):
+            before = self.scale
+            self.tab.mouse.wheel(0, -500)
+            self.tab.wait_for_timeout(30)
+            if self.scale == before >= 39:
+                break
+        self.settle()
+
+    def read_at(self, across: float, down: float) -> str:
+        """What is told of a place of the window."""
+        told = self.panel.locator(".map-readout")
+        self.tab.mouse.move(0, 0)
+        expect(told).to_be_empty()
+        self.tab.mouse.move(*self.pixel(across, down))
+        expect(told).not_to_be_empty()
+        return self.readout()
+
+    def label_at(self, side: str, pixel: float) -> tuple[int, str]:
+        """The name beside a place of the window."""
+        start, extent = ("top", "height") if side == "rows" else ("left", "width")
+        found = self.panel.locator(f".map-{side} .mark").evaluate_all(
+            f"(marks) => marks.map((x) => [Number(x.dataset.token), x.textContent, x.getBoundingClientRect().{start},"
+            f" x.getBoundingClientRect().{extent}])",
+        )
+        return next((token, text) for token, text, first, size in found if first <= pixel < first + size)

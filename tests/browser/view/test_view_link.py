@@ -1,0 +1,139 @@
+"""Where a map looks stands in the address, so that a link opens it again; maps side by side move as one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.view.map_page import Map, go, open_long
+
+HERE = (0.31, 0.77)
+
+
+def zoom(opened, view: Map, times: int) -> None:
+    """By wheel, at one place of the window, and until the address says so."""
+    before = opened.tab.url
+    opened.tab.mouse.move(*view.pixel(*HERE))
+    for _ in range(times):
+        opened.tab.mouse.wheel(0, -500)
+        opened.tab.wait_for_timeout(30)
+    opened.wait(lambda: opened.tab.url != before)
+    view.settle()
+
+
+def test_a_link_opens_the_same_view(open_view):
+    opened = open_long(open_view, "head/1/2")
+    assert "map=" not in opened.tab.url  # the whole needs no place
+    view = Map(opened)
+    zoom(opened, view, 5)
+    opened.tab.get_by_role("button", name="their largest weight").click()
+    view.settle()
+    scale, told = view.scale, view.read_at(*HERE)
+    assert "at most" in told or "looks at" in told
+    link = opened.tab.url.partition("#/")[2]
+    assert re.fullmatch(r"head/1/2\?map=[\d.]+_[\d.]+_[\d.]+&pool=max", link)
+
+    again = Map(open_long(open_view, link))
+    again.settle()
+    assert again.scale == pytest.approx(scale, rel=1e-3)
+    assert again.read_at(*HERE) == told
+    # Another head is opened at the same place.
+    again.tab.locator(".strip a.cell[data-key='0.1']").click()
+    again.tab.get_by_role("heading", name="Layer 0, head 1", exact=True).wait_for()
+    again.settle()
+    assert again.tab.url.endswith(link.replace("head/1/2", "head/0/1"))
+    assert again.scale == pytest.approx(scale, rel=1e-3)
+
+
+def test_back_and_forward_move_the_map(open_view):
+    opened = open_long(open_view, "head/1/2")
+    view, scales = Map(opened), []
+    for times in (3, 4):
+        scales.append(view.scale)
+        zoom(opened, view, times)
+    scales.append(view.scale)
+    assert scales[0] < scales[1] < scales[2]
+    closest = view.read_at(*HERE)
+    for scale in (scales[1], scales[0]):
+        opened.tab.go_back()
+        opened.wait(lambda scale=scale: view.scale == pytest.approx(scale, rel=1e-3))
+    for scale in scales[1:]:
+        opened.tab.go_forward()
+        opened.wait(lambda scale=scale: view.scale == pytest.approx(scale, rel=1e-3))
+    view.settle()
+    assert view.read_at(*HERE) == closest
+    opened.tab.get_by_role("button", name="their largest weight").click()
+    opened.tab.go_back()
+    expect(opened.tab.get_by_role("button", name="their share")).to_have_attribute("aria-pressed", "true")
+    assert opened.tab.locator("main h2").first.inner_text() == "Layer 1, head 2"
+
+
+@pytest.mark.parametrize("place", ["nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"])
+def test_a_link_that_makes_no_sense_shows_the_whole(open_view, place):
+    opened = open_long(open_view, f"head/1/2?map={place}&pool=median")
+    assert Map(opened).level == 3
+    assert "look at tokens" in Map(opened).read_at(*HERE)
+
+
+def test_a_link_beyond_the_text_shows_its_end(open_view):
+    view = Map(open_long(open_view, "head/1/2?map=999999_999999_20"))
+    view.settle()
+    assert view.level == 0
+    assert "(2,999) looks at" in view.read_at(0.99, 0.99)
+
+
+def test_compared_maps_zoom_and_move_together(open_view, keep_picture):
+    opened = open_long(open_view, "head/1/2?with=A.0.1", viewport={"width": 1600, "height": 900})
+    one, other = Map(opened), Map(opened, 1)
+    zoom(opened, one, 12)
+    other.settle()
+    assert one.scale == pytest.approx(40)
+    assert other.scale == pytest.approx(one.scale, rel=1e-3)
+
+    def tokens(view: Map) -> list[str]:
+        return re.findall(r"\(([\d,]+)\)", view.read_at(0.5, 0.5))
+
+    before = tokens(one)
+    assert len(before) == 2
+    assert tokens(other) == before
+    keep_picture(opened, "view-two-maps")
+    # Dragging the second moves the first: a hundred and twenty pixels are three tokens.
+    x, y = other.pixel(0.5, 0.5)
+    opened.tab.mouse.move(x, y)
+    opened.tab.mouse.down()
+    opened.tab.mouse.move(x + 120, y - 120, steps=4)
+    opened.tab.mouse.up()
+    one.settle()
+    number = [int(token.replace(",", "")) for token in before]
+    assert [int(token.replace(",", "")) for token in tokens(one)] == [number[0] + 3, number[1] - 3]
+    assert tokens(other) == tokens(one)
+    opened.tab.locator(".map-zoom button").last.click()  # the second one's
+    opened.wait(lambda: one.level == other.level == 3)
+    opened.tab.get_by_role("button", name="their largest weight").first.click()
+    pressed = opened.tab.get_by_role("button", name="their largest weight")
+    for button in pressed.all():
+        expect(button).to_have_attribute("aria-pressed", "true")
+
+
+def test_a_short_text_beside_a_long_one_goes_as_far_as_it_can(open_view):
+    opened = open_long(open_view, "head/1/2")
+    opened.tab.get_by_role("button", name="Compare with a second text").click()
+    opened.tab.locator("#text-B").fill("w1 w2 w3 w4 w5 w6 w7 w8 w9")
+    opened.tab.keyboard.press("Control+Enter")
+    opened.wait(lambda: opened.server.viewer.readings["B"] is not None)
+    go(opened, "head/1/2?with=B.1.2")
+    long, short = Map(opened), Map(opened, 1)
+    long.settle()
+    fit, whole = short.scale, long.scale
+    zoom(opened, long, 6)
+    assert short.scale == pytest.approx(fit, rel=1e-3)
+    assert "“w9” (9) looks at “w9” (9)" in short.read_at(0.99, 0.99)
+    zoomed = long.scale
+    opened.tab.mouse.move(*short.pixel(0.5, 0.5))
+    opened.tab.mouse.wheel(0, 500)  # it shows all of its own text already
+    opened.tab.wait_for_timeout(400)
+    assert long.scale == pytest.approx(zoomed, rel=1e-3)
+    opened.tab.locator(".map-zoom button").last.click()
+    opened.wait(lambda: long.scale == pytest.approx(whole, rel=1e-3))
