@@ -59,10 +59,14 @@ def _differentiated(call, left: Tensor, stack: Tensor, gradient: Tensor, *more: 
 def _formula(left: Tensor, stack: Tensor, chosen: Tensor, used: Tensor | None, spread: bool) -> Tensor:
     """Every product rounded to the dtype of the inputs before it is added up."""
     tokens, slots = chosen.shape
-    rows = left[:, None].expand(-1, slots, -1) if spread else left.view(tokens, slots, left.shape[1])
-    products = (rows[:, :, None] @ stack[chosen])[:, :, 0]
-    products = products if used is None else torch.where(used[..., None], products, 0.0)
-    return products.flatten(0, 1) if spread else products.sum(1)
+    rows = left.repeat_interleave(slots, 0) if spread else left
+    parts, order = [], []
+    for index, matrix in enumerate(stack):  # a matrix for each row at once would be gigabytes
+        mine = (chosen == index if used is None else (chosen == index) & used).flatten().nonzero()[:, 0]
+        parts.append(rows[mine] @ matrix)
+        order.append(mine)
+    products = rows.new_zeros(tokens * slots, stack.shape[2]).index_copy(0, torch.cat(order), torch.cat(parts))
+    return products if spread else products.view(tokens, slots, -1).sum(1)
 
 
 def test_products_and_gradients_in_the_interpreter():

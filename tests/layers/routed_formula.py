@@ -28,7 +28,7 @@ def routed_formula(
     kv_heads, per_head = layout.num_kv_heads, layer.rows_per_head
     keys = (layer.k_proj(source)).unflatten(-1, (kv_heads, layout.head_dim))
     values = (layer.v_proj(source)).unflatten(-1, (kv_heads, layout.value_dim))
-    gate = torch.zeros(*x.shape[:2], layer.num_heads, dtype=x.dtype)
+    gate = x.new_zeros(*x.shape[:2], layer.num_heads)
     gate = gate.scatter_add(2, routing.heads, routing.weights)  # [batch, queries, heads]
     output = torch.zeros_like(x)
     maps = {}
