@@ -22,6 +22,7 @@ from polyhead.lab.measuring import machine, results, runner
 from polyhead.lab.measuring.agreement import Disagreement, hold, hold_within
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Comparison, Ratio, Run, Timings, WarmUp, alternate, paired_ratio
+from polyhead.lab.training.trials import RATES, SEEDS, Result, Trial, append_result
 
 CPU = torch.device("cpu")
 SMALL = Shape(2, 19, 46, 2)
@@ -436,6 +437,26 @@ def test_the_page_of_inspections_holds_the_figures_that_were_measured(project_ro
     assert list(tables.RESULTS.glob(f"{tables.INSPECTION}*.json"))
     page = (project_root / "docs" / "inspecting.md").read_text(encoding="utf-8")
     assert tables.inspection_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_the_page_of_arrangements_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    assert list(tables.RESULTS.glob(f"{tables.ARRANGEMENTS}*.json"))
+    page = (project_root / "docs" / "arrangements.md").read_text(encoding="utf-8")
+    assert tables.arrangements_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_trainings_are_a_table(tmp_path):
+    facts = {**machine.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
+    for number, rate in enumerate(RATES):
+        trial = Trial("multi-head", "tokens", rate, SEEDS[0])
+        result = Result(trial, 2.0 + number, steps=20, tokens=1, parameters=2000, flops=3, seconds=0.5, facts=facts)
+        append_result(tmp_path / "training-a.jsonl", result)
+    page = "before\n<!-- training: begin -->\nold\n<!-- training: end -->\nafter\n"
+    told = tables.arrangements_page(page, tmp_path)
+    assert "old" not in told
+    assert "3 trainings on some.txt" in told
+    assert "| multi-head | tokens | 2,000 | 0.00 | 20 | 0.0005 (an end) | 2.0000 | nan of 1 |  |" in told
+    assert tables.arrangements_page(told, tmp_path) == told
 
 
 def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(tmp_path):
