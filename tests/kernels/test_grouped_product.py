@@ -66,7 +66,7 @@ def _formula(left: Tensor, stack: Tensor, chosen: Tensor, used: Tensor | None, s
         parts.append(rows[mine] @ matrix)
         order.append(mine)
     products = rows.new_zeros(tokens * slots, stack.shape[2]).index_copy(0, torch.cat(order), torch.cat(parts))
-    return products if spread else products.view(tokens, slots, -1).sum(1)
+    return products if spread else products.view(tokens, slots, stack.shape[2]).sum(1)
 
 
 def test_products_and_gradients_in_the_interpreter():

@@ -404,16 +404,14 @@ _forward_operator.register_autograd(_differentiate, setup_context=_remember)
 
 
 class _Recorded(torch.autograd.Function):
-    """The same on the tape of plain PyTorch."""
+    """The same on the tape of plain PyTorch. With a `setup_context` PyTorch would read the signature in every call."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_forward(*arguments))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _remember(ctx, inputs, list(output))
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        output = tuple(_forward(*arguments))
+        _remember(ctx, arguments, list(output))
         ctx.lists = (None, None)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

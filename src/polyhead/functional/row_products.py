@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead.errors import ShapeError
+from polyhead.functional.tracing import is_transformed
 from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 
 
@@ -201,14 +202,30 @@ def _entered(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tens
     operator = torch.library.custom_op(f"polyhead::{name}", compute, mutates_args=())
     operator.register_fake(fake)
     operator.register_autograd(backward, setup_context=_remember)
-    methods = {"forward": compute, "setup_context": _remember, "backward": backward}
-    recorded: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
 
-    def call(left: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        output = compute(*arguments)
+        _remember(ctx, arguments, output)
+        return output
+
+    def on_tape(**methods: Any) -> Any:
+        return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
+
+    # With a `setup_context`, which transforms need, PyTorch reads the signature in every call.
+    recorded = on_tape(forward=forward, backward=backward)
+    transformed = on_tape(forward=compute, setup_context=_remember, backward=backward)
+
+    def call(left: Tensor, right: Tensor, *groups: Any) -> Tensor:
         is_real = type(left) in (Tensor, torch.nn.Parameter) and not left.is_meta
         if torch.compiler.is_compiling() or not is_real:
-            return operator(left, *rest)
-        result: Tensor = recorded.apply(left, *rest)
+            return operator(left, right, *groups)
+        result: Tensor
+        if is_transformed():
+            result = transformed.apply(left, right, *groups)
+        elif torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+            result = recorded.apply(left, right, *groups)
+        else:
+            result = compute(left, right, *groups)
         return result
 
     return call
