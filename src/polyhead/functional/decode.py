@@ -17,7 +17,7 @@ from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.functional.statistics import NAMES
 from polyhead.functional.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, multiprocessors
-from polyhead.kernels.latent_tiles import LatentBlocks, latent_reasons
+from polyhead.kernels.latent_tiles import LatentBlocks, Latents, Numbers, latent_reasons
 from polyhead.kernels.sizes import power_of_two
 
 MOST_QUERIES = 16
@@ -260,8 +260,8 @@ def _decode_at_once(
     if cache.holds_latents:
         from polyhead.kernels import decode_latent
 
-        latents = decode_latent.Latents(key, *_row_head_token(key, False), lengths, new_lengths)
-        numbers = decode_latent.Numbers(scale, softcap, sink_keys, window)
+        latents = Latents(key, *_row_head_token(key, False), lengths, new_lengths)
+        numbers = Numbers(scale, softcap, sink_keys, window)
         blocks = decode_latent.plan_parts(query, latents, dim_value, mask, places, head_scale, numbers)
     else:
         blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)

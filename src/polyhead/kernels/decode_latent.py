@@ -10,40 +10,18 @@ Tiles that every row sees whole, and where no asked mass stands, are loaded with
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from polyhead.kernels.availability import has_hopper_kernels
 from polyhead.kernels.decode import Places, _exp, _load_rows
-from polyhead.kernels.latent_tiles import LatentBlocks, plan_latent_blocks
+from polyhead.kernels.latent_tiles import LatentBlocks, Latents, Numbers, plan_latent_blocks
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import added_tile, visible_tile
 from polyhead.kernels.resources import launch_fitting
 from polyhead.kernels.sizes import blocks_of
 from polyhead.kernels.softmax_tiles import products, tanh
-
-
-class Latents(NamedTuple):
-    """Where latents lie, [batch, kv_heads, slots, rank + turning]; strides in elements, the last axis lies together."""
-
-    held: Tensor
-    batch: int
-    head: int
-    token: int
-    lengths: Tensor | None = None  # [batch]: tokens of each sequence, the new ones included; None: every slot
-    new_lengths: Tensor | None = None  # [batch]: how many of the queries are real; None: all
-
-
-class Numbers(NamedTuple):
-    """What is asked of the attention and its statistics."""
-
-    scale: float
-    softcap: float | None
-    sink_keys: int
-    window: int
 
 
 @triton.jit

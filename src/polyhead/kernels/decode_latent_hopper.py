@@ -23,9 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from polyhead.kernels.decode import Places
-from polyhead.kernels.decode_latent import Latents, Numbers
 from polyhead.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable
-from polyhead.kernels.latent_tiles import LatentBlocks
+from polyhead.kernels.latent_tiles import LatentBlocks, Latents, Numbers
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.sizes import blocks_of, power_of_two
 

@@ -1,15 +1,37 @@
-"""Which latents the decode kernels made for them take, and in which tiles; in plain Python, without Triton."""
+"""Where latents lie, which the decode kernels made for them take, and in which tiles; plain Python, without Triton."""
 
 from __future__ import annotations
 
 import functools
 from typing import NamedTuple
 
+from torch import Tensor
+
 from polyhead.kernels.sizes import power_of_two
 
 MOST_RANK = 512
 MOST_TURNING = 128
 _KEYS_BYTES = 40 * 1024  # of one tile, at most
+
+
+class Latents(NamedTuple):
+    """Where latents lie, [batch, kv_heads, slots, rank + turning]; strides in elements, the last axis lies together."""
+
+    held: Tensor
+    batch: int
+    head: int
+    token: int
+    lengths: Tensor | None = None  # [batch]: tokens of each sequence, the new ones included; None: every slot
+    new_lengths: Tensor | None = None  # [batch]: how many of the queries are real; None: all
+
+
+class Numbers(NamedTuple):
+    """What is asked of the attention and its statistics."""
+
+    scale: float
+    softcap: float | None
+    sink_keys: int
+    window: int
 
 
 class LatentBlocks(NamedTuple):
