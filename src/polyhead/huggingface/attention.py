@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +12,13 @@ from polyhead.errors import MaskError, OptionError
 from polyhead.functional import Attended, Statistics, attention
 from polyhead.functional.dropout import draw_seed, keep_tile
 from polyhead.functional.gates import gate_factors
+from polyhead.functional.uneven import select_heads, uneven_attention
 from polyhead.huggingface.arguments import refuse_unknown
 from polyhead.huggingface.described import DescribedMask
 from polyhead.masks import Mask
 
+# A module under this name says which key head each query head reads, where groups are not even.
+KEY_HEADS = "polyhead_key_heads"
 # Families whose eager attention scales its output by what a learned sink leaves, and returns weights that sum to one.
 SINKS_APART = ("granite_swa", "granitemoe_swa")
 
@@ -88,10 +92,15 @@ def attend(
     wanted = _wants_weights(output_attentions)
     rate = float(dropout) if getattr(module, "training", False) else 0.0
     seed = draw_seed(query.device) if wanted and rate else None
+    key_heads = getattr(module, KEY_HEADS, None)
     watcher = None if torch.compiler.is_compiling() else WATCHERS.get(module)
+    if key_heads is not None and (watcher is not None or seed is not None):
+        # Who watches knows of even groups alone, and so does the mask of dropout that weights are told with.
+        key, value, key_heads = select_heads(key, key_heads), select_heads(value, key_heads), None
     watched = None if watcher is None else watcher.begin(module, query, key, mask, learned_sinks=s_aux is not None)
     sinks = None if s_aux is None else s_aux.reshape(-1)
-    result = attention(
+    attending = attention if key_heads is None else partial(uneven_attention, key_heads=key_heads)
+    result = attending(
         query,
         key,
         value,
