@@ -120,13 +120,13 @@ def check_strides_and_dtypes(device: str) -> None:
 
 
 def check_chosen(device: str) -> None:
-    rows, real = rows_of(2, 29, device), real_of(2, 29, device)
+    rows, real, every = rows_of(2, 29, device), real_of(2, 29, device), (*NAMES, SHARE)
+    whole = reduce_rows(rows, real, every, range(HEADS), empty(len(every), device=device))
     for heads in [(3,), (0, 2, 4), (1, 2, 6), (0, 1, 3, 6), (6, 2)]:
         for columns in [("reach",), (SHARE,), (SHARE, "sink_mass"), ("max_logit", "entropy")]:
             found = reduce_rows(rows, real, columns, heads, empty(len(columns), len(heads), device))
             assert_equal(found, exact([(rows, real)], columns, heads), columns)
-            whole = reduce_rows(rows, real, (*NAMES, SHARE), range(HEADS), empty(len(NAMES) + 1, device=device))
-            places = [(*NAMES, SHARE).index(name) for name in columns]
+            places = [every.index(name) for name in columns]
             for one, other in zip(found, whole, strict=True):
                 assert torch.equal(one, other[places][:, list(heads)])
     state = empty(device=device)
