@@ -121,6 +121,8 @@ def test_generation_equals_the_full_forward(kind):
         torch.testing.assert_close(torch.cat(pieces, 1), layer(x).output, rtol=1e-4, atol=1e-4)
 
 
+# The compiler would rather have TensorFloat32, which is not asked for here.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FIXED)
 def test_inductor_compiles_the_layer_whole(kind):

@@ -27,22 +27,21 @@ class Sizes:
 
 
 class ByteModel(nn.Module):
-    """Bytes [batch, context] to logits of the next: learned places, then blocks with their norms first."""
+    """Bytes [batch, context] to logits of the next: blocks with their norms first. Positions are attention's affair."""
 
     def __init__(self, config: AttentionConfig, sizes: Sizes) -> None:
         super().__init__()
         width = sizes.embed_dim
-        self.embedding, self.places = nn.Embedding(BYTES, width), nn.Embedding(sizes.context, width)
+        self.embedding = nn.Embedding(BYTES, width)
         self.attention = nn.ModuleList(build_attention(_of_layer(config, index)) for index in range(sizes.layers))
         self.feed_forward = nn.ModuleList(FeedForward(width, sizes.hidden) for _ in range(sizes.layers))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * sizes.layers + 1))
-        for table in (self.embedding, self.places):
-            nn.init.normal_(table.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and what the layers themselves would rather have smaller: the losses of routed heads, else 0."""
         own = torch.zeros((), device=tokens.device)
-        x = self.embedding(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embedding(tokens)
         for index, (attend, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
             result = attend(self.norms[2 * index](x))
             if isinstance(result, RoutedOutput) and result.routing is not None:
@@ -60,11 +59,11 @@ def _of_layer(config: AttentionConfig, index: int) -> AttentionConfig:
 def parameters(config: AttentionConfig, sizes: Sizes) -> int:
     """What `ByteModel` has, counted without building it."""
     width = sizes.embed_dim
-    tables = (BYTES + sizes.context) * width
+    table = BYTES * width
     norms = (2 * sizes.layers + 1) * 2 * width
     feed_forward = 2 * width * sizes.hidden + sizes.hidden + width
     attention = estimate_cost(config, Workload.forward(1)).parameters
-    return tables + norms + sizes.layers * (feed_forward + attention)
+    return table + norms + sizes.layers * (feed_forward + attention)
 
 
 def step_flops(config: AttentionConfig, sizes: Sizes, batch: int) -> int:
