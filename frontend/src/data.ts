@@ -17,6 +17,8 @@ export interface Packed {
 
 export interface Facts {
   model: string;
+  /** What a command calls the model; null where it was not loaded by a name. */
+  name: string | null;
   kind: Text;
   tokens: number;
   documents: number;

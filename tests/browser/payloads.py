@@ -131,6 +131,7 @@ def _site(stack: str, kind: str, layer: int, heads: int) -> Payload:
 def _facts() -> Payload:
     return {
         "model": "small: a model of known numbers",
+        "name": "small",
         "kind": said("encoder-decoder"),
         "tokens": 12_345,
         "documents": 17,

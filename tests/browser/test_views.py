@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from tests.browser.conftest import written
@@ -33,6 +35,11 @@ def holders(role: str) -> list[tuple[int, int]]:
         for head in PAGE["heads"]
         if any(score["role"] == role and score["holds"] for score in head["roles"])
     ]
+
+
+def head_at(site: int, head: int) -> dict:
+    (found,) = (one for one in PAGE["heads"] if (one["site"], one["head"]) == (site, head))
+    return found
 
 
 def luminance(colour: str) -> float:
@@ -218,6 +225,36 @@ def test_heads_alike_are_ranked_by_the_chosen_relation(open_page):
     tab.get_by_label("Measured by").select_option("attention_distance")
     assert first.locator("th, td").all_inner_texts() == ["Encoder 1.0", "Encoder 1.3", "0.19"]
     assert tab.locator(".matrix canvas").count() == LAYERS + CROSS_LAYERS
+
+
+def test_a_group_can_be_acted_on_by_a_command_to_copy(open_page, keep_picture):
+    opened = open_page(view="alike", permissions=["clipboard-read", "clipboard-write"])
+    tab = opened.tab
+    weaker, stronger = sorted((head_at(1, 0), head_at(1, 3)), key=lambda head: head["values"]["ablation"])
+    of_group = tab.locator(".groups .command")
+    assert of_group.locator("code").all_inner_texts() == [
+        f"polyhead prune small --heads 1.{weaker['head']} --stack 'encoder.*' --text text.txt --output pruned",
+        "polyhead merge small --heads 1.0+1.3 --stack 'encoder.*' --output merged",
+    ]
+    assert f"Keep 1.{stronger['head']} of them" in of_group.first.inner_text()
+    of_group.last.get_by_role("button").click()
+    assert of_group.last.get_by_role("button").inner_text() == "Copied"
+    assert tab.evaluate("navigator.clipboard.readText()") == of_group.last.locator("code").inner_text()
+    # A share would be of one stack, and this model has two.
+    assert tab.locator(".command").count() == 2
+    keep_picture(opened, "edits")
+
+
+def test_a_model_of_one_stack_is_offered_a_share_of_its_heads(tmp_path, open_page):
+    page = synthetic()
+    page |= {"groups": [], "stacks": page["stacks"][:1]}
+    page["facts"]["name"] = "my models/it's small"
+    tab = open_page(written(page, tmp_path / "page.html"), view="alike").tab
+    (command,) = tab.locator(".command code").all_inner_texts()
+    assert command == ("polyhead prune 'my models/it'\\''s small' --share 20% --text text.txt --output pruned")
+    assert shlex.split(command)[2] == "my models/it's small"
+    page["facts"]["name"] = None
+    assert not open_page(written(page, tmp_path / "page.html"), view="alike").tab.locator(".command").count()
 
 
 def test_what_matters_most_stands_first(open_page):

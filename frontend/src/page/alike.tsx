@@ -6,6 +6,7 @@ import { useWords } from "../parts/language";
 import { changed, go, type Route } from "../parts/router";
 import { SortableTable, type TableColumn } from "../parts/sortable-table";
 import { Line } from "../parts/tokens";
+import { EditsOfGroup, EditsOfModel } from "./edits";
 import { LayerMatrices } from "./layer-matrices";
 import { LikenessFigure } from "./likeness";
 import { keyOf, markedIn, useModel } from "./model";
@@ -132,12 +133,14 @@ function Groups({ marks }: { marks: Set<string> }): JSX.Element {
                 </span>
               ))}
               <span class="muted"> {say("leastAlike", { cosine: number(group.least) })}</span>
+              <EditsOfGroup group={group} />
             </li>
           ))}
         </ul>
       ) : (
         <p>{say("noGroups")}</p>
       )}
+      <EditsOfModel />
     </section>
   );
 }

@@ -11,6 +11,7 @@ export const strings = {
   theme_dark: { en: "Dark", zh: "深色" },
   copyLink: { en: "Copy link", zh: "复制链接" },
   copied: { en: "Copied", zh: "已复制" },
+  copy: { en: "Copy", zh: "复制" },
   linkHere: { en: "Link to this view", zh: "此视图的链接" },
   madeBy: {
     en: "Made by polyhead {version}. This file holds everything; it asks nothing of the network.",
@@ -263,6 +264,16 @@ export const strings = {
     zh: "同层的头若写入内容的余弦不低于 {threshold}，即归为一组。同一模型换成随机权重可达 {chance}，因此更低的值说明不了什么。",
   },
   leastAlike: { en: "(the least alike two: {cosine})", zh: "（最不相似的两个：{cosine}）" },
+  editPrune: {
+    en: "Keep {head} of them; the heads that stay make up for the others on a text of yours:",
+    zh: "只保留其中的 {head}，留下的头按您的文本补上其余的头：",
+  },
+  editMerge: { en: "Or make them one head:", zh: "或者把它们合成一个头：" },
+  editShare: {
+    en: "Take out {share} of all heads, those that the others can best make up for on a text of yours:",
+    zh: "去掉全部头的 {share}，即其余的头在您的文本上最能补上的那些：",
+  },
+  copyCommand: { en: "Copy the command", zh: "复制命令" },
   likenessTitle: { en: "How alike heads of a layer are", zh: "同层的头有多相似" },
   likenessNote: {
     en: "Every two heads of a layer by the cosine of what they write.",

@@ -227,6 +227,7 @@ class _Run:
         tokens = max((int(x.compute()["tokens"].max()) for x in observations.sites), default=0)
         return {
             "model": str(self.loaded),
+            "name": self.settings.model or self.loaded.name,
             "kind": self.loaded.kind,
             "documents": len(self.reader.documents),
             "contexts": len(self.reader.contexts),

@@ -153,10 +153,12 @@ def _importance(inspection: Inspection) -> dict[str, Any] | None:
 def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers and names as they are, words in both languages."""
     loss, pairs_by = facts.get("loss"), facts.get("pairs_by")
-    model = facts.get("model")
+    model, name = facts.get("model"), facts.get("name")
     return {
         **{name: facts.get(name) for name in _FACTS},
         "model": None if model is None else clipped(str(model), LONGEST_FACT),
+        # A name that was cut would be another one.
+        "name": None if name is None or len(str(name)) > LONGEST_FACT else clipped(str(name), LONGEST_FACT),
         "kind": _clipped(kind_of_model(str(facts.get("kind", "")))),
         "loss": None if loss is None else _clipped(loss_in_words(str(loss))),
         "pairs_by": None if pairs_by is None else _clipped(reason_in_words(str(pairs_by))),
