@@ -158,29 +158,29 @@ class DifferentialAttention(MultiHeadAttention):
 
         Two calls, because no view of the values stands before both maps of a key head.
         """
-        half = self.layout.head_dim // 2
         sinks = (None, None) if self.sinks is None else self.sinks.chunk(2)
         may_decode = decode_runs_on(q) and asked.is_plain
         results = []
-        for number, own in enumerate(sinks):
-            part = slice(number * half, (number + 1) * half)
+        # Chunks, whose gradients are put together once; those of slices are padded and added.
+        for number, (query, key, own) in enumerate(zip(q.chunk(2, -1), k.chunk(2, -1), sinks, strict=True)):
             result = None
             if view is not None and may_decode:
                 storage = view.storage
                 result = decoded(
-                    q[..., part],
+                    query,
                     view,
                     mask,
                     scale=self.scale,
                     softcap=self.softcap,
                     sinks=own,
                     statistics=asked.statistics,
-                    storage=storage._replace(key=storage.key[..., part]),
+                    storage=storage._replace(key=storage.key.chunk(2, -1)[number]),
                     key_heads=self.layout.key_heads,
                 )
             if result is None:
-                k, v = (k, v) if view is None else (view.key, view.value)
-                result = self._attention(q[..., part], k[..., part], v, mask, asked, scale=self.scale, sinks=own)
+                if view is not None:  # which may have to put them together first
+                    key, v = view.key.chunk(2, -1)[number], view.value
+                result = self._attention(query, key, v, mask, asked, scale=self.scale, sinks=own)
             results.append(result)
         return results
 

@@ -17,6 +17,8 @@ from polyhead.layers.multi_head import MultiHeadAttention
 
 # Each position is an entry of a batch, and PyTorch's CUDA kernels start no more than 65,535 of those at a time.
 _MOST_POSITIONS = 65_535
+# So few rows fill no tile of a fused kernel: on a GPU plain products of them take less time.
+_FEW_ROWS = 32
 
 
 class HeadMixing(CombinesHeads):
@@ -85,14 +87,19 @@ class HeadMixing(CombinesHeads):
     def attend(self, rows: Tensor, *, weights: bool = False) -> AttentionOutput:
         """The rows [batch, queries, num_rows, value_dim] after each has looked at the others of its position.
 
-        With `weights`, also who looked at whom: [batch, queries, num_rows, num_rows].
+        With `weights`, also who looked at whom: [batch, queries, num_rows, num_rows]. Few rows on a GPU are left to
+        plain products, which is the backend that is then named.
         """
         if self.row_attention is None:
             raise OptionError("this layer's rows do not attend to one another, got row_attention None")
         projections = (self.row_q_proj, self.row_k_proj, self.row_v_proj)
         taken = [rows if linear is None else linear(rows) for linear in projections]
         query, key, value = (x.flatten(0, 1)[:, None] for x in taken)  # [batch * queries, 1, num_rows, value_dim]
-        result = _attention_in_parts(query, key, value, weights=weights, backend=self.backend)
+        few = rows.is_cuda and self.num_rows <= _FEW_ROWS and self.backend == "auto" and not weights
+        if few:
+            result = AttentionOutput(_attention_by_products(query, key, value), backend="products")
+        else:
+            result = _attention_in_parts(query, key, value, weights=weights, backend=self.backend)
         seen = None if result.weights is None else result.weights.squeeze(1).unflatten(0, rows.shape[:2])
         output = result.output.squeeze(1).unflatten(0, rows.shape[:2])
         return AttentionOutput(output, weights=seen, backend=result.backend)
@@ -165,6 +172,12 @@ class HeadMix(MultiHeadAttention):
         super().__init__(
             embed_dim, num_heads, combine=combine, bias=bias, backend=backend, device=device, dtype=dtype, **options
         )
+
+
+def _attention_by_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The formula as it stands, num_rows² numbers a position between the products."""
+    weights = torch.softmax((query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2), -1)
+    return weights @ value
 
 
 def _attention_in_parts(query: Tensor, key: Tensor, value: Tensor, *, weights: bool, backend: str) -> AttentionOutput:
