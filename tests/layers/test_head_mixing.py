@@ -241,3 +241,28 @@ def test_a_mixing_made_for_other_heads_is_refused() -> None:
     mixing = HeadMixing(HeadLayout(24, 6))
     with pytest.raises(ShapeError, match="HeadMixing must be made for the layer's heads, got 6 heads of 4 for a layer"):
         MultiHeadAttention(48, 6, combine=mixing)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_few_rows_are_left_to_products_within_the_error_budget(dtype: torch.dtype) -> None:
+    rows, gradient = (torch.randn(2, 333, 16, 64, device="cuda").to(dtype) for _ in range(2))
+    few, many = (HeadMixing(HeadLayout(1024, 16), count, device="cuda", dtype=dtype) for count in (16, 33))
+    assert few.attend(rows).backend == "products"
+    assert many.attend(torch.randn(1, 5, 33, 64, device="cuda", dtype=dtype)).backend != "products"
+
+    def both(rows: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+        rows = rows.detach().requires_grad_()
+        few.backend = backend
+        output = few.attend(rows).output
+        return output.detach(), torch.autograd.grad(output, rows, gradient.to(rows.dtype))[0]
+
+    def formula(rows: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows.detach().requires_grad_()
+        weights = torch.softmax((rows @ rows.mT) * 64**-0.5, -1)
+        output = weights @ rows
+        return output.detach(), torch.autograd.grad(output, rows, gradient.to(rows.dtype))[0]
+
+    plain, exact = formula(rows), both(rows.double(), "reference")
+    for name, found, loose, wanted in zip(("output", "gradient"), both(rows, "auto"), plain, exact, strict=True):
+        assert_within_error_budget(found, exact=wanted, plain=loose, name=name)
