@@ -117,16 +117,15 @@ def _training_table(path: Path) -> str:
     header, *lines = rows(standings(contest(quick=facts["quick"]), results))
     gpu, versions = facts["machine"]["gpu"] or facts["machine"]["cpu"], facts["versions"]
     commits = ", ".join(dict.fromkeys(str(result.facts["commit"]) for result in results))
-    return "\n".join(
-        [
-            f"{len(results)} trainings on {facts['text']}, {gpu}, torch {versions['torch']}, commit {commits}.",
-            "",
+    told = [f"{len(results)} trainings on {facts['text']}, {gpu}, torch {versions['torch']}, commit {commits}.", ""]
+    if lines:
+        told += [
             f"| {' | '.join(header)} |",
             f"|{'---|' * len(header)}",
             *(f"| {' | '.join(line)} |" for line in lines),
             "",
         ]
-    )
+    return "\n".join(told)
 
 
 def _section(result: dict[str, Any], shape: str) -> str:

@@ -454,9 +454,18 @@ def test_trainings_are_a_table(tmp_path):
     page = "before\n<!-- training: begin -->\nold\n<!-- training: end -->\nafter\n"
     told = tables.arrangements_page(page, tmp_path)
     assert "old" not in told
-    assert "3 trainings on some.txt" in told
+    assert f"{len(RATES)} trainings on some.txt" in told
     assert "| multi-head | tokens | 2,000 | 0.00 | 20 | 0.0005 (an end) | 2.0000 | nan of 1 |  |" in told
     assert tables.arrangements_page(told, tmp_path) == told
+
+
+def test_trainings_without_a_whole_sweep_are_counted_and_are_no_table_yet(tmp_path):
+    facts = {**machine.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
+    trial = Trial("multi-head", "tokens", RATES[0], SEEDS[0])
+    append_result(tmp_path / "training-a.jsonl", Result(trial, 2.0, 20, 1, 2000, 3, 0.5, facts))
+    told = tables.arrangements_page("<!-- training: begin -->\n<!-- training: end -->\n", tmp_path)
+    assert "1 trainings on some.txt" in told
+    assert "|" not in told
 
 
 def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(tmp_path):

@@ -45,7 +45,7 @@ def training(
     """How well models learn that differ in nothing but the arrangement of their heads.
 
     Byte models of about eleven million parameters each, whatever the arrangement takes: first over equally many
-    tokens, then over equal compute. Each gets the same sweep over three learning rates, and the best of them two more
+    tokens, then over equal compute. Each gets the same sweep over four learning rates, and the best of them two more
     seeds; how far the seeds of multi-head attention lie apart is the noise below which no difference counts. Finished
     trainings are kept one by one, so the comparison can be spread over any number of runs.
     """

@@ -15,7 +15,7 @@ from polyhead.layers import AttentionConfig
 
 Budget = Literal["tokens", "compute"]
 BUDGETS: tuple[Budget, ...] = ("tokens", "compute")
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 SEEDS = (0, 1, 2)  # the first is that of the sweep over rates
 
 
