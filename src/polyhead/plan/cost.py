@@ -40,6 +40,9 @@ class MatrixFlops:
     def __add__(self, other: MatrixFlops) -> MatrixFlops:
         return MatrixFlops(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
+    def times(self, layers: int) -> MatrixFlops:
+        return MatrixFlops(*(layers * flops for flops in dataclasses.astuple(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCounts:

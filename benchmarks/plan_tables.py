@@ -1,0 +1,30 @@
+"""The table of docs/plan.md: how far predicted times were from measured ones, by regime."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def accuracy_section(path: Path) -> str:
+    """One run of `polyhead bench plan`, with what it ran on."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    machine, versions, bounds = result["machine"], result["versions"], result["bounds"]
+    calibration = result["calibration"]
+    lines = [
+        f"### {machine['gpu'] or machine['cpu']}, {result['dtype']}",
+        "",
+        f"torch {versions['torch']}, commit {result['commit']}, {result['date'][:10]}; {len(result['rows'])} of "
+        f"{result['drawn']} shapes drawn by seed {result['seed']}, a calibration of {calibration['samples']} samples.",
+        "",
+        f"| regime | shapes | median error (<= {bounds['median']:.0%}) | worst (<= {bounds['worst']:.0%}) | "
+        "datasheet: median | worst |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["summary"]:
+        median, worst = (
+            f"{row[name]:.1%}" + (" **miss**" if row[name] > bounds[name] else "") for name in ("median", "worst")
+        )
+        sheet = f"{row['datasheet_median']:.1%} | {row['datasheet_worst']:.1%}"
+        lines.append(f"| {row['regime']} | {row['shapes']} | {median} | {worst} | {sheet} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,41 @@
+"""A plan as tables for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from polyhead.cli.drawing import labelled
+from polyhead.plan import wording
+from polyhead.plan.machine import list_machines
+from polyhead.plan.phases import PhasePlan
+from polyhead.plan.planning import Plan
+
+
+def draw(plan: Plan, console: Console) -> None:
+    console.print(Text(f"{plan.model.name}: {wording.layout_words(plan.model)}", style="bold"))
+    console.print(wording.asked(plan), markup=False)
+    console.print(labelled([(name, said, "") for name, said in wording.facts(plan)]))
+    for phase in plan.phases:
+        console.print()
+        console.print(_table(plan, phase))
+        console.print(labelled([(name, said, "") for name, said in wording.below(phase)]))
+    for note in (*plan.model.notes, *plan.notes):
+        console.print(Text(f"note: {note}", style="dim"))
+    if plan.machine is None:
+        known = ", ".join(list_machines())
+        console.print(Text(f"note: --hardware predicts times; calibrated are {known or 'none'}", style="dim"))
+
+
+def _table(plan: Plan, phase: PhasePlan) -> Table:
+    table = Table(box=None, pad_edge=False, title=wording.title(plan, phase), title_justify="left", title_style="bold")
+    table.add_column("")
+    columns = ["FLOPs", "exponentials", "bytes moved", "time"]
+    shown = len(columns) if phase.timing is not None else len(columns) - 1
+    for column in columns[:shown]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in wording.rows(phase):
+        name = f"  {row.name}" if row.name in wording.WITHIN_ATTENTION else row.name
+        table.add_row(name, *row.cells[:shown], style="bold" if row.name == "total" else "")
+    return table

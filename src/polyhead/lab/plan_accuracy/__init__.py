@@ -1,0 +1,187 @@
+"""How far predicted times are from measured ones, on layers that no calibration saw, beside a datasheet's roofline."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.lab.calibration.compiling import Task, compile_ahead, is_ours, layer_task
+from polyhead.lab.calibration.layers import layer_call
+from polyhead.lab.calibration.timing import steady_seconds
+from polyhead.lab.measuring.runner import is_out_of_memory
+from polyhead.lab.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
+from polyhead.plan.limits import Bound
+from polyhead.plan.machine import Datasheet, Machine
+from polyhead.plan.predict import predict, roofline
+from polyhead.plan.work import AttentionCore
+
+__all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_dict", "write"]
+
+MEDIAN_BOUND, WORST_BOUND = 0.15, 0.35
+VISITS = 2
+MOST_COMPILED_BYTES = 8e9  # of a layer that is compiled for ahead, beside others
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One shape: what was said and what it took."""
+
+    shape: Shape
+    regime: Regime
+    measured: float | None  # seconds; None where there was no memory
+    predicted: float
+    promised: float  # by the datasheet's roofline
+    bound: Bound
+    device_seconds: float
+    host_seconds: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return _error(self.predicted, self.measured)
+
+    @property
+    def datasheet_error(self) -> float:
+        return _error(self.promised, self.measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The errors of one regime, or of all."""
+
+    regime: str
+    shapes: int
+    median: float
+    worst: float
+    datasheet_median: float
+    datasheet_worst: float
+
+    @property
+    def missed(self) -> bool:
+        return self.median > MEDIAN_BOUND or self.worst > WORST_BOUND
+
+
+def measure(
+    shapes: Mapping[Shape, Regime],
+    machine: Machine,
+    ranges: Ranges,
+    *,
+    device: torch.device,
+    seconds: float = math.inf,
+    seed: int = 0,
+) -> Iterator[Outcome]:
+    """Predict, then time, shape by shape, and begin none after so many seconds.
+
+    A layer's calls follow one another, as layers do in a model. Every shape is visited twice, as far apart as the run
+    is long, and told of again where the second visit was the faster: a host that is disturbed is only slower.
+    """
+    began, best = time.perf_counter(), dict.fromkeys(shapes, math.inf)
+    compile_ahead(_tasks(shapes, ranges.dtype), device)
+    for visit in range(VISITS):
+        for shape, regime in shapes.items():
+            if time.perf_counter() - began > seconds:
+                return
+            taken = _measured(shape, device, ranges.dtype, seed)
+            if visit == 0 or (taken is not None and taken < best[shape]):
+                best[shape] = math.inf if taken is None else taken
+                yield _outcome(shape, regime, taken, machine, ranges.dtype)
+
+
+def predict_again(content: Mapping[str, Any], machine: Machine) -> list[Outcome]:
+    """What is said now of the times that `write` has kept: another calibration, or a better prediction."""
+    dtype = getattr(torch, content["dtype"])
+    return [_outcome(Shape(**row["shape"]), row["regime"], row["measured"], machine, dtype) for row in content["rows"]]
+
+
+def _outcome(shape: Shape, regime: Regime, measured: float | None, machine: Machine, dtype: torch.dtype) -> Outcome:
+    work, sheet = shape.work(dtype), promise(machine, dtype)
+    found = predict(work, machine)
+    promised = roofline(work, sheet.flops, sheet.bandwidth)
+    times = (found.seconds, promised, found.bound, found.device_seconds, found.host_seconds)
+    return Outcome(shape, regime, measured, *times)
+
+
+def _tasks(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Task]:
+    """Layers that meet kernels of ours, which are compiled for their heads; few at once have room for the largest."""
+    found = []
+    for shape in shapes:
+        work = shape.work(dtype)
+        cores = [piece for piece in work.pieces if isinstance(piece, AttentionCore)]
+        cached = 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
+        held = work.bytes + (cached if shape.phase == "decode" else 0)
+        if any(map(is_ours, cores)) and held <= MOST_COMPILED_BYTES:
+            found.append(layer_task(shape.config, shape.workload, dtype))
+    return found
+
+
+def promise(machine: Machine, dtype: torch.dtype) -> Datasheet:
+    """The vendor's figures, or, where none are known, the best that the machine reached."""
+    return machine.datasheet or Datasheet(machine.matrix_rate(dtype), machine.bandwidth)
+
+
+def _measured(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> float | None:
+    """Seconds of a call; None where there is no memory for it."""
+    torch.manual_seed(seed)
+    try:
+        return steady_seconds(layer_call(shape.config, shape.workload, device=device, dtype=dtype), device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def summaries(outcomes: Sequence[Outcome]) -> list[Summary]:
+    """Of each regime that has any, then of all. Shapes that found no memory are not counted."""
+    ran = [outcome for outcome in outcomes if outcome.measured is not None]
+    groups = {regime: [x for x in ran if x.regime == regime] for regime in REGIMES} | {"all": ran}
+    return [_summary(name, group) for name, group in groups.items() if group]
+
+
+def _summary(name: str, outcomes: Sequence[Outcome]) -> Summary:
+    ours = [abs(outcome.error) for outcome in outcomes]
+    theirs = [abs(outcome.datasheet_error) for outcome in outcomes]
+    return Summary(name, len(outcomes), statistics.median(ours), max(ours), statistics.median(theirs), max(theirs))
+
+
+def _error(said: float, taken: float | None) -> float:
+    if taken is None:
+        raise OptionError("there is no error without a measurement, got a shape that found no memory")
+    return said / taken - 1
+
+
+def to_dict(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Rows as they are written."""
+    rows = []
+    for outcome in outcomes:
+        row = {**asdict(outcome), "shape": asdict(outcome.shape)}
+        if outcome.measured is not None:
+            row |= {"error": round(outcome.error, 4), "datasheet_error": round(outcome.datasheet_error, 4)}
+        rows.append({name: float(f"{x:.5g}") if isinstance(x, float) else x for name, x in row.items()})
+    return rows
+
+
+def write(path: Path, facts: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """The whole run with its errors by regime, as JSON."""
+    found = summaries(outcomes)
+    content = {
+        **facts,
+        "bounds": {"median": MEDIAN_BOUND, "worst": WORST_BOUND},
+        "summary": [{**asdict(summary), "missed": summary.missed} for summary in found],
+        "rows": to_dict(outcomes),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,189 @@
+"""Layers nobody has timed, drawn by a seed: what a prediction is held against.
+
+Every rule by which a shape is drawn, sorted or left out goes by its sizes alone and was fixed before anything was
+measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.layers import MultiHeadConfig
+from polyhead.plan.layer_work import layer_work
+from polyhead.plan.limits import LARGEST_MASK, MASK_TRAFFIC
+from polyhead.plan.machine import DATASHEETS, Datasheet
+from polyhead.plan.predict import roofline
+from polyhead.plan.work import PHASES, AttentionCore, Phase, Piece, Work
+from polyhead.plan.workload import Workload
+
+Regime = Literal["prefill", "decode", "training", "launch-bound"]
+REGIMES: tuple[Regime, ...] = get_args(Regime)
+SEED = 20_261_116
+MULTIPLE = 8  # of which lengths are
+SHORTEST_WINDOW = 64
+MOST_DRAWS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layer of multi-head attention, causal or windowed, and what is asked of it.
+
+    `tokens` are those of a sequence: the prompt, or all that one new token sees in a cache.
+    """
+
+    phase: Phase
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    window: int | None = None
+
+    @property
+    def config(self) -> MultiHeadConfig:
+        return MultiHeadConfig(
+            self.heads * self.head_dim,
+            self.heads,
+            num_kv_heads=self.kv_heads,
+            causal=True,
+            window=self.window,
+            bias=False,
+            finite=True,
+        )
+
+    @property
+    def workload(self) -> Workload:
+        if self.phase == "decode":
+            return Workload.decode(past=self.tokens - 1, batch=self.batch)
+        return Workload(self.tokens, self.batch, training=self.phase == "training")
+
+    def work(self, dtype: torch.dtype) -> Work:
+        return layer_work(self.config, self.workload, dtype=dtype)
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        return f"{self.batch}x{heads}x{self.tokens}x{self.head_dim}" + (
+            f", window {self.window}" if self.window else ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """From where to where shapes are drawn, and what is too large."""
+
+    tokens: tuple[int, int]
+    batch: tuple[int, int]
+    heads: tuple[int, int]
+    dims: tuple[int, ...]
+    dtype: torch.dtype
+    most_flops: float  # of one call, every pair that a mask tensor hides counted in
+    most_bytes: float  # moved by one call, and of masks
+    quotas: Mapping[Regime, int]
+    nominal: Datasheet  # by which it is told what is launch-bound
+    launch_seconds: float  # a launch that takes longer than all the work is what a call is bound by
+
+
+GPU = Ranges(
+    tokens=(128, 131_072),
+    batch=(1, 64),
+    heads=(1, 128),
+    dims=(64, 128, 256),
+    dtype=torch.bfloat16,
+    most_flops=3e13,
+    most_bytes=4e10,
+    quotas={"prefill": 14, "decode": 14, "training": 14, "launch-bound": 10},
+    nominal=DATASHEETS["H200"],
+    launch_seconds=15e-6,
+)
+# Small enough for two slow cores; a look at whether all of it works.
+CPU = Ranges(
+    tokens=(32, 1024),
+    batch=(1, 4),
+    heads=(1, 8),
+    dims=(64, 128),
+    dtype=torch.float32,
+    most_flops=2e9,
+    most_bytes=5e8,
+    quotas={"prefill": 4, "decode": 3, "training": 3, "launch-bound": 2},
+    nominal=Datasheet(50e9, 10e9),
+    launch_seconds=15e-6,
+)
+
+
+def on_a_gpu(ranges: Ranges) -> Ranges:
+    """The same sizes in the numbers that a GPU is calibrated in."""
+    return replace(ranges, dtype=GPU.dtype)
+
+
+def draw(ranges: Ranges, *, seed: int = SEED, known: Iterable[Piece] = ()) -> dict[Shape, Regime]:
+    """Shapes by regime until every quota is full; what is too large, or `known` to a calibration, is drawn again."""
+    generator = random.Random(seed)
+    timed = {_place(piece) for piece in known if isinstance(piece, AttentionCore)}
+    found: dict[Shape, Regime] = {}
+    missing = dict(ranges.quotas)
+    for _ in range(MOST_DRAWS):
+        shape = _one(generator, ranges)
+        work = shape.work(ranges.dtype)
+        regime = regime_of(shape, work, ranges)
+        if not missing[regime] or shape in found or not fits(shape, work, ranges):
+            continue
+        if any(_place(piece) in timed for piece in work.pieces if isinstance(piece, AttentionCore)):
+            continue
+        found[shape] = regime
+        missing[regime] -= 1
+        if not any(missing.values()):
+            return _in_turns(found)
+    raise OptionError(f"{MOST_DRAWS} draws must fill the quotas, got {missing} missing; widen the ranges")
+
+
+def regime_of(shape: Shape, work: Work, ranges: Ranges) -> Regime:
+    """Launch-bound where a datasheet promises all the work in less time than its launches take."""
+    promised = roofline(work, ranges.nominal.flops, ranges.nominal.bandwidth)
+    return "launch-bound" if promised < ranges.launch_seconds * work.launches else shape.phase
+
+
+def fits(shape: Shape, work: Work, ranges: Ranges) -> bool:
+    """Whether a call is neither too long nor too large."""
+    pairs = shape.tokens**2
+    masked = shape.window is not None and shape.phase != "decode" and pairs <= LARGEST_MASK
+    flops = work.flops
+    if masked:
+        for piece in work.pieces:
+            if isinstance(piece, AttentionCore):
+                flops += int(piece.flops * (shape.batch * pairs / piece.pairs - 1))
+    return flops <= ranges.most_flops and work.bytes + (MASK_TRAFFIC * pairs if masked else 0) <= ranges.most_bytes
+
+
+def _in_turns(found: Mapping[Shape, Regime]) -> dict[Shape, Regime]:
+    """A shape of each regime after the other, so that a run that is cut short has some of all."""
+    queues = [[shape for shape, of in found.items() if of == regime] for regime in REGIMES]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+    return {shape: found[shape] for shape in turns if shape is not None}
+
+
+def _one(generator: random.Random, ranges: Ranges) -> Shape:
+    heads = _log_uniform(generator, ranges.heads)
+    ratio = generator.choice([ratio for ratio in range(1, min(heads, 16) + 1) if heads % ratio == 0])
+    tokens = max(MULTIPLE, _log_uniform(generator, ranges.tokens) // MULTIPLE * MULTIPLE)
+    window = None
+    if generator.random() < 0.5 and tokens > 2 * SHORTEST_WINDOW:
+        window = _log_uniform(generator, (SHORTEST_WINDOW, tokens // 2))
+    batch, dim = _log_uniform(generator, ranges.batch), generator.choice(ranges.dims)
+    return Shape(generator.choice(PHASES), batch, heads, heads // ratio, dim, tokens, window)
+
+
+def _log_uniform(generator: random.Random, between: tuple[int, int]) -> int:
+    low, high = between
+    return min(high, int(math.exp(generator.uniform(math.log(low), math.log(high + 1)))))
+
+
+def _place(core: AttentionCore) -> tuple[object, ...]:
+    return core.batch, core.heads, core.kv_heads, core.queries, core.keys, core.head_dim, core.left

@@ -1,0 +1,230 @@
+"""Which head layouts a budget allows: those that no other within it outdoes in heads, their width and their keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.layers.arrangements import LatentConfig
+from polyhead.layers.config import AttentionConfig, MultiHeadConfig
+from polyhead.layers.positions.config import RotaryConfig
+from polyhead.plan.known_models import KNOWN, known_model
+from polyhead.plan.machine import Machine
+from polyhead.plan.model import ModelLayout
+from polyhead.plan.parameters import count_parameters
+from polyhead.plan.phases import is_causal, plan_phase
+from polyhead.plan.planning import cache_bytes_per_token
+from polyhead.plan.warnings import Warned, warnings_of
+from polyhead.plan.work import PHASES, Phase
+
+WIDTHS = (256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+SHARES = (0.5, 1.0, 2.0)  # of the model's width that all heads together have, where parameters are limited
+LATENT_RANKS = (128, 256, 512)
+LATENT_ROPE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The most that all attention layers together may cost; None is no limit.
+
+    `seconds` are predicted for the phase that is asked for, and need a machine.
+    """
+
+    parameters: int | None = None
+    cache_bytes_per_token: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            limit = getattr(self, field.name)
+            if limit is not None and not limit > 0:
+                raise OptionError(f"{field.name} of a budget must be positive, got {limit!r}")
+        if self.parameters is None and self.cache_bytes_per_token is None and self.seconds is None:
+            raise OptionError("a budget limits parameters, cache bytes a token or time, got none of them")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One layout with what all its layers cost and what to think twice about."""
+
+    name: str
+    config: AttentionConfig
+    layers: int
+    parameters: int
+    cache_bytes_per_token: int
+    seconds: float | None
+    warnings: tuple[Warned, ...]
+
+    @property
+    def capacity(self) -> tuple[int, int, int, int]:
+        """What one would like more of: width, heads, width of a head, and numbers that a key and value have in all."""
+        layout = self.config.layout  # type: ignore[attr-defined]
+        kept = layout.cache_width if isinstance(self.config, LatentConfig) else layout.num_kv_heads
+        return layout.embed_dim, layout.num_heads, layout.head_dim, kept
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        warned = [warning._asdict() for warning in self.warnings]
+        return {**plain, "config": self.config.to_dict(), "warnings": warned}
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The layouts that a budget allows, and models that people know, at the same batch and context."""
+
+    found: tuple[Choice, ...]
+    references: tuple[Choice, ...]
+    considered: int
+
+
+def choose(
+    budget: Budget,
+    *,
+    d_model: int | None = None,
+    layers: int = 1,
+    context: int = 4096,
+    batch: int = 1,
+    phase: str = "decode",
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    machine: Machine | None = None,
+    latents: bool = False,
+) -> Choices:
+    """The layouts within a budget of which no other has as much or more of everything.
+
+    Considered are heads of 32 to 256 channels that together are as wide as the model, each number of key heads that
+    divides them, and with `latents` latent heads of three ranks. Where parameters are limited, heads that are half or
+    twice as wide are considered too, and without `d_model` the usual widths.
+
+    >>> choices = choose(Budget(cache_bytes_per_token=4096), d_model=1024, context=2048)
+    >>> [choice.name for choice in choices.found if not choice.warnings][:3]
+    ['16x64 at 1024', '8x128 at 1024', '4x256 at 1024']
+    """
+    if phase not in PHASES:
+        raise OptionError(f"a phase is one of {', '.join(PHASES)}; got {phase!r}")
+    if budget.seconds is not None and machine is None:
+        raise OptionError("a budget of time needs a calibrated machine to predict with, got none; name one")
+    if d_model is None and budget.parameters is None:
+        raise OptionError("without d_model the budget must limit parameters, got neither; give one of them")
+    for name, number in (("d_model", d_model), ("layers", layers), ("context", context), ("batch", batch)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise OptionError(f"{name} must be a positive integer, got {number!r}")
+    asked = _Asked(layers, context, batch, phase, dtype, cache_dtype or dtype, machine)
+    considered, within = 0, []
+    shares = (1.0,) if budget.parameters is None else SHARES
+    most = None if budget.parameters is None else budget.parameters // layers
+    for width in WIDTHS if d_model is None else (d_model,):
+        for name, config in _candidates(width, shares, most, latents):
+            considered += 1
+            choice = asked.priced(name, config, budget)
+            if choice is not None:
+                within.append(choice)
+    found = sorted(_maximal(within), key=lambda choice: (len(choice.warnings), *(-x for x in choice.capacity)))
+    return Choices(tuple(found), tuple(asked.reference(name) for name in KNOWN), considered)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What every layout is priced for."""
+
+    layers: int
+    context: int
+    batch: int
+    phase: Phase
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    machine: Machine | None
+
+    def priced(self, name: str, config: AttentionConfig, budget: Budget) -> Choice | None:
+        """The layout with its costs; None where it is beyond the budget. What is cheap to tell is asked first."""
+        model = ModelLayout.of(config, self.layers, name=name)
+        parameters = self.layers * count_parameters(config).total
+        if budget.parameters is not None and parameters > budget.parameters:
+            return None
+        cache = cache_bytes_per_token(model, self.cache_dtype)
+        if budget.cache_bytes_per_token is not None and cache > budget.cache_bytes_per_token:
+            return None
+        seconds = self._seconds(model)
+        if budget.seconds is not None and (seconds is None or seconds > budget.seconds):
+            return None
+        return Choice(name, config, self.layers, parameters, cache, seconds, self._warnings(config))
+
+    def reference(self, name: str) -> Choice:
+        """A model that people know, with the layers that it has."""
+        model = known_model(name)
+        parameters = sum(group.layers * count_parameters(group.config).total for group in model.groups)
+        causal = is_causal(model)
+        cache = cache_bytes_per_token(model, self.cache_dtype) if causal else 0
+        seconds = self._seconds(model) if causal or self.phase != "decode" else None
+        return Choice(name, model.config, model.layers, parameters, cache, seconds, self._warnings(model.config))
+
+    def _seconds(self, model: ModelLayout) -> float | None:
+        if self.machine is None:
+            return None
+        sizes = (self.batch, self.context, self.dtype, self.cache_dtype, self.machine)
+        timing = plan_phase(model, self.phase, *sizes).timing
+        assert timing is not None
+        return timing.seconds
+
+    def _warnings(self, config: AttentionConfig) -> tuple[Warned, ...]:
+        options: dict[str, Any] = {"context": self.context, "batch": self.batch, "phase": self.phase}
+        return warnings_of(config, **options, machine=self.machine)
+
+
+def _candidates(
+    width: int, shares: Sequence[float], most: int | None, latents: bool
+) -> Iterator[tuple[str, AttentionConfig]]:
+    """Layers at one width; what has more than `most` parameters in queries and output alone is not even made."""
+    for head_dim in HEAD_DIMS:
+        for share in shares:
+            heads, rest = divmod(round(share * width), head_dim)
+            if rest or not heads or (most is not None and 2 * heads * head_dim * width > most):
+                continue
+            for kv_heads in (x for x in range(1, heads + 1) if heads % x == 0):
+                shared = "" if kv_heads == heads else f"/{kv_heads}"
+                yield (
+                    f"{heads}{shared}x{head_dim} at {width}",
+                    MultiHeadConfig(
+                        width,
+                        heads,
+                        num_kv_heads=kv_heads,
+                        head_dim=head_dim,
+                        positions=RotaryConfig(),
+                        causal=True,
+                        bias=False,
+                    ),
+                )
+            for rank in LATENT_RANKS if latents else ():
+                yield (
+                    f"{heads}x{head_dim} over a latent of {rank} at {width}",
+                    LatentConfig(
+                        width,
+                        heads,
+                        kv_lora_rank=rank,
+                        qk_nope_head_dim=head_dim,
+                        qk_rope_head_dim=LATENT_ROPE,
+                        positions=RotaryConfig(interleaved=True),
+                        causal=True,
+                        bias=False,
+                    ),
+                )
+
+
+def _maximal(choices: Sequence[Choice]) -> list[Choice]:
+    """The Pareto front: those that no other of the same kind has as much of everything as, and more of something."""
+    offered = {(type(choice.config), choice.capacity) for choice in choices}
+
+    def outdone(choice: Choice) -> bool:
+        kind, own = type(choice.config), choice.capacity
+        return any(
+            kind is other and own != more and all(a >= b for a, b in zip(more, own, strict=True))
+            for other, more in offered
+        )
+
+    return [choice for choice in choices if not outdone(choice)]

@@ -1,0 +1,89 @@
+"""How a cost grows: over the length of the context, and over the number of heads at one width of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from polyhead.layers.config import MultiHeadConfig
+from polyhead.layers.positions.config import RotaryConfig
+from polyhead.plan.machine import Machine
+from polyhead.plan.model import LayerGroup, ModelLayout
+from polyhead.plan.phases import PhasePlan, plan_phase
+from polyhead.plan.planning import Plan
+
+SHORTEST, LONGEST = 128, 131072
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPoint:
+    """Every phase of a plan at one length of the context."""
+
+    context: int
+    phases: tuple[PhasePlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsPoint:
+    """One phase of a plan with another number of heads, all of them together as wide as the model."""
+
+    heads: int
+    head_dim: int
+    phase: PhasePlan
+
+
+def over_context(plan: Plan, machine: Machine | None = None) -> tuple[ContextPoint, ...]:
+    """From 128 tokens by powers of two to the model's longest context, or to 131,072, or as far as the plan goes."""
+    longest = max(plan.context, plan.model.context or LONGEST)
+    lengths = {min(SHORTEST, longest), plan.context, longest}
+    length = SHORTEST
+    while length < longest:
+        lengths.add(length)
+        length *= 2
+    sizes = (plan.dtype, plan.cache_dtype, machine)
+    return tuple(
+        ContextPoint(context, tuple(plan_phase(plan.model, x.phase, plan.batch, context, *sizes) for x in plan.phases))
+        for context in sorted(lengths)
+    )
+
+
+def over_heads(plan: Plan, machine: Machine | None = None, phase: str | None = None) -> tuple[HeadsPoint, ...]:
+    """The plan's first phase, or another, with as many heads as powers of two divide the width into.
+
+    Groups of heads that share keys stay as large as they are, so there are at least as many heads as one group has.
+    Empty for other arrangements than multi-head attention.
+    """
+    wanted = plan.phases[0].phase if phase is None else plan[phase].phase
+    width = plan.model.config.layout.embed_dim  # type: ignore[attr-defined]
+    found = []
+    if not can_have_other_heads(plan.model):
+        return ()
+    fewest = max(group.config.layout.group_size for group in plan.model.groups)  # type: ignore[attr-defined]
+    # Channels turn in pairs, so there are no rotary heads of an odd width.
+    rotary = any(isinstance(group.config.positions, RotaryConfig) for group in plan.model.groups)  # type: ignore[attr-defined]
+    for heads in (1 << power for power in range(width.bit_length())):
+        if heads < fewest or width % heads or (rotary and width // heads % 2):
+            continue
+        model = with_heads(plan.model, heads)
+        made = plan_phase(model, wanted, plan.batch, plan.context, plan.dtype, plan.cache_dtype, machine)
+        found.append(HeadsPoint(heads, width // heads, made))
+    return tuple(found)
+
+
+def can_have_other_heads(model: ModelLayout) -> bool:
+    return all(type(group.config) is MultiHeadConfig and group.config.key_heads is None for group in model.groups)
+
+
+def with_heads(model: ModelLayout, heads: int) -> ModelLayout:
+    """The same model with so many heads, which together are as wide as it is."""
+    groups = []
+    for group in model.groups:
+        config = group.config
+        assert isinstance(config, MultiHeadConfig)
+        shared = max(1, heads // config.layout.group_size)
+        dim = config.embed_dim // heads
+        positions = config.positions
+        if isinstance(positions, RotaryConfig):
+            positions = replace(positions, rotary_dim=None)
+        made = replace(config, num_heads=heads, num_kv_heads=shared, head_dim=dim, value_dim=dim, positions=positions)
+        groups.append(LayerGroup(made, group.layers))
+    return replace(model, groups=tuple(groups))

@@ -1,0 +1,51 @@
+"""What the config of a Hugging Face model does not say and its code does: biases, norms and who may look ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`. A bias is there, is not, or is told by the field of that name."""
+
+    causal: bool = True
+    bias: bool | str = False
+    output_bias: bool | str = False
+    qk_norm: Literal["rms"] | None = None
+    rotary: bool = True
+    sinks: bool = False
+    latent: bool = False
+    mixed: bool = False  # some layers have a window and others none, which layer_types must tell
+
+
+_ENCODER = Family(causal=False, bias=True, output_bias=True, rotary=False)
+_LLAMA = Family(bias="attention_bias", output_bias="attention_bias")
+_QWEN3 = Family(bias="attention_bias", output_bias="attention_bias", qk_norm="rms")
+_DEEPSEEK = Family(bias="attention_bias", output_bias="attention_bias", latent=True)
+_GEMMA2 = Family(bias="attention_bias", output_bias="attention_bias", mixed=True)
+_GPT = Family(bias=True, output_bias=True, rotary=False)
+
+# Each held to the modules that transformers builds, parameter by parameter, in the tests.
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "distilbert"), _ENCODER),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "bloom"), _GPT),
+    **dict.fromkeys(("llama", "gemma", "granite", "smollm3", "olmo"), _LLAMA),
+    **dict.fromkeys(("mistral", "mixtral", "phi3"), Family()),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), _QWEN3),
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, qk_norm="rms"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    "opt": Family(bias="enable_bias", output_bias="enable_bias", rotary=False),
+    "gpt_neox": Family(bias="attention_bias", output_bias="attention_bias"),
+    "gptj": Family(),
+    "falcon": Family(bias="bias", output_bias="bias"),
+    "qwen2": Family(bias=True),
+    "qwen2_moe": Family(bias="qkv_bias"),
+    "starcoder2": Family(bias="use_bias", output_bias="use_bias"),
+    "phi": Family(bias=True, output_bias=True),
+    "cohere": Family(bias="attention_bias", output_bias="attention_bias"),
+    "glm": Family(bias="attention_bias"),
+    "gpt_oss": replace(_GEMMA2, sinks=True),
+}  # fmt: skip

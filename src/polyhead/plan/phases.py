@@ -1,0 +1,133 @@
+"""One phase of all layers of a model: what it computes, moves and holds, and how long that takes on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polyhead.plan.cost import CostEstimate, MatrixFlops, estimate_cost
+from polyhead.plan.layer_work import layer_work
+from polyhead.plan.machine import Machine
+from polyhead.plan.memory import MemoryEstimate, estimate_memory
+from polyhead.plan.model import ModelLayout
+from polyhead.plan.predict import Prediction, predict
+from polyhead.plan.work import Phase, Work
+from polyhead.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Predicted seconds of a phase: in all, by stage, and what they are bound by.
+
+    The stage "launch" is what the device waits for the host that issues its kernels; the others are its work.
+    """
+
+    seconds: float
+    bound: str
+    stages: dict[str, float]
+
+    @property
+    def working(self) -> float:
+        """Seconds that the device works: all there would be if the kernels were issued at once, as in a CUDA graph."""
+        return self.seconds - self.stages.get("launch", 0.0)
+
+    @classmethod
+    def of(cls, predictions: Sequence[Prediction]) -> Timing:
+        """Of layers that follow one another."""
+        stages: dict[str, float] = {}
+        bounds: dict[str, float] = {}
+        for prediction in predictions:
+            for stage, seconds in prediction.stages.items():
+                stages[stage] = stages.get(stage, 0.0) + seconds
+            bounds[prediction.bound] = bounds.get(prediction.bound, 0.0) + prediction.seconds
+        total = sum(prediction.seconds for prediction in predictions)
+        waiting = total - sum(stages.values())
+        if waiting > 1e-9 * total:
+            stages["launch"] = waiting
+        return cls(total, max(bounds, key=lambda bound: bounds[bound]), stages)
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePlan:
+    """One phase of all layers: a training step, the prefill of a whole context, or the token that completes it.
+
+    `flops` and `exponentials` have the backward in them where there is one. `bytes` are moved between memory and chip,
+    by stage and at the least; scores, softmax and values are one stage there, `attention`, since they are fused.
+    """
+
+    phase: Phase
+    flops: MatrixFlops
+    exponentials: int
+    bytes: dict[str, int]
+    launches: int
+    fused: MemoryEstimate
+    materialised: MemoryEstimate
+    timing: Timing | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs of matrix products a byte moved."""
+        return self.flops.total / self.total_bytes if self.total_bytes else 0.0
+
+
+def plan_phase(
+    model: ModelLayout,
+    phase: Phase,
+    batch: int,
+    context: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    machine: Machine | None = None,
+) -> PhasePlan:
+    """One phase of all layers."""
+    work, cached = workload_of(phase, batch, context, cached=is_causal(model))
+    options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
+    costs: list[CostEstimate] = []
+    works: list[Work] = []
+    memory: dict[str, MemoryEstimate | None] = {"fused": None, "materialised": None}
+    for group in model.groups:
+        costs.append(estimate_cost(group.config, work, **options))
+        works.append(layer_work(group.config, work, **options, cached=cached, layers=group.layers))
+        for form, before in memory.items():
+            found = estimate_memory(group.config, work, form=form, cached=cached, layers=group.layers, **options)  # type: ignore[arg-type]
+            memory[form] = found if before is None else before + found
+    flops = MatrixFlops()
+    for group, cost in zip(model.groups, costs, strict=True):
+        flops = flops + (cost.forward + cost.backward).times(group.layers)
+    moved: dict[str, int] = {}
+    for done in works:
+        for stage in done.stages:
+            moved[stage] = moved.get(stage, 0) + done.only(stage).bytes
+    fused, materialised = memory["fused"], memory["materialised"]
+    assert fused is not None and materialised is not None
+    return PhasePlan(
+        phase=phase,
+        flops=flops,
+        exponentials=sum(done.exponentials for done in works),
+        bytes=moved,
+        launches=sum(done.launches for done in works),
+        fused=fused,
+        materialised=materialised,
+        timing=None if machine is None else Timing.of([predict(done, machine) for done in works]),
+    )
+
+
+def workload_of(phase: Phase, batch: int, context: int, *, cached: bool = True) -> tuple[Workload, bool]:
+    """What a phase asks of each layer, and whether it writes a cache."""
+    if phase == "training":
+        return Workload.training_step(context, batch=batch), False
+    if phase == "prefill":
+        return Workload.prefill(context, batch=batch), cached
+    return Workload.decode(context - 1, batch=batch), context > 1
+
+
+def is_causal(model: ModelLayout) -> bool:
+    """Whether tokens see no later ones, so that a token can be decoded behind others."""
+    return all(getattr(group.config, "causal", False) for group in model.groups)

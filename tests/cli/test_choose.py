@@ -1,0 +1,61 @@
+"""`polyhead choose`: layouts within a budget, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from polyhead.cli import app
+
+
+def invoke(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(x) for x in arguments], env={"COLUMNS": "150", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_layouts_of_a_budget_beside_models_that_people_know():
+    shown = invoke("choose", "--d-model", 4096, "--layers", 32, "--cache", "128KiB").output
+    assert "32/8x128 at 4096" in shown
+    assert "llama3.1-8b: 32/8x128 at 4096" in shown
+    assert "deepseek-v3: 128x192 over a latent of 576 at 7168" in shown
+    assert "rank: a head of d channels tells about exp(d / 8) keys apart" in shown
+    assert "time" not in shown.splitlines()[1]
+
+
+def test_no_more_than_asked_for_and_times_of_a_machine():
+    options = ("--dtype", "float32", "--hardware", "cpu-2-cores", "--latency", "1s", "--layers", 4, "--context", 512)
+    shown = invoke("choose", "--d-model", 512, *options, "--most", 2).output
+    assert "more; --most shows them" in shown
+    assert "time" in shown.splitlines()[1]
+
+
+def test_nothing_within_a_budget_is_said():
+    assert "none of 14 layouts is within the budget" in invoke("choose", "--d-model", 512, "--cache", "1").output
+
+
+def test_json_has_layouts_and_references():
+    found = json.loads(invoke("choose", "--parameters", "30M", "--layers", 12, "--latents", "--json").output)
+    assert found["considered"] > len(found["layouts"]) > 0
+    assert all(layout["parameters"] <= 30_000_000 for layout in found["layouts"])
+    assert {reference["name"] for reference in found["references"]} >= {"bert-base", "gpt3-175b", "deepseek-v3"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--d-model", 512), "a budget limits parameters, cache bytes a token or time, got none of them"),
+        (("--cache", "64KiB"), "without d_model the budget must limit parameters"),
+        (("--d-model", 512, "--latency", "2ms"), "needs a calibrated machine"),
+        (("--d-model", 512, "--cache", "3x"), "got '3x'"),
+        (("--d-model", 512, "--latency", "soon"), "got 'soon'"),
+        (("--d-model", 512, "--parameters", "64KiB"), "got '64KiB'"),
+        (("--d-model", 512, "--cache", "64KiB", "--phase", "rest"), "a phase is one of"),
+        (("--d-model", 512, "--cache", "64KiB", "--hardware", "abacus"), "a machine is one of"),
+    ],
+)
+def test_bad_input_is_refused(arguments, words):
+    assert words in " ".join(invoke("choose", *arguments, code=2).stderr.replace("│", " ").split())

@@ -1,0 +1,180 @@
+"""`polyhead plan`: what it prints and writes, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from polyhead.cli import app
+from polyhead.layers.config import MultiHeadConfig
+from polyhead.plan.machine import Machine
+
+SIZES = ("--d-model", 512, "--heads", 8, "--kv-heads", 2, "--layers", 6, "--context", 1024)
+
+
+def invoke(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(x) for x in arguments], env={"COLUMNS": "150", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_layout_by_its_sizes():
+    shown = invoke("plan", *SIZES).output
+    assert "8/2x64 at 512: 6 layers of 8 heads x 64 over 2 key heads, d_model 512" in shown
+    assert "batch 1, context 1,024, bfloat16; attention layers alone" in shown
+    for words in ("3.93 M: Q 1.57 M, K 393 K, V 393 K, O 1.57 M", "0.625 of 4 d_model²", "3 KiB a token, 3 MiB in all"):
+        assert words in shown
+    for title in ("training step", "prefill of the whole context", "decoding the token"):
+        assert title in shown
+    assert "--hardware predicts times; calibrated are" in shown
+
+
+def test_rotary_positions_are_passes_over_memory():
+    plain, turned = (
+        json.loads(invoke("plan", *SIZES, *more, "--json").output)["phases"][1] for more in ((), ("--rotary",))
+    )
+    assert turned["flops"] == plain["flops"]
+    assert "positions" in turned["bytes"]
+    assert "positions" not in plain["bytes"]
+    assert "got --rotary beside it" in invoke("plan", "gpt2", "--rotary", code=2).stderr
+
+
+def test_only_the_phases_that_are_asked_for_and_times_of_a_machine():
+    shown = invoke("plan", *SIZES, "--phase", "decode", "--dtype", "float32", "--hardware", "cpu-2-cores").output
+    assert "decoding the token" in shown
+    assert "training step" not in shown
+    assert "time" in shown
+    assert "bound by" in shown
+
+
+def test_json_is_the_plan():
+    found = json.loads(invoke("plan", "llama3.1-8b", "--context", 8192, "--cache-dtype", "int8", "--json").output)
+    assert found["crossover"] == 10240
+    assert found["cache_dtype"] == "int8"
+    assert found["cache_bytes_per_token"] == 32 * (2 * 8 * 128 + 2 * 8 * 4)
+    assert [phase["phase"] for phase in found["phases"]] == ["training", "prefill", "decode"]
+
+
+def test_a_config_of_ours_and_one_of_hugging_face(tmp_path):
+    ours = tmp_path / "layer.json"
+    ours.write_text(MultiHeadConfig(64, 4, causal=True).to_json(), encoding="utf-8")
+    assert "3 layers of 4 heads x 16" in invoke("plan", "--config", ours, "--layers", 3).output
+    theirs = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 1}
+    theirs.write_text(json.dumps({"model_type": "mistral", **sizes, "sliding_window": 32}), encoding="utf-8")
+    shown = invoke("plan", tmp_path, "--context", 100).output
+    assert "2 layers of 4 heads x 16 over 1 key head and a window of 32" in shown
+    assert "note: cache bytes are of all tokens" in shown
+
+
+def test_a_context_is_the_model_s_own_where_that_is_short_and_beyond_it_only_when_asked():
+    assert "context 512" in invoke("plan", "bert-base").output
+    assert "made for contexts up to 512 tokens, got 600" in invoke("plan", "bert-base", "--context", 600, code=2).stderr
+    assert "context 600" in invoke("plan", "bert-base", "--context", 600, "--beyond").output
+
+
+class _Page(HTMLParser):
+    """Tags, and whatever would be fetched from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "line", "rect", "circle", "polyline"):
+            self.open.append(tag)
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_page_holds_all_it_needs(tmp_path, timed):
+    options = ("--dtype", "float32", "--hardware", "cpu-2-cores") if timed else ()
+    file = tmp_path / "plan.html"
+    assert str(file) in invoke("plan", *SIZES, *options, "--output", file).output
+    text = file.read_text(encoding="utf-8")
+    page = _Page()
+    page.feed(text)
+    assert page.fetched == []
+    assert "script" not in page.tags
+    assert page.open == []
+    assert page.tags.count("figure") == 3 * 3 + 1  # three plots a phase, and one over heads
+    assert ("time a token" in text) is timed
+    assert ("FLOPs a token" in text) is not timed
+    assert ("predicted time" in text) is timed
+    assert "default-src 'none'" in text
+
+
+def test_a_page_writes_a_name_as_text(tmp_path):
+    folder = tmp_path / "<b>x"
+    folder.mkdir()
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral", **sizes}), encoding="utf-8")
+    invoke("plan", folder, "--context", 64, "--output", tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "&lt;b&gt;x" in text
+    assert "<b>x" not in text
+
+
+def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
+    import polyhead.lab.calibration as calibration
+
+    def measured(*, report: Any) -> Machine:
+        report(1, 2, "a product")
+        return Machine.load("cpu-2-cores")
+
+    monkeypatch.setattr(calibration, "calibrate", measured)
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
+    alone = invoke("plan", "--calibrate").output
+    assert f"measured cpu-2-cores, kept in {tmp_path / 'cpu-2-cores.json'}" in alone.replace("\n", "")
+    assert (tmp_path / "cpu-2-cores.json").is_file()
+    assert "bound by" in invoke("plan", *SIZES, "--dtype", "float32", "--calibrate").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "a layout is given by MODEL, by --config or by --d-model with --heads; got none"),
+        (("gpt2", "--d-model", 512), "got MODEL and --d-model"),
+        (("gpt2", "--heads", 3), "MODEL says how its heads lie, got --heads beside it"),
+        (("gpt2", "--layers", 3), "gpt2 says how many layers it has, got layers 3"),
+        (("--d-model", 512), "needs --heads, got --d-model 512 without it"),
+        (("--d-model", -512, "--heads", 8), "embed_dim must be positive, got -512"),
+        (("--d-model", 512, "--heads", 7), "got 512 and 7"),
+        (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
+        (("gpt2", "--batch", -1), "batch must be a positive integer, got -1"),
+        (("gpt2", "--dtype", "float12"), "got 'float12'"),
+        (("gpt2", "--phase", "rest"), "a phase is one of training, prefill, decode; got 'rest'"),
+        (("bert-base", "--phase", "decode"), "decoding needs layers that look back alone"),
+        (("gpt2", "--hardware", "abacus"), "a machine is one of"),
+        (("--config", "nowhere.json"), "--config must name a file, got nowhere.json"),
+        (("./nowhere",), "there is no such file or folder"),
+        (("gpt2", "--output", "nowhere/plan.html"), "a page is one file in a folder that is there"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(arguments, words):
+    result = invoke("plan", *arguments, code=2)
+    assert result.stderr.startswith("polyhead plan: ")
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_config_without_heads_is_refused_with_the_fields_it_has(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}), encoding="utf-8")
+    result = invoke("plan", file, code=2)
+    assert "a config must say its number of heads (num_attention_heads" in result.stderr
+    assert "its fields are hidden_size, model_type, num_hidden_layers" in result.stderr

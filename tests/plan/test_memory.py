@@ -1,0 +1,194 @@
+"""Memory at the peak, held to what tensors really take: every storage on the CPU, the allocator on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polyhead import PreallocatedCache
+from polyhead.layers.config import MultiHeadConfig, build_attention
+from polyhead.plan import Workload, estimate_cost, estimate_memory
+
+Phase = Literal["forward", "prefill", "training"]
+MIB = 1 << 20
+
+
+class _Storages(TorchDispatchMode):
+    """Bytes of all storages that operators have given out, now and at the peak."""
+
+    def __init__(self, *held: torch.Tensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        for tensor in held:
+            self._enter(tensor)
+
+    def _enter(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._leave, key)
+
+    def _leave(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._enter(leaf)
+        return result
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("form", ["fused", "materialised"])
+@pytest.mark.parametrize("heads", [1, 4, 16])
+def test_peak_on_a_cpu_is_what_all_storages_take(heads, form, training):
+    tokens, width, batch = 192, 64, 2
+    backend = "auto" if form == "fused" else "reference"
+    config = MultiHeadConfig(width, heads, bias=False, backend=backend)
+    layer = build_attention(config)
+    x = torch.randn(batch, tokens, width, requires_grad=training)
+    gradient = torch.randn(batch, tokens, width)
+    if training:
+        layer(x).output.backward(gradient)  # gradients of parameters are there from the step before
+        x.grad = None
+    grads = [p.grad for p in layer.parameters() if p.grad is not None]
+    with _Storages(x, gradient, *layer.parameters(), *grads) as storages, torch.set_grad_enabled(training):
+        output = layer(x).output
+        if training:
+            output.backward(gradient)
+    work = Workload.training_step(tokens, batch=batch) if training else Workload.forward(tokens, batch=batch)
+    found = estimate_memory(config, work, form=form, dtype=torch.float32)
+    unused = 0 if training else gradient.nbytes
+    assert found.total == pytest.approx(storages.peak - unused, rel=0.05)
+
+
+# ---- what depends on the number of heads
+
+
+def test_the_memory_of_materialised_weights_grows_with_the_heads_and_that_of_fused_attention_does_not():
+    work = Workload.forward(96, batch=2)
+    for heads in (1, 2, 8, 64, 256):
+        config = MultiHeadConfig(256, heads)
+        assert estimate_cost(config, work, form="materialised").weights_bytes == 4 * heads * 2 * 96**2
+        written, fused = (estimate_memory(config, work, form=form) for form in ("materialised", "fused"))
+        assert written.weights == 3 * 4 * heads * 2 * 96**2
+        assert fused.weights == 0
+        # A log-sum-exp for each row is all that fused attention keeps of a head.
+        assert fused.total - estimate_memory(MultiHeadConfig(256, 1), work).total <= 4 * (heads - 1) * 2 * 96
+
+
+# ---- layers of a model
+
+
+def test_layers_keep_their_activations_and_share_what_one_of_them_needs():
+    config, work = MultiHeadConfig(64, 4, bias=False), Workload.training_step(50)
+    one, two = (estimate_memory(config, work, layers=count) for count in (1, 2))
+    assert two.parameters == 2 * one.parameters == 2 * 2 * estimate_cost(config, work).parameters
+    assert two.gradients == 2 * one.gradients
+    assert (two.transient, two.inputs) == (one.transient, one.inputs)
+    assert two.kept == 2 * one.kept + 50 * 64 * 2
+    idle = estimate_memory(config, Workload.forward(50), layers=7)
+    assert (idle.kept, idle.gradients, idle.cache) == (0, 0, 0)
+    added = one + estimate_memory(MultiHeadConfig(64, 4), work)
+    assert (added.transient, added.kept) == (one.transient, 2 * one.kept)
+
+
+def test_a_cache_is_in_it_where_there_is_one():
+    config, work = MultiHeadConfig(64, 4, num_kv_heads=2, causal=True), Workload.decode(past=99, batch=3)
+    found = estimate_memory(config, work, layers=5)
+    cache = PreallocatedCache.for_layout(config.layout, capacity=100, batch_size=3, dtype=torch.bfloat16)
+    assert found.cache == 5 * cache.nbytes
+    assert estimate_memory(config, Workload.prefill(100, batch=3), cached=True, layers=5).cache == found.cache
+    assert estimate_memory(config, Workload.prefill(100, batch=3), layers=5).cache == 0
+
+
+# ---- on a GPU
+
+LAYERS: dict[str, tuple[MultiHeadConfig, int, int]] = {  # batch, tokens
+    "12x64": (MultiHeadConfig(768, 12, bias=False), 16, 1024),
+    "16x64": (MultiHeadConfig(1024, 16), 8, 2048),
+    "32/8x128": (MultiHeadConfig(4096, 32, num_kv_heads=8, bias=False), 1, 8192),
+    "one head": (MultiHeadConfig(128, 1, bias=False), 8, 16384),
+    "12x64, causal": (MultiHeadConfig(768, 12, bias=False, causal=True), 16, 1024),
+    "16x64, causal": (MultiHeadConfig(1024, 16, causal=True), 64, 256),
+    "16x128, finite": (MultiHeadConfig(2048, 16, bias=False, causal=True, finite=True), 2, 8192),
+    "32x128, causal": (MultiHeadConfig(4096, 32, bias=False, causal=True), 1, 8192),
+    "32/8x128, causal": (MultiHeadConfig(4096, 32, num_kv_heads=8, bias=False, causal=True), 1, 8192),
+    "64/1x64, finite": (MultiHeadConfig(4096, 64, num_kv_heads=1, bias=False, causal=True, finite=True), 1, 8192),
+    "16/8x128 of 1024": (MultiHeadConfig(1024, 16, num_kv_heads=8, head_dim=128, bias=False, causal=True), 4, 4096),
+    "8/2x64 of 512, long": (MultiHeadConfig(512, 8, num_kv_heads=2, bias=False, causal=True), 1, 65536),
+}
+PHASES: tuple[Phase, ...] = ("forward", "prefill", "training")
+CASES = [
+    (name, phase) for name, (config, _, _) in LAYERS.items() for phase in PHASES if config.causal or phase != "prefill"
+]
+
+
+def measured(config: MultiHeadConfig, batch: int, tokens: int, phase: Phase, backend: str) -> int:
+    """The most that the allocator gave out for the layer, its tensors and one call."""
+    layer, x, gradient, cache, output = None, None, None, None, None
+    for _ in range(2):  # products take their workspaces in the first round, and keep them
+        del layer, x, gradient, cache, output
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        layer = build_attention(config, device="cuda", dtype=torch.bfloat16)
+        layer.backend = backend
+        x = torch.randn(batch, tokens, config.embed_dim, device="cuda", dtype=torch.bfloat16)
+        gradient = torch.randn_like(x) if phase == "training" else None
+        if phase == "prefill":
+            sizes = {"capacity": tokens, "batch_size": batch, "dtype": torch.bfloat16, "device": "cuda"}
+            cache = PreallocatedCache.for_layout(config.layout, **sizes)
+        x.requires_grad_(phase == "training")
+        if gradient is not None:
+            layer(x).output.backward(gradient)  # gradients of parameters are there from the step before
+            x.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(phase == "training"):
+            output = layer(x, cache=cache).output
+            if gradient is not None:
+                output.backward(gradient)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    return peak
+
+
+def asked(phase: Phase, batch: int, tokens: int) -> tuple[Workload, bool]:
+    if phase == "training":
+        return Workload.training_step(tokens, batch=batch), False
+    return Workload.prefill(tokens, batch=batch), phase == "prefill"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "phase"), CASES)
+def test_peak_on_a_gpu_is_what_the_allocator_gave_out(name, phase):
+    config, batch, tokens = LAYERS[name]
+    work, cached = asked(phase, batch, tokens)
+    found = estimate_memory(config, work, cached=cached)
+    peak = measured(config, batch, tokens, phase, "auto")
+    assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize("heads", [4, 16])
+def test_peak_of_materialised_weights_on_a_gpu(heads, phase):
+    config = MultiHeadConfig(1024, heads, bias=False)
+    work, _ = asked(phase, 1, 4096)
+    found = estimate_memory(config, work, form="materialised")
+    peak = measured(config, 1, 4096, phase, "reference")
+    assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
+
+
+def test_there_are_thirty_cases_for_the_gpu():
+    assert len(CASES) >= 30
