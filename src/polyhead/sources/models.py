@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +49,7 @@ def load_model(
     name: str | os.PathLike[str] | None = None,
     *,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["saved"] | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     progress: bool = False,
@@ -58,38 +58,25 @@ def load_model(
 
     `name` is "minilm" (also for None) or "smollm2" for a model that comes as a package, a folder, a `.gguf` file, or
     a name on the hub; what lies on this machine goes before the hub, and a folder that is called minilm is written
-    `./minilm`. The default dtype is float32 on the CPU and bfloat16 on a GPU. `progress` shows the bars of
-    transformers, which are hidden otherwise.
+    `./minilm`. A folder may hold a model whose heads were edited, in any form. The default dtype is float32 on the CPU
+    and bfloat16 on a GPU; "saved" keeps that of the files. `progress` shows the bars of transformers, which are hidden
+    otherwise.
     """
     place = _find(name)
     device = _checked_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    if not dtype.is_floating_point:
+    if dtype != "saved" and not dtype.is_floating_point:
         raise OptionError(f"a model is loaded in a floating-point dtype, got {dtype}")
-    try:
-        import transformers
-    except ImportError as error:
-        raise OptionError("loading a model needs transformers; install it with: pip install 'polyhead[hf]'") from error
-    if place.gguf_file is None and place.is_local:
-        _check_folder(Path(place.location), allow_pickle)
-
+    _check_transformers()
+    wanted = None if dtype == "saved" else dtype
     where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if place.gguf_file is not None:
         where["gguf_file"] = place.gguf_file
     with quiet(progress=progress), describe_failure(place.name, place.location, local=place.is_local):
-        config = transformers.AutoConfig.from_pretrained(place.location, **where)
-        _check_weights_file(config, place.name, allow_pickle)
-        model_class = _model_class(config, place.name, trust_remote_code, from_gguf=place.gguf_file is not None)
-        model, report = model_class.from_pretrained(
-            place.location,
-            config=config,
-            dtype=dtype,
-            use_safetensors=None if allow_pickle or place.gguf_file is not None else True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported, and refused below with their sizes
-            **where,
-        )
-        _check_complete(report, place.name, type(model).__name__)
+        is_folder = place.gguf_file is None and place.is_local
+        model = _read_edited(Path(place.location), wanted) if is_folder else None
+        if model is None:
+            model = _read_stock(place, wanted, where, allow_pickle=allow_pickle)
         reads_text = model.main_input_name == "input_ids" or model.config.is_encoder_decoder
         tokenizer = _load_tokenizer(place, where) if reads_text else None
     model = model.to(device).eval()
@@ -102,6 +89,49 @@ def load_model(
         main_input=model.main_input_name,
         trained_context=_trained_context(model, tokenizer),
     )
+
+
+def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """The model that transformers saved to a folder, without a tokenizer; of the class that its config names.
+
+    Weights have the dtype that they were saved in unless one is named.
+    """
+    _check_transformers()
+    place = _Place(folder.resolve().name, str(folder), f"the folder {folder}")
+    return _read_stock(place, dtype, {"trust_remote_code": False}, model_class=model_class)
+
+
+def find_class(name: str) -> Any:
+    """A model class of transformers by its name."""
+    _check_transformers()
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise OptionError(f"there is no model class {name!r} in transformers {transformers.__version__}")
+    return found
+
+
+def open_folders(read: Callable[[Path, torch.dtype | None], Any]) -> None:
+    """Who is asked first for the model in a folder, and answers None for one that is as transformers saved it.
+
+    Called once, by the package itself: edited models are read by a room above this one.
+    """
+    _folder_readers[:] = [read]
+
+
+_folder_readers: list[Callable[[Path, torch.dtype | None], Any]] = []
+
+
+def _read_edited(folder: Path, dtype: torch.dtype | None) -> Any:
+    return next((model for read in _folder_readers if (model := read(folder, dtype)) is not None), None)
+
+
+def _check_transformers() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is None:
+        raise OptionError("loading a model needs transformers; install it with: pip install 'polyhead[hf]'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +167,36 @@ def _find(name: str | os.PathLike[str] | None) -> _Place:
             "there is no such folder, and no name on the hub is spelled so"
         )
     return _Place(text, text, f"{text} from the Hugging Face hub", is_local=False)
+
+
+def _read_stock(
+    place: _Place,
+    dtype: torch.dtype | None,
+    where: dict[str, Any],
+    *,
+    model_class: Any = None,
+    allow_pickle: bool = False,
+) -> Any:
+    import transformers
+
+    if place.gguf_file is None and place.is_local:
+        _check_folder(Path(place.location), allow_pickle)
+    config = transformers.AutoConfig.from_pretrained(place.location, **where)
+    _check_weights_file(config, place.name, allow_pickle)
+    if model_class is None:
+        trusted = bool(where.get("trust_remote_code"))
+        model_class = _model_class(config, place.name, trusted, from_gguf=place.gguf_file is not None)
+    model, report = model_class.from_pretrained(
+        place.location,
+        config=config,
+        dtype="auto" if dtype is None else dtype,
+        use_safetensors=None if allow_pickle or place.gguf_file is not None else True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are reported, and refused below with their sizes
+        **where,
+    )
+    _check_complete(report, place.name, type(model).__name__)
+    return model
 
 
 def _checked_device(device: torch.device | str) -> torch.device:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.geometry import HeadLayout
-from polyhead.surgery.anatomy import AttentionLayer, key_map_of
-from polyhead.surgery.forms import HEAD_WIDTHS
+from polyhead.surgery.anatomy import AttentionLayer, find_layers, key_map_of
 from polyhead.surgery.records import ConfigChange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StockFit:
+    """A model of the stock class on the meta device that has the shapes that were asked for; or the rule that failed.
+
+    `changes` are what its config has that the model's own has not.
+    """
+
+    built: Any = None
+    changes: tuple[ConfigChange, ...] = ()
+    rule: str = ""
 
 
 def config_changes(
@@ -29,20 +43,96 @@ def config_changes(
     """
     if not is_transformers_model(model):
         return ()
-    changes = []
-    for path, config in _configs(model.config):
-        readers = [layer for layer in layers if getattr(layer.module, "config", None) is config]
-        kept = [layouts.get(layer.path, layer.layout) for layer in readers]
-        if not any(layer.path in layouts for layer in readers) or None in kept:
-            continue
-        sizes = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in kept if x is not None}
-        mapped = any(x is not None and key_map_of(layer, x) for layer, x in zip(readers, kept, strict=True))
-        if len(sizes) > 1 or mapped:
-            return ()
-        if all(layer.layout == x for layer, x in zip(readers, kept, strict=True)):
-            continue
-        changes += list(_asked(path, config, *sizes.pop()))
-    return tuple(changes) if changes and _builds(model, layers, layouts, parameters, changes) else ()
+    asked = _asked_by_layers(model, layers, layouts)
+    if isinstance(asked, str) or not asked:
+        return ()
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    kept = {layer.path: layouts.get(layer.path, layer.layout) for layer in layers}
+    return fit_stock(model, asked, {path: x for path, x in kept.items() if x is not None}, shapes).changes
+
+
+def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> StockFit:
+    """The stock class with the heads that a model has, as it is."""
+    layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
+    for layer in layers:
+        if layer.layout is not None and (key_heads := key_map_of(layer, layer.layout)) is not None:
+            if layer.layout.key_heads is None:
+                return StockFit(
+                    rule=f"stock {type(layer.module).__name__} has a key head for every head, and {layer.path} "
+                    f"has {_in_words(layer.layout)}"
+                )
+            return StockFit(
+                rule=f"stock attention reads key heads in even groups and in their order, and {layer.path} reads "
+                f"{list(key_heads)}"
+            )
+    as_it_is = fit_stock(model, (), layouts)
+    if as_it_is.built is not None:
+        return as_it_is
+    asked = _asked_by_layers(model, layers, {})
+    if isinstance(asked, str):
+        return StockFit(rule=asked)
+    return fit_stock(model, asked, layouts) if asked else as_it_is
+
+
+def fit_stock(
+    model: nn.Module,
+    changes: Sequence[ConfigChange],
+    layouts: Mapping[str, HeadLayout],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> StockFit:
+    """The stock class of a changed config, held against the tensors of the model and the layouts of its layers.
+
+    `shapes` are those of tensors that are to differ from the model's.
+    """
+    built = build_stock(model, changes)
+    if isinstance(built, str):
+        return StockFit(rule=built)
+    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()} | dict(shapes or {})
+    found = {name: tuple(x.shape) for name, x in built.state_dict().items()}
+    for name in sorted(set(wanted) ^ set(found)):
+        there = "has no" if name in wanted else "has a tensor"
+        return StockFit(rule=f"{type(model).__name__} of its config {there} {name}")
+    in_config = {layer.path: layer for layer in find_layers(built)}
+    for path, layout in layouts.items():
+        layer = in_config[path]
+        if layer.layout is None:
+            return StockFit(rule=f"{type(layer.module).__name__} of its config cannot run: {layer.refusals[0]}")
+        if layer.layout != layout:
+            return StockFit(
+                rule=f"a config of {type(model).__name__} makes {_in_words(layer.layout)} where {path} has "
+                f"{_in_words(layout)}"
+            )
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            return StockFit(
+                rule=f"{type(model).__name__} of its config has {name} of shape {list(found[name])}, not {list(shape)}"
+            )
+    return StockFit(built, tuple(changes))
+
+
+def build_stock(model: Any, changes: Sequence[ConfigChange]) -> Any:
+    """The stock class on the meta device, its config read from JSON as `from_pretrained` reads it; or why it is none.
+
+    Some rules hold only there: Llama's config takes any number of heads while it lives, and is refused when it is read.
+    """
+    config = copy.deepcopy(model.config)
+    try:
+        for change in changes:
+            setattr(config_at(config, change.path), change.name, change.after)
+        config = type(config).from_dict(json.loads(config.to_json_string()))
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), without_init():
+            return type(model)(config)
+    except Exception as error:  # noqa: BLE001 - every class has rules of its own, and any that is broken says no
+        words = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+        return f"{type(model).__name__} cannot be built: {words or type(error).__name__}"
+
+
+def without_init() -> AbstractContextManager[None]:
+    """While it lasts, models of transformers are built without filling their weights with random numbers."""
+    from transformers import initialization
+
+    found: AbstractContextManager[None] = initialization.no_init_weights()
+    return found
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -60,46 +150,54 @@ def config_at(config: Any, path: str) -> Any:
     return config
 
 
-def _configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def configs_of(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """A config and those inside it, with their paths."""
     yield path, config
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if inner is not None:
-            yield from _configs(inner, f"{path}.{name}" if path else name)
+            yield from configs_of(inner, f"{path}.{name}" if path else name)
 
 
-def _asked(path: str, config: Any, heads: int, kv_heads: int, head_dim: int) -> Iterator[ConfigChange]:
+def ask_for(path: str, config: Any, heads: int, kv_heads: int, head_dim: int) -> tuple[ConfigChange, ...]:
+    """What a config must say so that its layers have these heads."""
     values = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    changes = []
     for name, value in values.items():
         there = hasattr(config, name)
         before = getattr(config, name, None)
         if before != value and (there or name == "head_dim"):
-            yield ConfigChange(path, name, before, value, there)
+            changes.append(ConfigChange(path, name, before, value, there))
+    return tuple(changes)
 
 
-def _builds(
-    model: nn.Module,
-    layers: Sequence[AttentionLayer],
-    layouts: Mapping[str, HeadLayout],
-    parameters: Mapping[str, Tensor],
-    changes: Sequence[ConfigChange],
-) -> bool:
-    """Whether the stock class, built from the changed config, has the shapes of the edited model and its head width."""
-    config = copy.deepcopy(model.config)
-    try:
-        for change in changes:
-            setattr(config_at(config, change.path), change.name, change.after)
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            built = type(model)(config)
-    except Exception:  # noqa: BLE001 - every class has rules of its own, and any that is broken says no
-        return False
-    wanted = {name: tuple(parameters.get(name, p).shape) for name, p in model.named_parameters()}
-    if wanted != {name: tuple(p.shape) for name, p in built.named_parameters()}:
-        return False
-    for layer in layers:
-        layout = layouts.get(layer.path)
-        module = built.get_submodule(layer.path)
-        widths = [getattr(module, name) for name in HEAD_WIDTHS if isinstance(getattr(module, name, None), int)]
-        if layout is not None and widths[:1] != [layout.head_dim]:
-            return False
-    return True
+def _asked_by_layers(
+    model: Any, layers: Sequence[AttentionLayer], layouts: Mapping[str, HeadLayout]
+) -> tuple[ConfigChange, ...] | str:
+    """What each config must say so that its readers have these heads, those they have by default; or why none can."""
+    changes: list[ConfigChange] = []
+    for path, config in configs_of(model.config):
+        readers = [layer for layer in layers if getattr(layer.module, "config", None) is config]
+        kept = {layer.path: layouts.get(layer.path, layer.layout) for layer in readers}
+        if not readers or None in kept.values() or (len(layouts) and not set(kept) & set(layouts)):
+            continue
+        sizes = {(x.num_heads, x.num_kv_heads, x.head_dim): name for name, x in kept.items() if x is not None}
+        mapped = [layer.path for layer in readers if (x := kept[layer.path]) is not None and key_map_of(layer, x)]
+        if len(sizes) > 1:
+            told = [f"{heads} over {kv_heads} key heads in {name}" for (heads, kv_heads, _), name in sizes.items()]
+            return (
+                f"a {type(config).__name__} says one number of heads for all its layers, and there are "
+                + ", ".join(told[:2])
+                + (", ..." if len(told) > 2 else "")
+            )
+        if mapped:
+            return f"no config says which key heads {mapped[0]} reads"
+        if len(layouts) and all(layer.layout == kept[layer.path] for layer in readers):
+            continue
+        changes += ask_for(path, config, *next(iter(sizes)))
+    return tuple(changes)
+
+
+def _in_words(layout: HeadLayout) -> str:
+    heads = "head" if layout.num_heads == 1 else "heads"
+    return f"{layout.num_heads} {heads} of {layout.head_dim} channels over {layout.num_kv_heads} key heads"

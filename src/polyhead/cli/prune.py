@@ -1,0 +1,202 @@
+"""`polyhead prune`: a model without some of its heads, the others making up for them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polyhead.cli.edited_model import (
+    CalibrationText,
+    ContextLength,
+    Field,
+    Model,
+    Output,
+    PreviewOnly,
+    Replace,
+    SavedDtype,
+    SavedForm,
+    Stack,
+    Text,
+    Tokens,
+    bar,
+    check_output,
+    errors_told,
+    open_model,
+    show_likeness,
+    show_preview,
+    write_edited,
+)
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+
+if TYPE_CHECKING:
+    from polyhead.sources import LoadedModel
+    from polyhead.surgery import PruneHeads
+    from polyhead.surgery.criteria import Judge
+
+
+def prune(
+    model: Model,
+    heads: Annotated[
+        str | None,
+        typer.Option(metavar="LAYER.HEAD,...", help="The heads to take out, as in 0.3,1.7.", show_default=False),
+    ] = None,
+    share: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N%",
+            help="Take out this share of all heads, chosen by --criterion on the text.",
+            show_default=False,
+        ),
+    ] = None,
+    criterion: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="By what heads are chosen: repaired (what the others cannot make up for), plain (what they write), "
+            "ablation, gradient, taylor, magnitude, redundancy, or random, the control.",
+        ),
+    ] = "repaired",
+    output: Output = None,
+    text: Text = None,
+    field: Field = "text",
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair/--no-repair",
+            help="Solve the output matrices of the heads that stay, layer by layer, for what the whole layer wrote on "
+            "the text.",
+        ),
+    ] = True,
+    form: SavedForm = None,
+    preview: PreviewOnly = False,
+    replace: Replace = False,
+    stack: Stack = None,
+    context: ContextLength = None,
+    tokens: Tokens = 65_536,
+    seed: Annotated[int, typer.Option(help="Of the random criterion.")] = 0,
+    device: Device = None,
+    dtype: SavedDtype = None,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Take heads out of a trained model, without retraining.
+
+    Name the heads, or say how many should go. Heads that stay are repaired on a text, in closed form. The model is
+    written to a new folder, with what undoes the edit; the original is not touched.
+    """
+    from rich.console import Console
+
+    from polyhead.surgery import apply, apply_in_order
+    from polyhead.surgery import preview as count
+
+    console = Console(highlight=False)
+    if (heads is None) == (share is None):
+        raise typer.BadParameter("name heads with --heads, or say how many with --share; got both or neither")
+    with errors_told("prune"):
+        check_output(output, form, preview=preview, replace=replace)
+        wanted = None if share is None else _share(share)
+        named = None if heads is None else _named(heads, stack)
+        loaded = open_model(
+            model,
+            device=device,
+            dtype=dtype,
+            output=output,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+        )
+        if named is not None:
+            count(loaded.model, named)  # refused before the text is read
+        needs_text = wanted is not None or (repair and not preview)
+        calibration = CalibrationText.of(loaded, text, field, context, tokens) if needs_text else None
+        if named is not None:
+            edits = named
+        else:
+            assert wanted is not None
+            assert calibration is not None
+            edits = chosen(calibration, wanted, criterion=criterion, stack=stack, seed=seed)
+        counted = count(loaded.model, edits)
+        console.print(f"{loaded}\nwithout heads {_told(edits)}", markup=False, soft_wrap=True)
+        show_preview(counted, console)
+        if preview or output is None:
+            return
+        before = [] if calibration is None or not calibration.held_out else calibration.judged()
+        if repair:
+            assert calibration is not None
+            layers = len({(edit.stack, edit.layer) for edit in edits})
+            with bar("Repair the heads that stay", layers) as step:
+                record = apply_in_order(
+                    loaded.model, edits, calibration.batches, progress=lambda done, total: step(1)
+                )  # fmt: skip
+        else:
+            record = apply(loaded.model, edits)
+        if calibration is not None and before:
+            show_likeness(before, calibration.judged(), console)
+        write_edited(loaded, record, output, form, console, replace=replace)
+
+
+def chosen(
+    text: CalibrationText, share: float, *, criterion: str, stack: str | None, seed: int
+) -> list[PruneHeads]:  # fmt: skip
+    """The heads that can best go by a criterion, of all layers whose heads are known, or of one stack of them."""
+    from polyhead.errors import OptionError
+    from polyhead.surgery import PruneHeads, choose_heads
+    from polyhead.surgery.criteria import Evidence, orders_by
+
+    model = text.loaded.model
+    with bar(f"Choose heads by {criterion}", len(list(text.batches()))) as step:
+        evidence = Evidence(model, text.told(step), _judge(text.loaded))
+        layers = {path: layer for path, layer in evidence.layers.items() if stack in (None, layer.stack)}
+        if not layers:
+            stacks = ", ".join(dict.fromkeys(layer.stack for layer in evidence.layers.values()))
+            raise OptionError(f"stack must be one of {stacks}, got {stack!r}")
+        total = sum(evidence.heads[path].num_heads for path in layers)
+        number = round(share * total)
+        if not number:
+            raise OptionError(f"a share of {share:.1%} must be a head at least, got {total} heads in all")
+        orders = orders_by(criterion, evidence, seed=seed)
+    found = choose_heads({path: orders[path] for path in layers}, number)
+    return [PruneHeads(layers[path].number, heads, stack=layers[path].stack) for path, heads in found.items() if heads]
+
+
+def _judge(loaded: LoadedModel) -> Judge:
+    """By what heads are judged where a criterion asks: the tokens that a model predicts, else likeness to the whole."""
+    from polyhead.analysis.importance.losses import Masked
+    from polyhead.surgery.criteria import Judge
+
+    if loaded.kind == "causal":
+        return Judge(ablated="language", gradient="language", slopes=8, ablations=1)
+    if loaded.kind == "masked":
+        loss = Masked(loaded.tokenizer.mask_token_id)
+        return Judge(ablated=loss, gradient=loss, slopes=8, ablations=1)
+    return Judge(ablated="representation", ablations=1)
+
+
+def _share(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    share = float(found[1]) / 100 if found else 0.0
+    if not 0 < share < 1:
+        raise typer.BadParameter(
+            f"a share of the heads is written like 30%, more than 0% and less than 100%; got {text!r}",
+            param_hint="--share",
+        )
+    return share
+
+
+def _named(text: str, stack: str | None) -> list[PruneHeads]:
+    from polyhead.geometry import HeadId
+    from polyhead.surgery import PruneHeads
+
+    found: dict[int, list[int]] = {}
+    for part in text.split(","):
+        head = HeadId.parse(part.strip())
+        found.setdefault(head.layer, []).append(head.head)
+    return [PruneHeads(layer, tuple(heads), stack=stack) for layer, heads in sorted(found.items())]
+
+
+def _told(edits: list[PruneHeads]) -> str:
+    several = len({edit.stack for edit in edits}) > 1
+    return ", ".join(
+        (f"{edit.stack} " if several else "") + f"{edit.layer}.{head}" for edit in edits for head in edit.heads
+    )  # fmt: skip

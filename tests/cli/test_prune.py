@@ -1,0 +1,265 @@
+"""`polyhead prune`, `merge` and `undo`: what they print and write, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import polyhead
+from polyhead.cli import app
+from polyhead.cli.edited_model import CalibrationText, open_model
+from polyhead.surgery import find_layers, fingerprint, load_record
+from tests.inspection.small_models import model_folder, text_folder
+
+
+def invoke(*arguments: object, code: int = 0, **options):
+    environment = {"COLUMNS": "250", "NO_COLOR": "1"}
+    result = CliRunner().invoke(app, [str(x) for x in arguments], env=environment, **options)
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    for name in ("bert", "llama"):
+        model_folder(folder / name, name)
+    text_folder(folder / "text")
+    return folder
+
+
+def heads(folder: Path) -> list[int]:
+    return [layer.layout.num_heads for layer in find_layers(polyhead.load(folder))]
+
+
+def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tmp_path):
+    text = ["--text", place / "text", "--device", "cpu"]
+    shown = invoke("prune", place / "bert", "--heads", "0.3, 1.0,0.1", *text, "--output", tmp_path / "pruned").stdout
+    assert "without heads 0.1, 0.3, 1.0" in shown
+    assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
+    assert f"Written to {tmp_path / 'pruned'}, " in shown
+    assert "uneven: stock transformers does not load it: a BertConfig says one number of heads" in shown
+    assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER gives the original back" in shown
+    assert heads(tmp_path / "pruned") == [2, 3]
+    invoke("prune", place / "bert", "--heads", "0.1,0.3,1.0", "--no-repair", "--output", tmp_path / "plain")
+    repaired, plain = polyhead.load(tmp_path / "pruned"), polyhead.load(tmp_path / "plain")
+    name = "encoder.layer.0.attention.self.query.weight"
+    assert torch.equal(repaired.get_parameter(name), plain.get_parameter(name))
+    name = "encoder.layer.0.attention.output.dense.weight"
+    assert not torch.equal(repaired.get_parameter(name), plain.get_parameter(name))
+    back = invoke("undo", tmp_path / "pruned", "--output", tmp_path / "back").stdout
+    original = polyhead.load(place / "bert")
+    assert f"Its fingerprint is {fingerprint(original)}, that of the original" in back
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", place / "bert"))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], x) for name, x in expected.items())
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (place / "bert" / file).read_bytes()
+
+
+def test_a_share_is_chosen_on_the_text(place, tmp_path):
+    options = ["--text", place / "text", "--share", "25%", "--device", "cpu"]
+    shown = invoke("prune", place / "llama", *options, "--preview").stdout
+    assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "6", "0.75"]]
+    assert "Written" not in shown
+    invoke("prune", place / "llama", *options, "--output", tmp_path / "padded", "--form", "padded")
+    assert sum(heads(tmp_path / "padded")) == 6
+    again = invoke("prune", place / "llama", *options, "--output", tmp_path / "again").stdout
+    assert next(line for line in shown.splitlines() if line.startswith("without heads")) in again
+
+
+def test_text_is_read_or_held_out_and_never_both(place):
+    loaded = open_model(str(place / "bert"), device="cpu", dtype=None)
+    text = CalibrationText.of(loaded, str(place / "text"), "text", 40, 10_000)
+    read = [row.tolist() for batch in text.batches() for row in batch["input_ids"]]
+    assert len(text.held_out) == len(text.contexts) // 5 > 2
+    assert len(read) == len(text.contexts) - len(text.held_out)
+    for context in text.contexts:
+        padded = [row for row in read if row[: len(context.ids)] == context.ids]
+        assert len(padded) == (context not in text.held_out)
+    states = text.judged()
+    assert sorted(len(x) for x in states) == sorted(len(context.ids) for context in text.held_out)
+
+
+def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
+    options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--heads", "0.0,0.1,0.2,1.0,1.1,1.2"]
+    shown = invoke("prune", place / "bert", *options, "--output", tmp_path / "one").stdout
+    found = re.search(
+        r"On (\d+) tokens of (\d+) texts that were held out, .* mean cosine of ([\d.]+) ± ([\d.]+)", shown
+    )
+    tokens, texts, cosine, error = (float(x) for x in found.groups())
+    assert 4 <= texts <= 6
+    assert texts * 12 < tokens <= texts * 40
+    assert 0.3 < cosine < 1
+    assert error < 0.1
+    # Where there is little text, all of it is needed.
+    short = invoke("prune", place / "bert", *options, "--tokens", 300, "--output", tmp_path / "two").stdout
+    assert "held out" not in short
+
+
+@pytest.mark.parametrize("criterion", ["plain", "ablation", "gradient", "taylor", "magnitude", "redundancy", "random"])
+def test_every_criterion_can_be_asked_for(place, criterion):
+    options = ["--text", place / "text", "--share", "40%", "--criterion", criterion, "--device", "cpu", "--preview"]
+
+    def taken(name: str, *more: object) -> str:
+        shown = invoke("prune", place / name, *options, *more).stdout
+        return next(line for line in shown.splitlines() if line.startswith("without heads"))
+
+    assert taken("llama").count(".") == 3
+    seeds = {taken("llama", "--seed", seed) for seed in range(4 if criterion == "random" else 2)}
+    assert (len(seeds) > 1) == (criterion == "random")
+    if criterion in ("gradient", "taylor"):
+        said = invoke("prune", place / "bert", *options, code=2).stderr
+        assert "likeness to the whole model is flat there" in said
+    else:
+        assert taken("bert").count(".") == 3
+
+
+def test_edits_of_an_edited_model_are_undone_with_those_before(place, tmp_path):
+    invoke(
+        "prune", place / "bert", "--heads", "0.0,1.1", "--no-repair", "--output", tmp_path / "one", "--form", "padded"
+    )
+    shown = invoke("merge", tmp_path / "one", "--heads", "1.0+1.2", "--output", tmp_path / "two").stdout
+    assert "with heads 1.0+1.2 merged" in shown
+    assert heads(tmp_path / "two") == [3, 2]
+    record = load_record(tmp_path / "two")
+    assert [type(edit).__name__ for edit in record.edits] == ["PruneHeads", "PruneHeads", "MergeHeads"]
+    invoke("undo", tmp_path / "two", "--output", tmp_path / "back")
+    assert fingerprint(polyhead.load(tmp_path / "back")) == fingerprint(polyhead.load(place / "bert"))
+    half = invoke("merge", tmp_path / "one", "--heads", "1.0+1.2", "--output", tmp_path / "half", "--dtype", "bfloat16")
+    assert "Only these edits can be undone, and not those before them" in half.stdout
+    invoke("undo", tmp_path / "half", "--output", tmp_path / "half back")
+    assert heads(tmp_path / "half back") == [3, 3]
+
+
+def test_merged_groups_are_numbered_as_they_were_before(place, tmp_path):
+    shown = invoke(
+        "merge", place / "bert", "--heads", "0.0+0.2,0.1+0.3,1.1+1.2+1.3", "--output", tmp_path / "merged"
+    ).stdout
+    assert "0.0+0.2,0.1+0.3,1.1+1.2+1.3" in shown
+    found, whole = polyhead.load(tmp_path / "merged"), polyhead.load(place / "bert")
+    path = "encoder.layer.0.attention.self.query.weight"
+    queries, before = found.get_parameter(path).view(2, 6, 24), whole.get_parameter(path).view(4, 6, 24)
+    torch.testing.assert_close(queries[0], (before[0] + before[2]) / 2)
+    torch.testing.assert_close(queries[1], (before[1] + before[3]) / 2)
+    assert heads(tmp_path / "merged") == [2, 2]
+
+
+def test_an_edited_model_is_inspected_by_its_folder(place, tmp_path):
+    pytest.importorskip("pyarrow")
+    for name, taken in (("bert", "0.1,0.2"), ("llama", "0.1")):
+        invoke("prune", place / name, "--heads", taken, "--no-repair", "--output", tmp_path / name)
+        shown = invoke("inspect", tmp_path / name, "--text", place / "text", "--context", 64, "--device", "cpu").stdout
+        assert f"{6 if name == 'bert' else 7} heads" in shown
+        assert shown.count("•") == 3
+
+
+def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tmp_path):
+    options = ["--heads", "0.1", "--no-repair"]
+    before = {file.name: file.read_bytes() for file in (place / "bert").iterdir()}
+    for extra in ([], ["--replace"]):
+        said = invoke("prune", place / "bert", *options, "--output", place / "bert", *extra, code=2).stderr
+        assert ("which holds files" if not extra else "not written over the one it came from") in said
+    assert {file.name: file.read_bytes() for file in (place / "bert").iterdir()} == before
+    invoke("prune", place / "bert", *options, "--output", tmp_path / "one")
+    assert "which holds files; name another one" in invoke(
+        "prune", place / "bert", *options, "--output", tmp_path / "one", code=2
+    ).stderr  # fmt: skip
+    invoke("prune", place / "bert", "--heads", "0.1,0.2", "--no-repair", "--output", tmp_path / "one", "--replace")
+    assert heads(tmp_path / "one") == [2, 4]
+    assert "not written over the one it came from" in invoke(
+        "undo", tmp_path / "one", "--output", tmp_path / "one", "--replace", code=2
+    ).stderr  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--heads", "0.4"], "this layer has heads 0 to 3, got [4]"),
+        (["--heads", "2.0"], "has layers 0 to 1, got layer 2"),
+        (["--heads", "0.0,0.1,0.2,0.3"], "a layer must keep a head, got all 4 heads of layer 0"),
+        (["--heads", "0.0,0.0"], "a head is named once"),
+        (["--heads", "0-1"], "a head is written LAYER.HEAD, as in 3.7; got '0-1'"),
+        (["--share", "30"], "written like 30%, more than 0% and less than 100%; got '30'"),
+        (["--share", "100%"], "less than 100%; got '100%'"),
+        (["--share", "3%"], "a share of 3.0% must be a head at least, got 8 heads in all"),
+        (["--share", "99%"], "0 to 6 heads can go, one staying in each, got 8"),
+        ([], "name heads with --heads, or say how many with --share; got both or neither"),
+        (["--heads", "0.1", "--share", "30%"], "got both or neither"),
+        (["--share", "30%", "--criterion", "luck"], "a criterion is one of repaired, plain, ablation"),
+        (
+            ["--share", "30%", "--stack", "decoder"],
+            "stack must be one of encoder.layer.*.attention.self, got 'decoder'",
+        ),
+        (["--heads", "0.1", "--form", "flat"], "a form is one of uniform, uneven, padded; got 'flat'"),
+        (["--heads", "0.1", "--form", "uniform"], "uniform, a model must be one that a stock config describes"),
+        (["--heads", "0.1", "--text", "{empty}"], "calibration needs some text"),
+        (["--heads", "0.1", "--text", "{short}"], "must have at least as many tokens as the heads of"),
+        (["--share", "30%", "--text", "{short}"], "must have at least as many tokens as the heads of"),
+        (["--heads", "0.1", "--text", "nowhere.txt"], "there is no such file"),
+        (["--heads", "0.1", "--stack", "decoder"], "stack must be one of encoder.layer.*.attention.self"),
+        (["--heads", "0.1", "--context", "9999"], "made for contexts of up to 130 tokens, got 9999"),
+        (["--heads", "0.1", "--dtype", "int8"], "a dtype is float32, bfloat16 or float16; got 'int8'"),
+    ],
+)
+def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_path, arguments, words):
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "short.txt").write_text(" ".join(["w1 w2"] * 6))
+    places = {"empty": tmp_path / "empty.txt", "short": tmp_path / "short.txt"}
+    given = [x.format(**places) for x in arguments]
+    if "--text" not in given:
+        given += ["--text", place / "text"]
+    said = invoke("prune", place / "bert", *given, "--device", "cpu", "--output", tmp_path / "out", code=2).stderr
+    assert words in " ".join(said.replace("│", " ").split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--heads", "1.3"], "two heads or more of one layer become one, as in 1.3+1.7; got '1.3'"),
+        (["--heads", "0.1+1.2"], "got '0.1+1.2'"),
+        (["--heads", "0.1+0.2,0.2+0.3"], "a head is named once, got 0.2 more than once"),
+        (["--heads", "0.1+0.1"], "a head is named once, got 0.1 more than once"),
+        (["--heads", "0.1+0.7"], "this layer has heads 0 to 3, got [7]"),
+        (["--heads", "0.1+x"], "a head is written LAYER.HEAD"),
+    ],
+)
+def test_bad_input_of_merge_is_said_in_a_line_and_nothing_is_written(place, tmp_path, arguments, words):
+    said = invoke("merge", place / "bert", *arguments, "--output", tmp_path / "out", code=2).stderr
+    assert words in " ".join(said.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_is_needed_unless_only_counted(place):
+    said = invoke("prune", place / "bert", "--heads", "0.1", "--no-repair", code=2).stderr
+    assert "name one; or only count with --preview" in " ".join(said.replace("│", " ").split())
+    assert "0.88" in invoke("prune", place / "bert", "--heads", "0.1", "--preview").stdout
+
+
+def test_what_cannot_be_undone_is_said(place, tmp_path):
+    said = invoke("undo", place / "bert", "--output", tmp_path / "out", code=2).stderr
+    assert "by the record that was saved with them, got" in said
+    assert "which is none" in invoke("undo", tmp_path / "nowhere", "--output", tmp_path / "out", code=2).stderr
+    invoke("prune", place / "bert", "--heads", "0.1", "--no-repair", "--output", tmp_path / "one", "--form", "padded")
+    record = tmp_path / "one" / "polyhead-record.safetensors"
+    whole = record.read_bytes()
+    record.write_bytes(whole[:-9])
+    assert "a whole safetensors file" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
+    record.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    assert "it is damaged" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
+    record.write_bytes(whole)
+    invoke("prune", place / "bert", "--heads", "0.2", "--no-repair", "--output", tmp_path / "two", "--form", "padded")
+    (tmp_path / "two" / "polyhead-record.safetensors").write_bytes(whole)
+    assert "this record undoes the edits of the model with fingerprint" in invoke(
+        "undo", tmp_path / "two", "-o", tmp_path / "out", code=2
+    ).stderr  # fmt: skip
+    assert not (tmp_path / "out").exists()
+    manifest = json.loads((tmp_path / "one" / "polyhead.json").read_text())
+    assert manifest["form"] == "padded"
