@@ -305,3 +305,16 @@ def test_an_order_that_splits_groups_is_run_by_its_map():
     assert find_layers(model)[0].layout.key_heads == (0, 1, 0, 1, 0, 1)
     model.set_attn_implementation(polyhead.huggingface.register())
     torch.testing.assert_close(result_of(model, family), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_tensors_that_lie_in_one_piece_of_memory_are_told_apart_wherever_each_begins() -> None:
+    memory = torch.arange(12.0)
+    layer, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    layer.weight = torch.nn.Parameter(memory[3:5].view(1, 2))  # 12 bytes from the start
+    other.weight = torch.nn.Parameter(memory[3:5].view(1, 2).clone())
+    assert fingerprint(layer) == fingerprint(other)
+    layer = MultiHeadAttention(12, 4, num_kv_heads=2)
+    before = fingerprint(layer)
+    record = apply(layer, [PruneHeads(0, (0,))])
+    undo(layer, record)
+    assert fingerprint(layer) == before

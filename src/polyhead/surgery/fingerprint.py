@@ -37,6 +37,8 @@ def _sums(tensor: Tensor) -> bytes:
     held = tensor.contiguous().flatten().view(torch.uint8)
     if held.numel() % 8:
         held = torch.cat((held, held.new_zeros(-held.numel() % 8)))
+    elif held.storage_offset() % 8:  # it lies in one piece of memory with others
+        held = held.clone()
     words = held.view(torch.int64)
     places = torch.arange(1, 2 * min(_PIECE, max(words.numel(), 1)), 2, device=words.device)
     sums = [(piece * places[: piece.numel()]).sum() for piece in words.split(_PIECE)]
