@@ -1,0 +1,119 @@
+"""`polyhead convert`: fewer key heads for a trained model, so that its cache is smaller."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from polyhead.cli.edited_model import (
+    CalibrationText,
+    ContextLength,
+    Field,
+    Model,
+    Output,
+    PreviewOnly,
+    Replace,
+    SavedDtype,
+    SavedForm,
+    Stack,
+    Text,
+    Tokens,
+    bar,
+    check_output,
+    errors_told,
+    open_model,
+    show_likeness,
+    show_preview,
+    write_edited,
+)
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+
+
+def convert(
+    model: Model,
+    kv_heads: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Key heads of each layer afterwards: a number that divides those it has; 1 for multi-query attention.",
+            show_default=False,
+        ),
+    ],
+    output: Output = None,
+    text: Text = None,
+    field: Field = "text",
+    grouping: Annotated[
+        str,
+        typer.Option(
+            metavar="similar|neighbours",
+            help="Which key heads become one: those that are alike, or neighbours.",
+        ),
+    ] = "similar",
+    rounds: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Rounds in which shared keys and values are refitted to the text, by alternating least squares.",
+        ),
+    ] = 0,
+    form: SavedForm = None,
+    preview: PreviewOnly = False,
+    replace: Replace = False,
+    stack: Stack = None,
+    context: ContextLength = None,
+    tokens: Tokens = 65_536,
+    device: Device = None,
+    dtype: SavedDtype = None,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Let the heads of a trained model share keys and values, without retraining.
+
+    Multi-head attention becomes grouped-query or multi-query attention. Key heads that are alike become one that serves
+    all their queries, in closed form, and output matrices are solved for what is lost on the text. The model is written
+    to a new folder, with what undoes the edit; the original is not touched.
+    """
+    from rich.console import Console
+
+    import polyhead.huggingface
+    from polyhead.surgery import ShareKeys, convert_groups
+    from polyhead.surgery import preview as count
+    from polyhead.surgery.convert import layers_to_convert
+    from polyhead.surgery.grouping import neighbours
+
+    console = Console(highlight=False)
+    with errors_told("convert"):
+        check_output(output, form, preview=preview, replace=replace)
+        loaded = open_model(
+            model, device=device, dtype=dtype, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+        )
+        layers = layers_to_convert(loaded.model, kv_heads, stack)
+        plain = [
+            ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, kv_heads), stack=layer.stack)
+            for layer in layers
+            if layer.layout is not None
+        ]
+        counted = count(loaded.model, plain)
+        told = f"with {kv_heads} key head{'s' * (kv_heads > 1)} in each of {len(layers)} layers"
+        console.print(f"{loaded}\n{told}", markup=False, soft_wrap=True)
+        show_preview(counted, console)
+        if preview or output is None:
+            return
+        calibration = CalibrationText.of(loaded, text, field, context, tokens)
+        # Groups that no config of a family can say are known to our attention alone.
+        loaded.model.set_attn_implementation(polyhead.huggingface.register())
+        before = calibration.judged() if calibration.held_out else []
+        with bar("Share keys and values, layer by layer", len(layers)) as step:
+            record = convert_groups(
+                loaded.model,
+                kv_heads,
+                calibration.batches,
+                stack=stack,
+                grouping=grouping,  # type: ignore[arg-type]  # checked there
+                rounds=rounds,
+                progress=lambda done, total: step(1),
+            )
+        if before:
+            show_likeness(before, calibration.judged(), console)
+        write_edited(loaded, record, output, form, console, replace=replace)

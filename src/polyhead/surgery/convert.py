@@ -1,0 +1,234 @@
+"""Fewer key heads for a trained model, in closed form: grouped by likeness, shared, and W_O solved for what is lost.
+
+Layer by layer, each on what the converted layers before it feed it: the moments of its inputs say which key heads are
+alike and which keys and values serve a group best (`shared_keys`), on request both are refitted by alternating least
+squares on a sample of tokens (`refine_logits`, `refine`), and W_O is solved over the whole text for what the layer
+wrote in the model as it was. No gradient is taken and nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.surgery.anatomy import AttentionLayer, find_layers
+from polyhead.surgery.apply import apply, changed
+from polyhead.surgery.grouping import Groups, neighbours, similar_groups
+from polyhead.surgery.head_weights import HeadWeights, pack_heads, read_heads
+from polyhead.surgery.in_order import TargetMoments
+from polyhead.surgery.input_moments import InputMoments
+from polyhead.surgery.key_forms import KeyForm, find_key_forms
+from polyhead.surgery.looks import rows_of
+from polyhead.surgery.moments import OutputMoments
+from polyhead.surgery.records import EditRecord
+from polyhead.surgery.refine import refined, sample_attended
+from polyhead.surgery.refine_logits import refined_logits, see_logits
+from polyhead.surgery.repair import check_ridge, with_output
+from polyhead.surgery.shared_keys import ShareKeys, in_order_of_groups, share
+from polyhead.surgery.streams import Piece, Streams
+
+Grouping = Literal["similar", "neighbours"]
+GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
+Batches = Callable[[], Iterable[Mapping[str, Any]]]
+RIDGE = 1e-3
+
+
+def convert_groups(
+    model: nn.Module,
+    num_kv_heads: int,
+    batches: Batches,
+    *,
+    stack: str | None = None,
+    grouping: Grouping = "similar",
+    ridge: float = RIDGE,
+    rounds: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> EditRecord:
+    """Give every attention layer `num_kv_heads` key heads, so that it writes what it wrote as nearly as can be.
+
+    Multi-head attention becomes grouped-query attention, or multi-query attention with 1. `undo(model, record)` takes
+    it back bit for bit; `record.edits` are the `ShareKeys` that say who shares with whom.
+
+    Args:
+        batches: gives calibration text: what the model is called with, as `model(**batch)`. At least as many tokens as
+            a layer's heads have channels.
+        stack: only the layers of this stack; of all whose heads can be edited by default.
+        grouping: key heads that are alike share, or neighbours.
+        ridge: how near W_O stays to what the shared values make of it, as in `OutputRepair`.
+        rounds: of alternating least squares on a sample of the text, queries and keys to the logits that there were and
+            values to what was written; 0 leaves them as singular vectors make them.
+        progress: called after each layer with how many are done and how many there are.
+    """
+    check_ridge(ridge)
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
+        raise OptionError(f"rounds must be an integer of at least 0, got {rounds!r}")
+    if grouping not in GROUPINGS:
+        raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
+    layers = layers_to_convert(model, num_kv_heads, stack)
+    text = list(batches())
+    if not text:
+        raise OptionError("calibration needs some text, got no batch")
+    forms = find_key_forms(model, text[0])
+    missing = [layer.path for layer in layers if layer.path not in forms]
+    if missing:
+        raise OptionError(f"calibration text must pass every layer that is converted, got none through {missing[0]!r}")
+    was_training = model.training
+    model.eval()
+    found: dict[str, Converted] = {}
+    streams = Streams(model, text)
+    try:
+        for place, layer in enumerate(layers):
+            found[layer.path] = _convert(
+                model, layer, num_kv_heads, forms[layer.path], streams, found, grouping, ridge, rounds
+            )
+            if progress is not None:
+                progress(place + 1, len(layers))
+    finally:
+        model.train(was_training)
+    edits = [
+        ShareKeys(layer.number, found[layer.path].groups, forms[layer.path], stack=layer.stack) for layer in layers
+    ]
+    return apply(model, edits, repair=_Given(found))
+
+
+def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = None) -> list[AttentionLayer]:
+    """The layers that would have fewer key heads; refused where one of them cannot."""
+    layers = [layer for layer in find_layers(model) if stack is None or layer.stack == stack]
+    if not layers:
+        stacks = list(dict.fromkeys(layer.stack for layer in find_layers(model)))
+        raise OptionError(
+            f"stack must be one of {', '.join(stacks)}, got {stack!r}" if len(stacks) else "got a model without heads"
+        )
+    refused = next((layer for layer in layers if layer.refusals), None)
+    if refused is not None:
+        raise OptionError(f"the heads of {refused.path!r} cannot be edited: {'; '.join(refused.refusals)}")
+    wanted = []
+    for layer in layers:
+        assert layer.layout is not None
+        edit = ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, num_kv_heads), stack=layer.stack)
+        changed(layer, read_heads(model, layer, device="meta"), [edit])
+        if layer.layout.num_kv_heads != num_kv_heads:
+            wanted.append(layer)
+    if not wanted:
+        raise OptionError(f"every layer has {num_kv_heads} key heads already; give a smaller number")
+    return wanted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Converted:
+    """A layer's heads with shared keys, query heads at their places; and the same in the shapes of the model."""
+
+    groups: Groups
+    heads: HeadWeights
+    parameters: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, layer: AttentionLayer, groups: Groups, heads: HeadWeights) -> Converted:
+        before = read_heads(model, layer, device="meta")
+        return cls(groups, heads, pack_heads(model, layer, spread(heads, groups, before)))
+
+
+def spread(heads: HeadWeights, groups: Sequence[Sequence[int]], before: HeadWeights) -> HeadWeights:
+    """Shared keys and values once for every key head that there was before: the same function in the old shapes."""
+    place = {key: index for index, group in enumerate(groups) for key in group}
+    at = [place[key] for key in range(len(place))]
+    return replace(
+        heads,
+        key=heads.key[at],
+        value=heads.value[at],
+        key_bias=None if heads.key_bias is None else heads.key_bias[at],
+        value_bias=None if heads.value_bias is None else heads.value_bias[at],
+        key_heads=before.key_heads,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """Writes what was found, query heads in the order of their groups; for `apply(..., repair=...)`."""
+
+    found: Mapping[str, Converted]
+
+    def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights:
+        return in_order_of_groups(self.found[path].heads)
+
+
+def _convert(
+    model: nn.Module,
+    layer: AttentionLayer,
+    count: int,
+    form: KeyForm,
+    streams: Streams,
+    done: Mapping[str, Converted],
+    grouping: Grouping,
+    ridge: float,
+    rounds: int,
+) -> Converted:
+    heads = read_heads(model, layer)
+    lending = {name: x for one in done.values() for name, x in one.parameters.items()}
+    text = streams.before(layer, lending)
+    inputs = gather_inputs(model, layer, text, lending)
+    groups = (
+        similar_groups(heads, count, form, inputs)
+        if grouping == "similar"
+        else neighbours(heads.key.shape[0], count)
+    )  # fmt: skip
+    shared = share(heads, groups, form, inputs)
+    if rounds:
+        seen = see_logits(model, layer, heads, form, text, lending)
+        shared = refined_logits(shared, form, seen, rounds=rounds)
+        del seen
+    converted = Converted.of(model, layer, groups, shared)
+    if rounds:
+        now = lending | dict(converted.parameters)
+        sample = sample_attended(model, layer, text, now, inputs.tokens)
+        shared = refined(shared, sample, ridge=ridge, rounds=rounds)
+        converted = Converted.of(model, layer, groups, shared)
+    moments = gather_targets(model, layer, text, lending | dict(converted.parameters))
+    problem = moments.problem(shared, ridge, layer.path)
+    matrix, bias = problem.solve(range(shared.num_heads))
+    return Converted.of(model, layer, groups, with_output(shared, matrix, bias))
+
+
+def gather_inputs(
+    model: nn.Module,
+    layer: AttentionLayer,
+    text: Iterable[Piece],
+    lending: Mapping[str, Tensor] | None = None,
+) -> InputMoments:
+    """The moments of what a layer's projections are given, in the model or in one with these parameters lent."""
+    gathered: dict[str, OutputMoments] = {}
+    for piece in text:
+        look = piece.look(model, layer, lending=lending or {})
+        for part, x in {} if look is None else look.inputs.items():
+            rows = rows_of(model, layer, piece.batch, x)
+            held = gathered.get(part)
+            held = OutputMoments.empty(rows.shape[-1], rows.device) if held is None else held
+            gathered[part] = held.update(rows)
+    if not gathered:
+        raise OptionError("calibration needs some text, got no batch, or batches that the layer was not called for")
+    return InputMoments.of(gathered["query"], gathered["key"], gathered["value"])
+
+
+def gather_targets(
+    model: nn.Module,
+    layer: AttentionLayer,
+    text: Iterable[Piece],
+    now: Mapping[str, Tensor],
+) -> TargetMoments:
+    """What the shared heads give, beside what the layer wrote in the model as it was."""
+    held: TargetMoments | None = None
+    for piece in text:
+        given, wanted = (piece.look(model, layer, lending=lending) for lending in (now, None))
+        if given is None or wanted is None:
+            continue
+        rows, targets = (rows_of(model, layer, piece.batch, x) for x in (given.heads, wanted.written))
+        if held is None:
+            held = TargetMoments.empty(rows.shape[-1], targets.shape[-1], rows.device)
+        held = held.update(rows, targets)
+    if held is None:
+        raise OptionError("calibration needs some text, got no batch, or batches that the layer was not called for")
+    return held
