@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plan_tables import accuracy_section
+from benchmarks.surgery_tables import quality_section
 from polyhead.lab.arrangement_speed import floors
 from polyhead.lab.arrangement_speed.steps import FORWARD
 from polyhead.lab.arrangement_speed.steps import TRAINING as TRAINED
@@ -27,15 +29,18 @@ INSPECTION = "inspection-"
 VIEWER = "viewer-"
 ARRANGEMENTS = "arrangements-"
 TRAINING = "training-"
+SURGERY = "surgery-"
+PLAN = "plan-"
 MARKS = re.compile(r"(<!-- *figures: *begin *-->).*?(<!-- *figures: *end *-->)", re.DOTALL)
 COMPARED_MARKS = re.compile(r"(<!-- *compared: *begin *-->).*?(<!-- *compared: *end *-->)", re.DOTALL)
 TRAINING_MARKS = re.compile(r"(<!-- *training: *begin *-->).*?(<!-- *training: *end *-->)", re.DOTALL)
+QUALITY_MARKS = re.compile(r"(<!-- *quality: *begin *-->).*?(<!-- *quality: *end *-->)", re.DOTALL)
 COLUMNS = "| ours | against | theirs | ours / theirs [95%] | bound |"
 
 
 def performance_page(page: str, results: Path = RESULTS) -> str:
     """docs/performance.md with everything between its two marks made anew from the layer's results."""
-    others = (STATISTICS, INSPECTION, VIEWER, ARRANGEMENTS)
+    others = (STATISTICS, INSPECTION, VIEWER, ARRANGEMENTS, SURGERY, PLAN)
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
     return _between_marks(page, paths, "batch x n x d_model x heads")
 
@@ -66,12 +71,27 @@ def arrangements_page(page: str, results: Path = RESULTS) -> str:
     return _filled(page, TRAINING_MARKS, "training", "\n".join(tables)) if tables else page
 
 
+def surgery_page(page: str, results: Path = RESULTS) -> str:
+    """docs/surgery.md, from what `polyhead bench surgery` measured: worth by criterion and share, and time saved."""
+    page = _between_marks(page, sorted(results.glob(f"{SURGERY}*.json")), "call")
+    sections = [quality_section(path) for path in sorted(results.glob(f"{SURGERY}*.jsonl"))]
+    return _filled(page, QUALITY_MARKS, "quality", "\n".join(sections)) if sections else page
+
+
+def plan_page(page: str, results: Path = RESULTS) -> str:
+    """docs/plan.md, from what `polyhead bench plan` measured."""
+    sections = [accuracy_section(path) for path in sorted(results.glob(f"{PLAN}*.json"))]
+    return _filled(page, MARKS, "figures", "\n".join(sections)) if sections else page
+
+
 PAGES = {
     "performance.md": performance_page,
     "statistics.md": statistics_page,
     "inspecting.md": inspection_page,
     "looking.md": looking_page,
     "arrangements.md": arrangements_page,
+    "surgery.md": surgery_page,
+    "plan.md": plan_page,
 }
 
 

@@ -43,12 +43,17 @@ from polyhead.layers import (
 from polyhead.masks import Mask
 from polyhead.observatory import HeadProfile, observe
 from polyhead.observatory.transformers_models import open_entrance as _open_entrance
+from polyhead.sources.models import open_folders as _open_folders
+from polyhead.surgery.loading import load
+from polyhead.surgery.loading import load_saved as _load_saved
 from polyhead.version import VERSION
 
 __version__ = VERSION
 
 # Rooms beside each other do not import each other: here the one that watches is shown into transformers' models.
 _open_entrance(_register, _WATCHERS)
+# And models are read by their names, those whose heads were edited as well.
+_open_folders(_load_saved)
 
 __all__ = [
     "AttentionConfig",
@@ -85,6 +90,7 @@ __all__ = [
     "build_attention",
     "config_of",
     "explain",
+    "load",
     "observe",
     "offset_bins",
     "profile",

@@ -7,6 +7,7 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.surgery import loss_weights
+from polyhead.surgery.sensitivity import token_weights, weighed_moments
 from tests.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
@@ -51,3 +52,34 @@ def test_a_loss_that_says_nothing_is_refused():
     with pytest.raises(OptionError, match="got no batch"):
         loss_weights(model, [], language)
     assert all(not x._forward_hooks for x in model.modules())
+
+
+def test_weighed_moments_count_each_token_by_its_squared_gradient():
+    model = build(FAMILIES["llama"])
+    model.set_attn_implementation("sdpa")
+    batches = [{"input_ids": models.tokens(seed=seed)} for seed in range(2)]
+    path = "model.layers.1.self_attn"
+    rows, weights = [], []
+    linear = model.get_submodule(f"{path}.o_proj")
+    for batch in batches:
+        kept = []
+
+        def keep(_, given, written, kept=kept):
+            written.retain_grad()
+            kept.extend((given[0].detach(), written))
+
+        hook = linear.register_forward_hook(keep)
+        language(model, batch).backward()
+        hook.remove()
+        rows.append(kept[0].flatten(0, 1).double())
+        weights.append(kept[1].grad.double().square().sum(-1).flatten())
+    model.zero_grad(set_to_none=True)
+    rows, weights = torch.cat(rows), torch.cat(weights)
+    weights = weights / weights.sum() * int((weights > 0).sum())
+    found = weighed_moments(model, batches, language)[path]
+    assert found.count == int((weights > 0).sum()) == 2 * 3 * 22  # the last token of a row predicts nothing
+    torch.testing.assert_close(found.total, weights @ rows, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.products, rows.T @ (rows * weights[:, None]), rtol=1e-4, atol=1e-6)
+    by_token = token_weights(model, batches, language)[path]
+    assert [x.shape for x in by_token] == [(3, 23)] * 2
+    torch.testing.assert_close(torch.cat([x.flatten() for x in by_token]), weights, rtol=1e-4, atol=1e-9)

@@ -7,7 +7,22 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli import bench, compare, demo, inspect, report, syntax, view
+from polyhead.cli import (
+    bench,
+    choose,
+    compare,
+    convert,
+    demo,
+    inspect,
+    merge,
+    plan,
+    prune,
+    report,
+    shrink,
+    syntax,
+    undo,
+    view,
+)
 
 app = typer.Typer(
     name="polyhead",
@@ -22,7 +37,14 @@ app.command("inspect")(inspect.inspect)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("compare")(compare.compare)
+app.command("plan")(plan.plan)
+app.command("choose")(choose.choose)
 app.command("syntax")(syntax.syntax)
+app.command("prune")(prune.prune)
+app.command("merge")(merge.merge)
+app.command("convert")(convert.convert)
+app.command("shrink")(shrink.shrink)
+app.command("undo")(undo.undo)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.bench_plan import plan
+from polyhead.cli.bench_surgery import surgery
 from polyhead.cli.bench_training import training
+from polyhead.cli.measured_steps import run_and_keep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from rich.console import Console
-
-    from polyhead.lab.measuring.results import Row
-    from polyhead.lab.statistics_speed import Shape, Step
+    from polyhead.lab.statistics_speed import Shape
 
 app = typer.Typer(help="Measure this library against others on the machine at hand.", no_args_is_help=True)
 
 
+app.command("plan")(plan)
+app.command("surgery")(surgery)
 app.command("training")(training)
 
 
@@ -73,7 +74,7 @@ def statistics(
         typer.echo(statistics_speed.NO_GPU + (f": left out are {', '.join(left_out)}" if left_out else ""))
     if steps:
         facts = {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick, "parts": parts, "seed": seed}
-        _keep(steps, facts, output)
+        run_and_keep(steps, facts, output)
 
 
 @app.command("inspection")
@@ -103,7 +104,7 @@ def inspection(
         typer.echo(f"{statistics_speed.NO_GPU}: MiniLM is watched on the CPU")
     steps = inspection_speed.plan(quick=quick, seed=seed, gpu=gpu)
     facts = {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick, "seed": seed}
-    _keep(steps, facts, output)
+    run_and_keep(steps, facts, output)
 
 
 @app.command("viewer")
@@ -129,7 +130,7 @@ def viewer(
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     steps = viewer_speed.plan(quick=quick, seed=seed, gpu=gpu)
     facts = {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick, "seed": seed}
-    _keep(steps, facts, output)
+    run_and_keep(steps, facts, output)
 
 
 @app.command("arrangements")
@@ -162,48 +163,7 @@ def arrangements(
         typer.echo(f"{statistics_speed.NO_GPU}, and these figures are of its kernels")
         return
     steps = arrangement_speed.plan(parts, quick=quick, seed=seed, gpu=gpu)
-    _keep(steps, {**machine.describe(gpu, commit), "quick": quick, "parts": parts, "seed": seed}, output)
-
-
-def _keep(steps: Sequence[Step], facts: dict[str, object], output: Path | None) -> None:
-    """Run the steps, show their rows and keep them."""
-    from rich.console import Console
-
-    from polyhead.lab.measuring import results
-
-    progress, console = Console(stderr=True, highlight=False), Console(highlight=False)
-    rows: list[Row] = []
-    began = time.perf_counter()
-    for row in _measured(steps, progress):
-        rows.append(row)
-        if output is not None:
-            results.write(output, {**facts, "seconds": round(time.perf_counter() - began, 1)}, rows)
-    # Files and pipes have no width of their own; a wrapped table there is no table.
-    (console if console.is_terminal else Console(width=170, highlight=False)).print(results.rich_table(rows))
-    typer.echo(f"\n{results.count_of_misses(rows)}\n{len(rows)} rows in {time.perf_counter() - began:.0f} seconds")
-    if output is not None:
-        typer.echo(f"written to {output}")
-    if any(row.failed for row in rows):
-        raise typer.Exit(1)
-
-
-def _measured(steps: Sequence[Step], console: Console) -> Iterator[Row]:
-    """The rows as they come, with a bar on a terminal and a line a step elsewhere."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from polyhead.lab.measuring import runner
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    began = time.perf_counter()
-    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with runner.settled(), progress as bar:
-        task = bar.add_task("", total=len(steps))
-        for step in steps:
-            bar.update(task, description=f"{step.part} at {step.place}")
-            yield from step.rows()
-            bar.advance(task)
-            if not console.is_terminal:
-                console.print(f"{time.perf_counter() - began:6.1f} s  {step.part} at {step.place}", markup=False)
+    run_and_keep(steps, {**machine.describe(gpu, commit), "quick": quick, "parts": parts, "seed": seed}, output)
 
 
 def _parts(text: str | None, known: Sequence[str]) -> list[str]:

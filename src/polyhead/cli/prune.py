@@ -28,12 +28,11 @@ from polyhead.cli.edited_model import (
     show_preview,
     write_edited,
 )
+from polyhead.cli.judging import judge_of, weighting_of
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
 
 if TYPE_CHECKING:
-    from polyhead.sources import LoadedModel
     from polyhead.surgery import PruneHeads
-    from polyhead.surgery.criteria import Judge
 
 
 def prune(
@@ -146,7 +145,7 @@ def chosen(
 
     model = text.loaded.model
     with bar(f"Choose heads by {criterion}", len(list(text.batches()))) as step:
-        evidence = Evidence(model, text.told(step), _judge(text.loaded))
+        evidence = Evidence(model, text.told(step), judge_of(text.loaded))
         layers = {path: layer for path, layer in evidence.layers.items() if stack in (None, layer.stack)}
         if not layers:
             stacks = ", ".join(dict.fromkeys(layer.stack for layer in evidence.layers.values()))
@@ -155,22 +154,9 @@ def chosen(
         number = round(share * total)
         if not number:
             raise OptionError(f"a share of {share:.1%} must be a head at least, got {total} heads in all")
-        orders = orders_by(criterion, evidence, seed=seed)
+        orders = orders_by(criterion, evidence, weighting=weighting_of(criterion), seed=seed)
     found = choose_heads({path: orders[path] for path in layers}, number)
     return [PruneHeads(layers[path].number, heads, stack=layers[path].stack) for path, heads in found.items() if heads]
-
-
-def _judge(loaded: LoadedModel) -> Judge:
-    """By what heads are judged where a criterion asks: the tokens that a model predicts, else likeness to the whole."""
-    from polyhead.analysis.importance.losses import Masked
-    from polyhead.surgery.criteria import Judge
-
-    if loaded.kind == "causal":
-        return Judge(ablated="language", gradient="language", slopes=8, ablations=1)
-    if loaded.kind == "masked":
-        loss = Masked(loaded.tokenizer.mask_token_id)
-        return Judge(ablated=loss, gradient=loss, slopes=8, ablations=1)
-    return Judge(ablated="representation", ablations=1)
 
 
 def _share(text: str) -> float:

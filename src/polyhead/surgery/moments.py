@@ -72,7 +72,7 @@ def gather_moments(
     def listen(layer: AttentionLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
             rows = given[0].detach()
-            real = _real(model, layer, current, rows)
+            real = real_tokens(model, layer, current, rows)
             rows = rows.flatten(0, -2) if real is None else rows[real]
             held = gathered.get(layer.path)
             held = OutputMoments.empty(rows.shape[-1], rows.device) if held is None else held
@@ -96,7 +96,7 @@ def gather_moments(
     return gathered
 
 
-def _real(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], rows: Tensor) -> Tensor | None:
+def real_tokens(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], rows: Tensor) -> Tensor | None:
     """Which tokens are no padding, [batch, tokens]; None for all."""
     in_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder" in layer.path
     mask = batch.get("decoder_attention_mask" if in_decoder else "attention_mask")

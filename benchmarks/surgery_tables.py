@@ -1,0 +1,107 @@
+"""The tables of docs/surgery.md, from what `polyhead bench surgery` measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyhead.lab.surgery_quality.points import Result, read_results
+from polyhead.lab.surgery_quality.standings import best_by_place, curves_of, headline, place_of, said
+from polyhead.lab.surgery_quality.tasks import Split
+
+SPLITS: tuple[Split, ...] = ("choose", "report")
+TITLES = {"perplexity": "perplexity", "ratio": "over the whole model's", "spearman": "Spearman", "cosine": "cosine"}
+
+
+def quality_section(path: Path) -> str:
+    """One model: the ways that were tried where it matters, and every curve."""
+    results = read_results(path)
+    facts = results[0].facts
+    machine, versions = facts["machine"], facts["versions"]
+    commits = ", ".join(dict.fromkeys(str(result.facts["commit"]) for result in results))
+    lines = [
+        f"### {facts['model']}, {facts['text']}",
+        "",
+        f"{len(results)} points in float32 without TF32, {machine['gpu'] or machine['cpu']}, torch "
+        f"{versions['torch']}, commit {commits}. Heads gone of {results[0].heads}.{_limits(facts)}",
+        "",
+        *_ways(results),
+        *_curves(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _limits(facts: Mapping[str, Any]) -> str:
+    """How much of the text was read, where that was not all."""
+    calibration, rows = facts.get("calibration"), facts.get("rows")
+    told = f" Calibrated on {calibration:,} rows or sentences." if calibration else ""
+    return told + (f" A coarse look: measured on {rows:,} rows or pairs of each split." if rows else "")
+
+
+def _ways(results: list[Result]) -> list[str]:
+    """Where several ways were tried at one place: each with its figures, the one chosen in bold."""
+    names = list(results[0].figures["report"])
+    columns = [
+        f"{TITLES[name]}, {'choosing' if split == 'choose' else 'reporting'}" for name in names for split in SPLITS
+    ]
+    lines = [
+        f"| heads gone, chosen and repaired by | loads in | {' | '.join(columns)} |",
+        "|---" * (2 + len(columns)) + "|",
+    ]
+    chosen = best_by_place(results)
+    asked = [x for x in results if "choose" in x.figures and x.point.criterion != "random"]
+    places = dict.fromkeys(place_of(result.point) for result in asked)
+    if not places:
+        return []
+    for place in places:
+        for result in asked:
+            if place_of(result.point) != place:
+                continue
+            told = [said(result.figures[split][name]) for name in names for split in SPLITS]
+            words = str(result.point)
+            if result is chosen[place]:
+                words, told = f"**{words}**", [f"**{x}**" for x in told]
+            lines.append(f"| {words} | {'stock' if result.form == 'stock' else 'polyhead'} | {' | '.join(told)} |")
+        lines += _controls([x for x in results if place_of(x.point) == place], names)
+    return [*lines, ""]
+
+
+def _controls(results: list[Result], names: list[str]) -> list[str]:
+    """Random heads at the same place: the mean over seeds and their spread, where there are two or more."""
+    lines = []
+    for repair, words in (("no", "not repaired"), ("once", "repaired")):
+        drawn = [x for x in results if x.point.criterion == "random" and x.point.repair == repair]
+        if len(drawn) < 2:
+            continue
+        cells = []
+        for name in names:
+            values = [x.figures["report"][name].value for x in drawn]
+            cells += ["", f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"]
+        lines.append(f"| random heads, {words}, {len(drawn)} seeds (± their spread) | polyhead | {' | '.join(cells)} |")
+    return lines
+
+
+def _curves(results: list[Result]) -> list[str]:
+    """Every way at every share, on the reporting split; for sentences with the cosine in brackets."""
+    name = headline(results)
+    curves = curves_of(results, name)
+    shares = sorted({share for curve in curves for share in curve.shares})
+    if len(shares) < 2:
+        return []
+    beside = {curve.name: curve for curve in curves_of(results, "cosine")} if name == "spearman" else {}
+    lines = [f"| {TITLES[name]}, reporting | {' | '.join(f'{share:.0%}' for share in shares)} |"]
+    lines.append("|---" * (1 + len(shares)) + "|")
+    for curve in curves:
+        cells = []
+        for share in shares:
+            if share not in curve.shares:
+                cells.append("")
+                continue
+            at = curve.shares.index(share)
+            cell = f"{curve.values[at]:.3f}" if name == "spearman" else f"{curve.values[at]:.4g}"
+            cell += f" ± {curve.spreads[at]:.2g}" if curve.spreads[at] else ""
+            cells.append(cell + (f" ({beside[curve.name].values[at]:.2f})" if curve.name in beside else ""))
+        lines.append(f"| {curve.name} | {' | '.join(cells)} |")
+    return lines

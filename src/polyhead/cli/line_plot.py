@@ -1,0 +1,52 @@
+"""Curves for a terminal: one letter a curve, a column a size, the better at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+STYLES = ("bold cyan", "yellow", "magenta", "green")
+
+
+def line_plot(
+    columns: Sequence[str], curves: Mapping[str, Sequence[float]], *, upwards: bool, height: int = 12, step: int = 7
+) -> Text:
+    """Curves over the same columns; `upwards` says that more is better, so that the better is at the top either way.
+
+    Each curve is drawn with the first letter of its name in capitals; where curves meet, the first of them is seen.
+    """
+    from rich.text import Text
+
+    values = [value for curve in curves.values() for value in curve]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    cells: dict[tuple[int, int], int] = {}
+    for number, curve in reversed(list(enumerate(curves.values()))):
+        for column, value in enumerate(curve):
+            share = (value - low) / span
+            row = round((1 - share if upwards else share) * (height - 1))
+            cells[row, column] = number
+    letters = [name[0].upper() for name in curves]
+    drawn = Text()
+    for row in range(height):
+        share = row / (height - 1)
+        label = low + (1 - share if upwards else share) * span
+        drawn.append(f"{label:9.4g} ", "dim")
+        drawn.append("│", "dim")
+        for column in range(len(columns)):
+            held = cells.get((row, column))
+            if held is None:
+                drawn.append(" " * step)
+            else:
+                drawn.append(letters[held].center(step), STYLES[held % len(STYLES)])
+        drawn.append("\n")
+    drawn.append(" " * 10 + "└" + "─" * (step * len(columns)) + "\n", "dim")
+    drawn.append(" " * 11 + "".join(column.center(step) for column in columns) + "\n", "dim")
+    drawn.append(" " * 11)
+    for number, name in enumerate(curves):
+        drawn.append(letters[number], STYLES[number % len(STYLES)])
+        drawn.append(f" {name}   ")
+    return drawn

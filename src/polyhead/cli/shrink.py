@@ -1,0 +1,335 @@
+"""`polyhead shrink`: heads taken out under a budget, with what every size costs the model beside controls."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polyhead.cli.edited_model import (
+    CalibrationText,
+    ContextLength,
+    Field,
+    Model,
+    Output,
+    Replace,
+    SavedDtype,
+    SavedForm,
+    Tokens,
+    bar,
+    check_output,
+    errors_told,
+    open_model,
+    show_preview,
+    working,
+    write_edited,
+)
+from polyhead.cli.judging import judge_of, weighting_of
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+    from polyhead.sources import LoadedModel
+    from polyhead.surgery.as_if import Outputs
+    from polyhead.surgery.quality import Quality
+    from polyhead.surgery.shrinking import CurvePoint, Shrinker, Target
+
+METRICS = ("perplexity", "fidelity")
+WAYS = {
+    "layer": "repaired layer by layer for what each would write whole",
+    "output": "repaired layer by layer for what each wrote in the whole model",
+    "stream": "repaired layer by layer for the stream of the whole model",
+}
+SPLITS = (0.6, 0.8)  # where the text ends that heads are chosen on, and the text that repair is chosen on
+
+
+def shrink(
+    model: Model,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="N%-heads|Nx-cache|Nx-faster",
+            help="30%-heads: so many heads go. 2x-cache: a cache of half the bytes. 1.2x-faster: so many times fewer "
+            "FLOPs of the whole model, counted, or with --measured so many times less time on this machine.",
+        ),
+    ],
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|DIR|-",
+            help="Text such as the model will read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - "
+            "for standard input. Its first 60% choose the heads, the next 20% the repair, and the last 20% are what "
+            "the figures are of.",
+            show_default=False,
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(METRICS),
+            help="What the model is worth: perplexity (of a causal model, and its default), or fidelity, the mean "
+            "cosine of its final hidden states to those of the whole model (of any other).",
+            show_default=False,
+        ),
+    ] = None,
+    output: Output = None,
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Only show the curve and what the target takes; nothing is written.")
+    ] = False,
+    criterion: Annotated[
+        str, typer.Option(metavar="NAME", help="By what heads are chosen, as in polyhead prune.")
+    ] = "repaired",
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Nx-faster is measured on this machine instead of counted.")
+    ] = False,
+    field: Field = "text",
+    form: SavedForm = None,
+    replace: Replace = False,
+    context: ContextLength = None,
+    tokens: Tokens = 65_536,
+    device: Device = None,
+    dtype: SavedDtype = None,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Make a trained model smaller by its heads, without retraining, and show what every size costs it.
+
+    The heads that go are chosen over all layers, an error weighed by what it costs the model in its layer, direction
+    and token; those that stay are repaired in closed form. Beside the curve stand two controls: the same heads not
+    repaired, and random heads repaired as well.
+    """
+    from rich.console import Console
+
+    from polyhead.surgery import apply
+    from polyhead.surgery.as_if import GivenOutputs
+    from polyhead.surgery.shrinking import Target
+
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(width=120, highlight=False)
+    with errors_told("shrink"):
+        wanted = Target.parse(target)
+        check_output(output, form, preview=preview, replace=replace)
+        _check(text, metric, wanted, measured=measured)
+        loaded = open_model(
+            model, device=device, dtype=dtype, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+        )
+        asked = _asked(loaded, text, field, context, tokens, metric)
+        shrinker = _shrinker(asked, wanted, criterion)
+        gone = shrinker.reach(wanted)  # refused before the curve is measured
+        console.print(
+            f"{loaded}\n{asked.tokens:,} tokens of text; {asked.report.name} of the whole model "
+            f"{asked.report.whole:.4g} on the last fifth",
+            markup=False,
+            soft_wrap=True,
+        )
+        show_curve(_curve(shrinker, asked.report), asked.report, console)
+        if measured:
+            gone = _measured(shrinker, wanted, asked)
+        outputs, way = _repair(shrinker, gone, asked)
+        console.print(f"\nFor {wanted}: {sum(map(len, gone.values()))} heads go, {way}", markup=False)
+        show_preview(shrinker.counted(gone), console)
+        _show_worth(shrinker, gone, outputs, asked.report, console)
+        if preview or output is None:
+            return
+        record = apply(loaded.model, shrinker.edits(gone), repair=GivenOutputs(outputs))
+        write_edited(loaded, record, output, form, console, replace=replace)
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A model and its text in three parts: to choose heads on, to choose the repair on, to report."""
+
+    loaded: LoadedModel
+    calibration: Sequence[Mapping[str, Any]]
+    choose: Quality
+    report: Quality
+    tokens: int
+
+
+def _check(text: str | None, metric: str | None, target: Target, *, measured: bool) -> None:
+    from polyhead.errors import OptionError
+
+    if text is None:
+        raise OptionError(
+            "heads are chosen, repaired and judged on text such as the model will read, got none; give some with "
+            "--text FILE, 20,000 tokens or more: .txt, .md, .jsonl or .parquet, a folder of them, or - for standard "
+            "input"
+        )
+    if metric is not None and metric not in METRICS:
+        raise OptionError(f"a metric is {' or '.join(METRICS)}, got {metric!r}")
+    if measured and target.kind != "faster":
+        raise OptionError(f"--measured is for a target such as 1.2x-faster, got {target}")
+
+
+def _asked(
+    loaded: LoadedModel, text: str | None, field: str, context: int | None, tokens: int, metric: str | None
+) -> _Asked:
+    from polyhead.errors import OptionError
+    from polyhead.surgery.quality import Fidelity, Perplexity
+
+    read = CalibrationText.of(loaded, text, field, context, tokens)
+    count = len(read.contexts)
+    if count < 5:
+        raise OptionError(
+            f"the text is cut into three parts, of five contexts at least, got {count}; give more, or --context N for "
+            "shorter ones"
+        )
+    first, second = (max(1, int(share * count)) for share in SPLITS)
+    parts = [
+        list(CalibrationText(loaded, contexts).batches())
+        for contexts in (read.contexts[:first], read.contexts[first:second], read.contexts[second:])
+    ]
+    name = metric or ("perplexity" if loaded.kind == "causal" else "fidelity")
+    if name == "perplexity" and loaded.kind != "causal":
+        raise OptionError(
+            f"perplexity is of a causal model, got {loaded.name}, which is of the kind {loaded.kind}; leave --metric "
+            "out for its fidelity"
+        )
+    kind = Perplexity if name == "perplexity" else Fidelity
+    with working(f"Measure the {name} of the whole model"):
+        return _Asked(loaded, parts[0], kind(loaded.model, parts[1]), kind(loaded.model, parts[2]), read.tokens)
+
+
+def _shrinker(asked: _Asked, target: Target, criterion: str) -> Shrinker:
+    from polyhead.surgery.criteria import Evidence
+    from polyhead.surgery.shrinking import Shrinker
+
+    with working(f"Choose heads by {criterion}"):
+        return Shrinker(
+            Evidence(asked.loaded.model, asked.calibration, judge_of(asked.loaded)),
+            criterion=criterion,
+            weighting=weighting_of(criterion),
+            by_key_heads=target.kind == "cache",
+        )
+
+
+def _curve(shrinker: Shrinker, quality: Quality) -> list[CurvePoint]:
+    from polyhead.surgery.shrinking import SEEDS, SHARES
+
+    with bar(f"Measure the {quality.name} of every size", len(SHARES) * (2 + len(SEEDS))) as step:
+        return shrinker.curve(quality, progress=lambda done, total: step(1))
+
+
+def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console) -> None:
+    """The whole curve as a table and as a plot."""
+    import statistics
+
+    from rich.table import Table
+
+    from polyhead.cli.line_plot import line_plot
+
+    table = Table(box=None, pad_edge=False, title=f"{quality.name}, beside {quality.whole:.4g} of the whole model")
+    for column in ("heads gone", "cache left", "FLOPs left", "repaired", "not repaired", "random heads, repaired"):
+        table.add_column(column, justify="right")
+    means = [statistics.fmean(x.value for x in point.random) for point in points]
+    for point, mean in zip(points, means, strict=True):
+        spread = statistics.stdev(x.value for x in point.random) if len(point.random) > 1 else 0.0
+        table.add_row(
+            f"{1 - point.size.heads:.0%}",
+            f"{point.size.cache:.0%}",
+            f"{point.size.flops:.0%}",
+            f"{point.repaired.value:.4g} ± {point.repaired.error:.2g}",
+            f"{point.not_repaired.value:.4g}",
+            f"{mean:.4g} ± {spread:.2g}",
+        )
+    console.print(table)
+    columns = [f"{1 - point.size.heads:.0%}" for point in points]
+    curves = {
+        "repaired": [point.repaired.value for point in points],
+        "not repaired": [point.not_repaired.value for point in points],
+        "control: random heads, repaired": means,
+    }
+    console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))
+    console.print("heads gone; ± is the standard error over rows, of random heads the spread over seeds", style="dim")
+
+
+def _repair(
+    shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], asked: _Asked
+) -> tuple[dict[str, Outputs], str]:  # fmt: skip
+    """Repaired all at once or layer by layer: what is best on the part of the text that is there to choose on."""
+    from polyhead.surgery.as_if import as_if
+    from polyhead.surgery.in_order import AIMS, solve_in_order
+
+    ways = {"repaired all at once": shrinker.repaired(gone)}
+    with bar("Repair layer by layer", len(AIMS) * len(gone)) as step:
+        for aim in AIMS:
+            ways[WAYS[aim]] = solve_in_order(
+                shrinker.model, gone, lambda: asked.calibration, aim=aim, ridge=1e-3, progress=lambda *_: step(1)
+            )
+    losses = {}
+    for name, outputs in ways.items():
+        with as_if(shrinker.model, shrinker.evidence.layers, outputs):
+            losses[name] = asked.choose.loss()
+    best = min(losses, key=losses.__getitem__)
+    return ways[best], best
+
+
+def _show_worth(
+    shrinker: Shrinker,
+    gone: Mapping[str, tuple[int, ...]],
+    outputs: Mapping[str, Outputs],
+    quality: Quality,
+    console: Console,
+) -> None:
+    from polyhead.surgery.as_if import as_if
+
+    with as_if(shrinker.model, shrinker.evidence.layers, outputs):
+        found = quality.measure()
+    size = shrinker.size(gone)
+    console.print(
+        f"{quality.name} {found.value:.4g} ± {found.error:.2g}, of the whole model {quality.whole:.4g}; "
+        f"{size.flops:.0%} of the FLOPs of the whole model at {shrinker.work.queries} tokens",
+        markup=False,
+    )
+
+
+def _measured(shrinker: Shrinker, target: Target, asked: _Asked) -> dict[str, tuple[int, ...]]:
+    """The fewest heads, in steps of a twentieth, without which the model runs so many times faster on this machine."""
+    from polyhead.errors import OptionError
+
+    ratio = 0.0
+    stride = max(1, shrinker.steps // 20)
+    with bar("Time the model without more and more heads", len(range(stride, shrinker.steps + 1, stride))) as step:
+        for steps in range(stride, shrinker.steps + 1, stride):
+            gone = shrinker.gone(steps)
+            ratio = _times_faster(shrinker, gone, asked)
+            step(1)
+            if ratio >= target.amount:
+                return gone
+    raise OptionError(
+        f"without any head that can go, this model is {ratio:.2f} times faster on this machine, got a target of "
+        f"{target.amount:g}x-faster"
+    )
+
+
+def _times_faster(shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], asked: _Asked) -> float:
+    """The whole model's time over that of the model without these heads, in turns."""
+    import torch
+
+    from polyhead.huggingface import register
+    from polyhead.lab.measuring.runner import alternate
+    from polyhead.surgery import apply
+
+    # Copies, since both run on polyhead's attention, which knows groups of any sizes; the model itself stays.
+    whole, fewer = (_copied(shrinker.model) for _ in range(2))
+    apply(fewer, shrinker.edits(gone))
+    for one in (whole, fewer):
+        one.set_attn_implementation(register())
+    batch = max(asked.calibration, key=lambda own: own["input_ids"].numel())
+    device = next(fewer.parameters()).device
+    with torch.no_grad():
+        found = alternate(
+            {"whole": lambda: whole(**batch), "fewer": lambda: fewer(**batch)},
+            device=device,
+            alternations=7,
+        )
+    return found.median_ms("whole") / found.median_ms("fewer")
+
+
+def _copied(model: Any) -> Any:
+    return copy.deepcopy(model)

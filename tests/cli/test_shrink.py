@@ -1,0 +1,122 @@
+"""`polyhead shrink` and `polyhead bench surgery`: what they print and write, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import polyhead
+from polyhead.cli import app
+from polyhead.cli.line_plot import line_plot
+from polyhead.lab.surgery_quality.points import read_results
+from polyhead.surgery import find_layers
+from tests.inspection.small_models import model_folder, text_folder
+
+
+def invoke(*arguments: object, code: int = 0):
+    environment = {"COLUMNS": "250", "NO_COLOR": "1"}
+    result = CliRunner().invoke(app, [str(x) for x in arguments], env=environment)
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    for name in ("bert", "llama"):
+        model_folder(folder / name, name)
+    text_folder(folder / "text")
+    return folder
+
+
+def layouts(folder: Path) -> list[tuple[int, int]]:
+    found = [layer.layout for layer in find_layers(polyhead.load(folder))]
+    return [(layout.num_heads, layout.num_kv_heads) for layout in found]
+
+
+def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--output", tmp_path / "small"]
+    shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options).stdout
+    assert "fidelity of the whole model 1 on the last fifth" in shown
+    shares = re.findall(r"^ *(\d+)% +\d+% +\d+% +(\S+) ± ", shown, re.MULTILINE)
+    assert [share for share, _ in shares] == ["12", "25", "38", "50", "62", "75"]
+    assert all(0 < float(value) <= 1 for _, value in shares)
+    assert "R repaired   N not repaired   C control: random heads, repaired" in shown
+    assert "For 25% fewer heads: 2 heads go, repaired" in shown
+    assert re.search(r"fidelity 0\.\d+ ± \S+, of the whole model 1; ", shown)
+    assert sum(heads for heads, _ in layouts(tmp_path / "small")) == 6
+
+
+def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_path):
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu"]
+    shown = invoke("shrink", place / "llama", "--target", "1.3x-cache", *options, "--output", tmp_path / "s").stdout
+    assert "perplexity of the whole model" in shown
+    assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("key heads ")] == [["4", "3", "0.75"]]
+    assert sum(keys for _, keys in layouts(tmp_path / "s")) == 3
+    shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options, "--preview").stdout
+    assert "For 1.05 times fewer FLOPs: " in shown
+    assert "Written" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target", "half"], "a target is a share of the heads that go"),
+        (["--target", "0.5x-cache"], "a target is a share of the heads that go"),
+        (["--target", "30%-heads"], "text such as the model will read, got none; give some with --text FILE"),
+        (["--target", "30%-heads", "--text", "T", "--metric", "charm"], "a metric is perplexity or fidelity"),
+        (["--target", "30%-heads", "--text", "T", "--measured"], "--measured is for a target such as 1.2x-faster"),
+        (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity is of a causal model"),
+        (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
+        (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "five contexts at least"),
+        (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "a criterion is one of repaired"),
+    ],
+)
+def test_what_cannot_be_done_is_said(place, tmp_path, arguments, words):
+    arguments = [place / "text" if x == "T" else x for x in arguments]
+    arguments += [] if "--context" in arguments else ["--context", "16"]
+    output = tmp_path / "never"
+    said = invoke("shrink", place / "bert", *arguments, "--output", output, "--device", "cpu", code=2).stderr
+    assert words in said
+    assert not output.exists()
+
+
+def test_the_plot_has_the_better_at_the_top_and_every_curve_in_its_column():
+    drawn = line_plot(["10%", "20%"], {"ours": [30.0, 40.0], "theirs": [35.0, 50.0]}, upwards=False, height=5)
+    lines = drawn.plain.split("\n")
+    assert [line.split("│")[0].strip() for line in lines[:5]] == ["30", "35", "40", "45", "50"]
+    assert [line.split("│")[1].split() for line in lines[:5]] == [["O"], ["T"], ["O"], [], ["T"]]
+    assert line_plot(["1"], {"a": [0.5]}, upwards=True).plain.count("A") == 2  # a flat curve, and its name
+
+
+def test_points_of_a_small_model_are_measured_and_taken_up_again(place, tmp_path, monkeypatch):
+    from polyhead.lab.surgery_quality import language
+
+    monkeypatch.setattr(language, "CONTEXT", 16)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(path.read_text() for path in sorted((place / "text").rglob("*.txt"))) * 12)
+    output = tmp_path / "points.jsonl"
+    options = ["--model", place / "llama", "--text", text, "--output", output, "--device", "cpu", "--quick"]
+    invoke("bench", "surgery", *options, "--minutes", "0")
+    assert not output.exists()
+    first = invoke("bench", "surgery", *options, "--part", "tuned").stdout
+    results = read_results(output)
+    assert {result.point.stock for result in results} == {None, "2/2", "2/1"}
+    assert "perplexity, report" in first
+    invoke("bench", "surgery", *options, "--part", "tuned", "--share", "2/2")
+    assert read_results(output) == results
+    assert "no --text or no --output" in invoke("bench", "surgery", code=2).stderr
+    assert "a part is tuned or curves" in invoke("bench", "surgery", *options, "--part", "all", code=2).stderr
+    (tmp_path / "other.txt").write_text(text.read_text())
+    other = [*options[:2], "--text", tmp_path / "other.txt", *options[4:]]
+    assert "a file holds points of one model, text" in invoke("bench", "surgery", *other, code=2).stderr
+    invoke("bench", "surgery", *options, "--part", "curves", "--shares", "50%")
+    drawn = [result for result in read_results(output) if result not in results]
+    assert {result.point.share for result in drawn} == {0.5}
+    assert all(set(result.figures) == {"report"} for result in drawn)
+    said = invoke("bench", "surgery", *options, "--shares", "half", code=2).stderr
+    assert "shares of heads are written as 20%,50%" in said
+    assert "a share is I/N" in invoke("bench", "surgery", *options, "--share", "3/2", code=2).stderr
