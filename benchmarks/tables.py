@@ -154,11 +154,13 @@ def _section(result: dict[str, Any], shape: str) -> str:
     dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
     alternations = sorted({len(samples) for row in result["rows"] for samples in row["samples_ms"].values()})
     spread = f"{alternations[0]} to {alternations[-1]}" if len(alternations) > 1 else f"{alternations[0]}"
+    told = [one for row in result["rows"] for one in (*row["comparisons"], *row.get("figures", []))]
+    missed = sum(map(_missed, told)) + sum(bool(row["failed"]) for row in result["rows"])
     lines = [
         f"### {name}, {dtypes[0]}" + (f" (the CPU's rows in {dtypes[1]})" if len(dtypes) > 1 else ""),
         "",
         f"torch {versions['torch']}, Python {versions['python']}, commit {result['commit']}, {result['date'][:10]}; "
-        f"{spread} alternations. " + (f"**{len(result['misses'])} misses.**" if result["misses"] else "No miss."),
+        f"{spread} alternations. " + (f"**{missed} miss{'es' * (missed > 1)}.**" if missed else "No miss."),
         "",
         f"| what | {shape} {COLUMNS}",
         "|---|---|---|---|---|---|---|",
@@ -189,10 +191,14 @@ def _lines(row: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _missed(found: dict[str, Any]) -> bool:
+    """By the numbers, whatever a file says: what counts as a miss has been stricter since some were written."""
+    value = found["ratio"]["median"] if "ratio" in found else found["value"]
+    return found["bound"] is not None and not value <= found["bound"]
+
+
 def _verdict(found: dict[str, Any]) -> str:
-    if found["bound"] is None:
-        return ""
-    return f"{at_most(found['bound'])} " + ("**miss**" if found["missed"] else "ok")
+    return "" if found["bound"] is None else f"{at_most(found['bound'])} " + ("**miss**" if _missed(found) else "ok")
 
 
 def main() -> None:

@@ -283,7 +283,7 @@ def clock(monkeypatch):
     graphs = []
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", {"cuda": 1e-5})
     monkeypatch.setattr(timing, "SAMPLES", {"cuda": 2})
-    monkeypatch.setattr(timing, "_seconds", lambda call, times, device: 1e-4 * times)
+    monkeypatch.setattr(timing, "seconds_of", lambda call, times, device: 1e-4 * times)
     monkeypatch.setattr(timing, "replayed", lambda calls, device: graphs.append(list(calls)) or (lambda: None))
     return graphs
 

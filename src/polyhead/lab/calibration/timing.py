@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from polyhead.lab.measuring.runner import settled
+from polyhead.lab.measuring.runner import seconds_of, settled
 from polyhead.lab.statistics_speed.decode import replayed
 
 Call = Callable[[], object]
@@ -44,7 +44,7 @@ def device_seconds(calls: Sequence[Call], device: torch.device, *, graphs: bool 
     (`graphs=False`) is timed as it is called, and None says that this took the host about as long as the device.
     """
     calls[0]()  # compiles, allocates
-    once = min(_seconds(calls[0], 1, device) for _ in range(2))
+    once = min(seconds_of(calls[0], 1, device) for _ in range(2))
     if device.type == "cuda" and graphs and once < GRAPHED_BELOW:
         count = max(1, min(MOST_IN_A_GRAPH, int(GRAPH_SECONDS / once)))
         count = max(count, len(calls))
@@ -73,18 +73,18 @@ def host_seconds(call: Call, device: torch.device) -> float:
     The fastest: whatever else goes on makes a host only slower.
     """
     times = HOST_CALLS[device.type]
-    _seconds(call, times, device)
-    samples = [_seconds(call, times, device) / times for _ in range(HOST_SAMPLES[device.type])]
+    seconds_of(call, times, device)
+    samples = [seconds_of(call, times, device) / times for _ in range(HOST_SAMPLES[device.type])]
     return min(samples)
 
 
 def steady_seconds(call: Call, device: torch.device) -> float:
     """Of one of many calls that follow one another, whatever they wait for: the host, the device or both."""
     call()
-    once = min(_seconds(call, 1, device) for _ in range(2))
+    once = min(seconds_of(call, 1, device) for _ in range(2))
     times = max(1, math.ceil(STEADY_SECONDS[device.type] / once))
     count = FEWEST if once > SLOW_SECONDS else SAMPLES[device.type]
-    return typical([_seconds(call, times, device) / times for _ in range(count)], device)
+    return typical([seconds_of(call, times, device) / times for _ in range(count)], device)
 
 
 def typical(samples: Iterable[float], device: torch.device) -> float:
@@ -93,23 +93,7 @@ def typical(samples: Iterable[float], device: torch.device) -> float:
 
 
 def _sampled(call: Call, device: torch.device) -> float:
-    once = min(_seconds(call, 1, device) for _ in range(2))
+    once = min(seconds_of(call, 1, device) for _ in range(2))
     times = max(1, round(SAMPLE_SECONDS[device.type] / once))
     count = FEWEST if once * times > SLOW_SECONDS else SAMPLES[device.type]
-    return typical([_seconds(call, times, device) / times for _ in range(count)], device)
-
-
-def _seconds(call: Call, times: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        start.record()
-        for _ in range(times):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    began = time.perf_counter()
-    for _ in range(times):
-        call()
-    return time.perf_counter() - began
+    return typical([seconds_of(call, times, device) / times for _ in range(count)], device)

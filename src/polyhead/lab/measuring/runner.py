@@ -49,7 +49,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours over another contender. A miss is an interval that lies wholly above the bound."""
+    """Ours over another contender. A miss is a median above the bound, however wide its interval."""
 
     subject: str
     against: str
@@ -58,7 +58,7 @@ class Comparison:
 
     @property
     def missed(self) -> bool:
-        return self.bound is not None and self.ratio.low > self.bound
+        return self.bound is not None and not self.ratio.median <= self.bound
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def alternate(
             for name in order:
                 times, taken = warm[name].times, warm[name].seconds
                 leads = 1 if device.type == "cuda" and taken < LEAD_SECONDS else 0
-                samples[name].append(1e3 * _seconds(calls[name], times, device, leads) / times)
+                samples[name].append(1e3 * seconds_of(calls[name], times, device, leads) / times)
     finally:
         if enabled:
             gc.enable()
@@ -216,16 +216,16 @@ def _warm_up(call: Callable[[], object], device: torch.device) -> WarmUp:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) / 2**20
-    taken = [_seconds(call, 1, device)]
+    taken = [seconds_of(call, 1, device)]
     while len(taken) < WARM_UPS and sum(taken) < WARM_SECONDS:
-        taken.append(_seconds(call, 1, device))
+        taken.append(seconds_of(call, 1, device))
     times = max(1, math.ceil(SAMPLE_SECONDS / min(taken)))
     if times > 1:
-        _seconds(call, times, device)
+        seconds_of(call, times, device)
     return WarmUp(times, min(taken), peak)
 
 
-def _seconds(call: Callable[[], object], times: int, device: torch.device, leads: int = 0) -> float:
+def seconds_of(call: Callable[[], object], times: int, device: torch.device, leads: int = 0) -> float:
     """The time of so many calls; `leads` go before them, whose kernels still run while the first is prepared."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
