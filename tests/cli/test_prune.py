@@ -83,8 +83,10 @@ def test_text_is_read_or_held_out_and_never_both(place):
     for context in text.contexts:
         padded = [row for row in read if row[: len(context.ids)] == context.ids]
         assert len(padded) == (context not in text.held_out)
-    states = text.judged()
-    assert sorted(len(x) for x in states) == sorted(len(context.ids) for context in text.held_out)
+    judged = text.fidelity()
+    real = [int(row.sum()) for batch in judged.batches for row in batch["attention_mask"]]
+    assert sorted(real) == sorted(len(context.ids) for context in text.held_out)
+    assert judged.measure().value == pytest.approx(1, abs=1e-6)
 
 
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
@@ -168,14 +170,16 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         assert ("which holds files" if not extra else "not written over the one it came from") in said
     assert {file.name: file.read_bytes() for file in (place / "bert").iterdir()} == before
     invoke("prune", place / "bert", *options, "--output", tmp_path / "one")
-    assert "which holds files; name another one" in invoke(
-        "prune", place / "bert", *options, "--output", tmp_path / "one", code=2
-    ).stderr  # fmt: skip
+    assert (
+        "which holds files; name another one"
+        in invoke("prune", place / "bert", *options, "--output", tmp_path / "one", code=2).stderr
+    )
     invoke("prune", place / "bert", "--heads", "0.1,0.2", "--no-repair", "--output", tmp_path / "one", "--replace")
     assert heads(tmp_path / "one") == [2, 4]
-    assert "not written over the one it came from" in invoke(
-        "undo", tmp_path / "one", "--output", tmp_path / "one", "--replace", code=2
-    ).stderr  # fmt: skip
+    assert (
+        "not written over the one it came from"
+        in invoke("undo", tmp_path / "one", "--output", tmp_path / "one", "--replace", code=2).stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,9 +261,10 @@ def test_what_cannot_be_undone_is_said(place, tmp_path):
     record.write_bytes(whole)
     invoke("prune", place / "bert", "--heads", "0.2", "--no-repair", "--output", tmp_path / "two", "--form", "padded")
     (tmp_path / "two" / "polyhead-record.safetensors").write_bytes(whole)
-    assert "this record undoes the edits of the model with fingerprint" in invoke(
-        "undo", tmp_path / "two", "-o", tmp_path / "out", code=2
-    ).stderr  # fmt: skip
+    assert (
+        "this record undoes the edits of the model with fingerprint"
+        in invoke("undo", tmp_path / "two", "-o", tmp_path / "out", code=2).stderr
+    )
     assert not (tmp_path / "out").exists()
     manifest = json.loads((tmp_path / "one" / "polyhead.json").read_text())
     assert manifest["form"] == "padded"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.surgery import choose_heads, find_layers, loss_weights
+from polyhead.surgery import PruneHeads, apply, choose_heads, find_layers, loss_weights, undo
 from polyhead.surgery.choosing import pruning_order
 from polyhead.surgery.criteria import CRITERIA, Evidence, Judge, magnitudes, orders_by, redundancy_order
 from polyhead.surgery.head_weights import read_heads
@@ -149,6 +149,21 @@ def test_figures_of_a_model_stand_beside_those_of_the_whole(batches):
     for kind in (Perplexity, Fidelity):
         with pytest.raises(OptionError, match="measured on some text, got no batch"):
             kind(model, [])
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_padding_does_not_count_for_fidelity(name):
+    model = build(FAMILIES[name], dtype=torch.float32)
+    ids, mask = models.tokens(), torch.ones(models.BATCH, models.TOKENS, dtype=torch.int64)
+    mask[1, 13:] = 0
+    padded = Fidelity(model, [{"input_ids": ids[:2], "attention_mask": mask[:2]}])
+    alone = Fidelity(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:2, :13]}])
+    record = apply(model, [PruneHeads(0, (0, 1))])
+    assert padded.measure().value < 0.999
+    assert padded.measure().value == pytest.approx(alone.measure().value, abs=1e-5)
+    assert padded.measure().error == pytest.approx(alone.measure().error, abs=1e-5)
+    undo(model, record)
+    assert padded.measure().value == pytest.approx(1, abs=1e-6)
 
 
 def test_a_probe_has_the_curvature_of_likeness(batches):

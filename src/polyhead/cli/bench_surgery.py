@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polyhead.cli.edited_model import errors_told
-from polyhead.cli.options import Device, device_or_gpu
+from polyhead.cli.options import Device, device_or_gpu, part_of
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def surgery(
         console, began = Console(stderr=True, highlight=False), time.monotonic()
         task, facts = _task(model, text, device_or_gpu(device), commit, calibration=calibration, rows=rows, quick=quick)
         points = _points(task, part, _shares(shares), quick=quick)
-        number, of = _share(share)
+        number, of = part_of(share)
         found = read_results(output)
         check_alike(found, facts)
         left = [point for point in list(points)[number::of] if not is_done(point, found, points[point])]
@@ -215,10 +215,3 @@ def _bar(console: Any) -> Any:
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _share(text: str) -> tuple[int, int]:
-    part, _, whole = text.partition("/")
-    if not (part.isdecimal() and whole.isdecimal() and 1 <= int(part) <= int(whole)):
-        raise OptionError(f"a share is I/N with I from 1 to N, such as 2/4; got {text!r}")
-    return int(part) - 1, int(whole)

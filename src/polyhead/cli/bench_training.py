@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.errors import OptionError
+from polyhead.cli.options import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ def training(
     from polyhead.lab.training.trials import append_result, next_trial, read_results
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    asked, mine = contest(quick=quick), _share(share)
+    asked, mine = contest(quick=quick), part_of(share)
     learned = Text.read(text, asked.sizes.context)
     facts = {**machine.describe(device, commit), "text": text.name, "quick": quick}
     console, began = Console(stderr=True, highlight=False), time.monotonic()
@@ -89,13 +89,6 @@ class _Shown:
 
     def __call__(self, done: int, steps: int) -> None:
         self.bar.update(self.task, completed=done, total=steps)
-
-
-def _share(text: str) -> tuple[int, int]:
-    part, _, whole = text.partition("/")
-    if not (part.isdecimal() and whole.isdecimal() and 1 <= int(part) <= int(whole)):
-        raise OptionError(f"a share is I/N with I from 1 to N, such as 2/4; got {text!r}")
-    return int(part) - 1, int(whole)
 
 
 def _table(found: Sequence[Standing]) -> Table:

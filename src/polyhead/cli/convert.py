@@ -23,7 +23,7 @@ from polyhead.cli.edited_model import (
     check_output,
     errors_told,
     open_model,
-    show_likeness,
+    show_fidelity,
     show_preview,
     write_edited,
 )
@@ -103,7 +103,7 @@ def convert(
         calibration = CalibrationText.of(loaded, text, field, context, tokens)
         # Groups that no config of a family can say are known to our attention alone.
         loaded.model.set_attn_implementation(polyhead.huggingface.register())
-        before = calibration.judged() if calibration.held_out else []
+        quality = calibration.fidelity()
         with bar("Share keys and values, layer by layer", len(layers)) as step:
             record = convert_groups(
                 loaded.model,
@@ -114,6 +114,6 @@ def convert(
                 rounds=rounds,
                 progress=lambda done, total: step(1),
             )
-        if before:
-            show_likeness(before, calibration.judged(), console)
+        if quality is not None:
+            show_fidelity(quality, calibration, console)
         write_edited(loaded, record, output, form, console, replace=replace)

@@ -13,10 +13,10 @@ import typer
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-    from torch import Tensor
 
     from polyhead.sources import Context, LoadedModel
     from polyhead.surgery import EditRecord, Preview, SavedModel
+    from polyhead.surgery.quality import Fidelity
 
 FORMS = ("uniform", "uneven", "padded")
 CONTEXT = 512
@@ -194,11 +194,11 @@ class CalibrationText:
         held_out = {id(context) for context in self.held_out}
         return self._batches_of([context for context in self.contexts if id(context) not in held_out])
 
-    def judged(self) -> list[Tensor]:
-        """What the model says, as it is now, of the text that is held out."""
-        from polyhead.surgery.likeness import last_states
+    def fidelity(self) -> Fidelity | None:
+        """To the model as it is now, on the text that is held out; None where none is."""
+        from polyhead.surgery.quality import Fidelity
 
-        return last_states(self.loaded.model, self._batches_of(self.held_out))
+        return Fidelity(self.loaded.model, list(self._batches_of(self.held_out))) if self.held_out else None
 
     def _batches_of(self, contexts: Sequence[Context]) -> Iterator[dict[str, Any]]:
         from polyhead.sources import batches
@@ -290,14 +290,13 @@ def show_preview(counted: Preview, console: Console) -> None:
     console.print(table)
 
 
-def show_likeness(before: Sequence[Tensor], after: Sequence[Tensor], console: Console) -> None:
+def show_fidelity(quality: Fidelity, text: CalibrationText, console: Console) -> None:
     """How much of what the model says is left, on text that nothing was chosen or repaired on."""
-    from polyhead.surgery.likeness import likeness
-
-    found = likeness(before, after)
+    found = quality.measure()
+    tokens = sum(len(context.ids) for context in text.held_out)
     console.print(
-        f"On {found.tokens:,} tokens of {found.texts} texts that were held out, its last hidden states have a mean "
-        f"cosine of {found.cosine:.3f} ± {found.error:.3f} with those of the original",
+        f"On {tokens:,} tokens of {len(text.held_out)} texts that were held out, its last hidden states have a mean "
+        f"cosine of {found.value:.3f} ± {found.error:.3f} with those of the original",
         markup=False,
         soft_wrap=True,
     )

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from polyhead.errors import OptionError
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 Language = Annotated[
@@ -49,3 +51,15 @@ def device_or_gpu(device: str | None) -> str:
     import torch
 
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Which of several processes this is, counted from 0, and how many there are.
+
+    >>> part_of("2/4")
+    (1, 4)
+    """
+    part, _, whole = text.partition("/")
+    if not (part.isdecimal() and whole.isdecimal() and 1 <= int(part) <= int(whole)):
+        raise OptionError(f"a share is I/N with I from 1 to N, such as 2/4; got {text!r}")
+    return int(part) - 1, int(whole)

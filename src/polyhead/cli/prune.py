@@ -24,7 +24,7 @@ from polyhead.cli.edited_model import (
     check_output,
     errors_told,
     open_model,
-    show_likeness,
+    show_fidelity,
     show_preview,
     write_edited,
 )
@@ -120,24 +120,20 @@ def prune(
         show_preview(counted, console)
         if preview or output is None:
             return
-        before = [] if calibration is None or not calibration.held_out else calibration.judged()
+        quality = None if calibration is None else calibration.fidelity()
         if repair:
             assert calibration is not None
             layers = len({(edit.stack, edit.layer) for edit in edits})
             with bar("Repair the heads that stay", layers) as step:
-                record = apply_in_order(
-                    loaded.model, edits, calibration.batches, progress=lambda done, total: step(1)
-                )  # fmt: skip
+                record = apply_in_order(loaded.model, edits, calibration.batches, progress=lambda done, total: step(1))
         else:
             record = apply(loaded.model, edits)
-        if calibration is not None and before:
-            show_likeness(before, calibration.judged(), console)
+        if calibration is not None and quality is not None:
+            show_fidelity(quality, calibration, console)
         write_edited(loaded, record, output, form, console, replace=replace)
 
 
-def chosen(
-    text: CalibrationText, share: float, *, criterion: str, stack: str | None, seed: int
-) -> list[PruneHeads]:  # fmt: skip
+def chosen(text: CalibrationText, share: float, *, criterion: str, stack: str | None, seed: int) -> list[PruneHeads]:
     """The heads that can best go by a criterion, of all layers whose heads are known, or of one stack of them."""
     from polyhead.errors import OptionError
     from polyhead.surgery import PruneHeads, choose_heads
@@ -185,4 +181,4 @@ def _told(edits: list[PruneHeads]) -> str:
     several = len({edit.stack for edit in edits}) > 1
     return ", ".join(
         (f"{edit.stack} " if several else "") + f"{edit.layer}.{head}" for edit in edits for head in edit.heads
-    )  # fmt: skip
+    )

@@ -248,9 +248,7 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
     console.print("heads gone; ± is the standard error over rows, of random heads the spread over seeds", style="dim")
 
 
-def _repair(
-    shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], asked: _Asked
-) -> tuple[dict[str, Outputs], str]:  # fmt: skip
+def _repair(shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], asked: _Asked) -> tuple[dict[str, Outputs], str]:
     """Repaired all at once or layer by layer: what is best on the part of the text that is there to choose on."""
     from polyhead.surgery.as_if import as_if
     from polyhead.surgery.in_order import AIMS, solve_in_order

@@ -51,8 +51,9 @@ def aligned(
     inputs = InputMoments.white(heads) if inputs is None else inputs
     inputs = inputs.to(heads.key.device)
     keys, values = with_bias(heads.key, heads.key_bias), with_bias(heads.value, heads.value_bias)
-    key_maps, value_maps = (torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(len(x), 1, 1)
-                            for x in (keys, values))  # fmt: skip
+    key_maps, value_maps = (
+        torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(len(x), 1, 1) for x in (keys, values)
+    )
     for first, *others in groups:
         for other in others:
             key_maps[other] = key_map(keys[other], keys[first], inputs.key, form)

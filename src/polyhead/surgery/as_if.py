@@ -54,9 +54,7 @@ class GivenOutputs:
 
 
 @contextmanager
-def as_if(
-    model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
-) -> Iterator[None]:  # fmt: skip
+def as_if(model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]) -> Iterator[None]:
     """Within, the model computes with these outputs; afterwards it is as it was, bit for bit."""
     with ExitStack() as back:
         for path, found in outputs.items():
@@ -75,7 +73,7 @@ def as_if(
 
 def plain_outputs(
     model: nn.Module, layers: Mapping[str, AttentionLayer], gone: Mapping[str, Sequence[int]]
-) -> dict[str, Outputs]:  # fmt: skip
+) -> dict[str, Outputs]:
     """Of heads that are taken out without repair."""
     return {path: Outputs.plain(read_heads(model, layers[path]), heads) for path, heads in gone.items() if len(heads)}
 

@@ -91,9 +91,7 @@ def _costs(inverse: Tensor, matrix: Tensor, blocks: Sequence[Tensor]) -> list[fl
     return costs
 
 
-def plain_order(
-    moments: OutputMoments, heads: HeadWeights, *, root: Tensor | None = None
-) -> PruningOrder:  # fmt: skip
+def plain_order(moments: OutputMoments, heads: HeadWeights, *, root: Tensor | None = None) -> PruningOrder:
     """The heads of one layer by loss in reconstruction without repair: the mean square of what they write together."""
     energy = energies(moments, heads, root=root)
     left, lost = list(range(heads.num_heads)), 0.0

@@ -172,10 +172,8 @@ def _convert(
     text = streams.before(layer, lending)
     inputs = gather_inputs(model, layer, text, lending)
     groups = (
-        similar_groups(heads, count, form, inputs)
-        if grouping == "similar"
-        else neighbours(heads.key.shape[0], count)
-    )  # fmt: skip
+        similar_groups(heads, count, form, inputs) if grouping == "similar" else neighbours(heads.key.shape[0], count)
+    )
     shared = share(heads, groups, form, inputs)
     if rounds:
         seen = see_logits(model, layer, heads, form, text, lending)

@@ -161,9 +161,7 @@ class Criterion:
     weighs: bool = False
 
 
-def orders_by(
-    criterion: str, evidence: Evidence, *, weighting: Weighting = "none", seed: int = 0
-) -> Orders:  # fmt: skip
+def orders_by(criterion: str, evidence: Evidence, *, weighting: Weighting = "none", seed: int = 0) -> Orders:
     """The heads of every layer in the order in which they can go, by path, for `choose_heads`.
 
     `weighting` changes the criteria that measure errors alone, and `seed` the random one alone.

@@ -177,10 +177,8 @@ class GroupQueries(HeadEdit):
             key_bias=None if heads.key_bias is None else pooled(heads.key_bias),
             value_bias=None if heads.value_bias is None else pooled(heads.value_bias),
             key_heads=tuple(place[key] for key in heads.key_heads),
-            origins=tuple(
-                x if key in alone else None for key, x in zip(heads.key_heads, heads.origins, strict=True)
-            ),
-        )  # fmt: skip
+            origins=tuple(x if key in alone else None for key, x in zip(heads.key_heads, heads.origins, strict=True)),
+        )
 
 
 @EDITS.register("revive")
@@ -217,9 +215,7 @@ class ReviveHeads(HeadEdit):
             if held is not None:
                 grown[name] = torch.cat((held, held.new_zeros(self.count, *held.shape[1:])))
         total = heads.num_heads + self.count
-        return replace(
-            heads, **grown, key_heads=tuple(range(total)), origins=(*heads.origins, *[None] * self.count)
-        )  # fmt: skip
+        return replace(heads, **grown, key_heads=tuple(range(total)), origins=(*heads.origins, *[None] * self.count))
 
     def _fresh(self, held: Tensor, generator: torch.Generator) -> Tensor:
         """The matrices with new ones behind them, as long in the mean as the old, and orthogonal if possible."""

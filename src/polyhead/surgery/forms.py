@@ -76,12 +76,26 @@ HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_d
 # What an attention module may be given without any of it being by head.
 ARGUMENTS = frozenset(
     (
-        "self", "hidden_states", "attention_mask", "past_key_values", "past_key_value", "layer_past",
-        "position_embeddings", "position_ids", "cache_position", "key_value_states", "encoder_hidden_states",
-        "encoder_attention_mask", "cross_attention_states", "cu_seqlens", "max_seqlen", "output_attentions",
-        "use_cache", "kwargs",
+        "self",
+        "hidden_states",
+        "attention_mask",
+        "past_key_values",
+        "past_key_value",
+        "layer_past",
+        "position_embeddings",
+        "position_ids",
+        "cache_position",
+        "key_value_states",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "cross_attention_states",
+        "cu_seqlens",
+        "max_seqlen",
+        "output_attentions",
+        "use_cache",
+        "kwargs",
     )
-)  # fmt: skip
+)
 # The model's width by its names. A module that shapes its heads by it cannot have fewer of them.
 MODEL_WIDTHS = frozenset(("embed_dim", "hidden_size", "d_model", "dim"))
 # The sizes of a layer's heads by the names that modules of transformers keep them under.

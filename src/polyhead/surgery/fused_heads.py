@@ -47,9 +47,7 @@ class FuseHeads(HeadEdit):
         return merged if heads.query.is_meta else fuse(heads, self.heads, self.form)
 
 
-def fuse(
-    heads: HeadWeights, group: Sequence[int], form: KeyForm, inputs: InputMoments | None = None
-) -> HeadWeights:  # fmt: skip
+def fuse(heads: HeadWeights, group: Sequence[int], form: KeyForm, inputs: InputMoments | None = None) -> HeadWeights:
     """The heads with those of a group made one, where the first of them stood."""
     if form.norm != "none":
         raise OptionError(
@@ -81,7 +79,7 @@ def fuse(
     identity = torch.eye(output.shape[2], dtype=torch.float64, device=output.device)
     new_value, new_output = _best_product(
         value.flatten(0, 1), of_values, output.flatten(0, 1), identity, value.shape[1]
-    )  # fmt: skip
+    )
     kept = merged.key_heads[at]
     found = replace(
         merged,

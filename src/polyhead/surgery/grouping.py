@@ -37,9 +37,7 @@ def neighbours(num_heads: int, count: int) -> Groups:
     return tuple(tuple(range(start, start + size)) for start in range(0, num_heads, size))
 
 
-def similar_groups(
-    heads: HeadWeights, count: int, form: KeyForm, inputs: InputMoments | None = None
-) -> Groups:  # fmt: skip
+def similar_groups(heads: HeadWeights, count: int, form: KeyForm, inputs: InputMoments | None = None) -> Groups:
     """Groups of one size whose heads are alike: begun with the likest, then heads are exchanged while it helps."""
     total = heads.key.shape[0]
     start = neighbours(total, count)

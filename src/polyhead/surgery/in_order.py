@@ -121,9 +121,7 @@ class TargetMoments:
             sums = OutputMoments(len(rows), (root.square() * rows).sum(0), (root * rows).T @ (root * rows))
             total, cross = (root.square() * targets).sum(0), (root * rows).T @ (root * targets)
             return TargetMoments(self.outputs.merge(sums), self.total + total, self.cross + cross)
-        return TargetMoments(
-            self.outputs.update(rows), self.total + targets.sum(0), self.cross + rows.T @ targets
-        )  # fmt: skip
+        return TargetMoments(self.outputs.update(rows), self.total + targets.sum(0), self.cross + rows.T @ targets)
 
     def problem(self, heads: HeadWeights, ridge: float, path: str) -> Problem:
         check_moments(self.outputs, heads, path)

@@ -40,9 +40,7 @@ class InputMoments:
 
 def _beside_one(moments: OutputMoments) -> Tensor:
     mean, products = moments.compute(centred=False)
-    return torch.cat(
-        (torch.cat((products, mean[:, None]), 1), torch.cat((mean, mean.new_ones(1)))[None])
-    )  # fmt: skip
+    return torch.cat((torch.cat((products, mean[:, None]), 1), torch.cat((mean, mean.new_ones(1)))[None]))
 
 
 def centred(moments: Tensor) -> Tensor:

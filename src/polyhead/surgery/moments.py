@@ -38,9 +38,7 @@ class OutputMoments:
 
     def merge(self, other: OutputMoments) -> OutputMoments:
         if other.total.shape != self.total.shape:
-            raise ShapeError(
-                f"moments of one layer are merged, got {len(self.total)} channels and {len(other.total)}"
-            )  # fmt: skip
+            raise ShapeError(f"moments of one layer are merged, got {len(self.total)} channels and {len(other.total)}")
         total, products = other.total.to(self.total.device), other.products.to(self.products.device)
         return OutputMoments(self.count + other.count, self.total + total, self.products + products)
 

@@ -65,7 +65,7 @@ def _attended_inputs(seen: Attended, x: Tensor) -> Tensor:
     """What every head's weights make of x [batch, keys, width]: [batch, queries, heads, width]."""
     weights = attention(
         seen.query, seen.key, seen.value, mask=seen.mask, scale=seen.scale, softcap=seen.softcap, weights=True
-    ).weights  # fmt: skip
+    ).weights
     assert weights is not None
     return torch.einsum("bhnm,bmw->bnhw", weights.to(x.dtype), x)
 
@@ -167,8 +167,12 @@ def _inverse(symmetric: Tensor, ridge: float) -> Tensor:
 
 def _balanced(value: Tensor, output: Tensor, key_heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The same function with values whose channels are as long as the outputs that read them, in the mean."""
-    sizes = torch.stack([output[[h for h, key in enumerate(key_heads) if key == one]].square().sum(-1).mean(0)
-                         for one in range(len(value))])  # fmt: skip
+    sizes = torch.stack(
+        [
+            output[[h for h, key in enumerate(key_heads) if key == one]].square().sum(-1).mean(0)
+            for one in range(len(value))
+        ]
+    )
     tiny = torch.finfo(torch.float32).tiny
     scale = (sizes.sqrt() / value.norm(dim=-1).clamp_min(tiny)).clamp_min(tiny).sqrt()[..., None]
     return value * scale, output / scale[list(key_heads)]

@@ -76,9 +76,14 @@ def _seen(heads: HeadWeights, form: KeyForm, caught: Caught, query_input: Tensor
     attended = caught.attended
     assert attended is not None
     weights = attention(
-        attended.query, attended.key, attended.value, mask=attended.mask, scale=attended.scale,
-        softcap=attended.softcap, weights=True,
-    ).weights  # fmt: skip
+        attended.query,
+        attended.key,
+        attended.value,
+        mask=attended.mask,
+        scale=attended.scale,
+        softcap=attended.softcap,
+        weights=True,
+    ).weights
     assert weights is not None
     weights = weights.float()
     if caught.real is not None:
@@ -147,8 +152,10 @@ class _Logits:
             return [one.scale * q @ k.mT for q, k, one in zip(turned, keys, self.seen, strict=True)]
 
         def back(off: list[Tensor]) -> Tensor:
-            parts = (_turned(one.scale * x @ k, one.query_turns.conj(), self.form)
-                     for x, k, one in zip(off, keys, self.seen, strict=True))  # fmt: skip
+            parts = (
+                _turned(one.scale * x @ k, one.query_turns.conj(), self.form)
+                for x, k, one in zip(off, keys, self.seen, strict=True)
+            )
             sums = (torch.einsum("bhnd,bni->hdi", x, one.query_inputs) for x, one in zip(parts, self.seen, strict=True))
             return torch.stack(list(sums)).sum(0)
 
@@ -167,8 +174,10 @@ class _Logits:
             return [one.scale * q @ k[:, readers].mT for q, k, one in zip(queries, turned, self.seen, strict=True)]
 
         def back(off: list[Tensor]) -> Tensor:
-            parts = (_turned(one.scale * x.mT @ q, one.key_turns.conj(), self.form)
-                     for x, q, one in zip(off, queries, self.seen, strict=True))  # fmt: skip
+            parts = (
+                _turned(one.scale * x.mT @ q, one.key_turns.conj(), self.form)
+                for x, q, one in zip(off, queries, self.seen, strict=True)
+            )
             sums = (torch.einsum("bhnd,bni->hdi", x, one.key_inputs) for x, one in zip(parts, self.seen, strict=True))
             return torch.zeros_like(key).index_add(0, readers, torch.stack(list(sums)).sum(0))
 

@@ -94,15 +94,17 @@ def refined(
     while made < tries:
         moves = [
             (
-                loss_at(more, now[more] + 1) - loss_at(more, now[more])
-                - loss_at(less, now[less]) + loss_at(less, now[less] - 1),
+                loss_at(more, now[more] + 1)
+                - loss_at(more, now[more])
+                - loss_at(less, now[less])
+                + loss_at(less, now[less] - 1),
                 less,
                 more,
             )
             for less in now
             for more in now
             if less != more and now[less] and now[more] < len(orders[more].losses) and (less, more) not in refused
-        ]  # fmt: skip
+        ]
         if not moves:
             break
         _, less, more = min(moves)

@@ -55,9 +55,7 @@ class Sensitivity:
         return directions * values.clamp_min(0).sqrt()
 
 
-def loss_sensitivities(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss
-) -> dict[str, Sensitivity]:  # fmt: skip
+def loss_sensitivities(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, Sensitivity]:
     """What an error in each direction of what a layer writes costs, by path; arguments as of `loss_weights`."""
     products: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
@@ -68,9 +66,7 @@ def loss_sensitivities(
     return {path: Sensitivity(x / numbers[path]) for path, x in products.items()}
 
 
-def weighed_moments(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss
-) -> dict[str, OutputMoments]:  # fmt: skip
+def weighed_moments(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, OutputMoments]:
     """The moments of `gather_moments` where each token counts by its squared gradient, 1 on average; by path.
 
     Repair over these makes up first for what is missing where the model is sensitive to it. Padding has no gradient
@@ -89,9 +85,7 @@ def weighed_moments(
     return {path: _scaled(held, weights[path]) for path, held in sums.items()}
 
 
-def token_weights(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss
-) -> dict[str, list[Tensor]]:  # fmt: skip
+def token_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, list[Tensor]]:
     """How much each token counts in `weighed_moments`: by path, a tensor for each batch, 1 on average over all."""
     found: dict[str, list[Tensor]] = {}
     for path, _, gradient in _gradients(model, batches, loss):
@@ -112,7 +106,7 @@ def _scaled(held: OutputMoments, weight: float) -> OutputMoments:
 
 def _gradients(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss
-) -> Iterator[tuple[str, Tensor, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What each layer's W_O is given, and the gradient of each batch's loss by what it makes of that."""
     layers = [layer for layer in find_layers(model) if not layer.refusals]
     probes: list[tuple[str, Tensor, Tensor]] = []

@@ -142,9 +142,7 @@ def _shared_keys(
     return query, made
 
 
-def _shared_values(
-    heads: HeadWeights, groups: Sequence[Sequence[int]], inputs: InputMoments
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _shared_values(heads: HeadWeights, groups: Sequence[Sequence[int]], inputs: InputMoments) -> tuple[Tensor, Tensor]:
     values, weighing = value_factors(heads)
     output, moments = heads.output.to(torch.float64, copy=True), value_moments(heads, inputs)
     made = values.new_zeros(len(groups), *values.shape[1:])

@@ -37,9 +37,7 @@ def uniform_heads(
     Key heads go whole, with all their readers; of those that stay, each loses equally many. The cheapest, after repair,
     of all such sets where they are not too many.
     """
-    groups = [
-        [head for head, key in enumerate(heads.key_heads) if key == own] for own in range(heads.key.shape[0])
-    ]  # fmt: skip
+    groups = [[head for head, key in enumerate(heads.key_heads) if key == own] for own in range(heads.key.shape[0])]
     size = num_heads // num_kv_heads if num_kv_heads else 0
     if not 0 < num_kv_heads <= len(groups) or num_heads % num_kv_heads or size > min(map(len, groups)):
         raise OptionError(
