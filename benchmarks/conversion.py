@@ -54,9 +54,7 @@ def weights_alone(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
     forms = find_key_forms(task.model, task.calibration[0])
     layers = {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
     plain = _neighbours(task.model, count, ShareKeys)
-    return apply(
-        task.model, [ShareKeys(x.layer, x.groups, layers[x.layer, x.stack], stack=x.stack) for x in plain]
-    )  # fmt: skip
+    return apply(task.model, [ShareKeys(x.layer, x.groups, layers[x.layer, x.stack], stack=x.stack) for x in plain])
 
 
 def converted(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
@@ -84,9 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     else:
         task = LanguageTask.read(
-            model, loaded.tokenizer, options.text, calibration=options.calibration, rows=options.rows,
+            model,
+            loaded.tokenizer,
+            options.text,
+            calibration=options.calibration,
+            rows=options.rows,
             batch=options.batch,
-        )  # fmt: skip
+        )
     facts = machine.describe(device, None)
     for row in _rows(task, options):
         line = {"model": loaded.name, **row, "machine": facts}

@@ -59,9 +59,15 @@ DRAWN = drawing()
 def language() -> LanguageTask:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=36, intermediate_size=44, num_hidden_layers=2, num_attention_heads=9, num_key_value_heads=3,
-        head_dim=4, vocab_size=61, attn_implementation="sdpa",
-    )  # fmt: skip
+        hidden_size=36,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=4,
+        vocab_size=61,
+        attn_implementation="sdpa",
+    )
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():  # weights of a size at which heads matter
         for weight in model.parameters():
@@ -92,9 +98,13 @@ def pairs(count: int, seed: int) -> Pairs:
 def sentences() -> SentenceTask:
     torch.manual_seed(0)
     config = BertConfig(
-        hidden_size=28, intermediate_size=20, num_hidden_layers=2, num_attention_heads=7, vocab_size=41,
+        hidden_size=28,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=7,
+        vocab_size=41,
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     splits = {"choose": pairs(23, 1), "report": pairs(19, 2)}
     return SentenceTask(BertModel(config).eval(), Words(), pairs(37, 0), splits, calibration=64, batch=11)
 

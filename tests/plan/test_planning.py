@@ -124,9 +124,16 @@ def test_where_four_squares_stop_holding_there_is_a_reason(config, reason):
 
 def test_parameters_of_latent_heads_by_their_matrices():
     config = LatentConfig(
-        24, 6, kv_lora_rank=10, q_lora_rank=9, qk_nope_head_dim=6, qk_rope_head_dim=4, value_head_dim=5,
-        positions=RotaryConfig(), bias=False,
-    )  # fmt: skip
+        24,
+        6,
+        kv_lora_rank=10,
+        q_lora_rank=9,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        value_head_dim=5,
+        positions=RotaryConfig(),
+        bias=False,
+    )
     found = count_parameters(config)
     assert found.query == 24 * 9 + 9 * 6 * 10
     assert found.key == 24 * 14 + 10 * 6 * (6 + 5)

@@ -70,9 +70,14 @@ def generated(model: nn.Module, family: models.Family) -> Tensor:
     """The scores of four tokens, each computed with a cache of those before it."""
     given = {name: x for name, x in models.inputs(family).items() if name != "decoder_input_ids"}
     output = model.generate(
-        **given, max_new_tokens=4, min_new_tokens=4, do_sample=False, use_cache=True, return_dict_in_generate=True,
+        **given,
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
         output_logits=True,
-    )  # fmt: skip
+    )
     return torch.stack(output.logits)
 
 

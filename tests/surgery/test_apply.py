@@ -146,7 +146,7 @@ def test_uneven_groups_run_on_our_attention_and_are_refused_by_others(pruned):
     assert not hasattr(layers[0].module, "polyhead_key_heads")
     assert torch.equal(result_of(model, family), whole)
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(result_of(model, family), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result_of(model, family), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_uneven_groups_return_weights_of_every_head_also_under_dropout():

@@ -83,9 +83,10 @@ def test_no_other_choice_of_beginnings_loses_less(seed):
 
         def cost(numbers) -> float:
             return sum(
-                weights[name] * orders[name].losses[number - 1] for name, number in zip("abc", numbers, strict=True)
+                weights[name] * orders[name].losses[number - 1]
+                for name, number in zip("abc", numbers, strict=True)
                 if number
-            )  # fmt: skip
+            )
 
         every = [x for x in itertools.product(range(4), range(3), range(5)) if sum(x) == count]
         found = tuple(len(chosen.get(name, ())) for name in "abc")

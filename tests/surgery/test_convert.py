@@ -138,9 +138,12 @@ def test_heads_that_are_images_of_one_another_are_found_and_share_without_loss(f
     heads, groups = heads_of(), ((0, 3), (1, 4), (2, 5))
     place = [0, 1, 2, 0, 1, 2]
     planted = replace(
-        heads, key=heads.key[place], key_bias=heads.key_bias[place], value=heads.value[place],
+        heads,
+        key=heads.key[place],
+        key_bias=heads.key_bias[place],
+        value=heads.value[place],
         value_bias=heads.value_bias[place],
-    )  # fmt: skip
+    )
     maps = torch.stack([allowed_map(form, 6, seed) for seed in range(6)])
     planted = turn_keys(planted, maps, form)
     planted = turn_values(planted, torch.stack([conditioned(6, seed, 5.0) for seed in range(6)]))

@@ -61,17 +61,25 @@ def test_the_fused_head_is_the_truncated_mean_of_logits_and_sum_of_what_is_writt
 
 @pytest.mark.parametrize(
     ("positions", "form"),
-    [(None, KeyForm()), (Rotary(6), KeyForm("half", 6)), (Rotary(6, rotary_dim=4, interleaved=True),
-                                                          KeyForm("interleaved", 4))],
-)  # fmt: skip
+    [
+        (None, KeyForm()),
+        (Rotary(6), KeyForm("half", 6)),
+        (Rotary(6, rotary_dim=4, interleaved=True), KeyForm("interleaved", 4)),
+    ],
+)
 def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by_their_mean(positions, form):
     layer = MultiHeadAttention(29, 4, head_dim=6, positions=positions).double()
     heads = read_heads(layer, find_layers(layer)[0])
     place = [0, 1, 2, 1]
     planted = replace(
-        heads, query=heads.query[place], key=heads.key[place], value=heads.value[place],
-        query_bias=heads.query_bias[place], key_bias=heads.key_bias[place], value_bias=heads.value_bias[place],
-    )  # fmt: skip
+        heads,
+        query=heads.query[place],
+        key=heads.key[place],
+        value=heads.value[place],
+        query_bias=heads.query_bias[place],
+        key_bias=heads.key_bias[place],
+        value_bias=heads.value_bias[place],
+    )
     planted = turn_keys(planted, torch.stack([allowed_map(form, 6, seed) for seed in range(4)]), form)
     planted = turn_values(planted, torch.stack([conditioned(6, seed, 5.0) for seed in range(4)]))
     (only,) = find_layers(layer)

@@ -54,8 +54,13 @@ def test_edits_are_undone_in_another_process_from_the_shrunk_checkpoint(tmp_path
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root)))}
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, str(tmp_path), "gpt2", "llama"],
-        capture_output=True, text=True, env=environment, timeout=300, check=False, cwd=root,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+        cwd=root,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == expected
 

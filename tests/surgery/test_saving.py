@@ -323,8 +323,11 @@ def test_folders_change_names_also_where_the_system_cannot_do_it_in_one_step(tmp
     with pytest.raises(Interruption):
         folders._exchange(tmp_path / "again", tmp_path / "old")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
-        "again", "again/new", "old", "old/new",
-    ]  # fmt: skip
+        "again",
+        "again/new",
+        "old",
+        "old/new",
+    ]
 
 
 def test_records_of_edits_that_followed_each_other_are_undone_as_one(tmp_path):

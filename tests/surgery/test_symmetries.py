@@ -34,11 +34,22 @@ from tests.surgery.gated import FAMILIES, build, result_of
 
 HALF, INTERLEAVED, PARTIAL, NONE = KeyForm("half", 8), KeyForm("interleaved", 8), KeyForm("half", 2), KeyForm()
 FORMS = {
-    "gpt2": NONE, "bert": NONE, "whisper": NONE, "bart": NONE, "vit": NONE, "llama": HALF, "qwen2": HALF,
-    "gemma2": HALF, "phi3": HALF, "modernbert": HALF, "cohere": INTERLEAVED, "gpt_neox": PARTIAL, "stablelm": PARTIAL,
+    "gpt2": NONE,
+    "bert": NONE,
+    "whisper": NONE,
+    "bart": NONE,
+    "vit": NONE,
+    "llama": HALF,
+    "qwen2": HALF,
+    "gemma2": HALF,
+    "phi3": HALF,
+    "modernbert": HALF,
+    "cohere": INTERLEAVED,
+    "gpt_neox": PARTIAL,
+    "stablelm": PARTIAL,
     "qwen3": replace(HALF, norm="rms", classes=tuple(range(8))),
     "gemma3_text": replace(HALF, norm="rms", classes=tuple(range(8))),
-}  # fmt: skip
+}
 
 
 # Their own code rounds queries and keys to float32 where it turns them, whatever the model's dtype.
@@ -145,9 +156,11 @@ def test_heads_that_are_images_of_one_another_become_the_same():
     heads = read_heads(layer, find_layers(layer)[0])
     form = KeyForm("half", 6)
     first = replace(
-        heads, key=heads.key[:1].repeat(3, 1, 1), key_bias=torch.randn(1, 10).double().repeat(3, 1),
+        heads,
+        key=heads.key[:1].repeat(3, 1, 1),
+        key_bias=torch.randn(1, 10).double().repeat(3, 1),
         value=heads.value[:1].repeat(3, 1, 1),
-    )  # fmt: skip
+    )
     maps = torch.stack([allowed_map(form, 10, seed) for seed in range(3)])
     values = torch.stack([conditioned(10, seed, 5.0) for seed in range(3)])  # from one to another at most 25
     planted = turn_values(turn_keys(first, maps, form), values)
@@ -243,15 +256,25 @@ def test_one_token_shows_no_turn_and_alibi_no_layer():
     layer = MultiHeadAttention(12, 3)
     with pytest.raises(OptionError, match="from the second token on, got 1 token"):
         find_key_forms(layer, {"query": torch.randn(2, 1, 12)})
-    assert find_key_forms(nn.ModuleDict({"a": MultiHeadAttention(12, 4, positions=ALiBi(4))})["a"],
-                          {"query": torch.randn(2, 5, 12)}) == {}  # fmt: skip
+    assert (
+        find_key_forms(
+            nn.ModuleDict({"a": MultiHeadAttention(12, 4, positions=ALiBi(4))})["a"], {"query": torch.randn(2, 5, 12)}
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"pairing": "odd"}, {"pairing": "half"}, {"rotary_dim": 4}, {"pairing": "half", "rotary_dim": 3},
-     {"norm": "rms"}, {"classes": (0,)}],
-)  # fmt: skip
+    [
+        {"pairing": "odd"},
+        {"pairing": "half"},
+        {"rotary_dim": 4},
+        {"pairing": "half", "rotary_dim": 3},
+        {"norm": "rms"},
+        {"classes": (0,)},
+    ],
+)
 def test_a_form_that_cannot_be_is_refused(wrong):
     with pytest.raises(OptionError):
         KeyForm(**wrong)

@@ -48,4 +48,4 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(bias="attention_bias", output_bias="attention_bias"),
     "glm": Family(bias="attention_bias"),
     "gpt_oss": replace(_GEMMA2, sinks=True),
-}  # fmt: skip
+}

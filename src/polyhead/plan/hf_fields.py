@@ -37,11 +37,21 @@ _REFUSED = {
     "num_hidden_groups": "one set of parameters for several layers",
     "attention_types": "windows of some layers, spelled as no other family does",
     **dict.fromkeys(
-        ("state_size", "ssm_state_size", "mamba_d_state", "attn_layer_indices", "attn_layer_period", "block_types",
-         "hybrid_override_pattern", "layers_block_type", "attention_hidden_size", "qk_dim_factor"),
+        (
+            "state_size",
+            "ssm_state_size",
+            "mamba_d_state",
+            "attn_layer_indices",
+            "attn_layer_period",
+            "block_types",
+            "hybrid_override_pattern",
+            "layers_block_type",
+            "attention_hidden_size",
+            "qk_dim_factor",
+        ),
         "layers that are no softmax attention, or not all of them",
     ),
-}  # fmt: skip
+}
 _SEEMS = re.compile(r"attn|attention|head|window|kv|qk|quer|key|latent|lora|sink|alibi|causal|bidirectional|layer_type")
 # They sound like it and change no count: rates, scales, caps, what a call returns, or what is read by another name.
 _HARMLESS = re.compile(

@@ -109,7 +109,7 @@ class Bench:
         weights = self._token_weights if point.weighting == "token" else None
         return solve_in_order(
             model, gone, lambda: self.read_in_order, aim=point.repair, ridge=point.ridge, weights=weights
-        )  # fmt: skip
+        )
 
     @cached_property
     def _token_weights(self) -> dict[str, list[Tensor]]:
@@ -129,7 +129,7 @@ class Bench:
         self.report("measuring each layer without its first heads")
         return measured_orders(
             orders, lambda path, taken: self._once(path, orders[path].heads[:taken], weighting), self._loss
-        )  # fmt: skip
+        )
 
     def _once(self, path: str, gone: tuple[int, ...], weighting: Weighting) -> Outputs:
         return Outputs.solved(self._problem(path, 1e-3, weighting), gone)
