@@ -5,6 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.saving import SVG, check_png, number, saved, saved_svg, title_of
 
@@ -22,7 +23,7 @@ FIGURES = {
 def test_every_figure_of_a_view_is_saved(open_page, view):
     tab = open_page(view=view, accept_downloads=True).tab
     figures = tab.locator("figure")
-    assert figures.count() == FIGURES[view]
+    expect(figures).to_have_count(FIGURES[view])
     for figure in figures.all():
         root = saved_svg(tab, figure)
         assert figure.locator("h3").inner_text().replace(" ", "") in title_of(root).replace(" ", "")

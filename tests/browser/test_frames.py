@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 
 import pytest
+from playwright.sync_api import expect
 
 
 @pytest.mark.parametrize("sandbox", ["allow-scripts", None])
@@ -20,13 +21,13 @@ def test_it_works_in_a_frame(open_page, small_page, tmp_path, sandbox):
     tab = open_page(outer).tab
     frame = tab.frame_locator("iframe")
     frame.locator("a.cell[data-key='2.1']").click()
-    assert frame.locator("main h2").inner_text() == "Layer 2, head 1 (Encoder)"
+    expect(frame.locator("main h2")).to_have_text("Layer 2, head 1 (Encoder)")
     frame.locator("nav.views a", has_text="What matters").click()
-    assert frame.locator("main h2").first.inner_text() == "What matters"
+    expect(frame.locator("main h2").first).to_have_text("What matters")
     frame.get_by_label("Colours").select_option("dark")
     frame.get_by_label("Language").select_option("zh")
-    assert frame.locator("main h2").first.inner_text() == "哪些头重要"
+    expect(frame.locator("main h2").first).to_have_text("哪些头重要")
     frame.get_by_role("button", name="复制链接").click()
     # Where the clipboard is closed, the link is shown to be copied by hand.
     frame.locator(".copy").get_by_text("已复制").or_(frame.locator(".copy input")).first.wait_for(state="attached")
-    assert tab.locator("h2").inner_text() == "cell"  # the notebook itself went nowhere
+    expect(tab.locator("h2")).to_have_text("cell")  # the notebook itself went nowhere

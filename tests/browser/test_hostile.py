@@ -5,6 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.conftest import written
 from tests.browser.payloads import synthetic, with_tokens
@@ -40,14 +41,14 @@ def test_nothing_runs_and_nothing_breaks(open_page, keep_picture, tmp_path, lang
     for view in VIEWS:
         opened.go(view)
         assert tab.evaluate("window.hacked") is None
-        assert tab.locator("main img, main script, main iframe, main object").count() == 0
+        expect(tab.locator("main img, main script, main iframe, main object")).to_have_count(0)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360, view
         keep_picture(opened, f"hostile-{language}-{view.split('?')[0].replace('/', '-')}")
     # The data arrived whole: the page still has every head and every word.
     opened.go("overview")
-    assert tab.locator("a.cell").count() == 23
+    expect(tab.locator("a.cell")).to_have_count(23)
     opened.go("head/0/1")
-    assert tab.locator(".word-line button").count() == len(TOKENS)
+    expect(tab.locator(".word-line button")).to_have_count(len(TOKENS))
 
 
 def test_what_cannot_be_seen_is_shown_by_its_name(open_page, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from playwright.sync_api import expect
 
 from polyhead.plan import read_layout
 from polyhead.plan.curves import over_context, over_heads
@@ -37,7 +38,7 @@ def test_it_is_read_without_trouble(
     try:
         opened = watched(context.new_page(), page)
         opened.tab.goto(page.as_uri())
-        assert opened.tab.locator("figure").count() == 3 * 3 + 1
+        expect(opened.tab.locator("figure")).to_have_count(3 * 3 + 1)
         assert opened.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         # Every bar and point is drawn in a colour of the style, and none in the black of a class that is missing.
         fills = opened.tab.evaluate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from polyhead.inspection import Settings, inspect_model
 from polyhead.report.page import write_page
@@ -23,16 +24,16 @@ def test_every_view_of_a_real_inspection_opens(open_page, real_page):
     opened = open_page(real_page)
     tab = opened.tab
     heads = tab.evaluate("JSON.parse(document.getElementById('polyhead-data').textContent).heads.length")
-    assert tab.locator("a.cell").count() == heads > 0
-    assert tab.locator(".head-grid").count() == 3  # encoder, decoder, and the decoder's look at the encoder
+    expect(tab.locator("a.cell")).to_have_count(heads)
+    expect(tab.locator(".head-grid")).to_have_count(3)  # encoder, decoder, and the decoder's look at the encoder
     columns = tab.eval_on_selector_all("select optgroup option", "all => all.map(x => x.value)")
     for column in columns:
         tab.get_by_label("Colour by").select_option(column)
-        assert tab.locator(".ramp-ends span").count() == 3
+        expect(tab.locator(".ramp-ends span")).to_have_count(3)
     hrefs = tab.eval_on_selector_all("a.cell", "cells => cells.map(cell => cell.getAttribute('href'))")
     for href in (*hrefs[:2], hrefs[-1], "#/alike", "#/matters", "#/findings"):
         opened.go(href.removeprefix("#/"))
         assert tab.locator("main h2").first.inner_text() != "This model has no such head"
     # A head of cross-attention has words in two lines.
     opened.go(hrefs[-1].removeprefix("#/"))
-    assert tab.locator(".word-line").count() == 2
+    expect(tab.locator(".word-line")).to_have_count(2)

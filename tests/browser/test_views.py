@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.conftest import written
 from tests.browser.payloads import (
@@ -53,9 +54,9 @@ def cells(tab, script: str) -> list:
 
 def test_it_opens_with_every_head_and_what_was_found(open_page):
     tab = open_page().tab
-    assert tab.locator(".head-grid").count() == 2
-    assert tab.locator("a.cell").count() == ALL
-    assert tab.locator("h1").inner_text() == "small: a model of known numbers"
+    expect(tab.locator(".head-grid")).to_have_count(2)
+    expect(tab.locator("a.cell")).to_have_count(ALL)
+    expect(tab.locator("h1")).to_have_text("small: a model of known numbers")
     assert "12,345 tokens of 17 documents" in tab.locator(".facts").inner_text()
     found = tab.locator(".headline .findings a bdi").all_inner_texts()
     assert found == ["Layer 2 head 1 repeats", "Two say the same", "One matters most", "Some rest"]
@@ -89,7 +90,7 @@ def test_what_people_ask_first_is_answered_before_anybody_scrolls(open_page, kee
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_opens_by_its_link(open_page, view):
     tab = open_page(view=view).tab
-    assert tab.locator("main h2").first.inner_text() == VIEWS[view]
+    expect(tab.locator("main h2").first).to_have_text(VIEWS[view])
 
 
 def test_a_number_colours_the_grid_from_light_to_dark(open_page):
@@ -116,11 +117,11 @@ def test_the_role_filter_leaves_the_heads_that_have_it(open_page):
     assert tab.locator(".controls [role=status]").inner_text() == f"{len(expected)} of {ALL} heads"
     lit = tab.eval_on_selector_all("a.cell:not(.faded)", "cells => cells.map(cell => cell.dataset.key)")
     assert lit == [f"{site}.{head}" for site, head in expected]
-    assert tab.locator("table.sortable tbody tr").count() == len(expected)
+    expect(tab.locator("table.sortable tbody tr")).to_have_count(len(expected))
     assert "role=previous" in tab.url
     # The legend's button does the same, and a second press takes it back.
     tab.locator("button.kind", has_text="previous role").click()
-    assert tab.locator("a.cell.faded").count() == 0
+    expect(tab.locator("a.cell.faded")).to_have_count(0)
 
 
 def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
@@ -149,30 +150,30 @@ def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
 def test_a_card_shows_what_is_known_of_a_head(open_page):
     tab = open_page().tab
     tab.locator("a.cell[data-key='2.1']").click()
-    assert tab.locator("main h2").inner_text() == VIEWS["head/2/1"]
-    assert tab.locator(".card-head .chip").all_inner_texts() == ["induction role", "previous role"]
+    expect(tab.locator("main h2")).to_have_text(VIEWS["head/2/1"])
+    expect(tab.locator(".card-head .chip")).to_have_text(["induction role", "previous role"])
     evidence = tab.locator(".summary li").all_inner_texts()
     assert evidence == [f"{role} in 75% of positions (chance 12%)" for role in ROLES[:2]]
-    assert tab.locator(".bars .token").all_inner_texts() == ["the", "."]
+    expect(tab.locator(".bars .token")).to_have_text(["the", "."])
     tab.get_by_text("As a table").click()
     row = tab.locator("details tr", has_text="induction role").locator("td").all_inner_texts()
     assert row[:3] == ["0.75", "0.688 – 0.813", "0.125"]
     ablation = tab.locator("table.numbers tr", has_text="ablation").locator("td")
     (head,) = (x for x in PAGE["heads"] if (x["site"], x["head"]) == (2, 1))
-    assert ablation.first.inner_text() == f"{head['values']['ablation']:.3g} ± 0.03"
+    expect(ablation.first).to_have_text(f"{head['values']['ablation']:.3g} ± 0.03")
     rank = 1 + sum(x["values"]["ablation"] > head["values"]["ablation"] for x in PAGE["heads"])
-    assert ablation.nth(1).inner_text() == ""  # what chance would show is known of shares of the text alone
-    assert ablation.nth(2).inner_text() == f"{rank} of {ALL}"
+    expect(ablation.nth(1)).to_have_text("")  # what chance would show is known of shares of the text alone
+    expect(ablation.nth(2)).to_have_text(f"{rank} of {ALL}")
     sink = tab.locator("table.numbers tr", has_text="sink mass")
-    assert sink.locator("td").nth(1).inner_text() == "6.3%"
+    expect(sink.locator("td").nth(1)).to_have_text("6.3%")
     assert sink.locator("td svg [stroke='var(--second)']").count() == 1
     tab.locator(".side").get_by_role("link", name="Layer 0, head 2 (Encoder)").click()
-    assert tab.locator("main h2").inner_text() == "Layer 0, head 2 (Encoder)"
+    expect(tab.locator("main h2")).to_have_text("Layer 0, head 2 (Encoder)")
     tab.locator("a[rel=next]").click()
-    assert tab.locator("main h2").inner_text() == "Layer 0, head 3 (Encoder)"
+    expect(tab.locator("main h2")).to_have_text("Layer 0, head 3 (Encoder)")
     tab.go_back()
     tab.go_back()
-    assert tab.locator("main h2").inner_text() == VIEWS["head/2/1"]
+    expect(tab.locator("main h2")).to_have_text(VIEWS["head/2/1"])
 
 
 def test_the_block_map_is_darkest_where_the_head_looks(open_page):
@@ -189,7 +190,7 @@ def test_the_block_map_is_darkest_where_the_head_looks(open_page):
     assert darkest == [7 * row + max(0, row - 2) for row in range(7)]
     assert "7 by 7 cells. 14% of the attention lies on the diagonal" in canvas.get_attribute("aria-label")
     canvas.hover(position={"x": 5, "y": 5})
-    assert tab.locator(".map-figure .readout").inner_text() == "From tokens 0–15 to tokens 0–15: 50%"
+    expect(tab.locator(".map-figure .readout")).to_have_text("From tokens 0–15 to tokens 0–15: 50%")
 
 
 def test_offsets_near_stand_alone_and_far_ones_together(open_page):
@@ -206,25 +207,25 @@ def test_findings_lead_to_their_evidence(open_page):
     opened = open_page()
     tab = opened.tab
     tab.get_by_role("link", name="Two say the same").click()
-    assert tab.locator("main h2").first.inner_text() == "Heads alike"
-    assert tab.locator(".groups li.marked a").all_inner_texts() == ["Encoder 1.0", "Encoder 1.3"]
+    expect(tab.locator("main h2").first).to_have_text("Heads alike")
+    expect(tab.locator(".groups li.marked a")).to_have_text(["Encoder 1.0", "Encoder 1.3"])
     opened.go("overview")
     tab.get_by_role("link", name="Some rest").click()
     assert tab.get_by_label("Colour by").input_value() == "sink_mass"
     marked = tab.eval_on_selector_all("a.cell.marked", "cells => cells.map(cell => cell.dataset.key)")
     assert marked == ["0.2"]
     tab.get_by_role("link", name="One matters most").click()
-    assert tab.locator("tr.marked th a").all_inner_texts() == ["Encoder 0.4"]
+    expect(tab.locator("tr.marked th a")).to_have_text(["Encoder 0.4"])
 
 
 def test_heads_alike_are_ranked_by_the_chosen_relation(open_page):
     tab = open_page(view="alike").tab
     first = tab.locator("table.sortable").first.locator("tbody tr").first
-    assert first.locator("th, td").all_inner_texts() == ["Encoder 1.0", "Encoder 1.3", "0.81"]
+    expect(first.locator("th, td")).to_have_text(["Encoder 1.0", "Encoder 1.3", "0.81"])
     assert "Layer 1, head 0 (Encoder) and Layer 1, head 3 (Encoder)" in tab.locator(".lead strong").inner_text()
     tab.get_by_label("Measured by").select_option("attention_distance")
-    assert first.locator("th, td").all_inner_texts() == ["Encoder 1.0", "Encoder 1.3", "0.19"]
-    assert tab.locator(".matrix canvas").count() == LAYERS + CROSS_LAYERS
+    expect(first.locator("th, td")).to_have_text(["Encoder 1.0", "Encoder 1.3", "0.19"])
+    expect(tab.locator(".matrix canvas")).to_have_count(LAYERS + CROSS_LAYERS)
 
 
 def test_a_group_can_be_acted_on_by_a_command_to_copy(open_page, keep_picture):
@@ -238,10 +239,10 @@ def test_a_group_can_be_acted_on_by_a_command_to_copy(open_page, keep_picture):
     ]
     assert f"Keep 1.{stronger['head']} of them" in of_group.first.inner_text()
     of_group.last.get_by_role("button").click()
-    assert of_group.last.get_by_role("button").inner_text() == "Copied"
+    expect(of_group.last.get_by_role("button")).to_have_text("Copied")
     assert tab.evaluate("navigator.clipboard.readText()") == of_group.last.locator("code").inner_text()
     # A share would be of one stack, and this model has two.
-    assert tab.locator(".command").count() == 2
+    expect(tab.locator(".command")).to_have_count(2)
     keep_picture(opened, "edits")
 
 
@@ -290,4 +291,4 @@ def test_a_bare_run_and_a_wrong_link_show_what_there_is(open_page, tmp_path, vie
     tab = open_page(written(bare(), tmp_path / "bare.html"), view).tab
     expected = {"head/9/9": "This model has no such head", "head/x/y": "This model has no such head"}
     assert tab.locator("main h2").first.inner_text().startswith(expected.get(view, ""))
-    assert tab.locator("nav.views a").all_inner_texts() == ["Overview", "Heads alike", "Findings"]
+    expect(tab.locator("nav.views a")).to_have_text(["Overview", "Heads alike", "Findings"])

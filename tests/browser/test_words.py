@@ -35,11 +35,11 @@ def same(shown, wanted) -> None:
 def test_a_chosen_word_shows_whom_it_looks_at_and_who_looks_at_it(open_page):
     tab = open_page(view="head/1/2", color_scheme="light").tab
     here = weights(PAGE, 0, 1)[2]
-    assert tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+    expect(tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
     same(strongest(tab, 0), expected(here.mean(0), SENTENCE))
     words = tab.locator(".word-line button")
     words.nth(5).click()
-    assert tab.locator(".strongest h4").all_inner_texts() == ["“own” looks at", "“own” is looked at by"]
+    expect(tab.locator(".strongest h4")).to_have_text(["“own” looks at", "“own” is looked at by"])
     same(strongest(tab, 0), expected(here[5], SENTENCE))
     same(strongest(tab, 1), expected(here[:, 5], SENTENCE))
     shades = tab.eval_on_selector_all(".word-line button", "all => all.map(x => x.style.background)")
@@ -48,20 +48,20 @@ def test_a_chosen_word_shows_whom_it_looks_at_and_who_looks_at_it(open_page):
     heights = [float(bar.split("px")[0].split(" ")[-1]) if bar != "none" else 0.0 for bar in bars]
     assert heights.index(max(heights)) == 7
     words.nth(5).click()
-    assert tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+    expect(tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
 
 
 def test_words_of_two_texts_stand_in_two_lines(open_page):
     tab = open_page(view="head/3/1").tab
     here = weights(PAGE, 1, 3)[1]
     lines = tab.locator(".word-line")
-    assert lines.nth(0).locator("button").all_inner_texts() == list(ANSWER)
-    assert lines.nth(1).locator("button").all_inner_texts() == list(SENTENCE)
+    expect(lines.nth(0).locator("button")).to_have_text(list(ANSWER))
+    expect(lines.nth(1).locator("button")).to_have_text(list(SENTENCE))
     lines.nth(0).locator("button").nth(2).click()
-    assert tab.locator(".strongest h4").all_inner_texts() == ["“voit” looks at"]
+    expect(tab.locator(".strongest h4")).to_have_text(["“voit” looks at"])
     same(strongest(tab, 0), expected(here[2], SENTENCE))
     lines.nth(1).locator("button").nth(2).click()
-    assert tab.locator(".strongest h4").all_inner_texts() == ["“cat” is looked at by"]
+    expect(tab.locator(".strongest h4")).to_have_text(["“cat” is looked at by"])
     same(strongest(tab, 0), expected(here[:, 2], ANSWER))
     assert "word=k2" in tab.url
 
@@ -71,7 +71,7 @@ def test_lines_join_the_words(open_page):
     svg = tab.locator(".lines svg")
     assert svg.locator("text").all_text_contents()[2:] == [*SENTENCE, *SENTENCE]
     drawn = int((weights(PAGE, 0, 1)[2] >= 0.02).sum())
-    assert svg.locator("path").count() == drawn
+    expect(svg.locator("path")).to_have_count(drawn)
 
 
 def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
@@ -118,16 +118,16 @@ def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
         tab.keyboard.press("Tab")
         if tab.evaluate("document.activeElement.classList.contains('word')"):
             break
-    assert tab.locator(".strongest h4").first.inner_text() == "“[CLS]” looks at"
+    expect(tab.locator(".strongest h4").first).to_have_text("“[CLS]” looks at")
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("ArrowRight")
-    assert tab.locator(".strongest h4").first.inner_text() == "“cat” looks at"
+    expect(tab.locator(".strongest h4").first).to_have_text("“cat” looks at")
     same(strongest(tab, 0), expected(weights(PAGE, 0, 2)[4][2], SENTENCE))
     tab.keyboard.press("Escape")
-    assert tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+    expect(tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
 
 
 @pytest.mark.parametrize("word", ["99", "k99", "-1", "x"])
 def test_a_link_to_a_word_that_is_not_there_chooses_none(open_page, word):
     tab = open_page(view=f"head/1/2?word={word}&example=77").tab
-    assert tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+    expect(tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])

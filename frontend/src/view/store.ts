@@ -117,7 +117,10 @@ export class Store {
 
   private async readBy(slot: Slot, route: string, body: object): Promise<void> {
     this.busy.set(slot, null);
+    // What is still asked of the text that goes would be answered that it is gone.
+    for (const name of ["heads", "effect"]) this.controllers.get(`${name} ${slot}`)?.abort();
     this.tell();
+    const before = this.readings[slot];
     const isNewest = await this.guarded(`read ${slot}`, async (signal) => {
       const onLine = (line: Line) => {
         if (!line.progress) return;
@@ -135,7 +138,14 @@ export class Store {
       this.written = last.token ? { reading: last.reading.id, token: last.token, lines } : null;
       this.hold(slot, last.reading);
     });
-    if (isNewest) this.busy.delete(slot);
+    if (isNewest) {
+      this.busy.delete(slot);
+      // No new text came of it: what was called off is asked again.
+      if (before && this.readings[slot] === before) {
+        if (!this.pictures.get(before.id)?.done) void this.draw(slot);
+        if (!this.effects[slot]) void this.weigh();
+      }
+    }
     this.tell();
   }
 

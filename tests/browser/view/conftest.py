@@ -117,6 +117,9 @@ class Opened:
     server: Running
     problems: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.first_readings = dict(self.server.viewer.readings)
+
     def go(self, view: str) -> None:
         self.tab.goto(f"{self.server.address}#/{view}")
         self.tab.wait_for_selector("main")
@@ -136,6 +139,9 @@ class Opened:
             self.tab.wait_for_timeout(20)
 
     def check(self) -> None:
+        if self.server.viewer.readings != self.first_readings:
+            # A question on its way while its text was replaced is refused, which the browser itself writes down.
+            self.problems = [problem for problem in self.problems if "410 (Gone)" not in problem]
         assert [*self.problems, *self.tab.evaluate("window.violations ?? []")] == []
 
 

@@ -33,7 +33,7 @@ def test_hostile_text_is_text(open_view, keep_picture, language):
         tab.locator(".word").nth(5).hover()
         tab.locator(".of-word").first.wait_for()
         assert tab.evaluate("window.hacked") is None
-        assert tab.locator("main img, main script, main iframe, main object").count() == 0
+        expect(tab.locator("main img, main script, main iframe, main object")).to_have_count(0)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360, view
         keep_picture(opened, f"view-hostile-{language}-{view.split('?')[0].replace('/', '-') or 'home'}")
     words = tab.locator(".head-panel").first.locator(".word").all_text_contents()

@@ -43,7 +43,7 @@ def test_a_head_is_switched_off_and_the_output_changes_as_computed(open_view, ke
     opened = open_view()
     opened.read()
     tab, model, ids = opened.tab, opened.server.eager, opened.server.viewer.readings["A"].ids
-    assert tab.locator(".off-heads .measure").count() == 0
+    expect(tab.locator(".off-heads .measure")).to_have_count(0)
     tab.get_by_role("button", name="switches it off or on").click()
     tab.locator("a.cell[data-key='1.2']").click()
     before = log_probabilities(model, ids)
@@ -60,8 +60,8 @@ def test_a_head_is_switched_off_and_the_output_changes_as_computed(open_view, ke
     shown = row.locator("td").all_inner_texts()
     for text, value in zip(shown, (before[largest].exp(), after[largest].exp()), strict=True):
         assert float(text.rstrip("%")) / 100 == pytest.approx(float(value), abs=0.0051)
-    assert tab.locator(".off-list button").all_inner_texts() == ["Layer 1, head 2 ×", "Layer 0, head 3 ×"]
-    assert tab.locator("a.cell.off").count() == 2
+    expect(tab.locator(".off-list button")).to_have_text(["Layer 1, head 2 ×", "Layer 0, head 3 ×"])
+    expect(tab.locator("a.cell.off")).to_have_count(2)
     assert "switched off" in tab.locator("a.cell[data-key='1.2']").get_attribute("aria-label")
     keep_picture(opened, "view-off")
     # Read again without them: later layers are then those of the cut model.
@@ -143,6 +143,27 @@ def test_what_the_server_refuses_is_said_in_words(open_view, status, kind, words
     opened.problems.clear()  # a refused request is written down by the browser itself
 
 
+def test_what_is_asked_of_a_text_that_goes_is_called_off_and_asked_again_where_it_stays(open_view):
+    opened = open_view()
+    opened.read("w1 w2 w3")
+    tab, asked, called_off, error = opened.tab, [], [], {"status": 413, "kind": "too-large", "message": "Too long."}
+    tab.on("requestfailed", lambda request: called_off.append(request.url.rpartition("/")[2]))
+    tab.route("**/api/heads", lambda route: asked.append(route))  # no answer comes
+    tab.reload()
+    opened.wait(lambda: len(asked) == 1)
+    tab.route("**/api/read", lambda route: route.fulfill(status=413, body=json.dumps({"error": error})))
+    tab.locator("#text-A").fill("w4 w5")
+    tab.keyboard.press("Control+Enter")
+    opened.wait(lambda: len(asked) == 2)
+    assert called_off == ["heads"]
+    assert len({route.request.post_data for route in asked}) == 1
+    tab.unroute("**/api/read")
+    tab.unroute("**/api/heads")
+    opened.read("w4 w5")
+    assert called_off == ["heads", "heads"]
+    opened.problems.clear()  # a refused request is written down by the browser itself
+
+
 def test_a_word_that_a_new_text_does_not_have_is_chosen_no_more(open_view):
     opened = open_view()
     tab = opened.tab
@@ -202,10 +223,10 @@ def test_the_page_outlives_its_server(open_view, tmp_path):
     tab.locator("#text-A").fill("w4 w5")
     tab.keyboard.press("Control+Enter")
     expect(tab.locator("[role=alert]")).to_contain_text("The viewer does not answer.")
-    assert tab.locator("a.cell canvas").count() == 8  # what was there is still there
+    expect(tab.locator("a.cell canvas")).to_have_count(8)  # what was there is still there
     with Running(viewer, folder, port):
         expect(tab.locator("[role=alert]")).to_be_empty()
         opened.read("w4 w5")
-        assert tab.locator(".word").all_inner_texts() == ["[CLS]", "w4", "w5"]
+        expect(tab.locator(".word")).to_have_text(["[CLS]", "w4", "w5"])
         opened.problems.clear()  # a connection that fails is written down by the browser itself
         tab.goto("about:blank")

@@ -42,13 +42,13 @@ def check_list(found, weights, tokens) -> None:
 
 def test_the_address_needs_its_token(open_view, running):
     opened = open_view()
-    assert opened.tab.locator("h1").inner_text() == "llama"
+    expect(opened.tab.locator("h1")).to_have_text("llama")
     page = opened.tab.context.new_page()
     for path in ("", "another-token/", "api/state"):
         answer = page.goto(f"{running('llama').origin}{path}")
         assert answer.status == 403
         assert "must hold the token" in answer.json()["error"]["message"]
-        assert page.locator("#text-A").count() == 0
+        expect(page.locator("#text-A")).to_have_count(0)
 
 
 def test_a_text_is_read_and_every_head_is_drawn(open_view, keep_picture):
@@ -58,7 +58,7 @@ def test_a_text_is_read_and_every_head_is_drawn(open_view, keep_picture):
     layers, heads, tokens, _ = weights.shape
     cells = opened.tab.locator("a.cell")
     assert cells.count() == layers * heads == 8
-    assert opened.tab.locator(".word").all_inner_texts() == ["[CLS]", *SENTENCE.split()]
+    expect(opened.tab.locator(".word")).to_have_text(["[CLS]", *SENTENCE.split()])
     for layer in range(layers):
         for head in range(heads):
             drawn = opened.tab.locator(f"a.cell[data-key='{layer}.{head}']").evaluate(PIXELS)
@@ -77,7 +77,7 @@ def test_a_word_is_followed_through_every_head(open_view, keep_picture):
     weights, tokens, word = opened.server.weights(), opened.server.tokens(), 10
     opened.tab.locator(".word").nth(word).hover()
     opened.tab.locator(".grids.of-word").wait_for()
-    assert opened.tab.locator(".word-name").inner_text() == f"“{tokens[word]}” in every head"
+    expect(opened.tab.locator(".word-name")).to_have_text(f"“{tokens[word]}” in every head")
     sides = [("it looks at", lambda x: x[word]), ("it is looked at by", lambda x: x[:, word])]
     opened.tab.locator(".word").nth(word).click()  # stays when the pointer leaves
     for name, row_of in sides:
@@ -97,7 +97,7 @@ def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(open_view, keep_p
     opened.tab.locator("a.cell[data-key='1.2']").click()
     opened.tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
     weights, tokens, word = opened.server.weights()[1, 2], opened.server.tokens(), 6
-    assert opened.tab.locator(".strongest h4").all_inner_texts() == ["Looked at most, on average"]
+    expect(opened.tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
     opened.tab.locator(".word").nth(word).hover()
     opened.tab.get_by_role("heading", name=f"“{tokens[word]}” looks at").wait_for()
     check_list(listed(opened.tab, 0), weights[word], tokens)
@@ -134,10 +134,10 @@ def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):
     opened = open_view("t5")
     opened.read()
     tab = opened.tab
-    assert tab.locator(".stack h3").all_inner_texts() == ["Encoder", "Decoder", "Decoder to encoder"]
+    expect(tab.locator(".stack h3")).to_have_text(["Encoder", "Decoder", "Decoder to encoder"])
     tab.get_by_role("button", name="Write the likeliest token").click()
     tab.locator(".newest").wait_for()
-    assert tab.locator(".newest .stack h3").all_inner_texts() == ["Decoder", "Decoder to encoder"]
+    expect(tab.locator(".newest .stack h3")).to_have_text(["Decoder", "Decoder to encoder"])
     tab.locator(".text-in-heads a.cell[data-key='3.1']").click()
     tab.locator(".head-words .line-name").first.wait_for()
     reading, model = opened.server.viewer.readings["A"], opened.server.eager
@@ -149,11 +149,11 @@ def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):
         ).cross_attentions[0][0, 1]
     lines = tab.locator(".head-words .word-line")
     assert lines.nth(0).locator(".word").count() == len(reading.target_ids) == 2
-    assert lines.nth(1).locator(".word").count() == len(reading.ids)
+    expect(lines.nth(1).locator(".word")).to_have_count(len(reading.ids))
     lines.nth(0).locator(".word").nth(1).hover()
     tab.locator(".strongest li").first.wait_for()
     check_list(listed(tab, 0), found[1], reading.text.tokens)
-    assert tab.locator(".strongest > div").count() == 1
+    expect(tab.locator(".strongest > div")).to_have_count(1)
     keep_picture(opened, "view-cross")
 
 
@@ -213,9 +213,9 @@ def test_roles_of_a_run_are_shown_on_its_heads(open_view, tmp_path):
     with Running(Viewer(viewer.model, run=run), folder) as server:
         opened = open_view(server)
         opened.read()
-        assert opened.tab.locator("a.cell .badge").all_inner_texts() == ["N"]
+        expect(opened.tab.locator("a.cell .badge")).to_have_text(["N"])
         opened.tab.get_by_role("link", name="Layer 1, head 2, next").click()
-        assert opened.tab.locator(".role-list li").all_inner_texts() == ["next 9 of 10 <b>times</b>"]
+        expect(opened.tab.locator(".role-list li")).to_have_text(["next 9 of 10 <b>times</b>"])
         opened.go("head/0/2")
-        assert opened.tab.locator(".role-list li").all_inner_texts() == ["no role"]
+        expect(opened.tab.locator(".role-list li")).to_have_text(["no role"])
         opened.check()

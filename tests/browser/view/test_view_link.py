@@ -69,7 +69,7 @@ def test_back_and_forward_move_the_map(open_view):
     opened.tab.get_by_role("button", name="their largest weight").click()
     opened.tab.go_back()
     expect(opened.tab.get_by_role("button", name="their share")).to_have_attribute("aria-pressed", "true")
-    assert opened.tab.locator("main h2").first.inner_text() == "Layer 1, head 2"
+    expect(opened.tab.locator("main h2").first).to_have_text("Layer 1, head 2")
 
 
 @pytest.mark.parametrize("place", ["nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"])
