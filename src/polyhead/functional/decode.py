@@ -205,7 +205,8 @@ def _decode_at_once(
     window: int,
     splits: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from polyhead.kernels import decode as kernels
+    from polyhead.kernels.decode import CachePointers, decode_kernel
+    from polyhead.kernels.decode_parts import Places, join_kernel
     from polyhead.kernels.mask_arguments import MaskArguments
 
     cache = CacheArguments(
@@ -221,7 +222,7 @@ def _decode_at_once(
 
     group_rows = heads // kv_heads * queries
     paged = block_table is not None
-    pointers = kernels.CachePointers(
+    pointers = CachePointers(
         key,
         value,
         *_row_head_token(key, paged),
@@ -253,7 +254,7 @@ def _decode_at_once(
             table_zero=table_zero,
             table_width=table.shape[1],
         )
-    places = kernels.Places(**{NAMES[name]: place for place, name in enumerate(statistics)})
+    places = Places(**{NAMES[name]: place for place, name in enumerate(statistics)})
 
     indirect = block_table is not None or key_position is not None
     blocks: Blocks | LatentBlocks
@@ -277,7 +278,7 @@ def _decode_at_once(
         if isinstance(blocks, LatentBlocks):
             decode_latent.leave_parts(query, latents, dim_value, sums, parts, mask, places, head_scale, numbers, blocks)
         else:
-            kernels.decode_kernel[(pairs, splits)](
+            decode_kernel[(pairs, splits)](
                 query,
                 output,
                 logsumexp,
@@ -313,7 +314,7 @@ def _decode_at_once(
             )
         if in_parts:
             block_splits, block_value = max(16, power_of_two(splits)), max(16, power_of_two(dim_value))
-            kernels.join_kernel[(rows,)](
+            join_kernel[(rows,)](
                 output,
                 logsumexp,
                 found,

@@ -1,9 +1,9 @@
 """Attention of a few new tokens over latents: a token's one vector [c ; r] is key and, by its first part, value.
 
 What `decode` does for keys and values of their own: programs walk their share of the keys and leave their sums and
-unnormalised outputs, and `decode.join_kernel` joins them. Here c is brought once and multiplied twice, from the same
-shared memory, and heads are many: all of them share the one key, so they are the rows of a tile. Up to 16 rows it is
-bound by bytes; with 128 heads by the matrix units, where `decode_latent_hopper` serves on Hopper.
+unnormalised outputs, and `decode_parts.join_kernel` joins them. Here c is brought once and multiplied twice, from the
+same shared memory, and heads are many: all of them share the one key, so they are the rows of a tile. Up to 16 rows it
+is bound by bytes; with 128 heads by the matrix units, where `decode_latent_hopper` serves on Hopper.
 
 Tiles that every row sees whole, and where no asked mass stands, are loaded without a mask, as in `decode`.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.kernels.availability import has_hopper_kernels
-from polyhead.kernels.decode import Places, _exp, _load_rows
+from polyhead.kernels.decode_parts import Places, exp, load_rows, store_sums
 from polyhead.kernels.latent_tiles import LatentBlocks, Latents, Numbers, plan_latent_blocks
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import added_tile, visible_tile
@@ -132,10 +132,10 @@ def latent_kernel(
     # [BLOCK_M, BLOCK_RANK] and [BLOCK_M, BLOCK_TURNING]
     ptr_rows = ptr_query + i_batch.to(tl.int64) * stride_query_batch
     ptr_rows += offs_head.to(tl.int64) * stride_query_head + offs_query.to(tl.int64) * stride_query_token
-    tile_query = _load_rows(ptr_rows, mask_real, RANK, BLOCK_RANK)
+    tile_query = load_rows(ptr_rows, mask_real, RANK, BLOCK_RANK)
     tile_turned = None
     if TURNING > 0:
-        tile_turned = _load_rows(ptr_rows + RANK, mask_real, TURNING, BLOCK_TURNING)
+        tile_turned = load_rows(ptr_rows + RANK, mask_real, TURNING, BLOCK_TURNING)
     row_scale = tl.zeros([BLOCK_M], tl.float32) + scale
     if ptr_head_scale is not None:
         row_scale *= tl.load(ptr_head_scale + offs_head, mask=mask_m, other=0.0).to(tl.float32)
@@ -180,10 +180,10 @@ def latent_kernel(
                 mask_n = tl.max(seen.to(tl.int32), 0) > 0
             ptr_tokens = ptr_held + offs_n.to(tl.int64) * latents.token
             # [BLOCK_N, BLOCK_RANK] and [BLOCK_N, BLOCK_TURNING]
-            tile_latent = _load_rows(ptr_tokens, mask_n, RANK, BLOCK_RANK)
+            tile_latent = load_rows(ptr_tokens, mask_n, RANK, BLOCK_RANK)
             tile_turning = None
             if TURNING > 0:
-                tile_turning = _load_rows(ptr_tokens + RANK, mask_n, TURNING, BLOCK_TURNING)
+                tile_turning = load_rows(ptr_tokens + RANK, mask_n, TURNING, BLOCK_TURNING)
 
             logits = _logits(tile_query, tile_turned, tile_latent, tile_turning) * row_scale[:, None]
             if softcap is not None:
@@ -201,8 +201,8 @@ def latent_kernel(
             new_largest = tl.maximum(largest, tl.max(logits, 1))
             shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
             below = logits - shift[:, None]
-            exponential = _exp(below, EXACT)
-            shrink = _exp(largest - shift, EXACT)
+            exponential = exp(below, EXACT)
+            shrink = exp(largest - shift, EXACT)
             if places.entropy is not None:
                 # Never two numbers of the logits' size: when the maximum moves, the sum moves by the difference.
                 moved = tl.where(largest == -float("inf"), 0.0, largest - shift)
@@ -246,36 +246,28 @@ def latent_kernel(
     largest = tl.where(mask_real, largest, -float("inf"))
     total = tl.where(mask_real, total, 0.0)
     num_rows = num_rows.to(tl.int64)
-    plane = splits * num_rows
-    offs_part = i_split * num_rows + offs_row
-    ptr = ptr_sums + offs_part
-    tl.store(ptr, largest, mask=mask_m)
-    tl.store(ptr + plane, total, mask=mask_m)
-    ptr += 2 * plane
-    # A part without keys is known by its sum, and nothing else of it is read.
-    mask_filled = mask_m & (total != 0.0)
-    if places.max_abs_logit is not None:
-        tl.store(ptr + places.max_abs_logit * plane, largest_size, mask=mask_filled)
-    if places.entropy is not None:
-        tl.store(ptr + places.entropy * plane, spread, mask=mask_filled)
-    if places.reach is not None:
-        tl.store(ptr + places.reach * plane, reach, mask=mask_filled)
-    if places.signed_reach is not None:
-        tl.store(ptr + places.signed_reach * plane, signed_reach, mask=mask_filled)
-    if places.reach_squared is not None:
-        tl.store(ptr + places.reach_squared * plane, reach_squared, mask=mask_filled)
-    if places.sink_mass is not None:
-        tl.store(ptr + places.sink_mass * plane, sink_mass, mask=mask_filled)
-    if places.self_mass is not None:
-        tl.store(ptr + places.self_mass * plane, self_mass, mask=mask_filled)
-    if places.previous_mass is not None:
-        tl.store(ptr + places.previous_mass * plane, previous_mass, mask=mask_filled)
-    if places.next_mass is not None:
-        tl.store(ptr + places.next_mass * plane, next_mass, mask=mask_filled)
-    if places.window_mass is not None:
-        tl.store(ptr + places.window_mass * plane, window_mass, mask=mask_filled)
-    if places.visible_keys is not None:
-        tl.store(ptr + places.visible_keys * plane, visible_keys.to(tl.float32), mask=mask_filled)
+    offs_part, mask_filled = store_sums(
+        ptr_sums,
+        places,
+        i_split,
+        splits,
+        num_rows,
+        offs_row,
+        mask_m,
+        largest,
+        total,
+        largest_size,
+        spread,
+        reach,
+        signed_reach,
+        reach_squared,
+        sink_mass,
+        self_mass,
+        previous_mass,
+        next_mass,
+        window_mass,
+        visible_keys.to(tl.float32),
+    )
     # [BLOCK_M, BLOCK_RANK]
     offs_rank = tl.arange(0, BLOCK_RANK)
     ptr = ptr_parts + offs_part[:, None] * RANK + offs_rank[None, :]
@@ -313,7 +305,7 @@ def leave_parts(
     numbers: Numbers,
     blocks: LatentBlocks,
 ) -> None:
-    """Fill `sums` and `parts` for `decode.join_kernel`; how many splits there are, their shapes say."""
+    """Fill `sums` and `parts` for `decode_parts.join_kernel`; how many splits there are, their shapes say."""
     if blocks.on_hopper:
         from polyhead.kernels import decode_latent_hopper as hopper
 

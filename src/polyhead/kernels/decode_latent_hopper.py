@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.kernels.decode import Places
+from polyhead.kernels.decode_parts import Places
 from polyhead.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable
 from polyhead.kernels.latent_tiles import LatentBlocks, Latents, Numbers
 from polyhead.kernels.mask_arguments import MaskArguments
