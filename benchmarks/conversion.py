@@ -25,10 +25,10 @@ from polyhead.lab.surgery_quality.language import LanguageTask
 from polyhead.lab.surgery_quality.sentences import SentenceTask
 from polyhead.sources import load_model
 from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_forms, find_layers, fingerprint, undo
-from polyhead.surgery.align import AlignHeads
-from polyhead.surgery.convert import convert_groups
-from polyhead.surgery.grouping import neighbours
-from polyhead.surgery.shared_keys import ShareKeys
+from polyhead.surgery.sharing.align import AlignHeads
+from polyhead.surgery.sharing.convert import convert_groups
+from polyhead.surgery.sharing.grouping import neighbours
+from polyhead.surgery.sharing.shared_keys import ShareKeys
 
 Way = Callable[[Any, int, dict[str, Any]], EditRecord]
 

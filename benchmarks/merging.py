@@ -33,10 +33,11 @@ from polyhead.surgery import (
     pruning_order,
     read_heads,
 )
-from polyhead.surgery.convert import gather_inputs, gather_targets
-from polyhead.surgery.head_weights import pack_heads
-from polyhead.surgery.repair import Problem
-from polyhead.surgery.streams import pieces_of
+from polyhead.surgery.anatomy.head_weights import pack_heads
+from polyhead.surgery.calibration.input_moments import gather_inputs
+from polyhead.surgery.calibration.streams import pieces_of
+from polyhead.surgery.repair.least_squares import Problem
+from polyhead.surgery.repair.targets import gather_targets
 
 RIDGE = 1e-3
 

@@ -44,8 +44,8 @@ from polyhead.masks import Mask
 from polyhead.observatory import HeadProfile, observe
 from polyhead.observatory.transformers_models import open_entrance as _open_entrance
 from polyhead.sources.models import open_folders as _open_folders
-from polyhead.surgery.loading import load
-from polyhead.surgery.loading import load_saved as _load_saved
+from polyhead.surgery.storage.loading import load
+from polyhead.surgery.storage.loading import load_saved as _load_saved
 from polyhead.version import VERSION
 
 __version__ = VERSION

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import polyhead
 from polyhead.cli import app
-from polyhead.cli.edited_model import CalibrationText, open_model
+from polyhead.cli.calibration_text import CalibrationText
+from polyhead.cli.edited_model import open_model
 from polyhead.surgery import find_layers, fingerprint, load_record
 from tests.inspection.small_models import model_folder, text_folder
 

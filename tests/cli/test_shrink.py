@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
 import polyhead
@@ -33,7 +35,11 @@ def place(tmp_path_factory) -> Path:
 
 
 def layouts(folder: Path) -> list[tuple[int, int]]:
-    found = [layer.layout for layer in find_layers(polyhead.load(folder))]
+    return layouts_of(polyhead.load(folder))
+
+
+def layouts_of(model: nn.Module) -> list[tuple[int, int]]:
+    found = [layer.layout for layer in find_layers(model)]
     return [(layout.num_heads, layout.num_kv_heads) for layout in found]
 
 
@@ -59,6 +65,29 @@ def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_pat
     shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options, "--preview").stdout
     assert "For 1.05 times fewer FLOPs: " in shown
     assert "Written" not in shown
+
+
+def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
+    """The clock is the test's own; what it is asked of are the whole model and one that lacks ever more heads."""
+    gone = []
+
+    class Found:
+        def median_ms(self, name: str) -> float:
+            return {"whole": 1 + 0.02 * gone[-1], "fewer": 1.0}[name]
+
+    def alternate(calls, **options):
+        whole, fewer = (inspect.getclosurevars(calls[name]).nonlocals[name] for name in ("whole", "fewer"))
+        assert calls["whole"]().logits.shape == calls["fewer"]().logits.shape
+        gone.append(sum(heads for heads, _ in layouts_of(whole)) - sum(heads for heads, _ in layouts_of(fewer)))
+        return Found()
+
+    monkeypatch.setattr("polyhead.lab.measuring.runner.alternate", alternate)
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--preview", "--measured"]
+    shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options).stdout
+    assert gone == [1, 2, 3]
+    assert "For 1.05 times less time on this machine: 3 heads go" in shown
+    said = invoke("shrink", place / "llama", "--target", "1.15x-faster", *options, code=2).stderr
+    assert f"is {1 + 0.02 * gone[-1]:.2f} times faster on this machine, got a target of 1.15x-faster" in said
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from polyhead.lab.surgery_quality.tasks import Figure, spearman
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan import Workload
 from polyhead.surgery import PruneHeads, apply, fingerprint, undo
-from polyhead.surgery.criteria import CRITERIA
+from polyhead.surgery.choosing.criteria import CRITERIA
 
 
 def drawing():

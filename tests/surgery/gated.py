@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead.surgery.anatomy import AttentionLayer, find_layers
+from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.surgery.anatomy.layers import AttentionLayer
 from tests.huggingface import models
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
@@ -20,6 +21,8 @@ REFUSED = {
     "llama4_text": "qk_norm",
     "t5": "relative_attention_bias",
 }
+# Their own code rounds queries and keys to float32 where it turns them, whatever the model's dtype.
+ROUNDED = ("cohere", "modernbert")
 EDITABLE = sorted(set(FAMILIES) - set(REFUSED))
 
 
@@ -32,6 +35,26 @@ def build(family: models.Family, *, seed: int = 0, dtype: torch.dtype = torch.fl
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.25)
     return model
+
+
+def decoder(
+    heads: int = 6,
+    kv_heads: int = 2,
+    hidden: int = 60,
+    head_dim: int = 10,
+    *,
+    name: str = "llama",
+    dtype: torch.dtype = torch.float64,
+) -> nn.Module:
+    """A decoder of a family with so many heads of this width."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": hidden, "head_dim": head_dim}
+    return build(models.Family(name, "decoder", {**FAMILIES[name].options, **sizes}), dtype=dtype)
+
+
+def batches_of_tokens(count: int = 6, length: int = 13) -> list[dict[str, Tensor]]:
+    """A text of random tokens, four rows a batch."""
+    generator = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(3, 61, (4, length), generator=generator)} for _ in range(count)]
 
 
 @contextmanager

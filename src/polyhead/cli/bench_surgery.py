@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyhead.cli.edited_model import errors_told
 from polyhead.cli.options import Device, device_or_gpu, part_of
+from polyhead.cli.telling import errors_told
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:

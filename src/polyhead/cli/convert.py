@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.edited_model import (
-    CalibrationText,
+from polyhead.cli.calibration_text import CalibrationText
+from polyhead.cli.edit_options import (
     ContextLength,
     Field,
     Model,
@@ -19,15 +19,11 @@ from polyhead.cli.edited_model import (
     Stack,
     Text,
     Tokens,
-    bar,
     check_output,
-    errors_told,
-    open_model,
-    show_fidelity,
-    show_preview,
-    write_edited,
 )
+from polyhead.cli.edited_model import open_model, show_fidelity, show_preview, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.telling import bar, errors_told
 
 
 def convert(
@@ -79,8 +75,8 @@ def convert(
     import polyhead.huggingface
     from polyhead.surgery import ShareKeys, convert_groups
     from polyhead.surgery import preview as count
-    from polyhead.surgery.convert import layers_to_convert
-    from polyhead.surgery.grouping import neighbours
+    from polyhead.surgery.sharing.convert import layers_to_convert
+    from polyhead.surgery.sharing.grouping import neighbours
 
     console = Console(highlight=False)
     with errors_told("convert"):

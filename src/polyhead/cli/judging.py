@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from polyhead.sources.models import LoadedModel
-    from polyhead.surgery.criteria import Judge, Weighting
+    from polyhead.surgery.choosing.evidence import Judge, Weighting
 
 
 def judge_of(loaded: LoadedModel) -> Judge:
     """The tokens that a model predicts, masked ones among them; of another its likeness to the whole."""
     from polyhead.analysis.importance.losses import Masked
-    from polyhead.surgery.criteria import Judge
-    from polyhead.surgery.quality import Probe, language_slope
+    from polyhead.surgery.choosing.evidence import Judge
+    from polyhead.surgery.choosing.quality import Probe, language_slope
 
     if loaded.kind == "causal":
         return Judge(slope=language_slope, ablated="language", gradient="language", slopes=8, ablations=1)
@@ -25,6 +25,6 @@ def judge_of(loaded: LoadedModel) -> Judge:
 
 def weighting_of(criterion: str) -> Weighting:
     """An error weighs what it costs the model, token by token, for a criterion that measures errors at all."""
-    from polyhead.surgery.criteria import CRITERIA
+    from polyhead.surgery.choosing.criteria import CRITERIA
 
     return "token" if criterion in CRITERIA and CRITERIA[criterion].weighs else "none"

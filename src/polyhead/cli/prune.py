@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.edited_model import (
-    CalibrationText,
+from polyhead.cli.calibration_text import CalibrationText
+from polyhead.cli.edit_options import (
     ContextLength,
     Field,
     Model,
@@ -20,16 +20,12 @@ from polyhead.cli.edited_model import (
     Stack,
     Text,
     Tokens,
-    bar,
     check_output,
-    errors_told,
-    open_model,
-    show_fidelity,
-    show_preview,
-    write_edited,
 )
+from polyhead.cli.edited_model import open_model, show_fidelity, show_preview, write_edited
 from polyhead.cli.judging import judge_of, weighting_of
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.telling import bar, errors_told
 
 if TYPE_CHECKING:
     from polyhead.surgery import PruneHeads
@@ -137,7 +133,8 @@ def chosen(text: CalibrationText, share: float, *, criterion: str, stack: str | 
     """The heads that can best go by a criterion, of all layers whose heads are known, or of one stack of them."""
     from polyhead.errors import OptionError
     from polyhead.surgery import PruneHeads, choose_heads
-    from polyhead.surgery.criteria import Evidence, orders_by
+    from polyhead.surgery.choosing.criteria import orders_by
+    from polyhead.surgery.choosing.evidence import Evidence
 
     model = text.loaded.model
     with bar(f"Choose heads by {criterion}", len(list(text.batches()))) as step:

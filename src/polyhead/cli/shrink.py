@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyhead.cli.edited_model import (
-    CalibrationText,
+from polyhead.cli.calibration_text import CalibrationText
+from polyhead.cli.edit_options import (
     ContextLength,
     Field,
     Model,
@@ -18,16 +17,14 @@ from polyhead.cli.edited_model import (
     SavedDtype,
     SavedForm,
     Tokens,
-    bar,
     check_output,
-    errors_told,
-    open_model,
-    show_preview,
-    working,
-    write_edited,
 )
+from polyhead.cli.edited_model import open_model, show_preview, write_edited
 from polyhead.cli.judging import judge_of, weighting_of
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.shrink_curve import measured_curve, show_curve
+from polyhead.cli.shrink_timing import reach_measured
+from polyhead.cli.telling import bar, errors_told, working
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,9 +32,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyhead.sources import LoadedModel
-    from polyhead.surgery.as_if import Outputs
-    from polyhead.surgery.quality import Quality
-    from polyhead.surgery.shrinking import CurvePoint, Shrinker, Target
+    from polyhead.surgery.choosing.quality import Quality
+    from polyhead.surgery.choosing.shrinking import Shrinker, Target
+    from polyhead.surgery.repair.as_if import Outputs
 
 METRICS = ("perplexity", "fidelity")
 WAYS = {
@@ -106,8 +103,8 @@ def shrink(
     from rich.console import Console
 
     from polyhead.surgery import apply
-    from polyhead.surgery.as_if import GivenOutputs
-    from polyhead.surgery.shrinking import Target
+    from polyhead.surgery.choosing.shrinking import Target
+    from polyhead.surgery.repair.as_if import GivenOutputs
 
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=120, highlight=False)
@@ -120,18 +117,19 @@ def shrink(
         )
         asked = _asked(loaded, text, field, context, tokens, metric)
         shrinker = _shrinker(asked, wanted, criterion)
-        gone = shrinker.reach(wanted)  # refused before the curve is measured
+        gone = {} if measured else shrinker.reach(wanted)  # refused before the curve is measured
         console.print(
             f"{loaded}\n{asked.tokens:,} tokens of text; {asked.report.name} of the whole model "
             f"{asked.report.whole:.4g} on the last fifth",
             markup=False,
             soft_wrap=True,
         )
-        show_curve(_curve(shrinker, asked.report), asked.report, console)
+        show_curve(measured_curve(shrinker, asked.report), asked.report, console)
         if measured:
-            gone = _measured(shrinker, wanted, asked)
+            gone = reach_measured(shrinker, wanted, asked.calibration)
         outputs, way = _repair(shrinker, gone, asked)
-        console.print(f"\nFor {wanted}: {sum(map(len, gone.values()))} heads go, {way}", markup=False)
+        aim = f"{wanted.amount:g} times less time on this machine" if measured else wanted
+        console.print(f"\nFor {aim}: {sum(map(len, gone.values()))} heads go, {way}", markup=False)
         show_preview(shrinker.counted(gone), console)
         _show_worth(shrinker, gone, outputs, asked.report, console)
         if preview or output is None:
@@ -170,7 +168,7 @@ def _asked(
     loaded: LoadedModel, text: str | None, field: str, context: int | None, tokens: int, metric: str | None
 ) -> _Asked:
     from polyhead.errors import OptionError
-    from polyhead.surgery.quality import Fidelity, Perplexity
+    from polyhead.surgery.choosing.quality import Fidelity, Perplexity
 
     read = CalibrationText.of(loaded, text, field, context, tokens)
     count = len(read.contexts)
@@ -196,8 +194,8 @@ def _asked(
 
 
 def _shrinker(asked: _Asked, target: Target, criterion: str) -> Shrinker:
-    from polyhead.surgery.criteria import Evidence
-    from polyhead.surgery.shrinking import Shrinker
+    from polyhead.surgery.choosing.evidence import Evidence
+    from polyhead.surgery.choosing.shrinking import Shrinker
 
     with working(f"Choose heads by {criterion}"):
         return Shrinker(
@@ -208,50 +206,10 @@ def _shrinker(asked: _Asked, target: Target, criterion: str) -> Shrinker:
         )
 
 
-def _curve(shrinker: Shrinker, quality: Quality) -> list[CurvePoint]:
-    from polyhead.surgery.shrinking import SEEDS, SHARES
-
-    with bar(f"Measure the {quality.name} of every size", len(SHARES) * (2 + len(SEEDS))) as step:
-        return shrinker.curve(quality, progress=lambda done, total: step(1))
-
-
-def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console) -> None:
-    """The whole curve as a table and as a plot."""
-    import statistics
-
-    from rich.table import Table
-
-    from polyhead.cli.line_plot import line_plot
-
-    table = Table(box=None, pad_edge=False, title=f"{quality.name}, beside {quality.whole:.4g} of the whole model")
-    for column in ("heads gone", "cache left", "FLOPs left", "repaired", "not repaired", "random heads, repaired"):
-        table.add_column(column, justify="right")
-    means = [statistics.fmean(x.value for x in point.random) for point in points]
-    for point, mean in zip(points, means, strict=True):
-        spread = statistics.stdev(x.value for x in point.random) if len(point.random) > 1 else 0.0
-        table.add_row(
-            f"{1 - point.size.heads:.0%}",
-            f"{point.size.cache:.0%}",
-            f"{point.size.flops:.0%}",
-            f"{point.repaired.value:.4g} ± {point.repaired.error:.2g}",
-            f"{point.not_repaired.value:.4g}",
-            f"{mean:.4g} ± {spread:.2g}",
-        )
-    console.print(table)
-    columns = [f"{1 - point.size.heads:.0%}" for point in points]
-    curves = {
-        "repaired": [point.repaired.value for point in points],
-        "not repaired": [point.not_repaired.value for point in points],
-        "control: random heads, repaired": means,
-    }
-    console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))
-    console.print("heads gone; ± is the standard error over rows, of random heads the spread over seeds", style="dim")
-
-
 def _repair(shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], asked: _Asked) -> tuple[dict[str, Outputs], str]:
     """Repaired all at once or layer by layer: what is best on the part of the text that is there to choose on."""
-    from polyhead.surgery.as_if import as_if
-    from polyhead.surgery.in_order import AIMS, solve_in_order
+    from polyhead.surgery.repair.as_if import as_if
+    from polyhead.surgery.repair.in_order import AIMS, solve_in_order
 
     ways = {"repaired all at once": shrinker.repaired(gone)}
     with bar("Repair layer by layer", len(AIMS) * len(gone)) as step:
@@ -274,7 +232,7 @@ def _show_worth(
     quality: Quality,
     console: Console,
 ) -> None:
-    from polyhead.surgery.as_if import as_if
+    from polyhead.surgery.repair.as_if import as_if
 
     with as_if(shrinker.model, shrinker.evidence.layers, outputs):
         found = quality.measure()
@@ -284,50 +242,3 @@ def _show_worth(
         f"{size.flops:.0%} of the FLOPs of the whole model at {shrinker.work.queries} tokens",
         markup=False,
     )
-
-
-def _measured(shrinker: Shrinker, target: Target, asked: _Asked) -> dict[str, tuple[int, ...]]:
-    """The fewest heads, in steps of a twentieth, without which the model runs so many times faster on this machine."""
-    from polyhead.errors import OptionError
-
-    ratio = 0.0
-    stride = max(1, shrinker.steps // 20)
-    with bar("Time the model without more and more heads", len(range(stride, shrinker.steps + 1, stride))) as step:
-        for steps in range(stride, shrinker.steps + 1, stride):
-            gone = shrinker.gone(steps)
-            ratio = _times_faster(shrinker, gone, asked)
-            step(1)
-            if ratio >= target.amount:
-                return gone
-    raise OptionError(
-        f"without any head that can go, this model is {ratio:.2f} times faster on this machine, got a target of "
-        f"{target.amount:g}x-faster"
-    )
-
-
-def _times_faster(shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], asked: _Asked) -> float:
-    """The whole model's time over that of the model without these heads, in turns."""
-    import torch
-
-    from polyhead.huggingface import register
-    from polyhead.lab.measuring.runner import alternate
-    from polyhead.surgery import apply
-
-    # Copies, since both run on polyhead's attention, which knows groups of any sizes; the model itself stays.
-    whole, fewer = (_copied(shrinker.model) for _ in range(2))
-    apply(fewer, shrinker.edits(gone))
-    for one in (whole, fewer):
-        one.set_attn_implementation(register())
-    batch = max(asked.calibration, key=lambda own: own["input_ids"].numel())
-    device = next(fewer.parameters()).device
-    with torch.no_grad():
-        found = alternate(
-            {"whole": lambda: whole(**batch), "fewer": lambda: fewer(**batch)},
-            device=device,
-            alternations=7,
-        )
-    return found.median_ms("whole") / found.median_ms("fewer")
-
-
-def _copied(model: Any) -> Any:
-    return copy.deepcopy(model)

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.edited_model import Replace, check_output, errors_told, show_saved, working
+from polyhead.cli.edit_options import Replace, check_output
+from polyhead.cli.edited_model import show_saved
+from polyhead.cli.telling import errors_told, working
 
 
 def undo(

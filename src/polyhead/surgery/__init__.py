@@ -1,11 +1,15 @@
 """Changing the heads of a trained model: described, counted, made and undone."""
 
-from polyhead.surgery.align import AlignHeads, aligned
-from polyhead.surgery.anatomy import AttentionLayer, find_layers
-from polyhead.surgery.apply import apply, take_shape, undo
-from polyhead.surgery.choosing import PruningOrder, choose_heads, pruning_order
-from polyhead.surgery.convert import convert_groups
-from polyhead.surgery.edits import (
+from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.surgery.anatomy.fingerprint import fingerprint
+from polyhead.surgery.anatomy.head_weights import HeadWeights, read_heads
+from polyhead.surgery.anatomy.layers import AttentionLayer
+from polyhead.surgery.calibration.key_forms import KeyForm, find_key_forms
+from polyhead.surgery.calibration.moments import OutputMoments, gather_moments
+from polyhead.surgery.calibration.sensitivity import loss_weights
+from polyhead.surgery.choosing.orders import PruningOrder, choose_heads, pruning_order
+from polyhead.surgery.edits.applying import apply, take_shape, undo
+from polyhead.surgery.edits.head_edits import (
     GroupQueries,
     HeadEdit,
     MergeHeads,
@@ -15,22 +19,18 @@ from polyhead.surgery.edits import (
     edits_from_json,
     edits_to_json,
 )
-from polyhead.surgery.fingerprint import fingerprint
-from polyhead.surgery.folders import SideFiles
-from polyhead.surgery.fused_heads import FuseHeads, fuse
-from polyhead.surgery.head_weights import HeadWeights, read_heads
-from polyhead.surgery.in_order import apply_in_order
-from polyhead.surgery.joining import join_records
-from polyhead.surgery.key_forms import KeyForm, find_key_forms
-from polyhead.surgery.loading import load, load_record
-from polyhead.surgery.moments import OutputMoments, gather_moments
-from polyhead.surgery.preview import HeadCounts, LayerPreview, Preview, preview
-from polyhead.surgery.records import EditRecord
-from polyhead.surgery.repair import OutputRepair
-from polyhead.surgery.saving import SavedModel, save
-from polyhead.surgery.sensitivity import loss_weights
-from polyhead.surgery.shared_keys import ShareKeys, share
-from polyhead.surgery.symmetries import turn_keys, turn_values
+from polyhead.surgery.edits.preview import HeadCounts, LayerPreview, Preview, preview
+from polyhead.surgery.edits.records import EditRecord, join_records
+from polyhead.surgery.repair.in_order import apply_in_order
+from polyhead.surgery.repair.least_squares import OutputRepair
+from polyhead.surgery.sharing.align import AlignHeads, aligned
+from polyhead.surgery.sharing.convert import convert_groups
+from polyhead.surgery.sharing.fused_heads import FuseHeads, fuse
+from polyhead.surgery.sharing.shared_keys import ShareKeys, share
+from polyhead.surgery.sharing.symmetries import turn_keys, turn_values
+from polyhead.surgery.storage.folders import SideFiles
+from polyhead.surgery.storage.loading import load, load_record
+from polyhead.surgery.storage.saving import SavedModel, save
 
 __all__ = [
     "AlignHeads",

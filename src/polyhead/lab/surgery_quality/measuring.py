@@ -11,14 +11,15 @@ from torch import Tensor
 
 from polyhead.lab.surgery_quality.points import Point, Result, parse_stock
 from polyhead.lab.surgery_quality.tasks import Split, Task
-from polyhead.surgery.as_if import Outputs, as_if, plain_outputs
-from polyhead.surgery.choosing import PruningOrder, choose_heads
-from polyhead.surgery.criteria import Evidence, Weighting, orders_by
-from polyhead.surgery.in_order import solve_in_order
-from polyhead.surgery.repair import Problem
-from polyhead.surgery.search import measured_orders, refined
-from polyhead.surgery.sensitivity import token_weights
-from polyhead.surgery.uniform import fits_stock, uniform_heads
+from polyhead.surgery.calibration.sensitivity import token_weights
+from polyhead.surgery.choosing.criteria import orders_by
+from polyhead.surgery.choosing.evidence import Evidence, Weighting
+from polyhead.surgery.choosing.orders import PruningOrder, choose_heads
+from polyhead.surgery.choosing.search import measured_orders, refined
+from polyhead.surgery.choosing.uniform import fits_stock, uniform_heads
+from polyhead.surgery.repair.as_if import Outputs, as_if, plain_outputs
+from polyhead.surgery.repair.in_order import solve_in_order
+from polyhead.surgery.repair.least_squares import Problem
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
 IN_ORDER_BATCHES = 4

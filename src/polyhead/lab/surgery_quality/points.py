@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 
 from polyhead.errors import OptionError
 from polyhead.lab.surgery_quality.tasks import Figure, Split
-from polyhead.surgery.criteria import CRITERIA, Weighting
-from polyhead.surgery.repair import RIDGE
+from polyhead.surgery.choosing.criteria import CRITERIA
+from polyhead.surgery.choosing.evidence import Weighting
+from polyhead.surgery.repair.least_squares import RIDGE
 
 # "once" solves all layers on what the whole model feeds them; the others go in order, by what a layer should write.
 Repair = Literal["no", "once", "layer", "output", "stream"]

@@ -1,0 +1,53 @@
+"""The curve of `polyhead shrink`: what the model is worth at every size, as a table and as a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from polyhead.cli.line_plot import line_plot
+from polyhead.cli.telling import bar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyhead.surgery.choosing.quality import Quality
+    from polyhead.surgery.choosing.shrinking import CurvePoint, Shrinker
+
+
+def measured_curve(shrinker: Shrinker, quality: Quality) -> list[CurvePoint]:
+    """What the model is worth at every size, beside its controls."""
+    from polyhead.surgery.choosing.shrinking import SEEDS, SHARES
+
+    with bar(f"Measure the {quality.name} of every size", len(SHARES) * (2 + len(SEEDS))) as step:
+        return shrinker.curve(quality, progress=lambda done, total: step(1))
+
+
+def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console) -> None:
+    """The whole curve as a table and as a plot."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title=f"{quality.name}, beside {quality.whole:.4g} of the whole model")
+    for column in ("heads gone", "cache left", "FLOPs left", "repaired", "not repaired", "random heads, repaired"):
+        table.add_column(column, justify="right")
+    means = [statistics.fmean(x.value for x in point.random) for point in points]
+    for point, mean in zip(points, means, strict=True):
+        spread = statistics.stdev(x.value for x in point.random) if len(point.random) > 1 else 0.0
+        table.add_row(
+            f"{1 - point.size.heads:.0%}",
+            f"{point.size.cache:.0%}",
+            f"{point.size.flops:.0%}",
+            f"{point.repaired.value:.4g} ± {point.repaired.error:.2g}",
+            f"{point.not_repaired.value:.4g}",
+            f"{mean:.4g} ± {spread:.2g}",
+        )
+    console.print(table)
+    columns = [f"{1 - point.size.heads:.0%}" for point in points]
+    curves = {
+        "repaired": [point.repaired.value for point in points],
+        "not repaired": [point.not_repaired.value for point in points],
+        "control: random heads, repaired": means,
+    }
+    console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))
+    console.print("heads gone; ± is the standard error over rows, of random heads the spread over seeds", style="dim")

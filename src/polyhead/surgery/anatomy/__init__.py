@@ -1,0 +1,1 @@
+"""Where a model's heads live, and their weights as values."""

@@ -1,0 +1,1 @@
+"""What a model shows of its layers while it reads a text."""

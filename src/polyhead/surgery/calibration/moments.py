@@ -1,0 +1,102 @@
+"""What the heads of a layer write side by side, as far as repair needs it: sums over tokens, in float64.
+
+Memory is the square of a layer's width and does not grow with the text. Sums are values with three verbs, so that any
+split of a corpus, merged in any order, equals one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError, ShapeError
+from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.surgery.anatomy.layers import AttentionLayer
+from polyhead.surgery.calibration.lending import evaluating
+from polyhead.surgery.calibration.looks import real_tokens
+
+NOTHING = 1e-12  # of the largest: a direction of this energy is none
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputMoments:
+    """Sums over the tokens that a layer's W_O was given: how many, of the heads' outputs, of their products."""
+
+    count: int
+    total: Tensor  # [channels]
+    products: Tensor  # [channels, channels]
+
+    @classmethod
+    def empty(cls, channels: int, device: torch.device | str | None = None) -> OutputMoments:
+        zeros = torch.zeros(channels, channels, dtype=torch.float64, device=device)
+        return cls(0, zeros[0].clone(), zeros)
+
+    def update(self, rows: Tensor) -> OutputMoments:
+        """With these rows, [tokens, channels]."""
+        rows = rows.detach().to(torch.float64)
+        return OutputMoments(self.count + rows.shape[0], self.total + rows.sum(0), self.products + rows.T @ rows)
+
+    def merge(self, other: OutputMoments) -> OutputMoments:
+        if other.total.shape != self.total.shape:
+            raise ShapeError(f"moments of one layer are merged, got {len(self.total)} channels and {len(other.total)}")
+        total, products = other.total.to(self.total.device), other.products.to(self.products.device)
+        return OutputMoments(self.count + other.count, self.total + total, self.products + products)
+
+    def compute(self, *, centred: bool) -> tuple[Tensor, Tensor]:
+        """The mean of the heads' outputs and the mean of their products, on the CPU; of those without the mean."""
+        if not self.count:
+            raise OptionError("moments are computed of some tokens, got none; is the calibration text empty?")
+        mean, products = self.total.cpu() / self.count, self.products.cpu() / self.count
+        return mean, products - torch.outer(mean, mean) if centred else products
+
+
+@torch.no_grad()
+def gather_moments(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, paths: Sequence[str] | None = None
+) -> dict[str, OutputMoments]:
+    """The moments of every attention layer, by path, over calibration text.
+
+    Args:
+        batches: what the model is called with, as `model(**batch)`; tokens that its attention mask hides are left out.
+        paths: only of these layers.
+    """
+    layers = [layer for layer in find_layers(model) if not layer.refusals and (paths is None or layer.path in paths)]
+    unknown = set(paths or ()) - {layer.path for layer in layers}
+    if unknown:
+        raise OptionError(f"moments are gathered of attention layers whose heads are known, got {sorted(unknown)}")
+    gathered: dict[str, OutputMoments] = {}
+    current: Mapping[str, Any] = {}
+
+    def listen(layer: AttentionLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            rows = given[0].detach()
+            real = real_tokens(model, layer, current, rows)
+            rows = rows.flatten(0, -2) if real is None else rows[real]
+            held = gathered.get(layer.path)
+            held = OutputMoments.empty(rows.shape[-1], rows.device) if held is None else held
+            gathered[layer.path] = held.update(rows)
+
+        return note
+
+    with evaluating(model), ExitStack() as undo:
+        for layer in layers:
+            undo.callback(model.get_submodule(layer.output).register_forward_pre_hook(listen(layer)).remove)
+        for batch in batches:
+            current = batch
+            model(**batch)
+    if not gathered:
+        raise OptionError(
+            "calibration needs some text, got no batch, or batches that no attention layer was called for"
+        )
+    return gathered
+
+
+def root(symmetric: Tensor) -> Tensor:
+    """Matrices R with R Rᵀ = the given ones."""
+    values, vectors = torch.linalg.eigh(symmetric)
+    return vectors * values.clamp_min(0.0).sqrt()[..., None, :]

@@ -1,0 +1,198 @@
+"""A text that a model reads layer by layer, each time from where it stopped: what blocks gave is kept, and they rest.
+
+Converting layer k calls the model several times, and all blocks before it would compute the same again; with what the
+last of them gave at hand they need not run. Whether a model can be entered so is tried on the first batch of each
+block, by comparing; where it cannot, it runs from its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.functional import Attended
+from polyhead.observatory import observe
+from polyhead.surgery.anatomy.layers import AttentionLayer
+from polyhead.surgery.calibration.lending import lent
+from polyhead.surgery.calibration.looks import Caught, Enough, LayerLook, look_at
+
+KEPT_BYTES = 2 << 30  # of what blocks gave; a longer text is read from its beginning each time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rest:
+    """Blocks that need not run, and what the last of them gave."""
+
+    blocks: tuple[nn.Module, ...]
+    gave: Tensor
+    in_tuple: bool
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        with ExitStack() as back:
+            for number, block in enumerate(self.blocks):
+                is_last = number == len(self.blocks) - 1
+                back.callback(_put_back, block, vars(block).get("forward"))
+                block.forward = _hand_on(self.gave if is_last else None, self.in_tuple)
+            yield
+
+
+def _put_back(block: nn.Module, forward: Any) -> None:
+    """The forward of a block's class again, or one of its own that it had."""
+    del block.forward
+    if forward is not None:
+        block.forward = forward
+
+
+def _hand_on(gave: Tensor | None, in_tuple: bool) -> Any:
+    def forward(*given: Any, **named: Any) -> Any:
+        found = gave if gave is not None else given[0] if given else named["hidden_states"]
+        return (found,) if in_tuple else found
+
+    return forward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendedLook:
+    """What passed through one layer in one call, and how its heads attended there."""
+
+    look: LayerLook
+    attended: Attended
+    real: Tensor | None  # [batch or 1, queries], False for padding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One batch of a text, and where it can be entered: in the model with parameters lent, and as it was."""
+
+    batch: Mapping[str, Any]
+    now: Rest | None = None
+    before: Rest | None = None
+
+    def look(
+        self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
+    ) -> LayerLook | None:
+        """At a layer of the model with these parameters lent; None for the model as it was."""
+        rest = self.before if lending is None else self.now
+        with ExitStack() as back:
+            if lending is not None:
+                back.enter_context(lent(model, lending))
+            if rest is not None:
+                back.enter_context(rest.resting())
+            return look_at(model, layer, self.batch)
+
+    def look_at_attention(
+        self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
+    ) -> AttendedLook | None:
+        """The same with how its heads attended; None where it is not called, or not seen to attend."""
+        caught = Caught(layer.site)
+        with observe(model, layers=[layer.site], statistics=False, gather=[caught]):
+            look = self.look(model, layer, lending=lending)
+        if look is None or caught.attended is None:
+            return None
+        return AttendedLook(look, caught.attended, caught.real)
+
+
+@dataclass(eq=False)
+class Streams:
+    """The batches of a text as they stand before a layer."""
+
+    model: nn.Module
+    batches: Sequence[Mapping[str, Any]]
+    _place: tuple[str, int] = ("", 0)  # the list of blocks, and how many of them rest
+    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of each batch: lent, and as it was
+    _in_tuple: bool = False
+
+    def before(self, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> list[Piece]:
+        """Every batch, entered at the block of this layer if that gives what the whole model gives."""
+        plain = pieces_of(self.batches)
+        found = _block_of(self.model, layer)
+        if found is None or found[1] == 0:
+            self._place, self._kept = ("", 0), []
+            return plain
+        path, number = found
+        if self._place[0] != path:
+            self._place, self._kept = (path, 0), []
+        if self._place[1] < number and not self._advance(path, number, lending):
+            self._place, self._kept = ("", 0), []
+            return plain
+        blocks = tuple(self.model.get_submodule(path).children())[:number]
+        pieces = [
+            Piece(batch, Rest(blocks, now, self._in_tuple), Rest(blocks, before, self._in_tuple))
+            for batch, (now, before) in zip(self.batches, self._kept, strict=True)
+        ]
+        return pieces if self._agrees(pieces[0], plain[0], layer, lending) else plain
+
+    def _advance(self, path: str, number: int, lending: Mapping[str, Tensor]) -> bool:
+        """Keep what block number - 1 gives; False where that is nothing that can be handed on."""
+        blocks = tuple(self.model.get_submodule(path).children())
+        resting, kept, size = self._place[1], [], 0
+        for place, batch in enumerate(self.batches):
+            outputs = []
+            for side, parameters in enumerate((lending, {})):
+                with ExitStack() as back:
+                    back.enter_context(lent(self.model, parameters))
+                    if resting:
+                        rest = Rest(blocks[:resting], self._kept[place][side], self._in_tuple)
+                        back.enter_context(rest.resting())
+                    outputs.append(_gave(self.model, blocks[number - 1], batch))
+            now, before = outputs
+            if now is None or before is None:
+                return False
+            kept.append((now[0], before[0]))
+            size += now[0].nbytes + before[0].nbytes
+            self._in_tuple = now[1]
+            if size > KEPT_BYTES:
+                return False
+        self._place, self._kept = (path, number), kept
+        return True
+
+    def _agrees(self, piece: Piece, plain: Piece, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> bool:
+        for parameters in (lending, None):
+            one, other = (x.look(self.model, layer, lending=parameters) for x in (piece, plain))
+            if one is None or other is None or one.heads.shape != other.heads.shape:
+                return False
+            if not torch.allclose(one.heads, other.heads, rtol=1e-4, atol=1e-5 * float(other.heads.abs().max())):
+                return False
+        return True
+
+
+@torch.no_grad()
+def _gave(model: nn.Module, block: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, bool] | None:
+    """What a block gives in one call, and whether in a tuple; None where it is no tensor alone."""
+    found: list[Any] = []
+
+    def end(module: nn.Module, given: object, gave: Any) -> None:
+        found.append(gave)
+        raise Enough
+
+    hook = block.register_forward_hook(end)
+    try:
+        with suppress(Enough):
+            model(**batch)
+    finally:
+        hook.remove()
+    gave = found[0] if found else None
+    in_tuple = isinstance(gave, tuple) and len(gave) == 1
+    tensor = gave[0] if isinstance(gave, tuple) and in_tuple else gave
+    return (tensor.detach(), in_tuple) if isinstance(tensor, Tensor) else None
+
+
+def _block_of(model: nn.Module, layer: AttentionLayer) -> tuple[str, int] | None:
+    """The list of blocks that a layer lies in, by path, and the number of its block."""
+    parts = layer.path.split(".")
+    for place, part in enumerate(parts):
+        path = ".".join(parts[:place])
+        if part.isdecimal() and place and isinstance(model.get_submodule(path), nn.ModuleList):
+            return path, int(part)
+    return None
+
+
+def pieces_of(batches: Iterable[Mapping[str, Any]]) -> list[Piece]:
+    """Batches that are read from the beginning."""
+    return [Piece(batch) for batch in batches]

@@ -1,0 +1,123 @@
+"""How many heads of each layer are to go, by what the whole model then measures.
+
+An order says which heads of a layer can go; how many is judged by losses that are measured with the layer's heads gone
+and repaired, each layer by itself, and then, all layers together, by moving one head at a time from layer to layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from polyhead.errors import OptionError
+from polyhead.surgery.choosing.orders import PruningOrder
+from polyhead.surgery.repair.as_if import Outputs
+
+# Of a layer without the first so many heads of its order.
+OutputsOf = Callable[[str, int], Outputs]
+# What the model loses with these outputs: less is better.
+Measure = Callable[[Mapping[str, Outputs]], float]
+
+
+def measured_orders(
+    orders: Mapping[str, PruningOrder],
+    outputs_of: OutputsOf,
+    measure: Measure,
+    *,
+    most: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, PruningOrder]:
+    """The same orders with losses that were measured: what the model loses with each beginning of each order gone.
+
+    Args:
+        most: so many heads of a layer are tried; whoever takes more of it is not asked for.
+        progress: called after every measurement with how many were made and how many there are.
+    """
+    depth = {path: len(order.heads) if most is None else min(most, len(order.heads)) for path, order in orders.items()}
+    whole, done, found = measure({}), 0, {}
+    for path, order in orders.items():
+        losses = []
+        for taken in range(1, depth[path] + 1):
+            losses.append(measure({path: outputs_of(path, taken)}) - whole)
+            done += 1
+            if progress is not None:
+                progress(done, sum(depth.values()))
+        found[path] = PruningOrder(order.heads[: depth[path]], tuple(losses))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """How many heads of each layer go, what the model loses then, and how many measurements that took."""
+
+    counts: Mapping[str, int]
+    loss: float
+    first_loss: float
+    measured: int
+
+
+def refined(
+    counts: Mapping[str, int],
+    orders: Mapping[str, PruningOrder],
+    outputs_of: OutputsOf,
+    measure: Measure,
+    *,
+    tries: int = 100,
+    progress: Callable[[int, int], None] | None = None,
+) -> Refined:
+    """Move single heads from layer to layer while that makes the model lose less.
+
+    The moves that the orders' own losses promise most of are tried first, each once from where the search stands, and
+    the first that helps is made.
+
+    Args:
+        counts: how many heads of each layer go to begin with.
+        orders: of every layer; their losses rank the moves.
+        tries: so many measurements are made at most.
+    """
+    if tries < 1:
+        raise OptionError(f"tries must be at least 1, got {tries}")
+    now = {path: counts.get(path, 0) for path in orders}
+    kept: dict[tuple[str, int], Outputs] = {}
+
+    def outputs(numbers: Mapping[str, int]) -> dict[str, Outputs]:
+        for path, taken in numbers.items():
+            if taken and (path, taken) not in kept:
+                kept[path, taken] = outputs_of(path, taken)
+        return {path: kept[path, taken] for path, taken in numbers.items() if taken}
+
+    def loss_at(path: str, taken: int) -> float:
+        return orders[path].losses[taken - 1] if taken else 0.0
+
+    best = first = measure(outputs(now))
+    made, refused = 1, set[tuple[str, str]]()
+    while made < tries:
+        moves = [
+            (
+                loss_at(more, now[more] + 1)
+                - loss_at(more, now[more])
+                - loss_at(less, now[less])
+                + loss_at(less, now[less] - 1),
+                less,
+                more,
+            )
+            for less in now
+            for more in now
+            if less != more and now[less] and now[more] < len(orders[more].losses) and (less, more) not in refused
+        ]
+        if not moves:
+            break
+        _, less, more = min(moves)
+        moved = {**now, less: now[less] - 1, more: now[more] + 1}
+        loss = measure(outputs(moved))
+        made += 1
+        if loss < best:
+            best, now = loss, moved
+            # Other moves may help from here, but those of layers that were not touched were refused a moment ago.
+            refused = {pair for pair in refused if less not in pair and more not in pair}
+            refused.add((more, less))
+        else:
+            refused.add((less, more))
+        if progress is not None:
+            progress(made, tries)
+    return Refined({path: taken for path, taken in now.items() if taken}, best, first, made)

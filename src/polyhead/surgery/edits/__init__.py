@@ -1,0 +1,1 @@
+"""Edits of heads as values: counted, made and undone."""

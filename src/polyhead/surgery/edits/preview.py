@@ -1,0 +1,94 @@
+"""What edits would change in a model, counted before a weight is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from polyhead.geometry import HeadLayout
+from polyhead.layers import MultiHeadConfig
+from polyhead.plan import Workload, estimate_cost
+from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.surgery.anatomy.head_weights import HeadWeights, read_heads
+from polyhead.surgery.anatomy.layers import AttentionLayer
+from polyhead.surgery.edits.applying import changed, edits_by_layer
+from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCounts:
+    """Heads and what they cost: parameters of their projections, FLOPs of one call, bytes a token leaves in a cache."""
+
+    heads: int = 0
+    key_heads: int = 0
+    parameters: int = 0
+    flops: int = 0
+    cache_bytes_per_token: int = 0
+
+    def __add__(self, other: HeadCounts) -> HeadCounts:
+        return HeadCounts(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPreview:
+    """One attention layer of the model, before and after."""
+
+    path: str
+    before: HeadCounts
+    after: HeadCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Every attention layer whose heads are known, edited or not; `before` and `after` are their sums."""
+
+    layers: tuple[LayerPreview, ...]
+
+    @property
+    def before(self) -> HeadCounts:
+        return sum((layer.before for layer in self.layers), HeadCounts())
+
+    @property
+    def after(self) -> HeadCounts:
+        return sum((layer.after for layer in self.layers), HeadCounts())
+
+
+def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | None = None) -> Preview:
+    """Count what `apply(model, edits)` would leave; refused where that would be refused for its heads.
+
+    Args:
+        work: the call that FLOPs are counted for, 512 tokens by default. A cross-attention is counted with a source as
+            long as its queries.
+
+    >>> from polyhead.layers import MultiHeadAttention
+    >>> from polyhead.surgery import PruneHeads
+    >>> counted = preview(MultiHeadAttention(12, 4), [PruneHeads(layer=0, heads=(1,))])
+    >>> counted.before.parameters, counted.after.parameters, counted.after.heads
+    (624, 471, 3)
+    """
+    work = Workload.forward(512) if work is None else work
+    layers = find_layers(model)
+    edited = {layer.path: own for layer, own in edits_by_layer(layers, checked_edits(edits))}
+    found = []
+    for layer in layers:
+        if layer.refusals:
+            continue
+        heads = read_heads(model, layer, device="meta")
+        after = changed(layer, heads, edited[layer.path]) if layer.path in edited else heads
+        found.append(LayerPreview(layer.path, _count(layer, heads, work), _count(layer, after, work)))
+    return Preview(tuple(found))
+
+
+def _count(layer: AttentionLayer, heads: HeadWeights, work: Workload) -> HeadCounts:
+    layout: HeadLayout = heads.layout
+    causal = layer.module.mask is not None if layer.is_ours else bool(getattr(layer.module, "is_causal", False))
+    dtype: torch.dtype = heads.query.dtype
+    cost = estimate_cost(MultiHeadConfig(**layout.to_dict(), causal=causal), work, dtype=dtype)
+    # Biases are counted where they are: some families have them in some of the projections alone.
+    return HeadCounts(
+        layout.num_heads, layout.num_kv_heads, heads.num_parameters, cost.forward.total, cost.cache_bytes_per_token
+    )

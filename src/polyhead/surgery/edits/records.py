@@ -1,0 +1,134 @@
+"""What an edit did to a model, as a value and as a file: enough to undo it, in this process or another."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from polyhead.errors import CheckpointError, OptionError
+from polyhead.geometry import HeadLayout
+from polyhead.observatory.saving import write_whole
+from polyhead.surgery.edits.head_edits import HeadEdit, edits_from_json, edits_to_json
+from polyhead.surgery.stock.configs import ConfigChange, join_changes
+
+FORMAT = 1
+_KEY = "polyhead.edit_record"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """The heads of one edited layer, before and after."""
+
+    path: str
+    before: HeadLayout
+    after: HeadLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EditRecord:
+    """Edits that were made, the fingerprints of the model before and after, and the tensors as they were before.
+
+    `tensors` holds the parameters that were cut or overwritten, whole and on the CPU, and no other; `shapes` are theirs
+    after the edit.
+    """
+
+    edits: tuple[HeadEdit, ...]
+    before: str
+    after: str
+    layers: tuple[LayerRecord, ...]
+    config: tuple[ConfigChange, ...]
+    tensors: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that are kept."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file in one step: whoever reads the path finds the old file or the new one, whole."""
+        from safetensors.torch import save as serialise
+
+        header = {
+            "format": FORMAT,
+            "edits": json.loads(edits_to_json(self.edits)),
+            "before": self.before,
+            "after": self.after,
+            "layers": [
+                {"path": layer.path, "before": layer.before.to_dict(), "after": layer.after.to_dict()}
+                for layer in self.layers
+            ],
+            "config": [dataclasses.asdict(change) for change in self.config],
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+        }
+        write_whole(Path(path), serialise(dict(self.tensors), {_KEY: json.dumps(header)}))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> EditRecord:
+        """The record that `save` wrote; a damaged file is refused, here or by `undo`, which checks every number."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                header = (file.metadata() or {}).get(_KEY)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, FileNotFoundError) as error:
+            raise CheckpointError(f"an edit record is a whole safetensors file, got {str(path)!r}: {error}") from None
+        if header is None:
+            raise CheckpointError(
+                f"an edit record is a file that EditRecord.save wrote, got {str(path)!r}, another one"
+            )
+        found = json.loads(header)
+        if found["format"] != FORMAT:
+            raise CheckpointError(
+                f"this version reads edit records of format {FORMAT}, got format {found['format']} in {str(path)!r}"
+            )
+        return cls(
+            edits=edits_from_json(json.dumps(found["edits"])),
+            before=found["before"],
+            after=found["after"],
+            layers=tuple(
+                LayerRecord(one["path"], HeadLayout.from_dict(one["before"]), HeadLayout.from_dict(one["after"]))
+                for one in found["layers"]
+            ),
+            config=tuple(ConfigChange(**change) for change in found["config"]),
+            tensors=tensors,
+            shapes={name: tuple(shape) for name, shape in found["shapes"].items()},
+        )
+
+
+def join_records(first: EditRecord, second: EditRecord) -> EditRecord:
+    """What undoes the second edits and then the first.
+
+    >>> from polyhead.layers import MultiHeadAttention
+    >>> from polyhead.surgery import PruneHeads, apply, undo
+    >>> layer = MultiHeadAttention(12, 4)
+    >>> both = join_records(apply(layer, [PruneHeads(0, (1,))]), apply(layer, [PruneHeads(0, (0,))]))
+    >>> undo(layer, both)
+    >>> layer.layout.num_heads
+    4
+    """
+    if second.before != first.after:
+        raise OptionError(
+            "records are joined of edits that followed each other, got one that ended with the model of fingerprint "
+            f"{first.after} and one that began with {second.before}"
+        )
+    layers = {layer.path: layer for layer in first.layers}
+    for layer in second.layers:
+        began = layers.get(layer.path, layer).before
+        layers[layer.path] = LayerRecord(layer.path, began, layer.after)
+    return EditRecord(
+        edits=(*first.edits, *second.edits),
+        before=first.before,
+        after=second.after,
+        layers=tuple(layers.values()),
+        config=join_changes(first.config, second.config),
+        tensors={**second.tensors, **first.tensors},
+        shapes={**first.shapes, **second.shapes},
+    )

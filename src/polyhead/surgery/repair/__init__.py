@@ -1,0 +1,1 @@
+"""What is written by the heads that stay, solved for what the whole layer wrote."""

@@ -1,0 +1,1 @@
+"""Heads brought together: one key head for several, one head of two."""

@@ -1,0 +1,1 @@
+"""Edited models in folders: written whole and read again."""

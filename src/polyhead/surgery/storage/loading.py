@@ -1,0 +1,177 @@
+"""Loading a model that `save` wrote, in any of its forms, number for number as it was; and any other folder's model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import CheckpointError, OptionError
+from polyhead.geometry import HeadLayout
+from polyhead.huggingface.registration import register
+from polyhead.sources.loading import describe_failure, quiet
+from polyhead.sources.models import find_class, read_weights
+from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.surgery.anatomy.fingerprint import fingerprint
+from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
+from polyhead.surgery.anatomy.layers import AttentionLayer, key_map_of
+from polyhead.surgery.edits.applying import Changes, committed
+from polyhead.surgery.edits.records import EditRecord
+from polyhead.surgery.stock.fitting import without_init
+from polyhead.surgery.storage.manifest import MANIFEST, RECORD, WEIGHTS, Manifest
+
+
+def load(
+    folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The model in a folder, in evaluation mode: uniform, uneven or padded, or one that transformers saved.
+
+    A padded model comes without its zero heads. What `save` wrote is checked number by number, and a damaged file, or
+    one that belongs to another model, is refused. Weights keep the dtype that they were saved in unless one is named.
+    A model whose groups are uneven runs on polyhead's attention.
+    """
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise OptionError(f"a model is loaded from the folder it was saved to, got {place}, which is none")
+    model = load_saved(place, dtype)
+    if model is None:
+        with quiet(progress=False), describe_failure(place.name, str(place), local=True):
+            model = read_weights(place, dtype=dtype)
+    model = model.to(device).eval()
+    return model
+
+
+def load_record(folder: str | os.PathLike[str]) -> EditRecord | None:
+    """What undoes the edits of the model in a folder; None where it was saved without a record."""
+    path = Path(folder).expanduser() / RECORD
+    return EditRecord.load(path) if path.is_file() else None
+
+
+def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
+    """The model that `save` wrote to a folder; None for a folder of another kind."""
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        return None
+    with quiet(progress=False), describe_failure(folder.name, str(folder), local=True):
+        model = _read_own(folder, manifest) if manifest.form == "uneven" else _read_stock(folder, manifest)
+    model = model.eval()
+    found = fingerprint(model)
+    if found != manifest.fingerprint:
+        raise CheckpointError(
+            f"the weights in {folder} must be those that were saved, with fingerprint {manifest.fingerprint}, got "
+            f"{found}: they are damaged or another's. If they were trained since, take {MANIFEST} away to load them as "
+            "any model"
+        )
+    if any(key_map_of(layer, layer.layout) for layer in find_layers(model) if layer.layout is not None):
+        model.set_attn_implementation(register())
+    return model if dtype is None else _cast(model, dtype)
+
+
+def _read_stock(folder: Path, manifest: Manifest) -> Any:
+    model = read_weights(folder, model_class=find_class(manifest.architecture))
+    layers = {layer.path: layer for layer in find_layers(model)}
+    parameters: dict[str, Tensor] = {}
+    layouts: dict[str, HeadLayout] = {}
+    for path, padding in manifest.paddings.items():
+        layer, layout = _known(layers, path, folder), manifest.layers[path]
+        padded = read_heads(model, layer)
+        if len(padding.heads) != padded.num_heads or set(range(layout.num_heads)) - set(padding.heads):
+            raise CheckpointError(f"{MANIFEST} in {folder} places other heads than {path} has")
+        layouts[path] = layout
+        parameters |= pack_heads(model, layer, padding.take_out(padded, layout))
+    with committed(model, layers, Changes(parameters, layouts)):
+        pass
+    return model
+
+
+def _read_own(folder: Path, manifest: Manifest) -> Any:
+    """A model of the stock class, its layers given the heads that they are to have, then filled."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    tensors = _read_tensors(folder / WEIGHTS, manifest)
+    model_class = find_class(manifest.architecture)
+    with torch.random.fork_rng(devices=[]), without_init():
+        model = model_class._from_config(config)
+    layers = {layer.path: layer for layer in find_layers(model)}
+    parameters: dict[str, Tensor] = {}
+    layouts: dict[str, HeadLayout] = {}
+    for path, layout in manifest.layers.items():
+        layer = _known(layers, path, folder)
+        if layer.layout != layout:
+            layouts[path] = layout
+            empty = pack_heads(model, layer, _empty_heads(read_heads(model, layer, device="meta"), layout))
+            parameters |= {name: torch.empty(x.shape, dtype=x.dtype) for name, x in empty.items()}
+    with committed(model, layers, Changes(parameters, layouts)):
+        pass
+    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    found = {name: tuple(x.shape) for name, x in tensors.items()}
+    for name in sorted(set(wanted) | set(found)):
+        if wanted.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{WEIGHTS} in {folder} must hold what {MANIFEST} and config.json say, got {name} "
+                f"{list(found[name]) if name in found else 'missing'} instead of "
+                f"{list(wanted[name]) if name in wanted else 'nothing'}"
+            )
+    model.load_state_dict(tensors, strict=True, assign=True)
+    model.tie_weights()
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise CheckpointError(
+            f"an uneven model's folder holds its weights as {path.name}, got {path.parent} without it"
+        )
+    tensors: dict[str, Tensor] = load_file(path)
+    for name, other in manifest.shared.items():
+        if other not in tensors:
+            raise CheckpointError(f"{path.name} must hold {other}, which is {name} as well, got none")
+        tensors[name] = tensors[other]
+    return tensors
+
+
+def _known(layers: dict[str, AttentionLayer], path: str, folder: Path) -> AttentionLayer:
+    layer = layers.get(path)
+    if layer is None or layer.layout is None:
+        why = "no such layer" if layer is None else layer.refusals[0]
+        raise CheckpointError(
+            f"{MANIFEST} in {folder} speaks of the heads of {path}, got {why}; is it another model's?"
+        )
+    return layer
+
+
+def _empty_heads(heads: HeadWeights, layout: HeadLayout) -> HeadWeights:
+    """Heads of this layout without weights, with biases where these have them."""
+    sizes = {
+        "query": (layout.num_heads, layout.head_dim),
+        "key": (layout.num_kv_heads, layout.head_dim),
+        "value": (layout.num_kv_heads, layout.value_dim),
+    }
+    parts: dict[str, Any] = {"output": heads.output.new_empty(layout.num_heads, *heads.output.shape[1:])}
+    for part, size in sizes.items():
+        for name in (part, f"{part}_bias"):
+            held: Tensor | None = getattr(heads, name)
+            parts[name] = None if held is None else held.new_empty(*size, *held.shape[2:])
+    key_heads = tuple(layout.key_head(head) for head in range(layout.num_heads))
+    return replace(heads, **parts, key_heads=key_heads, origins=(None,) * layout.num_heads)
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """The weights in another dtype; buffers that are no part of the state, such as frequencies, stay as they are."""
+    state = {name for name, _ in model.state_dict().items()}
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if name in state and x.is_floating_point():
+            x.data = x.data.to(dtype)
+    for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
+        if config is not None:
+            config.dtype = dtype
+    return model

@@ -1,0 +1,91 @@
+"""What a saved model's folder says of itself, in polyhead.json: its form, its heads, and a fingerprint of it all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from polyhead.errors import CheckpointError, ShapeError
+from polyhead.geometry import HeadLayout
+from polyhead.surgery.stock.padding import Padding
+
+Form = Literal["uniform", "uneven", "padded"]
+FORMS: tuple[Form, ...] = get_args(Form)
+
+MANIFEST = "polyhead.json"
+# Not under the name that transformers looks for: it would read heads by a map as if they were in order.
+WEIGHTS = "polyhead.safetensors"
+RECORD = "polyhead-record.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """How a folder's model is read: the class it is of, the layout of each layer, and where padding put their heads.
+
+    `shared` names tensors that are kept under another name. The fingerprint is that of the model without padding.
+    """
+
+    form: Form
+    architecture: str
+    fingerprint: str
+    layers: Mapping[str, HeadLayout]
+    paddings: Mapping[str, Padding] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        content = {
+            "format": FORMAT,
+            "form": self.form,
+            "architecture": self.architecture,
+            "fingerprint": self.fingerprint,
+            "layers": {path: layout.to_dict() for path, layout in self.layers.items()},
+            "paddings": {path: padding.to_dict() for path, padding in self.paddings.items()},
+            "shared": dict(self.shared),
+        }
+        content["digest"] = _digest(content)
+        (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """What the folder says; None where it says nothing, as any model's that was not saved here."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            return None
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if found["format"] != FORMAT:
+                raise CheckpointError(
+                    f"this version reads {MANIFEST} of format {FORMAT}, got {found['format']} in {path}"
+                )
+            if found.pop("digest") != _digest(found):
+                raise CheckpointError(f"{MANIFEST} must be as it was written, got one in {folder} that was changed")
+            if found["form"] not in FORMS:
+                raise CheckpointError(f"a saved model has one of the forms {', '.join(FORMS)}, got {found['form']!r}")
+            return cls(
+                form=found["form"],
+                architecture=found["architecture"],
+                fingerprint=found["fingerprint"],
+                layers={path: HeadLayout.from_dict(_with_map(one)) for path, one in found["layers"].items()},
+                paddings={path: Padding.from_dict(one) for path, one in found["paddings"].items()},
+                shared=found["shared"],
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, ShapeError) as error:
+            raise CheckpointError(
+                f"{MANIFEST} says how a saved model is read, got one that is damaged in {folder}: {error!r}"
+            ) from error
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """A map from heads to key heads could be damaged and fit all the same."""
+    written = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
+
+
+def _with_map(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    key_heads = sizes.get("key_heads")
+    return dict(sizes) if key_heads is None else {**sizes, "key_heads": tuple(key_heads)}

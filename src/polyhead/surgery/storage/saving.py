@@ -1,0 +1,244 @@
+"""Saving an edited model: in a form that stock transformers loads where there is one, whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import CheckpointError, OptionError
+from polyhead.sources.loading import quiet
+from polyhead.sources.models import read_weights
+from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.surgery.anatomy.fingerprint import fingerprint
+from polyhead.surgery.anatomy.layers import AttentionLayer
+from polyhead.surgery.edits.records import EditRecord
+from polyhead.surgery.stock.configs import ConfigChange, join_changes
+from polyhead.surgery.stock.fitting import StockFit, fit_uniform, is_transformers_model
+from polyhead.surgery.stock.padding import PaddedFit, fit_padded
+from polyhead.surgery.storage.folders import check_free, written_whole
+from polyhead.surgery.storage.loading import load_saved
+from polyhead.surgery.storage.manifest import FORMS, RECORD, WEIGHTS, Form, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A folder that `save` wrote: its form, what stock transformers does with it in words, and its size."""
+
+    folder: Path
+    form: Form
+    stock: str
+    num_bytes: int
+
+    @property
+    def loads_in_stock(self) -> bool:
+        return self.form != "uneven"
+
+
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    form: Form | None = None,
+    record: EditRecord | None = None,
+    tokenizer: Any = None,
+    replace: bool = False,
+) -> SavedModel:
+    """Write a model of transformers, edited or not, to a new folder; `polyhead.load(folder)` reads every form.
+
+    The folder appears in one step, when all of it is on the disk and was read back, number for number. It is never the
+    one that the model came from.
+
+    Args:
+        form: "uniform", for which a stock config must describe the heads; "padded", where heads of zeros fill what a
+            stock config describes, so that it loads anywhere and saves no time; "uneven", any heads, read by
+            `polyhead.load` alone. None takes uniform where it holds, else uneven. Whether stock transformers can load
+            a form is found out by building its class and comparing every tensor.
+        record: what undoes the edits, kept beside the model for `polyhead undo`.
+        tokenizer: what is saved along with its `save_pretrained(folder)`: a tokenizer, a processor, or `SideFiles` of
+            the folder that the model came from.
+        replace: whether an existing folder may be replaced.
+    """
+    folder = Path(folder).expanduser()
+    if form is not None and form not in FORMS:
+        raise OptionError(f"a model is saved in one of the forms {', '.join(FORMS)}, got {form!r}")
+    check_savable(model, folder)
+    check_free(folder, replace=replace)
+    known = fingerprint(model)
+    if record is not None and record.after != known:
+        raise OptionError(
+            f"a record is kept with the model that its edits made, of fingerprint {record.after}, got one of {known}"
+        )
+    layers = find_layers(model)
+    made = _make(model, layers, known, form)
+
+    def write() -> SavedModel:
+        with quiet(progress=False), written_whole(folder, replace=replace) as beside:
+            _write_stock(model, beside, made) if made.built is not None else _write_own(model, beside, made.manifest)
+            _read_back(model, beside)
+            if record is not None:
+                _with_config(record, made.changes).save(beside / RECORD)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(beside)
+            num_bytes = sum(file.stat().st_size for file in beside.rglob("*") if file.is_file())
+        return SavedModel(folder, made.manifest.form, made.stock, num_bytes)
+
+    try:
+        return write()
+    except CheckpointError as error:
+        if form is not None or made.built is None:
+            raise
+        made = _own(model, made.manifest, f": {error}")
+        return write()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """What is to be written: a stock class on the meta device with the tensors that differ, or nothing but a model."""
+
+    manifest: Manifest
+    stock: str
+    built: Any = None
+    changes: tuple[ConfigChange, ...] = ()
+    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: Form | None) -> _Made:
+    layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
+    name = type(model).__name__
+    uniform = StockFit(rule="not asked for") if form == "padded" else fit_uniform(model, layers)
+    if form == "padded":
+        padded: PaddedFit = fit_padded(model, layers)
+        if padded.built is None:
+            raise OptionError(
+                f"padded, a model must fit into a stock config, got one that does not: {padded.rule}; save it uneven"
+            )
+        return _Made(
+            Manifest("padded", name, known, layouts, padded.paddings),
+            f"stock transformers loads it as {name}{padded.in_words}",
+            padded.built,
+            padded.changes,
+            padded.tensors(model, layers),
+        )
+    if uniform.built is not None and form != "uneven":
+        return _Made(
+            Manifest("uniform", name, known, layouts),
+            f"stock transformers loads it as {name}",
+            uniform.built,
+            uniform.changes,
+        )
+    if form == "uniform":
+        raise OptionError(
+            f"uniform, a model must be one that a stock config describes, got one that is not: {uniform.rule}; save it "
+            "uneven, or padded"
+        )
+    manifest = Manifest("uneven", name, known, layouts)
+    return _own(model, manifest, f": {uniform.rule}" if uniform.rule else ", in this form")
+
+
+def _own(model: nn.Module, manifest: Manifest, why: str) -> _Made:
+    return _Made(
+        dataclasses.replace(manifest, form="uneven", shared=_shared(model)),
+        f"stock transformers does not load it{why}; polyhead.load does",
+    )
+
+
+def _write_stock(model: Any, folder: Path, made: _Made) -> None:
+    """By the stock class itself, so that names, shards and tied weights are as it wants them."""
+    built = made.built
+    built.load_state_dict({**model.state_dict(), **made.tensors}, strict=True, assign=True)
+    built.tie_weights()
+    if model.can_generate():
+        built.generation_config = copy.deepcopy(model.generation_config)
+    built.save_pretrained(folder)
+    made.manifest.write(folder)
+
+
+def _write_own(model: Any, folder: Path, manifest: Manifest) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+    # A part of a larger tensor is written by itself.
+    tensors = {name: x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for name, x in tensors.items()}
+    save_file({name: x for name, x in tensors.items() if name not in manifest.shared}, folder / WEIGHTS)
+    config = copy.deepcopy(model.config)
+    config.architectures = [manifest.architecture]
+    config.dtype = model.dtype
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    manifest.write(folder)
+
+
+def _read_back(model: nn.Module, folder: Path) -> None:
+    """That what was written is what was meant: some classes leave weights out that they believe to know."""
+    try:
+        load_saved(folder)
+    except CheckpointError:
+        manifest = Manifest.read(folder)
+        if manifest is None or manifest.form == "uneven":
+            raise
+        read = read_weights(folder, model_class=type(model)).state_dict()
+        held = model.state_dict()
+        lost = [
+            name for name, x in held.items() if x.shape == read[name].shape and not torch.equal(x.cpu(), read[name])
+        ]
+        if not lost:
+            raise
+        raise CheckpointError(
+            f"the files of a {type(model).__name__} must keep every tensor, and {lost[0]} is not read as it was written"
+        ) from None
+
+
+def _shared(model: nn.Module) -> dict[str, str]:
+    """Tensors of the state that are others under a second name: tied embeddings."""
+    first: dict[tuple[Any, ...], str] = {}
+    shared = {}
+    for name, x in model.state_dict().items():
+        place = (x.device, x.data_ptr(), x.shape, x.stride(), x.dtype)
+        if x.numel() and place in first:
+            shared[name] = first[place]
+        first.setdefault(place, name)
+    return shared
+
+
+def _with_config(record: EditRecord, changes: Sequence[ConfigChange]) -> EditRecord:
+    """A record that takes back as well what was changed in the config that is written."""
+    config = join_changes(record.config, changes)
+    return record if config == record.config else dataclasses.replace(record, config=config)
+
+
+def check_savable(model: nn.Module, folder: Path | None = None) -> None:
+    """That `save` can write such a model, and that the folder is not the one it came from."""
+    if not is_transformers_model(model):
+        raise OptionError(
+            f"models of transformers are saved, got {type(model).__name__}; a layer of polyhead is kept as "
+            "polyhead.config_of(layer) and layer.state_dict()"
+        )
+    import transformers
+
+    if getattr(transformers, type(model).__name__, None) is not type(model):
+        raise OptionError(
+            f"models of transformers' own classes are saved, got {type(model).__name__} of {type(model).__module__}, "
+            "which no other process would find"
+        )
+    if folder is not None:
+        _check_not_origin(model, folder)
+    held = [name for name, x in model.state_dict().items() if x.is_meta]
+    if held:
+        raise OptionError(f"a model is saved with its weights, got {held[0]} without any, on the meta device")
+
+
+def _check_not_origin(model: Any, folder: Path) -> None:
+    origin = getattr(model.config, "name_or_path", "") or ""
+    if origin and Path(origin).is_dir() and Path(origin).resolve() == folder.resolve():
+        raise OptionError(
+            f"an edited model is not written over the one it came from, got {folder}; name another folder"
+        )

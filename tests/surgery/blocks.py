@@ -1,0 +1,64 @@
+"""One layer of ours as a model, text for it, and what it loses with some of its heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from polyhead.layers import MultiHeadAttention
+from polyhead.surgery import HeadWeights, OutputMoments, find_layers, gather_moments, read_heads
+from polyhead.surgery.repair.least_squares import Problem
+
+
+class Block(nn.Module):
+    """A layer under a name, called as models are."""
+
+    def __init__(self, layer: MultiHeadAttention) -> None:
+        super().__init__()
+        self.attention = layer
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.attention(x).output
+
+
+def block(*, bias: bool = True, heads: int = 5) -> Block:
+    return Block(MultiHeadAttention(7 * heads, heads, bias=bias).double())
+
+
+def text(width: int = 35, count: int = 4) -> list[dict[str, torch.Tensor]]:
+    return [{"x": torch.randn(3, 19, width, dtype=torch.float64) + 0.5} for _ in range(count)]
+
+
+def outputs_of_heads(model: Block, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """What W_O is given, [tokens, channels]."""
+    seen = []
+    hook = model.attention.out_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    hook.remove()
+    return torch.cat(seen)
+
+
+def of_layer(model: Block, batches: list[dict[str, torch.Tensor]]) -> tuple[OutputMoments, HeadWeights]:
+    (layer,) = find_layers(model)
+    return gather_moments(model, batches)["attention"], read_heads(model, layer)
+
+
+def grouped(heads: int = 6, kv_heads: int = 3) -> Block:
+    return Block(MultiHeadAttention(35, heads, num_kv_heads=kv_heads, head_dim=5, bias=False).double())
+
+
+def loss_without(problem: Problem, gone, root=None) -> float:
+    """The mean square of what is missing after repair, solved anew, in a metric."""
+    count = len(problem.mean) // problem.head_width
+    kept = [head for head in range(count) if head not in gone]
+    return loss_with(problem, kept, problem.solve(kept)[0], root)
+
+
+def loss_with(problem: Problem, kept, matrix: torch.Tensor, root=None) -> float:
+    """The mean square of what is missing where these heads write with this matrix and no other writes."""
+    off = problem.matrix.clone()
+    off[problem.channels(kept)] -= matrix
+    seen = off if root is None else off @ root
+    return float((seen * (problem.products @ seen)).sum())

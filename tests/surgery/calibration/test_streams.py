@@ -1,0 +1,55 @@
+"""A text read on from where it stopped, and from its beginning where that cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import polyhead.huggingface
+from polyhead.surgery import find_layers, read_heads
+from polyhead.surgery.anatomy.head_weights import pack_heads
+from polyhead.surgery.calibration import streams
+from polyhead.surgery.calibration.streams import Streams, pieces_of
+from tests.huggingface import models
+from tests.surgery.gated import FAMILIES, batches_of_tokens, build
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "bart", "qwen2"])
+def test_a_text_is_read_on_from_where_it_stopped_and_looks_the_same(name):
+    family = FAMILIES[name]
+    model = build(family)
+    model.set_attn_implementation(polyhead.huggingface.register())
+    layers = [layer for layer in find_layers(model) if layer.stack == find_layers(model)[0].stack]
+    heads = read_heads(model, layers[0])
+    lending = pack_heads(model, layers[0], replace(heads, output=heads.output * 0.5))
+    batches = [models.inputs(family), models.inputs(family)]
+    pieces = Streams(model, batches).before(layers[1], lending)
+    ran = []
+    hook = model.get_submodule(layers[0].output).register_forward_hook(lambda *_: ran.append(1))
+    for which in (lending, None):
+        for piece, plain in zip(pieces, pieces_of(batches), strict=True):
+            seen = piece.look(model, layers[1], lending=which)
+            assert not ran  # the first block rests
+            expected = plain.look(model, layers[1], lending=which)
+            torch.testing.assert_close(seen.heads, expected.heads, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(seen.written, expected.written, rtol=1e-9, atol=1e-9)
+            ran.clear()
+    hook.remove()
+    now, before = (pieces[0].look(model, layers[1], lending=which).heads for which in (lending, None))
+    assert not torch.allclose(now, before)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_text_too_long_to_keep_and_a_model_that_cannot_be_entered_run_from_the_beginning(monkeypatch):
+    model = build(FAMILIES["bert"])
+    layer = find_layers(model)[1]
+    assert Streams(model, batches_of_tokens()).before(layer, {})[0].now is not None
+    monkeypatch.setattr(streams, "KEPT_BYTES", 10)
+    assert Streams(model, batches_of_tokens()).before(layer, {})[0].now is None
+    monkeypatch.undo()
+    # What a block gives is not what the next is given.
+    model.encoder.layer[1].register_forward_pre_hook(lambda _, given: (given[0] + model.encoder.layer[0].training + 1,))
+    model.encoder.layer[0].register_forward_hook(lambda _, given, gave: (gave, None))
+    assert Streams(model, batches_of_tokens()).before(layer, {})[0].now is None

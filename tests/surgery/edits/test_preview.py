@@ -1,0 +1,30 @@
+"""What edits would leave, counted, held to what they leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyhead.errors import OptionError
+from polyhead.plan import Workload
+from polyhead.surgery import PruneHeads, apply, find_layers, fingerprint, preview
+from tests.surgery.gated import FAMILIES, build
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "whisper", "gpt_neox"])
+def test_a_preview_counts_what_is_there_afterwards(name):
+    model = build(FAMILIES[name])
+    layers = find_layers(model)
+    edits = [PruneHeads(layers[0].number, (0,), stack=layers[0].stack)]
+    before, counted = fingerprint(model), preview(model, edits, work=Workload.forward(13))
+    assert fingerprint(model) == before
+    size = sum(p.numel() for p in model.parameters())
+    apply(model, edits)
+    assert size - sum(p.numel() for p in model.parameters()) == counted.before.parameters - counted.after.parameters > 0
+    assert counted.before.heads - counted.after.heads == 1
+    changed = [x for x in counted.layers if x.before != x.after]
+    assert [x.path for x in changed] == [layers[0].path]
+    layout = find_layers(model)[0].layout
+    assert changed[0].after.cache_bytes_per_token == 2 * layout.num_kv_heads * layout.head_dim * 8
+    assert changed[0].after.flops < changed[0].before.flops
+    with pytest.raises(OptionError, match="heads 0 to"):
+        preview(model, [PruneHeads(0, (9,), stack=layers[0].stack)])

@@ -1,0 +1,37 @@
+"""A folder is there whole or not at all, also where the system cannot exchange two in one step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from polyhead.surgery.storage import folders
+
+
+def test_folders_change_names_also_where_the_system_cannot_do_it_in_one_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders.ctypes, "CDLL", lambda name: object())
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text(name)
+    folders._exchange(tmp_path / "new", tmp_path / "old")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["old", "old/new"]
+    shutil.copytree(tmp_path / "old", tmp_path / "again")
+    rename = os.rename
+
+    def failing(source, target):
+        if Path(source).name == "again":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(KeyboardInterrupt):
+        folders._exchange(tmp_path / "again", tmp_path / "old")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "again",
+        "again/new",
+        "old",
+        "old/new",
+    ]

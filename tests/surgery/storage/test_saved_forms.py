@@ -1,0 +1,55 @@
+"""The table of docs/surgery.md, family by family: what loads an edited model, each entry tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from polyhead.surgery import find_layers
+from tests.surgery.gated import FAMILIES, REFUSED
+from tests.surgery.storage.saved_forms import EDITS, END, PAGE, START, forms_of, line
+
+
+def listed() -> tuple[str, dict[str, str]]:
+    """The version that the page speaks of, and its rows."""
+    page = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
+    rows = [row for row in page.splitlines() if row.startswith("| ")]
+    return page.split()[1].rstrip(":"), {row.split(" | ")[0].removeprefix("| "): row for row in rows[1:]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_page_says_what_loads_an_edited_model(name, tmp_path):
+    version, rows = listed()
+    found = line(name, forms_of(FAMILIES[name], tmp_path))
+    if version != transformers.__version__:
+        pytest.skip(f"the page speaks of transformers {version}, installed is {transformers.__version__}: {found}")
+    assert rows[name] == found
+
+
+def test_the_page_lists_every_family_and_every_word_is_used():
+    _, rows = listed()
+    assert list(rows) == list(FAMILIES)
+    words = {name: row.strip("| ").split(" | ")[1:] for name, row in rows.items()}
+    assert {len(row) for row in words.values()} == {len(EDITS)}
+    assert {word for row in words.values() for word in row} == {"stock", "padded", "own", "no"}
+    assert {name for name, row in words.items() if set(row) == {"no"}} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(REFUSED) - {"clip"}))
+def test_no_family_builds_layers_of_different_heads_from_a_config_by_layer(name):
+    """Should one begin to, then `save` can write uneven heads for stock transformers."""
+    family = FAMILIES[name]
+    by_layer = {0: {"num_attention_heads": 2, "num_key_value_heads": 1}}
+    try:
+        config = transformers.AutoConfig.for_model(name, **family.options, per_layer_config=by_layer)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model = transformers.AutoModel.from_config(config)
+    except (ValueError, RuntimeError) as error:
+        assert "attributes are missing" in str(error) or "may vary across layers" in str(error)  # noqa: PT017
+        return
+    stacks: dict[str, set[int]] = {}
+    for layer in find_layers(model):
+        stacks.setdefault(layer.stack, set()).add(layer.layout.num_heads)
+    assert {len(sizes) for sizes in stacks.values()} == {1}

@@ -1,0 +1,314 @@
+"""Saving: the form that is asked for or the rule that forbids it, all that belongs to a model, and whole or not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from polyhead.errors import CheckpointError, OptionError
+from polyhead.layers import MultiHeadAttention
+from polyhead.sources.loading import quiet
+from polyhead.surgery import (
+    GroupQueries,
+    PruneHeads,
+    ReorderHeads,
+    ReviveHeads,
+    SideFiles,
+    apply,
+    find_layers,
+    fingerprint,
+    load,
+    load_record,
+    save,
+    undo,
+)
+from polyhead.surgery.storage import folders
+from tests.huggingface import models
+from tests.inspection.small_models import tokenizer
+from tests.surgery.gated import FAMILIES, build, decoder, result_of
+
+
+def llama(heads: int = 6, kv_heads: int = 3, hidden: int = 48, name: str = "llama"):
+    return decoder(heads, kv_heads, hidden, 8, name=name, dtype=torch.float32)
+
+
+def stock(model, folder: Path):
+    with quiet(progress=False):
+        return type(model).from_pretrained(folder, dtype="auto").eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "bart", "mixtral", "clip"])
+@pytest.mark.parametrize("form", ["uniform", "uneven", "padded"])
+def test_a_model_that_was_not_edited_is_the_same_bit_for_bit(name, form, tmp_path):
+    model = build(FAMILIES[name], dtype=torch.bfloat16 if name in ("llama", "bart") else torch.float32)
+    saved = save(model, tmp_path / "model", form=form)
+    assert saved.form == form
+    assert saved.loads_in_stock == (form != "uneven")
+    assert saved.num_bytes == sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
+    back = load(tmp_path / "model")
+    assert type(back) is type(model)
+    assert fingerprint(back) == fingerprint(model)
+    assert not back.training
+    assert _told(back.config.to_dict()) == _told(model.config.to_dict())
+    if form != "uneven":
+        assert fingerprint(stock(model, tmp_path / "model")) == fingerprint(model)
+
+
+def _told(config):
+    """A config without what whoever writes it adds."""
+    added = ("architectures", "dtype", "transformers_version", "_name_or_path")
+    plain = {name: value for name, value in config.items() if name not in added}
+    return {name: _told(value) if isinstance(value, dict) else value for name, value in plain.items()}
+
+
+def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
+    model = llama()
+    assert save(model, tmp_path / "whole").form == "uniform"
+    record = apply(model, [PruneHeads(layer, (0, 1)) for layer in range(2)])
+    even = save(model, tmp_path / "even")
+    assert (even.form, even.stock) == ("uniform", "stock transformers loads it as LlamaForCausalLM")
+    undo(model, record)
+    apply(model, [PruneHeads(0, (0, 1))])
+    uneven = save(model, tmp_path / "uneven")
+    assert uneven.form == "uneven"
+    assert uneven.stock == (
+        "stock transformers does not load it: a LlamaConfig says one number of heads for all its layers, and there are "
+        "4 over 2 key heads in model.layers.0.self_attn, 6 over 3 key heads in model.layers.1.self_attn; "
+        "polyhead.load does"
+    )
+    padded = save(model, tmp_path / "padded", form="padded")
+    assert padded.stock == "stock transformers loads it as LlamaForCausalLM, with 2 heads of zeros: no time is saved"
+    with quiet(progress=False), pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        type(model).from_pretrained(tmp_path / "uneven")
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "words"),
+    [
+        # Its config takes 3 heads while it lives and refuses them when it is read again.
+        ("llama", [ReorderHeads(0, (2, 3, 0, 1)), PruneHeads(0, (0,)), PruneHeads(1, (0,))], r"reads \[0, 1, 1\]"),
+        ("bert", [PruneHeads(layer, (0, 1)) for layer in range(2)], "makes 2 heads of 16 channels .* has 2 heads of 8"),
+        ("bert", [PruneHeads(layer, (0,)) for layer in range(2)], r"cannot be built: .*multiple of"),
+        (
+            "bert",
+            [GroupQueries(1, ((0, 1), (2, 3)))],
+            "has a key head for every head, and .* has 4 heads of 8 .* over 2 key heads",
+        ),
+        ("gpt2", [PruneHeads(0, (0,))], "one number of heads for all its layers, and there are 3"),
+        ("llama", [PruneHeads(0, (0, 1))], "2 over 1 key heads in .*, 4 over 2 key heads"),
+    ],
+)
+def test_a_uniform_form_that_cannot_be_is_refused_by_its_rule(name, edits, words, tmp_path):
+    model = build(FAMILIES[name], dtype=torch.float32)
+    apply(model, edits)
+    with pytest.raises(OptionError, match=f"uniform, a model must be one that a stock config describes.*{words}"):
+        save(model, tmp_path / "model", form="uniform")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])
+def test_heads_that_do_not_divide_the_width_are_refused_although_their_width_is_given(name, tmp_path):
+    model = llama(6, 6, name=name)
+    before = model.config.to_dict()
+    apply(model, [PruneHeads(layer, (0,)) for layer in range(2)])
+    assert model.config.to_dict() == before  # no config can say it, so that none is changed
+    with pytest.raises(OptionError, match="not a multiple of the number of attention heads"):
+        save(model, tmp_path / "model", form="uniform")
+    padded = save(model, tmp_path / "model", form="padded")
+    assert "with 2 heads of zeros" in padded.stock
+    assert stock(model, tmp_path / "model").config.num_attention_heads == 6
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "cohere"])
+def test_heads_that_do_not_divide_the_width_are_stock_where_nobody_minds(name, tmp_path):
+    model = llama(6, 6, name=name)
+    apply(model, [PruneHeads(layer, (0,)) for layer in range(2)])
+    save(model, tmp_path / "model", form="uniform")
+    found = stock(model, tmp_path / "model")
+    assert found.config.num_attention_heads == 5
+    family = models.Family(name, "decoder", FAMILIES[name].options)
+    found.set_attn_implementation("eager")
+    torch.testing.assert_close(result_of(found, family), result_of(model, family), rtol=1e-5, atol=1e-5)
+
+
+def test_padding_takes_the_smallest_stock_shape_there_is_room_in(tmp_path):
+    model = llama(12, 6, 96)
+    record = apply(model, [PruneHeads(0, (0, 1, 2, 3, 4, 5)), PruneHeads(1, (0, 1, 2, 3, 5, 7))])
+    assert [layer.layout.num_heads for layer in find_layers(model)] == [6, 6]
+    assert find_layers(model)[1].layout.key_heads == (0, 1, 2, 2, 3, 3)
+    expected = result_of(load(save(model, tmp_path / "uneven").folder), FAMILIES["llama"])
+    saved = save(model, tmp_path / "padded", form="padded", record=record)
+    small = stock(model, saved.folder)
+    # Four groups of two hold both layers; key heads that few read fill a group with zeros.
+    assert (small.config.num_attention_heads, small.config.num_key_value_heads) == (8, 4)
+    torch.testing.assert_close(result_of(small, FAMILIES["llama"]), expected, rtol=1e-4, atol=1e-5)
+    back = load(saved.folder)
+    assert fingerprint(back) == fingerprint(model)
+    undo(back, load_record(saved.folder))
+    assert back.config.num_attention_heads == 12  # also what padding changed in the config is taken back
+    assert fingerprint(back) == record.before
+
+
+def test_grown_heads_find_no_room_where_the_width_is_tied_to_them(tmp_path):
+    model = build(FAMILIES["bert"], dtype=torch.float32)
+    apply(model, [ReviveHeads(0, 1)])
+    with pytest.raises(OptionError, match=r"has room for 4 heads of 8 channels over 4 key heads, and .* has 5 of 8"):
+        save(model, tmp_path / "model", form="padded")
+
+
+def test_what_belongs_to_a_model_travels_along(tmp_path):
+    model = llama()
+    model.generation_config.max_new_tokens = 17
+    record = apply(model, [PruneHeads(0, (0, 1))])
+    for form in ("uneven", "padded"):
+        folder = save(model, tmp_path / form, form=form, record=record, tokenizer=tokenizer()).folder
+        assert load(folder).generation_config.max_new_tokens == 17
+        assert (folder / "tokenizer.json").is_file()
+        assert load_record(folder).after == fingerprint(load(folder))
+        assert {oct(file.stat().st_mode & 0o777) for file in folder.iterdir()} == {oct(0o666 & ~_umask())}
+    assert stock(model, tmp_path / "padded").generation_config.max_new_tokens == 17
+    (tmp_path / "uneven" / "1_Pooling").mkdir()
+    (tmp_path / "uneven" / "1_Pooling" / "config.json").write_text("{}")
+    (tmp_path / "uneven" / "pytorch_model.bin").write_bytes(b"old")
+    (tmp_path / "uneven" / ".cache").mkdir()
+    copied = save(model, tmp_path / "copied", tokenizer=SideFiles(tmp_path / "uneven")).folder
+    found = {str(file.relative_to(copied)) for file in copied.rglob("*") if file.is_file()}
+    own = {"config.json", "generation_config.json", "polyhead.json", "polyhead.safetensors"}
+    assert found == {*own, "1_Pooling/config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert load_record(copied) is None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    model = build(FAMILIES["gpt2"], dtype=torch.float32)
+    apply(model, [PruneHeads(0, (0,))])
+    save(model, tmp_path / "model")
+    assert "lm_head.weight" not in load_file(tmp_path / "model" / "polyhead.safetensors")
+    back = load(tmp_path / "model")
+    assert back.lm_head.weight is back.transformer.wte.weight
+
+
+def test_a_table_that_its_class_computes_anew_is_kept_where_it_was_changed(tmp_path):
+    model = build(FAMILIES["marian"], dtype=torch.float32)
+    with torch.no_grad():
+        model.model.encoder.embed_positions.weight.add_(1)
+    with pytest.raises(CheckpointError, match=r"encoder\.embed_positions\.weight is not read as it was"):
+        save(model, tmp_path / "model", form="uniform")
+    assert list(tmp_path.iterdir()) == []
+    saved = save(model, tmp_path / "model")
+    assert saved.form == "uneven"
+    assert "embed_positions.weight is not read as it was written; polyhead.load does" in saved.stock
+    assert fingerprint(load(tmp_path / "model")) == fingerprint(model)
+
+
+def test_bad_input_is_refused_before_anything_is_written(tmp_path):
+    model = llama()
+    with pytest.raises(OptionError, match="one of the forms uniform, uneven, padded, got 'flat'"):
+        save(model, tmp_path / "model", form="flat")
+    with pytest.raises(OptionError, match=r"models of transformers are saved, got MultiHeadAttention.*config_of"):
+        save(MultiHeadAttention(12, 4), tmp_path / "model")
+    own = type("Own", (type(model),), {})(model.config)
+    with pytest.raises(OptionError, match="transformers' own classes are saved, got Own"):
+        save(own, tmp_path / "model")
+    with pytest.raises(OptionError, match=r"got .* without any, on the meta device"):
+        save(llama().to("meta"), tmp_path / "model")
+    record = apply(llama(), [PruneHeads(0, (1,))])
+    with pytest.raises(OptionError, match=f"of fingerprint {record.after}, got one of {fingerprint(model)}"):
+        save(model, tmp_path / "model", record=record)
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(OptionError, match="which is a file or a link"):
+        save(model, tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_nothing_is_written_over_unless_told_and_never_over_the_origin(tmp_path):
+    model = llama()
+    save(model, tmp_path / "one")
+    with pytest.raises(OptionError, match="which holds files; name another one"):
+        save(model, tmp_path / "one")
+    (tmp_path / "empty").mkdir()
+    save(model, tmp_path / "empty")
+    (tmp_path / "one" / "stray").write_text("of the old one")
+    apply(model, [PruneHeads(0, (0, 1))])
+    save(model, tmp_path / "one", replace=True)
+    assert not (tmp_path / "one" / "stray").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "one"]
+    for replace in (False, True):
+        with pytest.raises(OptionError, match="not written over the one it came from"):
+            save(load(tmp_path / "one"), tmp_path / "one", replace=replace)
+    with pytest.raises(OptionError, match="not written over the one it came from"):
+        save(load(tmp_path / "empty"), tmp_path / "empty", replace=True)
+
+
+class Interruption(BaseException):
+    """Like a key that is pressed: no error, and nothing may catch it as one."""
+
+
+@pytest.mark.parametrize(
+    ("form", "replaced"), [("uniform", False), ("uneven", False), ("padded", False), ("uneven", True)]
+)
+def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_path, monkeypatch):
+    old, new = llama(), llama()
+    record = apply(new, [PruneHeads(layer, (0, 1)) for layer in range(2)])
+    place = tmp_path / "model"
+    if replaced:
+        save(old, place)
+    watched = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "replace"), (json, "dumps"), (folders, "_exchange")]
+    left: list[int] = []
+
+    def interrupting(function):
+        def call(*given, **named):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Interruption
+            return function(*given, **named)
+
+        return call
+
+    for owner, name in watched:
+        monkeypatch.setattr(owner, name, interrupting(getattr(owner, name)))
+    for moment in range(200):
+        left[:] = [moment]
+        try:
+            save(new, place, form=form, record=record, tokenizer=tokenizer(), replace=replaced)
+        except Interruption:
+            left[:] = [10**6]
+            # The last moments come after the folder has its name.
+            there = [path.name for path in tmp_path.iterdir()]
+            if not replaced and not there:
+                continue
+            assert there == ["model"]
+            found = fingerprint(load(place))
+            if replaced and found == fingerprint(old):
+                continue
+            assert found == fingerprint(new)
+            assert load_record(place).after == fingerprint(new)
+            break
+    else:
+        pytest.fail("the writes never ended")
+    assert moment > 8
+
+
+def test_code_that_comes_with_a_folder_is_never_run(tmp_path):
+    model = llama()
+    apply(model, [PruneHeads(0, (0, 1))])
+    for form in ("uneven", "padded"):
+        folder = save(model, tmp_path / form, form=form).folder
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoConfig": "code.OwnConfig"}
+        config["model_type"] = "own"
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        with pytest.raises(OptionError, match="comes with code of its own"):
+            load(folder)
+    assert not (tmp_path / "ran").exists()
