@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -287,33 +286,33 @@ def check_layouts(device: str) -> None:
     assert narrow.transpose(1, 2).is_contiguous()
 
 
-INTERPRETED = "from tests.functional.test_fused import *\n"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_in_the_interpreter_any_scene_keeps_to_the_budget(dtype: torch.dtype) -> None:
+    in_the_interpreter(check_scenes, dtype, 10)
 
 
-@pytest.mark.parametrize("dtype", ["torch.float32", "torch.float16"])
-def test_in_the_interpreter_any_scene_keeps_to_the_budget(project_root: Path, dtype: str) -> None:
-    in_the_interpreter(project_root, INTERPRETED + f"check_scenes({dtype}, 10)")
-
-
-def test_in_the_interpreter_every_statistic_passes_its_gradient_on(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_each_statistic('cpu')\ncheck_zero_scale('cpu')")
+def test_in_the_interpreter_every_statistic_passes_its_gradient_on() -> None:
+    in_the_interpreter(check_each_statistic, "cpu")
+    in_the_interpreter(check_zero_scale, "cpu")
 
 
 @pytest.mark.parametrize("kind", HIDING)
-def test_in_the_interpreter_what_is_hidden_changes_nothing(project_root: Path, kind: str) -> None:
-    in_the_interpreter(project_root, INTERPRETED + f"check_hidden('{kind}', 'cpu', torch.float32)")
+def test_in_the_interpreter_what_is_hidden_changes_nothing(kind: str) -> None:
+    in_the_interpreter(check_hidden, kind, "cpu", torch.float32)
 
 
-def test_in_the_interpreter_a_broken_key_is_seen_by_who_sees_it(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_seen('cpu')")
+def test_in_the_interpreter_a_broken_key_is_seen_by_who_sees_it() -> None:
+    in_the_interpreter(check_seen, "cpu")
 
 
-def test_in_the_interpreter_dropout_is_that_of_the_other_backends(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_dropout('cpu')\ncheck_refusals('cpu')")
+def test_in_the_interpreter_dropout_is_that_of_the_other_backends() -> None:
+    in_the_interpreter(check_dropout, "cpu")
+    in_the_interpreter(check_refusals, "cpu")
 
 
-def test_in_the_interpreter_compilers_and_exporters_see_through(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_programs('cpu')\ncheck_layouts('cpu')")
+def test_in_the_interpreter_compilers_and_exporters_see_through() -> None:
+    in_the_interpreter(check_programs, "cpu")
+    in_the_interpreter(check_layouts, "cpu")
 
 
 def reasons_of(*shape: int, **options: object) -> tuple[str, ...]:

@@ -506,7 +506,7 @@ def test_memory_of_statistics_and_their_gradients_grows_with_n(monkeypatch: pyte
     monkeypatch.setattr(tiles, "TILE_COLUMNS", 256)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile)
     peaks = []
-    for n in (1024, 2048):
+    for n in (512, 1024):
         query, key = torch.randn(1, 2, n, 8, requires_grad=True), torch.randn(1, 1, n, 8, requires_grad=True)
         with Allocations() as allocations:
             result = attention(query, key, key, mask=Mask.causal(), backend=backend, statistics=True)

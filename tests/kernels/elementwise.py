@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyhead.kernels.softmax_tiles import add_product, exp2, log2, tanh, tanh_slope
 
-BLOCK = 256
+BLOCK = 2048
 
 
 @triton.jit

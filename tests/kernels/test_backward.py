@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,6 +18,7 @@ from polyhead.functional.statistics import LINEAR
 from polyhead.functional.visibility import Visibility, resolve
 from tests.error_budget import assert_within_error_budget
 from tests.functional.oracle import Scene, Who, normal
+from tests.kernels.interpreted import in_the_interpreter
 
 SEED = 5
 SINK_KEYS, WINDOW = 2, 3
@@ -402,39 +399,27 @@ def check_twice(device: str) -> None:
         assert first[name].equal(second[name])
 
 
-def in_the_interpreter(project_root: Path, code: str) -> None:
-    pytest.importorskip("triton")
-    # A process of its own: the interpreter must be chosen before Triton is imported.
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(project_root / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import torch\nfrom tests.kernels.test_backward import *\n{code}"],
-        cwd=project_root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_in_the_interpreter_every_option_gives_the_gradients_of_the_formula(dtype: torch.dtype) -> None:
+    in_the_interpreter(check_all, flags(), [dtype], "cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_in_the_interpreter_every_option_gives_the_gradients_of_the_formula(project_root: Path, dtype: str) -> None:
-    in_the_interpreter(project_root, f"check_all(flags(), [torch.{dtype}], 'cpu')")
-
-
-@pytest.mark.slow
-def test_in_the_interpreter_any_mask_with_any_options_gives_the_gradients_of_the_formula(project_root: Path) -> None:
+def test_in_the_interpreter_any_mask_with_any_options_gives_the_gradients_of_the_formula() -> None:
     # In float16 alone: among a handful of numbers, what float32 loses is a matter of luck, for the formula as for us.
-    in_the_interpreter(project_root, "check_scenes(torch.float16, 'cpu', 40)")
+    in_the_interpreter(check_scenes, torch.float16, "cpu", 40)
 
 
 @pytest.mark.slow
-def test_in_the_interpreter_every_choice_of_tiles_gives_the_gradients_of_the_formula(project_root: Path) -> None:
-    in_the_interpreter(project_root, "check_all(sizes(), [torch.float32, torch.float16], 'cpu', None)")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_in_the_interpreter_every_choice_of_tiles_gives_the_gradients_of_the_formula(dtype: torch.dtype) -> None:
+    in_the_interpreter(check_all, sizes(), [dtype], "cpu", None)
 
 
-def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros(project_root: Path) -> None:
-    in_the_interpreter(project_root, "check_poison('cpu')\ncheck_nothing_there('cpu')\ncheck_twice('cpu')")
+def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros() -> None:
+    in_the_interpreter(check_poison, "cpu")
+    in_the_interpreter(check_nothing_there, "cpu")
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.kernels.interpreted import in_the_interpreter
 
 CASES = [  # batch, heads, tokens, key dim, value dim, dtype
     (2, 3, 71, 16, 24, torch.float32),
@@ -35,15 +32,8 @@ def check(device: str, dtype: torch.dtype | None = None) -> None:
         assert torch.where(poison.isnan(), 0.0, poison).abs().sum() == 0
 
 
-def test_in_the_interpreter_every_broken_element_is_zero_and_every_broken_key_is_marked(project_root: Path) -> None:
-    pytest.importorskip("triton")
-    # A process of its own: the interpreter must be chosen before Triton is imported.
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(project_root / "src")}
-    code = "from tests.kernels.test_clean_keys import check; check('cpu')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project_root, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_in_the_interpreter_every_broken_element_is_zero_and_every_broken_key_is_marked() -> None:
+    in_the_interpreter(check, "cpu")
 
 
 @pytest.mark.gpu

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +18,7 @@ from polyhead.functional.decode import CacheArguments, decode, decode_reasons, p
 from polyhead.functional.statistics import NAMES
 from polyhead.functional.visibility import resolve
 from tests.error_budget import assert_within_error_budget, plain_formula
+from tests.kernels.interpreted import in_the_interpreter
 
 ALL = tuple(name for name in NAMES if name != "learned_sink_mass")
 BATCH, KV_HEADS = 2, 2
@@ -316,33 +313,22 @@ def check_operator(device: str) -> None:
         assert ours.equal(theirs)
 
 
-def run_interpreted(project_root: Path, call: str) -> None:
-    """A process of its own: the interpreter must be chosen before Triton is imported."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(project_root / "src")}
-    code = f"import torch; from tests.kernels import test_decode as tests; tests.{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project_root, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def check_all(dtype: torch.dtype, device: str) -> None:
     for case in CASES:
         check(case, dtype, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_in_the_interpreter_every_layout_gives_the_formula(project_root: Path, dtype: torch.dtype) -> None:
-    run_interpreted(project_root, f"check_all({dtype}, 'cpu')")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_in_the_interpreter_every_layout_gives_the_formula(dtype: torch.dtype) -> None:
+    in_the_interpreter(check_all, dtype, "cpu")
 
 
-def test_in_the_interpreter_a_broken_value_reaches_those_who_see_it_alone(project_root: Path) -> None:
-    run_interpreted(project_root, "check_broken_values(torch.float32, 'cpu')")
+def test_in_the_interpreter_a_broken_value_reaches_those_who_see_it_alone() -> None:
+    in_the_interpreter(check_broken_values, torch.float32, "cpu")
 
 
-def test_in_the_interpreter_the_operator_is_one_that_pytorch_can_trace(project_root: Path) -> None:
-    run_interpreted(project_root, "check_operator('cpu')")
+def test_in_the_interpreter_the_operator_is_one_that_pytorch_can_trace() -> None:
+    in_the_interpreter(check_operator, "cpu")
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -118,17 +117,14 @@ def check_small_machine() -> None:
     assert tried == [(64, 128), (32, 128), (16, 128), (16, 64)]
 
 
-def interpreted(root: Path, call: str) -> None:
-    in_the_interpreter(root, f"import torch; from tests.kernels import test_decode_latent as tests; tests.{call}")
+def test_in_the_interpreter_latents_give_the_formula() -> None:
+    in_the_interpreter(check_all)
 
 
-def test_in_the_interpreter_latents_give_the_formula(project_root: Path) -> None:
-    interpreted(project_root, "check_all()")
-
-
-def test_in_the_interpreter_broken_latents_tracing_and_small_machines(project_root: Path) -> None:
-    calls = ("check_broken_values(torch.float32, 'cpu')", "check_operator('cpu')", "check_small_machine()")
-    interpreted(project_root, "; tests.".join(calls))
+def test_in_the_interpreter_broken_latents_tracing_and_small_machines() -> None:
+    in_the_interpreter(check_broken_values, torch.float32, "cpu")
+    in_the_interpreter(check_operator, "cpu")
+    in_the_interpreter(check_small_machine)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -387,55 +386,49 @@ def check_strides(device: str, blocks: tuple[int, int, int, int] | None = SMALL)
         assert found.statistics["entropy"].equal(expected.statistics["entropy"])
 
 
-INTERPRETED = "from tests.kernels.test_forward import *\n"
+@pytest.mark.parametrize("dtype", HALVES_AND_SINGLES, ids=str)
+def test_in_the_interpreter_every_option_keeps_to_the_bounds(dtype: torch.dtype) -> None:
+    in_the_interpreter(check_all, flags(), [dtype], "cpu")
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_in_the_interpreter_every_option_keeps_to_the_bounds(project_root: Path, part: int) -> None:
-    code = f"cases = dict(list(flags().items())[{part}::3])\ncheck_all(cases, HALVES_AND_SINGLES, 'cpu')"
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_all_sizes_keep_to_the_bounds() -> None:
+    in_the_interpreter(check_all, sizes(), HALVES_AND_SINGLES, "cpu")
 
 
-def test_in_the_interpreter_all_sizes_keep_to_the_bounds(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_all(sizes(), HALVES_AND_SINGLES, 'cpu')")
+def test_in_the_interpreter_tensor_descriptors_give_the_same() -> None:
+    cases = {"causal": scene(dims=(16, 8), who=Who(causal=True)), "dims of 40 and 72": sizes()["dims of 40 and 72"]}
+    in_the_interpreter(check_all, cases, HALVES_AND_SINGLES, "cpu", descriptors=True)
 
 
-def test_in_the_interpreter_tensor_descriptors_give_the_same(project_root: Path) -> None:
-    code = """
-cases = {"causal": scene(dims=(16, 8), who=Who(causal=True)), "dims of 40 and 72": sizes()["dims of 40 and 72"]}
-check_all(cases, HALVES_AND_SINGLES, 'cpu', descriptors=True)
-"""
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_the_tiles_of_a_gpu_keep_to_the_bounds() -> None:
+    case = scene(queries=70, keys=141, who=Who(causal=True))
+    in_the_interpreter(check, "causal", case, torch.float16, "cpu", None)
 
 
-def test_in_the_interpreter_the_tiles_of_a_gpu_keep_to_the_bounds(project_root: Path) -> None:
-    code = "check('causal', scene(queries=70, keys=141, who=Who(causal=True)), torch.float16, 'cpu', None)"
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_dropout_leaves_the_weights_it_should() -> None:
+    case = scene(batch=2, who=Who(causal=True))
+    in_the_interpreter(check, "dropout", case, torch.float32, "cpu", rate=0.3)
 
 
-def test_in_the_interpreter_dropout_leaves_the_weights_it_should(project_root: Path) -> None:
-    code = "check('dropout', scene(batch=2, who=Who(causal=True)), torch.float32, 'cpu', rate=0.3)"
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_each_statistic_can_be_asked_for_alone() -> None:
+    in_the_interpreter(check_one_by_one, "cpu")
 
 
-def test_in_the_interpreter_each_statistic_can_be_asked_for_alone(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_one_by_one('cpu')")
+def test_in_the_interpreter_ties_go_to_the_lowest_key() -> None:
+    in_the_interpreter(check_ties, "cpu")
 
 
-def test_in_the_interpreter_ties_go_to_the_lowest_key(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_ties('cpu')")
+def test_in_the_interpreter_extreme_rows_keep_to_the_bounds() -> None:
+    in_the_interpreter(check_extremes, "cpu")
 
 
-def test_in_the_interpreter_extreme_rows_keep_to_the_bounds(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_extremes('cpu')")
+def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros() -> None:
+    in_the_interpreter(check_poison, "cpu")
+    in_the_interpreter(check_nothing_there, "cpu")
 
 
-def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_poison('cpu')\ncheck_nothing_there('cpu')")
-
-
-def test_in_the_interpreter_any_strides_give_the_same(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "check_strides('cpu')")
+def test_in_the_interpreter_any_strides_give_the_same() -> None:
+    in_the_interpreter(check_strides, "cpu")
 
 
 @pytest.mark.gpu

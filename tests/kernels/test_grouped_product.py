@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch import Tensor
 from tests.error_budget import assert_within_error_budget
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
 
-ROOT = Path(__file__).resolve().parents[2]
 # tokens, slots, matrices, inner and outer channels: ragged edges, empty groups, long and short inner axes
 SIZES = {
     "short": (9, 3, 4, 24, 40),
@@ -69,32 +66,29 @@ def _formula(left: Tensor, stack: Tensor, chosen: Tensor, used: Tensor | None, s
     return products if spread else products.view(tokens, slots, stack.shape[2]).sum(1)
 
 
+def check_layer() -> None:
+    from polyhead import RoutedHeads
+    from tests.layers.routed_formula import routed_formula, scramble
+
+    torch.manual_seed(5)
+    layer = scramble(RoutedHeads(24, 4, head_dim=8, shape="full", top_p=0.5))
+    x = torch.randn(2, 5, 24)
+    result = layer(x)
+    assert result.backend == "fused", result.backend
+    expected, _ = routed_formula(layer, x, result.routing)
+    torch.testing.assert_close(result.output, expected)
+
+
+KINDS = [(torch.float16, 0.4), (torch.float32, 0.4), (torch.float16, None)]
+
+
 def test_products_and_gradients_in_the_interpreter():
-    in_the_interpreter(
-        ROOT,
-        "import torch\n"
-        "from tests.kernels.test_grouped_product import SIZES, check_all\n"
-        "torch.manual_seed(3)\n"
-        "kinds = [(torch.float16, 0.4), (torch.float32, 0.4), (torch.float16, None)]\n"
-        "for index, sizes in enumerate(SIZES.values()):\n"
-        "    check_all('cpu', sizes, *kinds[index % 3])\n",
-    )
+    for index, sizes in enumerate(SIZES.values()):
+        in_the_interpreter(check_all, "cpu", sizes, *KINDS[index % len(KINDS)])
 
 
 def test_the_layer_runs_on_them_in_the_interpreter():
-    in_the_interpreter(
-        ROOT,
-        "import torch\n"
-        "from polyhead import RoutedHeads\n"
-        "from tests.layers.routed_formula import routed_formula, scramble\n"
-        "torch.manual_seed(5)\n"
-        "layer = scramble(RoutedHeads(24, 4, head_dim=8, shape='full', top_p=0.5))\n"
-        "x = torch.randn(2, 5, 24)\n"
-        "result = layer(x)\n"
-        "assert result.backend == 'fused', result.backend\n"
-        "expected, _ = routed_formula(layer, x, result.routing)\n"
-        "torch.testing.assert_close(result.output, expected)\n",
-    )
+    in_the_interpreter(check_layer)
 
 
 @pytest.mark.gpu

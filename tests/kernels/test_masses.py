@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -167,21 +167,26 @@ def check_strides(device: str) -> None:
         assert found[name].equal(same[name])
 
 
-INTERPRETED = "from tests.kernels.test_masses import *\nTYPES = [torch.float32, torch.float16]\n"
+TYPES = [torch.float32, torch.float16]
 
 
-def test_in_the_interpreter_every_band_keeps_to_the_bounds(project_root: Path) -> None:
-    in_the_interpreter(project_root, INTERPRETED + "with tiles(SMALL): check_bands('cpu', TYPES)")
+def check_in_small_tiles(*checks: Callable[..., None], **options: Any) -> None:
+    with tiles(SMALL):
+        for check in checks:
+            check("cpu", **options)
 
 
-def test_in_the_interpreter_all_sizes_keep_to_the_bounds(project_root: Path) -> None:
-    code = "with tiles(SMALL): check_sizes('cpu', TYPES)\ncheck('gpu tiles', scene('causal'), torch.float16, 'cpu')"
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_every_band_keeps_to_the_bounds() -> None:
+    in_the_interpreter(check_in_small_tiles, check_bands, dtypes=TYPES)
 
 
-def test_in_the_interpreter_the_rest_holds_too(project_root: Path) -> None:
-    code = "with tiles(SMALL):\n    check_each_alone('cpu')\n    check_broken_rows('cpu')\n    check_strides('cpu')"
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_all_sizes_keep_to_the_bounds() -> None:
+    in_the_interpreter(check_in_small_tiles, check_sizes, dtypes=TYPES)
+    in_the_interpreter(check, "gpu tiles", scene("causal"), torch.float16, "cpu")
+
+
+def test_in_the_interpreter_the_rest_holds_too() -> None:
+    in_the_interpreter(check_in_small_tiles, check_each_alone, check_broken_rows, check_strides)
 
 
 def test_only_few_keys_of_a_band_are_taken_apart() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ from polyhead.functional.profile_request import BlockMap
 from polyhead.functional.profiling import profile
 from tests.functional.oracle import Scene, Who, normal
 from tests.functional.profile_oracle import Question, assert_right, on_cpu
+from tests.kernels.interpreted import in_the_interpreter
 
 
 def scene_of(
@@ -248,21 +245,10 @@ def check_hidden_values(device: str, dtype: torch.dtype) -> None:
     assert ((found.received.double() - sums).abs() / sums.clamp_min(1)).max() < 1e-3
 
 
-def in_interpreter(project_root: Path, call: str) -> None:
-    """Run a check in a process of its own: the interpreter must be chosen before Triton is imported."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(project_root / "src")}
-    code = f"import torch\nfrom tests.kernels import test_profile as checks\nchecks.{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project_root, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("dtype", "step"), [("float32", 2), ("float16", 5)])
-@pytest.mark.parametrize("names", [list(SCENES)[:3], list(SCENES)[3:6], list(SCENES)[6:]], ids=lambda x: ", ".join(x))
-def test_every_flag_on_every_kind_of_mask(project_root: Path, dtype: str, step: int, names: list[str]) -> None:
-    in_interpreter(project_root, f"check_in_interpreter(torch.{dtype}, {names!r}, {step})")
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 2), (torch.float16, 5)])
+@pytest.mark.parametrize("names", [list(SCENES)[:3], list(SCENES)[3:6], list(SCENES)[6:]], ids=", ".join)
+def test_every_flag_on_every_kind_of_mask(dtype: torch.dtype, step: int, names: list[str]) -> None:
+    in_the_interpreter(check_in_interpreter, dtype, names, step)
 
 
 @pytest.mark.parametrize(
@@ -273,26 +259,23 @@ def test_every_flag_on_every_kind_of_mask(project_root: Path, dtype: str, step: 
         (["one tile"], (128, 128), (64, 64)),
     ],
 )
-def test_offsets_far_and_near(
-    project_root: Path, names: list[str], whole: tuple[int, int], piece: tuple[int, int]
-) -> None:
-    in_interpreter(project_root, f"check_far_offsets({names!r}, {whole}, {piece})")
+def test_offsets_far_and_near(names: list[str], whole: tuple[int, int], piece: tuple[int, int]) -> None:
+    in_the_interpreter(check_far_offsets, names, whole, piece)
 
 
-def test_bins_end_where_the_next_begins(project_root: Path) -> None:
-    in_interpreter(project_root, "check_bins()")
+def test_bins_end_where_the_next_begins() -> None:
+    in_the_interpreter(check_bins)
 
 
-def test_any_profile_of_any_scene(project_root: Path) -> None:
-    in_interpreter(project_root, "check_generated(25)")
+def test_any_profile_of_any_scene() -> None:
+    in_the_interpreter(check_generated, 25)
 
 
-def test_both_walks_agree_ties_go_low_any_strides_are_read_and_nothing_hidden_leaks(project_root: Path) -> None:
-    in_interpreter(
-        project_root,
-        "check_walks_agree('cpu'); checks.check_ties_and_strides('cpu'); "
-        "checks.check_hidden_values('cpu', torch.float32); checks.check_hidden_values('cpu', torch.float16)",
-    )
+def test_both_walks_agree_ties_go_low_any_strides_are_read_and_nothing_hidden_leaks() -> None:
+    in_the_interpreter(check_walks_agree, "cpu")
+    in_the_interpreter(check_ties_and_strides, "cpu")
+    for dtype in (torch.float32, torch.float16):
+        in_the_interpreter(check_hidden_values, "cpu", dtype)
 
 
 # ---- on a GPU, at the tile sizes that a user gets

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -269,9 +268,6 @@ def check_compiled(device: str) -> None:
     torch.library.opcheck(torch.ops.polyhead.ragged_attention_forward.default, arguments, test_utils=checks)
 
 
-INTERPRETED = "from tests.kernels.test_ragged import *\n"
-
-
 # Each of them another way through the kernels; a GPU runs all cases.
 IN_FLOAT32 = (
     "nothing",
@@ -287,23 +283,22 @@ IN_FLOAT32 = (
 IN_FLOAT16 = ("sinks", "right padding")
 
 
-def test_in_the_interpreter_every_way_through_the_kernels_keeps_to_the_bounds(project_root: Path) -> None:
-    code = "check_cases(IN_FLOAT32, [torch.float32], 'cpu')\ncheck_cases(IN_FLOAT16, [torch.float16], 'cpu')"
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_every_way_through_the_kernels_keeps_to_the_bounds() -> None:
+    in_the_interpreter(check_cases, IN_FLOAT32, [torch.float32], "cpu")
+    in_the_interpreter(check_cases, IN_FLOAT16, [torch.float16], "cpu")
 
 
-def test_in_the_interpreter_statistics_keep_to_the_bounds(project_root: Path) -> None:
-    code = """
-check_rows(cases()["sinks"], "cpu")
-check_rows(cases()["left padding"], "cpu", torch.float16)
-check_gradients_of_statistics("cpu")
-"""
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_statistics_keep_to_the_bounds() -> None:
+    in_the_interpreter(check_rows, cases()["sinks"], "cpu")
+    in_the_interpreter(check_rows, cases()["left padding"], "cpu", torch.float16)
+    in_the_interpreter(check_gradients_of_statistics, "cpu")
 
 
-def test_in_the_interpreter_searches_refusals_and_compilers(project_root: Path) -> None:
-    code = "check_searches('cpu', 5)\ncheck_searches('cpu', 140)\ncheck_refusals('cpu')\ncheck_compiled('cpu')"
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_searches_refusals_and_compilers() -> None:
+    in_the_interpreter(check_searches, "cpu", 5)
+    in_the_interpreter(check_searches, "cpu", 140)
+    in_the_interpreter(check_refusals, "cpu")
+    in_the_interpreter(check_compiled, "cpu")
 
 
 @pytest.mark.gpu

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +17,7 @@ from polyhead.kernels import resources
 from polyhead.kernels.forward import choose_blocks, fit_blocks
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.resources import Blocks, launch_fitting
+from tests.kernels.interpreted import in_the_interpreter
 
 LIMITS = {(9, 0): 232448, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (12, 0): 101376}
 ROWS = torch.zeros(1, 1, dtype=torch.int32)
@@ -193,13 +190,8 @@ def check_gradients_and_profiles_fit() -> None:
     assert crossing._crossing_kernel.refused
 
 
-def test_gradients_and_profiles_make_do_with_less(project_root: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(project_root / "src")}
-    code = "from tests.kernels import test_resources as checks\nchecks.check_gradients_and_profiles_fit()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project_root, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_gradients_and_profiles_make_do_with_less() -> None:
+    in_the_interpreter(check_gradients_and_profiles_fit)
 
 
 @pytest.mark.gpu

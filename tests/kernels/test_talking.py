@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -163,30 +162,21 @@ def check_poison(device: str, *, small: bool = True) -> None:
     assert not rows[1].any()
 
 
-INTERPRETED = """
-import torch
-from tests.kernels.test_talking import Case, Mask, SMALL, check, check_poison, check_told
-"""
+@pytest.mark.parametrize("name", SMALL)
+def test_in_the_interpreter_outputs_and_gradients_keep_to_the_bounds(name: str) -> None:
+    in_the_interpreter(check, name, SMALL[name], torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("names", [list(SMALL)[:4], list(SMALL)[4:]], ids=["bands", "the rest"])
-def test_in_the_interpreter_outputs_and_gradients_keep_to_the_bounds(names: list[str], project_root: Path) -> None:
-    code = f"for name in {names!r}:\n    check(name, SMALL[name], torch.float16, 'cpu')\n"
-    in_the_interpreter(project_root, INTERPRETED + code)
+@pytest.mark.parametrize("name", ["nothing", "window", "lengths"])
+def test_in_the_interpreter_what_is_told_of_the_maps_is_right(name: str) -> None:
+    in_the_interpreter(check_told, SMALL[name], torch.float16, "cpu")
 
 
-def test_in_the_interpreter_what_is_told_of_the_maps_is_right(project_root: Path) -> None:
-    code = "for name in ('nothing', 'window', 'lengths'):\n    check_told(SMALL[name], torch.float16, 'cpu')\n"
-    in_the_interpreter(project_root, INTERPRETED + code)
-
-
-def test_in_the_interpreter_the_tiles_of_a_gpu_and_poison_do_as_they_should(project_root: Path) -> None:
-    code = """
-check('causal', SMALL['causal'], torch.float16, 'cpu', small=False)
-check('wide', Case(8, 4, 11, 19, (128, 70), mask=Mask.causal()), torch.float16, 'cpu', small=False)
-check_poison('cpu')
-"""
-    in_the_interpreter(project_root, INTERPRETED + code)
+def test_in_the_interpreter_the_tiles_of_a_gpu_and_poison_do_as_they_should() -> None:
+    in_the_interpreter(check, "causal", SMALL["causal"], torch.float16, "cpu", small=False)
+    wide = Case(8, 4, 11, 19, (128, 70), mask=Mask.causal())
+    in_the_interpreter(check, "wide", wide, torch.float16, "cpu", small=False)
+    in_the_interpreter(check_poison, "cpu")
 
 
 @pytest.mark.gpu

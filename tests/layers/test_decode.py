@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -291,15 +290,6 @@ def compare(
 # ---- in Triton's interpreter
 
 
-def run_interpreted(project_root: Path, call: str) -> None:
-    in_the_interpreter(project_root, f"import torch; from tests.layers import test_decode as tests; tests.{call}")
-
-
-def run_each(check: Callable[..., None], kinds: Sequence[str], *arguments: Any) -> None:
-    for kind in kinds:
-        check(kind, *arguments)
-
-
 def check_all(kinds: Sequence[str], cases: Sequence[str], dtype: torch.dtype) -> None:
     for kind in kinds:
         for case in cases:
@@ -307,17 +297,17 @@ def check_all(kinds: Sequence[str], cases: Sequence[str], dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_in_the_interpreter_every_step_gives_the_formula(project_root: Path, kind: str) -> None:
-    run_interpreted(project_root, f"check_all([{kind!r}], list(tests.CASES), torch.float32)")
+def test_in_the_interpreter_every_step_gives_the_formula(kind: str) -> None:
+    in_the_interpreter(check_all, [kind], list(CASES), torch.float32)
 
 
-def test_in_the_interpreter_half_precision_does_too(project_root: Path) -> None:
+def test_in_the_interpreter_half_precision_does_too() -> None:
     cases = ["grouped", "window with kept keys", "ragged", "everything"]
-    run_interpreted(project_root, f"check_all(list(tests.CACHES), {cases}, torch.float16)")
+    in_the_interpreter(check_all, list(CACHES), cases, torch.float16)
 
 
-def test_in_the_interpreter_the_backend_may_be_named(project_root: Path) -> None:
-    run_interpreted(project_root, "check('paged', tests.CASES['statistics'], torch.float32, 'cpu', backend='fused')")
+def test_in_the_interpreter_the_backend_may_be_named() -> None:
+    in_the_interpreter(check, "paged", CASES["statistics"], torch.float32, "cpu", backend="fused")
 
 
 def check_walk(kind: str, device: str) -> None:
@@ -359,8 +349,9 @@ def check_walk(kind: str, device: str) -> None:
         go(1)
 
 
-def test_in_the_interpreter_steps_go_on_after_whatever_is_done_to_a_cache(project_root: Path) -> None:
-    run_interpreted(project_root, "run_each(tests.check_walk, tests.CACHES, 'cpu')")
+@pytest.mark.parametrize("kind", CACHES)
+def test_in_the_interpreter_steps_go_on_after_whatever_is_done_to_a_cache(kind: str) -> None:
+    in_the_interpreter(check_walk, kind, "cpu")
 
 
 class Allocations(TorchDispatchMode):
@@ -419,8 +410,9 @@ def check_allocations(kind: str) -> None:
                 assert allocations.largest >= 500 * HEAD_DIM
 
 
-def test_in_the_interpreter_a_step_allocates_nothing_as_long_as_the_cache(project_root: Path) -> None:
-    run_interpreted(project_root, "run_each(tests.check_allocations, tests.LONG)")
+@pytest.mark.parametrize("kind", LONG)
+def test_in_the_interpreter_a_step_allocates_nothing_as_long_as_the_cache(kind: str) -> None:
+    in_the_interpreter(check_allocations, kind)
 
 
 @pytest.mark.parametrize("kind", ["paged", "quantized"])
@@ -490,8 +482,8 @@ def check_the_old_way() -> None:
         assert recorded.decoded == 1
 
 
-def test_in_the_interpreter_what_decode_has_not_goes_the_old_way(project_root: Path) -> None:
-    run_interpreted(project_root, "check_the_old_way()")
+def test_in_the_interpreter_what_decode_has_not_goes_the_old_way() -> None:
+    in_the_interpreter(check_the_old_way)
 
 
 def check_lengths_of_the_callers() -> None:
@@ -510,8 +502,8 @@ def check_lengths_of_the_callers() -> None:
         step(layer, x, cache, GrowingCache(), "nothing before", backend="auto", mask=Mask.lengths([5, 2]))
 
 
-def test_in_the_interpreter_a_callers_lengths_are_served_too(project_root: Path) -> None:
-    run_interpreted(project_root, "check_lengths_of_the_callers()")
+def test_in_the_interpreter_a_callers_lengths_are_served_too() -> None:
+    in_the_interpreter(check_lengths_of_the_callers)
 
 
 def check_programs() -> None:
@@ -547,8 +539,8 @@ def check_programs() -> None:
             assert ours.backend == theirs.backend == "fused"
 
 
-def test_in_the_interpreter_autocast_and_compiled_layers_decode(project_root: Path) -> None:
-    run_interpreted(project_root, "check_programs()")
+def test_in_the_interpreter_autocast_and_compiled_layers_decode() -> None:
+    in_the_interpreter(check_programs)
 
 
 def test_on_a_cpu_nothing_is_decoded() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,8 +61,8 @@ def check_all() -> None:
     check("uneven", "paged")
 
 
-def test_in_the_interpreter_the_kernels_read_what_each_head_sees(project_root: Path) -> None:
-    in_the_interpreter(project_root, "from tests.layers import test_decoded_heads as tests; tests.check_all()")
+def test_in_the_interpreter_the_kernels_read_what_each_head_sees() -> None:
+    in_the_interpreter(check_all)
 
 
 @pytest.mark.gpu

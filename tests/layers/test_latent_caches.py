@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -201,8 +200,8 @@ def check_kernel() -> None:
         )
 
 
-def test_in_the_interpreter_the_decode_kernel_reads_the_latents_where_they_lie(project_root: Path) -> None:
-    in_the_interpreter(project_root, "from tests.layers import test_latent_caches as tests; tests.check_kernel()")
+def test_in_the_interpreter_the_decode_kernel_reads_the_latents_where_they_lie() -> None:
+    in_the_interpreter(check_kernel)
 
 
 # ---- refusals

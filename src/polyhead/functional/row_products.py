@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead.errors import ShapeError
-from polyhead.functional.tracing import is_transformed
+from polyhead.functional.tracing import is_transformed, is_watched
 from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 
 
@@ -197,7 +197,8 @@ def _outer_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 def _entered(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tensor], backward: Any) -> Any:
     """A function that compilers meet as an operator, and everybody else on the tape of plain PyTorch.
 
-    The tape costs less than an operator, and a counter of FLOPs sees the products behind it.
+    The tape costs less than an operator, and a counter of FLOPs sees the products behind it; but none of a kernel's,
+    so that dispatch modes, of which a counter is one, meet an operator there as well.
     """
     operator = torch.library.custom_op(f"polyhead::{name}", compute, mutates_args=())
     operator.register_fake(fake)
@@ -217,7 +218,7 @@ def _entered(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tens
 
     def call(left: Tensor, right: Tensor, *groups: Any) -> Tensor:
         is_real = type(left) in (Tensor, torch.nn.Parameter) and not left.is_meta
-        if torch.compiler.is_compiling() or not is_real:
+        if torch.compiler.is_compiling() or not is_real or (is_watched() and _kernels_take(left)):
             return operator(left, right, *groups)
         result: Tensor
         if is_transformed():

@@ -44,4 +44,9 @@ def is_traced(tensor: Tensor) -> bool:
     """Whether a compiler, a dispatch mode, a subclass of tensors or a meta device looks on."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
         return True
+    return is_watched()
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode looks on, as one that counts FLOPs does."""
     return _get_current_dispatch_mode() is not None

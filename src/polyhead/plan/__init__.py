@@ -9,7 +9,7 @@ from polyhead.plan import routed as routed
 from polyhead.plan import talking as talking
 from polyhead.plan.cost import CostEstimate, LayerCounts, MatrixFlops, count_layer, estimate_cost
 from polyhead.plan.layer_work import layer_work
-from polyhead.plan.memory import MemoryEstimate, estimate_memory
+from polyhead.plan.memory import MemoryEstimate, estimate_memory, memory_doubts
 from polyhead.plan.model import LayerGroup, ModelLayout
 from polyhead.plan.reading import from_sizes, read_layout
 from polyhead.plan.work import AttentionCore, Product, Traffic, Work
@@ -32,6 +32,7 @@ __all__ = [
     "estimate_memory",
     "from_sizes",
     "layer_work",
+    "memory_doubts",
     "read_layout",
     "visible_pairs",
 ]

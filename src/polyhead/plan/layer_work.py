@@ -45,6 +45,11 @@ class Asked:
     def uncached(self) -> Asked:
         return replace(self, cached=False)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the decode kernels take it: a few new tokens behind others in a cache."""
+        return self.cached and self.work.past > 0 and self.work.queries <= MOST_QUERIES
+
     def product(self, stage: str, rows: int, columns: int, inner: int, count: int = 1) -> Product:
         return Product(stage, rows, columns, inner, self.dtype, count)  # type: ignore[arg-type]
 
@@ -55,8 +60,7 @@ class Asked:
 
     def core(self, heads: int, kv_heads: int, head_dim: int, value_dim: int, **options: Any) -> Iterator[Piece]:
         """Attention of these heads, and what stands around it to keep NaN and Inf where they are."""
-        work = self.work
-        decodes = self.cached and work.past > 0 and work.queries <= MOST_QUERIES
+        work, decodes = self.work, self.decodes
         left, right = (None, None) if self.mask is None else (self.mask.left, self.mask.right)
         if not (decodes or self.finite or self.mask is None):
             source = work.batch * work.keys * kv_heads * (head_dim + value_dim)
@@ -118,15 +122,28 @@ def layer_work(
     >>> [type(piece).__name__ for piece in work.pieces]
     ['Product', 'Traffic', 'AttentionCore', 'Product']
     """
+    asked = asked_of(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
+    pieces = tuple(piece for piece in forward_pieces(config, asked) if piece.bytes)
+    return Work(phase_of(work), with_gradients(pieces) if work.training else pieces, layers)
+
+
+def asked_of(
+    config: AttentionConfig,
+    work: Workload,
+    *,
+    mask: Mask | None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+    cached: bool | None,
+) -> Asked:
+    """A call of a layer made with `config`, checked; arguments are those of `layer_work`."""
     mask = _band(config.mask if mask is None else mask if config.mask is None else config.mask & mask)
     cached = work.past > 0 if cached is None else cached
     if cached and (work.training or work.source is not None):
         raise OptionError("a cache holds a layer's own tokens, got cached=True for a training step or a source")
     if work.past and not cached:
         raise OptionError(f"earlier tokens lie in a cache, got cached=False with past {work.past}")
-    asked = Asked(work, mask, dtype, cache_dtype or dtype, cached, getattr(config, "finite", False))
-    pieces = tuple(piece for piece in forward_pieces(config, asked) if piece.bytes)
-    return Work(phase_of(work), with_gradients(pieces) if work.training else pieces, layers)
+    return Asked(work, mask, dtype, cache_dtype or dtype, cached, getattr(config, "finite", False))
 
 
 def _band(mask: Mask | None) -> Mask | None:

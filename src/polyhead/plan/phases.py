@@ -89,6 +89,7 @@ def plan_phase(
     """One phase of all layers."""
     work, cached = workload_of(phase, batch, context, cached=is_causal(model))
     options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
+    device = "cuda" if machine is None else machine.device
     costs: list[CostEstimate] = []
     works: list[Work] = []
     memory: dict[str, MemoryEstimate | None] = {"fused": None, "materialised": None}
@@ -96,7 +97,15 @@ def plan_phase(
         costs.append(estimate_cost(group.config, work, **options))
         works.append(layer_work(group.config, work, **options, cached=cached, layers=group.layers))
         for form, before in memory.items():
-            found = estimate_memory(group.config, work, form=form, cached=cached, layers=group.layers, **options)  # type: ignore[arg-type]
+            found = estimate_memory(
+                group.config,
+                work,
+                form=form,  # type: ignore[arg-type]
+                cached=cached,
+                layers=group.layers,
+                device=device,
+                **options,
+            )
             memory[form] = found if before is None else before + found
     flops = MatrixFlops()
     for group, cost in zip(model.groups, costs, strict=True):

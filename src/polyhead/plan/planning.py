@@ -12,7 +12,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.plan.cost import estimate_cost
 from polyhead.plan.machine import Machine
-from polyhead.plan.memory import MemoryEstimate
+from polyhead.plan.memory import MemoryEstimate, memory_doubts
 from polyhead.plan.model import ModelLayout, dtype_name
 from polyhead.plan.parameters import Identity, Parameters, count_parameters, four_squares
 from polyhead.plan.phases import PhasePlan, is_causal, plan_phase
@@ -124,6 +124,8 @@ def plan_model(
         parameters = parameters + count_parameters(group.config).times(group.layers)
     if any(getattr(group.config, "window", None) for group in model.groups):
         notes.append("cache bytes are of all tokens; a rolling cache keeps only those of the window in windowed layers")
+    device = "cuda" if machine is None else machine.device
+    notes += dict.fromkeys(doubt for group in model.groups for doubt in memory_doubts(group.config, device=device))
     planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in wanted)
     if machine is not None:
         notes += [

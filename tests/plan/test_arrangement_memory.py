@@ -1,0 +1,228 @@
+"""Memory of every arrangement, held to what its tensors take: every storage on a CPU, the allocator on a GPU.
+
+What a forward keeps for its backward is held to the tensors that autograd saves, each storage counted once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from polyhead.layers import (
+    AttentionConfig,
+    CollaborativeConfig,
+    DifferentialConfig,
+    GroupedHeadsConfig,
+    HeadMixConfig,
+    LatentConfig,
+    MultiHeadConfig,
+    PreallocatedCache,
+    PreallocatedLatentCache,
+    QuantizedCache,
+    RoutedConfig,
+    TalkingHeadsConfig,
+    build_attention,
+)
+from polyhead.layers.positions.config import (
+    ALiBiConfig,
+    QuadraticRelative1DConfig,
+    QuadraticRelative2DConfig,
+    RotaryConfig,
+)
+from polyhead.plan import ModelLayout, Workload, estimate_memory, memory_doubts
+from polyhead.plan.planning import plan_model
+from tests.plan.storages import measured
+from tests.plan.test_memory import MIB, asked
+from tests.plan.test_memory import measured as measured_on_a_gpu
+
+WIDTH, HEADS, BATCH, TOKENS, PAST = 96, 6, 2, 160, 40
+PLAIN = {"bias": False}
+LATENT = {**PLAIN, "kv_lora_rank": 40}
+TURNING = {"qk_rope_head_dim": 8, "positions": RotaryConfig(interleaved=True)}
+
+
+def heads(**options: Any) -> MultiHeadConfig:
+    return MultiHeadConfig(WIDTH, HEADS, **{**PLAIN, **options})
+
+
+CONFIGS: dict[str, AttentionConfig] = {
+    "multi-head": heads(bias=True),
+    "causal": heads(causal=True),
+    "grouped queries": heads(num_kv_heads=2, causal=True, finite=True),
+    "wide values": heads(value_dim=24),
+    "wide keys": heads(head_dim=24, num_kv_heads=3),
+    "rotary": heads(positions=RotaryConfig(), causal=True),
+    "norms": heads(qk_norm="rms"),
+    "norms, rotary": heads(qk_norm="rms", positions=RotaryConfig()),
+    "gate a channel": heads(output_gate="channel"),
+    "gate a head": heads(output_gate="head"),
+    "sinks": heads(sinks=True),
+    "window": heads(causal=True, window=50),
+    "biases by distance": heads(positions=ALiBiConfig()),
+    "biases by distance, causal": heads(positions=ALiBiConfig(), causal=True),
+    "convolutional": heads(positions=QuadraticRelative1DConfig()),
+    "convolutional, zeros outside": heads(positions=QuadraticRelative1DConfig(), sinks=True),
+    "convolutional, a grid": heads(positions=QuadraticRelative2DConfig(10, 16)),
+    "grouped heads": GroupedHeadsConfig(WIDTH, HEADS, num_groups=3, **PLAIN),
+    "grouped heads, one group": GroupedHeadsConfig(WIDTH, HEADS, num_groups=1, hidden_dim=200, causal=True),
+    "grouped heads, linear": GroupedHeadsConfig(WIDTH, HEADS, num_groups=2, activation="linear", **PLAIN),
+    "across heads": HeadMixConfig(WIDTH, HEADS, **PLAIN),
+    "across heads, rows": HeadMixConfig(WIDTH, HEADS, num_rows=9, causal=True, **PLAIN),
+    "across heads, projected": HeadMixConfig(WIDTH, HEADS, row_attention="projected", **PLAIN),
+    "across heads, full": HeadMixConfig(WIDTH, HEADS, mix="full", row_attention=None, **PLAIN),
+    "across heads, no attention": HeadMixConfig(WIDTH, HEADS, row_attention=None, **PLAIN),
+    "talking": TalkingHeadsConfig(WIDTH, HEADS, **PLAIN),
+    "talking, causal": TalkingHeadsConfig(WIDTH, HEADS, num_kv_heads=2, causal=True, **PLAIN),
+    "differential": DifferentialConfig(WIDTH, HEADS, **PLAIN),
+    "differential, wide": DifferentialConfig(WIDTH, 3, num_kv_heads=1, value_dim=16, causal=True, **PLAIN),
+    "collaborative": CollaborativeConfig(WIDTH, HEADS, **PLAIN),
+    "collaborative, narrow": CollaborativeConfig(WIDTH, HEADS, shared_dim=16, causal=True, **PLAIN),
+    "latent, expanded": LatentConfig(WIDTH, HEADS, form="expanded", **LATENT),
+    "latent, absorbed": LatentConfig(WIDTH, HEADS, form="absorbed", **LATENT),
+    "latent, rotary": LatentConfig(WIDTH, HEADS, q_lora_rank=24, causal=True, **TURNING, **LATENT),
+    "latent, rotary, absorbed": LatentConfig(WIDTH, HEADS, form="absorbed", causal=True, **TURNING, **LATENT),
+    "routed": RoutedConfig(WIDTH, HEADS, top_k=2, **PLAIN),
+    "routed, causal, biases": RoutedConfig(WIDTH, HEADS, top_k=3, causal=True, always_on=1),
+    "routed, two keys": RoutedConfig(WIDTH, HEADS, top_k=2, num_kv_heads=2, **PLAIN),
+    "routed, full": RoutedConfig(WIDTH, HEADS, top_k=2, shape="full", **PLAIN),
+    "routed, full, rotary": RoutedConfig(WIDTH, HEADS, top_k=3, shape="full", positions=RotaryConfig(), **PLAIN),
+}
+every = pytest.mark.parametrize("name", CONFIGS)
+
+
+def check(config: AttentionConfig, work: Workload, cache: Any = None, **options: Any) -> None:
+    found = estimate_memory(config, work, dtype=torch.float32, device="cpu", **options)
+    real = measured(config, work, cache=cache)
+    assert found.total == pytest.approx(real.peak, rel=0.05), (found, real)
+    if work.training:
+        assert found.kept == pytest.approx(real.kept, rel=0.05), (found, real)
+
+
+def test_there_are_at_least_thirty_layers():
+    assert len(set(CONFIGS.values())) == len(CONFIGS) >= 30
+
+
+@every
+def test_peak_of_a_forward(name):
+    check(CONFIGS[name], Workload.forward(TOKENS, batch=BATCH))
+
+
+@every
+def test_peak_of_a_training_step_and_what_it_keeps(name):
+    check(CONFIGS[name], Workload.training_step(TOKENS, batch=BATCH))
+
+
+# Sizes at which what is made of plain operators is cut: into parts of the heads, rows, and blocks of columns.
+CUT: dict[str, AttentionConfig] = {
+    "sinks": MultiHeadConfig(256, 8, sinks=True, causal=True, **PLAIN),
+    "convolutional": MultiHeadConfig(256, 8, positions=QuadraticRelative1DConfig(), **PLAIN),
+    "talking": TalkingHeadsConfig(256, 8, causal=True, **PLAIN),
+    "routed, full": RoutedConfig(256, 8, top_k=2, shape="full", causal=True, **PLAIN),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("name", CUT)
+def test_peak_where_a_call_is_cut_into_tiles(name, training):
+    work = Workload(1024, 2, training=training)
+    found, real = estimate_memory(CUT[name], work, dtype=torch.float32, device="cpu"), measured(CUT[name], work)
+    assert abs(found.total - real.peak) <= max(8 * MIB, 0.05 * real.peak), (found, real)
+    if training:
+        assert found.kept == pytest.approx(real.kept, rel=0.05)
+
+
+# ---- over a cache
+
+
+def cache_of(config: AttentionConfig, kind: type = PreallocatedCache) -> Any:
+    layout = config.layout.absorbed if isinstance(config, LatentConfig) else None
+    layout = layout or getattr(build_attention(config, device="meta"), "cache_layout", config.layout)  # type: ignore[attr-defined]
+    kind = PreallocatedLatentCache if isinstance(config, LatentConfig) else kind
+    options = {} if kind is QuantizedCache else {"dtype": torch.float32}
+    return kind.for_layout(layout, capacity=PAST + TOKENS, batch_size=BATCH, **options)
+
+
+CAUSAL = [name for name, config in CONFIGS.items() if getattr(config, "causal", False)]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_peak_of_a_prompt_into_an_empty_cache(name):
+    config, work = CONFIGS[name], Workload.prefill(TOKENS, batch=BATCH)
+    cache = cache_of(config)
+    found = estimate_memory(config, work, dtype=torch.float32, device="cpu", cached=True)
+    real = measured(config, work, cache=cache).peak - cache.nbytes
+    assert found.total - found.cache == pytest.approx(real, rel=0.05), (found, real)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_peak_of_a_token_over_a_cache(name):
+    config, work = CONFIGS[name], Workload.decode(PAST, batch=BATCH)
+    cache = cache_of(config)
+    found = estimate_memory(config, work, dtype=torch.float32, device="cpu")
+    real = measured(config, work, cache=cache).peak - cache.nbytes
+    assert found.total - found.cache == pytest.approx(real, rel=0.05), (found, real)
+
+
+def test_a_cache_in_other_numbers_is_put_together_on_a_cpu_and_read_where_it_lies_by_the_decode_kernels():
+    config, work = CONFIGS["causal"], Workload.decode(PAST, batch=BATCH)
+    options = {"dtype": torch.float32, "cache_dtype": torch.int8}
+    found, plain = (estimate_memory(config, work, device=device, **options) for device in ("cpu", "cuda"))
+    keys_and_values = 2 * 4 * BATCH * (PAST + 1) * WIDTH
+    assert found.transient - plain.transient == keys_and_values
+    cache = cache_of(config, QuantizedCache)
+    real = measured(config, work, cache=cache).peak - cache.nbytes
+    assert found.total - found.cache == pytest.approx(real, rel=0.05)
+
+
+# ---- in words
+
+
+def test_what_may_be_further_off_is_said():
+    assert memory_doubts(CONFIGS["grouped queries"]) == memory_doubts(CONFIGS["talking"], device="cpu") == ()
+    assert "of talking heads" in memory_doubts(CONFIGS["talking"])[0]
+    assert "mask tensors" in memory_doubts(CONFIGS["window"])[0]
+    uneven = heads(key_heads=(0, 0, 0, 0, 0, 1))
+    assert "different numbers of readers" in memory_doubts(uneven, device="cpu")[0]
+    by_share = RoutedConfig(WIDTH, HEADS, top_p=0.5, k_max=4)
+    assert "the 4 heads that a token takes at most" in memory_doubts(by_share, device="cpu")[0]
+
+
+def test_a_plan_says_it():
+    plan = plan_model(ModelLayout.of(CONFIGS["talking, causal"]), context=64)
+    assert [note for note in plan.notes if "on a GPU it has not been measured" in note]
+    assert not plan_model(ModelLayout.of(CONFIGS["causal"]), context=64).notes
+
+
+# ---- on a GPU, at sizes where 5% is more than 8 MiB
+
+LARGE: dict[str, AttentionConfig] = {
+    "grouped heads": GroupedHeadsConfig(2048, 16, num_groups=4, causal=True, **PLAIN),
+    "across heads": HeadMixConfig(1024, 16, causal=True, **PLAIN),
+    "across heads, projected": HeadMixConfig(1024, 16, row_attention="projected", **PLAIN),
+    "talking": TalkingHeadsConfig(1024, 16, causal=True, **PLAIN),
+    "differential": DifferentialConfig(2048, 8, causal=True, **PLAIN),
+    "collaborative": CollaborativeConfig(1024, 8, shared_dim=128, causal=True, **PLAIN),
+    "latent": LatentConfig(
+        2048, 16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, causal=True,
+        positions=RotaryConfig(interleaved=True), **PLAIN,
+    ),
+    "routed": RoutedConfig(1024, 16, top_k=4, head_dim=128, causal=True, **PLAIN),
+    "routed, full": RoutedConfig(1024, 16, top_k=4, shape="full", causal=True, **PLAIN),
+    "rotary": MultiHeadConfig(2048, 16, causal=True, positions=RotaryConfig(), **PLAIN),
+    "norms": MultiHeadConfig(2048, 16, causal=True, qk_norm="rms", **PLAIN),
+    "window": MultiHeadConfig(2048, 16, causal=True, window=512, **PLAIN),
+    "convolutional": MultiHeadConfig(576, 9, positions=QuadraticRelative1DConfig(), **PLAIN),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize("name", LARGE)
+def test_peak_on_a_gpu_is_what_the_allocator_gave_out(name, phase):
+    config, batch, tokens = LARGE[name], 4, 2048
+    work, _ = asked(phase, batch, tokens)
+    found = estimate_memory(config, work)
+    peak = measured_on_a_gpu(config, batch, tokens, phase, "auto")
+    assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
