@@ -16,6 +16,8 @@ from polyhead.surgery import (
     gather_moments,
     undo,
 )
+from polyhead.surgery.calibration import streams
+from polyhead.surgery.calibration.streams import Piece
 from polyhead.surgery.repair.as_if import Outputs, as_if
 from polyhead.surgery.repair.in_order import AIMS, adds_to_stream, solve_in_order
 from tests.huggingface import models
@@ -53,22 +55,48 @@ def test_whole_models_are_repaired_at_once_and_in_order(name):
     assert off["in order"] < 0.9 * off["plain"]
 
 
-def test_a_failure_in_the_middle_of_an_order_takes_everything_back():
+def test_a_failure_in_the_middle_of_an_order_takes_everything_back(monkeypatch):
     model = build(FAMILIES["llama"])
-    before, calls = fingerprint(model), []
+    before, solved, solve = fingerprint(model), [], Outputs.solved
 
-    def batches():
-        calls.append(1)
-        return [{"input_ids": models.tokens()}] if len(calls) == 1 else []
+    def fails_at_the_second(problem, gone):
+        if solved:
+            raise RuntimeError("no more memory")
+        solved.append(gone)
+        return solve(problem, gone)
 
     edits = [PruneHeads(number, (0, 1)) for number in range(2)]
+    batches = [{"input_ids": models.tokens()}]
     with pytest.raises(OptionError, match="for the model with fingerprint another, got one with"):
-        apply_in_order(model, edits, lambda: [{"input_ids": models.tokens()}], expect="another")
+        apply_in_order(model, edits, lambda: batches, expect="another")
+    for some in (edits, edits[1:]):
+        with pytest.raises(OptionError, match="got no batch"):
+            apply_in_order(model, some, list, expect=before)
+    monkeypatch.setattr(Outputs, "solved", fails_at_the_second)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        apply_in_order(model, edits, lambda: batches, ridge=0.1, expect=before)
+    assert len(solved) == 1
     assert fingerprint(model) == before
-    with pytest.raises(OptionError, match="got no batch"):
-        apply_in_order(model, edits, batches, ridge=0.1, expect=before)
-    assert len(calls) == 2
-    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt_neox"])
+@pytest.mark.parametrize("aim", AIMS)
+def test_each_layer_goes_on_where_the_last_stopped_and_finds_the_same(batches, monkeypatch, name, aim):
+    """The first block runs once more for the second layer, but for one row; read from the beginning all is the same."""
+    model = build(FAMILIES[name])
+    layers = find_layers(model)
+    gone, ran, found = {layer.path: (0, 1) for layer in layers}, [], []
+    model.get_submodule(layers[0].output).register_forward_pre_hook(lambda _, given: ran.append(len(given[0])))
+    for kept_bytes in (streams.KEPT_BYTES, 0):
+        ran.clear()
+        monkeypatch.setattr(streams, "KEPT_BYTES", kept_bytes)
+        found.append((solve_in_order(model, gone, lambda: batches, aim=aim), sum(ran)))
+    (ours, rows), (plain, _) = found
+    sides, text = 1 if aim == "layer" else 2, sum(len(batch["input_ids"]) for batch in batches)
+    assert rows == sides * (2 * text + 1) + (len(batches[0]["input_ids"]) if aim == "stream" else 0)
+    for path, outputs in plain.items():
+        torch.testing.assert_close(ours[path].matrix, outputs.matrix, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours[path].bias, outputs.bias, rtol=1e-9, atol=1e-9)
 
 
 def stream_behind(model, path: str, batch) -> torch.Tensor:
@@ -89,7 +117,7 @@ def test_in_order_each_aim_is_least_squares_for_what_it_aims_at(batches):
     layers = {layer.path: layer for layer in find_layers(model)}
     first, last = layers
     gone = {first: (0, 1), last: (1, 2)}
-    assert adds_to_stream(model, layers[last], batches[0])
+    assert adds_to_stream(model, layers[last], Piece(batches[0]))
     whole = torch.cat([stream_behind(model, last, batch) for batch in batches])
     off = {}
     for aim in AIMS:
@@ -118,7 +146,7 @@ def test_streams_are_found_by_numbers_and_not_where_there_are_none(batches):
     for name in ("bert", "gpt2", "gpt_neox"):
         model = build(FAMILIES[name])
         expected = name != "gpt_neox"  # attention and feed-forward are added there at once
-        assert all(adds_to_stream(model, layer, batches[0]) == expected for layer in find_layers(model)), name
+        assert all(adds_to_stream(model, layer, Piece(batches[0])) == expected for layer in find_layers(model)), name
 
 
 def test_edits_in_order_say_how_far_they_are_and_refuse_what_is_no_aim(batches):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,16 @@ class Piece:
                 back.enter_context(rest.resting())
             return look_at(model, layer, self.batch)
 
+    def first_row(self) -> Piece:
+        """Its first row alone, where every tensor of the batch has one of each."""
+        tensors = [x for x in self.batch.values() if isinstance(x, Tensor)]
+        rests = [rest for rest in (self.now, self.before) if rest is not None]
+        if len({len(x) if x.ndim else 0 for x in (*tensors, *(rest.gave for rest in rests))}) != 1:
+            return self
+        batch = {name: x[:1] if isinstance(x, Tensor) else x for name, x in self.batch.items()}
+        now, before = (rest and replace(rest, gave=rest.gave[:1]) for rest in (self.now, self.before))
+        return Piece(batch, now, before)
+
     def look_at_attention(
         self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
     ) -> AttendedLook | None:
@@ -100,19 +110,23 @@ class Piece:
 
 @dataclass(eq=False)
 class Streams:
-    """The batches of a text as they stand before a layer."""
+    """The batches of a text as they stand before a layer.
+
+    Where nobody looks at the model as it was (`before=None` is what pieces then have), it is not run.
+    """
 
     model: nn.Module
     batches: Sequence[Mapping[str, Any]]
+    looks_before: bool = True
     _place: tuple[str, int] = ("", 0)  # the list of blocks, and how many of them rest
-    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of each batch: lent, and as it was
+    _kept: list[tuple[Tensor, ...]] = field(default_factory=list)  # of each batch: lent, and as it was
     _in_tuple: bool = False
 
     def before(self, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> list[Piece]:
         """Every batch, entered at the block of this layer if that gives what the whole model gives."""
         plain = pieces_of(self.batches)
         found = _block_of(self.model, layer)
-        if found is None or found[1] == 0:
+        if found is None or found[1] == 0 or not plain:
             self._place, self._kept = ("", 0), []
             return plain
         path, number = found
@@ -123,10 +137,10 @@ class Streams:
             return plain
         blocks = tuple(self.model.get_submodule(path).children())[:number]
         pieces = [
-            Piece(batch, Rest(blocks, now, self._in_tuple), Rest(blocks, before, self._in_tuple))
-            for batch, (now, before) in zip(self.batches, self._kept, strict=True)
+            Piece(batch, *(Rest(blocks, gave, self._in_tuple) for gave in kept))
+            for batch, kept in zip(self.batches, self._kept, strict=True)
         ]
-        return pieces if self._agrees(pieces[0], plain[0], layer, lending) else plain
+        return pieces if self._agrees(pieces[0].first_row(), plain[0].first_row(), layer, lending) else plain
 
     def _advance(self, path: str, number: int, lending: Mapping[str, Tensor]) -> bool:
         """Keep what block number - 1 gives; False where that is nothing that can be handed on."""
@@ -134,26 +148,29 @@ class Streams:
         resting, kept, size = self._place[1], [], 0
         for place, batch in enumerate(self.batches):
             outputs = []
-            for side, parameters in enumerate((lending, {})):
+            for side, parameters in enumerate(self._sides(lending)):
                 with ExitStack() as back:
-                    back.enter_context(lent(self.model, parameters))
+                    back.enter_context(lent(self.model, parameters or {}))
                     if resting:
                         rest = Rest(blocks[:resting], self._kept[place][side], self._in_tuple)
                         back.enter_context(rest.resting())
                     outputs.append(_gave(self.model, blocks[number - 1], batch))
-            now, before = outputs
-            if now is None or before is None:
+            found = [output for output in outputs if output is not None]
+            if len(found) < len(outputs):
                 return False
-            kept.append((now[0], before[0]))
-            size += now[0].nbytes + before[0].nbytes
-            self._in_tuple = now[1]
+            kept.append(tuple(gave for gave, _ in found))
+            size += sum(gave.nbytes for gave, _ in found)
+            self._in_tuple = found[0][1]
             if size > KEPT_BYTES:
                 return False
         self._place, self._kept = (path, number), kept
         return True
 
+    def _sides(self, lending: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor] | None, ...]:
+        return (lending, None) if self.looks_before else (lending,)
+
     def _agrees(self, piece: Piece, plain: Piece, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> bool:
-        for parameters in (lending, None):
+        for parameters in self._sides(lending):
             one, other = (x.look(self.model, layer, lending=parameters) for x in (piece, plain))
             if one is None or other is None or one.heads.shape != other.heads.shape:
                 return False

@@ -53,9 +53,10 @@ class GivenOutputs:
         return with_output(after, ordered, found.bias)
 
 
-@contextmanager
-def as_if(model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]) -> Iterator[None]:
-    """Within, the model computes with these outputs; afterwards it is as it was, bit for bit."""
+def lent_outputs(
+    model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
+) -> dict[str, Tensor]:
+    """The parameters with which the model writes these outputs, of the shapes that it has; for `lent`."""
     lending: dict[str, Tensor] = {}
     for path, found in outputs.items():
         layer = layers[path]
@@ -68,7 +69,13 @@ def as_if(model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mappi
         lending[f"{layer.output}.weight"] = oriented(rows, linear_axis(linear, outputs=False))
         if isinstance(linear.bias, Tensor):
             lending[f"{layer.output}.bias"] = found.bias
-    with lent(model, lending):
+    return lending
+
+
+@contextmanager
+def as_if(model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]) -> Iterator[None]:
+    """Within, the model computes with these outputs; afterwards it is as it was, bit for bit."""
+    with lent(model, lent_outputs(model, layers, outputs)):
         yield
 
 

@@ -8,7 +8,7 @@ unedited model, so that a layer makes up for what those before it lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,11 +20,12 @@ from polyhead.surgery.anatomy.fingerprint import check_expected, fingerprint
 from polyhead.surgery.anatomy.head_weights import read_heads
 from polyhead.surgery.anatomy.layers import AttentionLayer
 from polyhead.surgery.calibration.lending import evaluating
-from polyhead.surgery.calibration.looks import look_at, note_stream, real_tokens
+from polyhead.surgery.calibration.looks import Enough, note_stream, real_tokens
+from polyhead.surgery.calibration.streams import Piece, Streams
 from polyhead.surgery.edits.applying import apply, changed, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord
-from polyhead.surgery.repair.as_if import GivenOutputs, Outputs, as_if
+from polyhead.surgery.repair.as_if import GivenOutputs, Outputs, lent_outputs
 from polyhead.surgery.repair.least_squares import RIDGE, check_ridge, heads_that_stay
 from polyhead.surgery.repair.targets import TargetMoments
 
@@ -46,7 +47,7 @@ def apply_in_order(
     """Edit layer by layer, each repaired on what the edited layers before it feed it; one record undoes all.
 
     Args:
-        batches: called once for each edited layer, gives the calibration text as `gather_moments` takes it.
+        batches: gives the calibration text as `gather_moments` takes it; each layer goes on where the last stopped.
         aim: what a layer should write, as this module begins with.
         ridge, expect: as in `OutputRepair` and `apply`.
         progress: called after each layer with how many are done and how many there are.
@@ -83,12 +84,12 @@ def solve_in_order(
     layers = {layer.path: layer for layer in find_layers(model)}
     solved: dict[str, Outputs] = {}
     edited = [path for path in layers if path in gone]
+    streams = Streams(model, list(batches()), looks_before=aim != "layer")
     with evaluating(model):
         for place, path in enumerate(edited):
-            heads = read_heads(model, layers[path])
-            moments = _gather(
-                model, layers, solved, layers[path], batches(), aim, None if weights is None else weights[path]
-            )
+            layer, lending = layers[path], lent_outputs(model, layers, solved)
+            heads, text = read_heads(model, layer), streams.before(layer, lending)
+            moments = _gather(model, layer, text, lending, aim, None if weights is None else weights[path])
             solved[path] = Outputs.solved(moments.problem(heads, ridge, path), gone[path])
             if progress is not None:
                 progress(place + 1, len(edited))
@@ -97,23 +98,22 @@ def solve_in_order(
 
 def _gather(
     model: nn.Module,
-    layers: Mapping[str, AttentionLayer],
-    solved: Mapping[str, Outputs],
     layer: AttentionLayer,
-    batches: Iterable[Mapping[str, Any]],
+    text: Sequence[Piece],
+    lending: Mapping[str, Tensor],
     aim: Aim,
     weights: Sequence[Tensor] | None,
 ) -> TargetMoments:
     held: TargetMoments | None = None
     has_stream: bool | None = None
-    for number, batch in enumerate(batches):
-        with as_if(model, layers, solved):
-            now = look_at(model, layer, batch)
-        before = now if aim == "layer" else look_at(model, layer, batch)
+    for number, piece in enumerate(text):
+        batch = piece.batch
+        now = piece.look(model, layer, lending=lending)
+        before = now if aim == "layer" else piece.look(model, layer, lending=None)
         if now is None or before is None:
             continue
         if has_stream is None:
-            has_stream = aim == "stream" and adds_to_stream(model, layer, batch)
+            has_stream = aim == "stream" and adds_to_stream(model, layer, piece)
         target = before.written
         if has_stream and before.stream is not None and now.stream is not None:
             target = target + before.stream - now.stream
@@ -132,7 +132,7 @@ def _gather(
 
 
 @torch.no_grad()
-def adds_to_stream(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> bool:
+def adds_to_stream(model: nn.Module, layer: AttentionLayer, piece: Piece) -> bool:
     """Whether what a layer writes is added to what its block was given: seen by a module that is given their sum."""
     streams: list[Tensor] = []
     written: list[Tensor] = []
@@ -146,13 +146,20 @@ def adds_to_stream(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, 
             off = (x - (stream + added)).abs().max()
             found.append(bool(off <= 1e-3 * added.abs().max()))
 
+    def end(module: nn.Module, given: object, gave: object) -> None:
+        raise Enough
+
     block = model.get_submodule(layer.path.rpartition(".")[0])
     with ExitStack() as undo:
+        if piece.before is not None:
+            undo.enter_context(piece.before.resting())
+        undo.callback(block.register_forward_hook(end).remove)
         note_stream(model, layer, streams, undo)
         linear = model.get_submodule(layer.output)
         undo.callback(linear.register_forward_hook(lambda _, __, y: written.append(y)).remove)
         for module in block.modules():
             if module is not block and module is not linear:
                 undo.callback(module.register_forward_pre_hook(compare).remove)
-        model(**batch)
+        with suppress(Enough):
+            model(**piece.batch)
     return any(found)
