@@ -12,8 +12,8 @@ from playwright.sync_api import expect
 
 from polyhead.plan import read_layout
 from polyhead.plan.curves import over_context, over_heads
-from polyhead.plan.machine import Machine
 from polyhead.plan.planning import plan_model
+from polyhead.plan.timing.machine import Machine
 from polyhead.report.plan_page import write_plan_page
 from tests.browser.conftest import Opened, watched
 

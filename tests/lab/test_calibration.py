@@ -15,9 +15,9 @@ from polyhead.lab.calibration import calls, compiling, host, layers, places, tim
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan import Workload
 from polyhead.plan.layer_work import layer_work
-from polyhead.plan.limits import route
-from polyhead.plan.machine import HostCost, Machine
-from polyhead.plan.predict import predict
+from polyhead.plan.timing.limits import route
+from polyhead.plan.timing.machine import HostCost, Machine
+from polyhead.plan.timing.predict import predict
 from polyhead.plan.work import AttentionCore, Product, Traffic
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16

@@ -19,8 +19,8 @@ from polyhead.lab import calibration, plan_accuracy
 from polyhead.lab.calibration import timing
 from polyhead.lab.plan_accuracy import Outcome, shapes, summaries
 from polyhead.lab.plan_accuracy.shapes import CPU, GPU, Shape, draw
-from polyhead.plan.machine import DATASHEETS, Machine
-from polyhead.plan.predict import predict, roofline
+from polyhead.plan.timing.machine import DATASHEETS, Machine
+from polyhead.plan.timing.predict import predict, roofline
 from polyhead.plan.work import AttentionCore
 
 BF16 = torch.bfloat16

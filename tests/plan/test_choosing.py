@@ -13,8 +13,8 @@ from polyhead.layers.arrangements import LatentConfig
 from polyhead.layers.config import MultiHeadConfig
 from polyhead.plan import Workload, estimate_cost
 from polyhead.plan.choosing import Budget, choose
-from polyhead.plan.known_models import KNOWN
-from polyhead.plan.machine import Machine
+from polyhead.plan.layouts.known_models import KNOWN
+from polyhead.plan.timing.machine import Machine
 from polyhead.plan.warnings import KINDS, channels_for, warnings_of
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.plan.machine import DATASHEETS, HostCost, Machine, Sample, list_machines, own_folder
+from polyhead.plan.timing.machine import DATASHEETS, HostCost, Machine, Sample, list_machines, own_folder
 from polyhead.plan.work import AttentionCore, Product, Traffic
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -16,10 +16,10 @@ from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.routed_config import RoutedConfig
 from polyhead.plan import LayerGroup, ModelLayout, Workload, estimate_cost, estimate_memory, layer_work, read_layout
 from polyhead.plan.curves import over_context, over_heads
-from polyhead.plan.machine import Machine
 from polyhead.plan.parameters import count_parameters, four_squares
 from polyhead.plan.planning import crossover, plan_model
 from polyhead.plan.quantities import count, parse_count, parse_seconds, seconds, size
+from polyhead.plan.timing.machine import Machine
 from polyhead.plan.wording import below, facts, layout_words, rows, title
 
 WINDOWED = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, window=4, bias=False)

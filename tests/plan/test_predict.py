@@ -15,11 +15,11 @@ import polyhead
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan import Workload
-from polyhead.plan.correction import Correction
 from polyhead.plan.layer_work import layer_work
-from polyhead.plan.limits import MASK_TRAFFIC, copy_seconds, limits, route
-from polyhead.plan.machine import HostCost, Machine, Sample
-from polyhead.plan.predict import predict, predict_piece, roofline
+from polyhead.plan.timing.correction import Correction
+from polyhead.plan.timing.limits import MASK_TRAFFIC, copy_seconds, limits, route
+from polyhead.plan.timing.machine import HostCost, Machine, Sample
+from polyhead.plan.timing.predict import predict, predict_piece, roofline
 from polyhead.plan.work import AttentionCore, Product, Traffic, Work
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -12,11 +12,11 @@ import torch
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers import LatentConfig, MultiHeadConfig
 from polyhead.plan import Workload, estimate_cost
-from polyhead.plan.families import FAMILIES
-from polyhead.plan.hf_config import read_hf_config
-from polyhead.plan.known_models import KNOWN, known_model
-from polyhead.plan.model import ModelLayout, named_dtype
-from polyhead.plan.reading import from_sizes, read_layout
+from polyhead.plan.layouts.families import FAMILIES
+from polyhead.plan.layouts.hf_config import read_hf_config
+from polyhead.plan.layouts.known_models import KNOWN, known_model
+from polyhead.plan.layouts.model import ModelLayout, named_dtype
+from polyhead.plan.layouts.reading import from_sizes, read_layout
 
 TINY: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": 31}
 TINY |= {

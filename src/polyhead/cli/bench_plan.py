@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from polyhead.lab.plan_accuracy import Outcome
     from polyhead.lab.plan_accuracy.shapes import Shape
-    from polyhead.plan.machine import Machine
+    from polyhead.plan.timing.machine import Machine
 
 
 def plan(
@@ -53,7 +53,7 @@ def plan(
 
     from polyhead.errors import OptionError
     from polyhead.lab import plan_accuracy
-    from polyhead.plan.machine import Machine
+    from polyhead.plan.timing.machine import Machine
 
     try:
         calibrated = Machine.load(machine)

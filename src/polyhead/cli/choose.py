@@ -58,9 +58,9 @@ def choose(
 
     from polyhead.errors import PolyheadError
     from polyhead.plan import choosing
-    from polyhead.plan.machine import Machine
-    from polyhead.plan.model import named_dtype
+    from polyhead.plan.layouts.model import named_dtype
     from polyhead.plan.quantities import parse_count, parse_seconds
+    from polyhead.plan.timing.machine import Machine
 
     limits = {
         "parameters": _parsed(parameters, "--parameters", parse_count),

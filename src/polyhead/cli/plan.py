@@ -11,8 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.plan.machine import Machine
-    from polyhead.plan.model import ModelLayout
+    from polyhead.plan.layouts.model import ModelLayout
+    from polyhead.plan.timing.machine import Machine
 
 DEFAULT_CONTEXT = 4096
 
@@ -95,9 +95,9 @@ def plan(
     """
     from polyhead.cli.plan_table import draw
     from polyhead.errors import PolyheadError
-    from polyhead.plan.machine import Machine
-    from polyhead.plan.model import named_dtype
+    from polyhead.plan.layouts.model import named_dtype
     from polyhead.plan.planning import plan_model
+    from polyhead.plan.timing.machine import Machine
 
     by_sizes = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
     try:
@@ -144,7 +144,7 @@ def _layout(
     rotary: bool,
 ) -> ModelLayout:
     from polyhead.errors import OptionError
-    from polyhead.plan.reading import from_sizes, read_layout
+    from polyhead.plan.layouts.reading import from_sizes, read_layout
 
     given = [
         name for name, value in (("MODEL", model), ("--config", config), ("--d-model", d_model)) if value is not None

@@ -8,9 +8,9 @@ from rich.text import Text
 
 from polyhead.cli.drawing import labelled
 from polyhead.plan import wording
-from polyhead.plan.machine import list_machines
 from polyhead.plan.phases import PhasePlan
 from polyhead.plan.planning import Plan
+from polyhead.plan.timing.machine import list_machines
 
 
 def draw(plan: Plan, console: Console) -> None:

@@ -9,9 +9,9 @@ from polyhead.plan import routed as routed
 from polyhead.plan import talking as talking
 from polyhead.plan.cost import CostEstimate, LayerCounts, MatrixFlops, count_layer, estimate_cost
 from polyhead.plan.layer_work import layer_work
+from polyhead.plan.layouts.model import LayerGroup, ModelLayout
+from polyhead.plan.layouts.reading import from_sizes, read_layout
 from polyhead.plan.memory import MemoryEstimate, estimate_memory, memory_doubts
-from polyhead.plan.model import LayerGroup, ModelLayout
-from polyhead.plan.reading import from_sizes, read_layout
 from polyhead.plan.work import AttentionCore, Product, Traffic, Work
 from polyhead.plan.workload import Workload, visible_pairs
 

@@ -13,12 +13,12 @@ from polyhead.errors import OptionError
 from polyhead.layers.arrangements import LatentConfig
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
-from polyhead.plan.known_models import KNOWN, known_model
-from polyhead.plan.machine import Machine
-from polyhead.plan.model import ModelLayout
+from polyhead.plan.layouts.known_models import KNOWN, known_model
+from polyhead.plan.layouts.model import ModelLayout
 from polyhead.plan.parameters import count_parameters
 from polyhead.plan.phases import is_causal, plan_phase
 from polyhead.plan.planning import cache_bytes_per_token
+from polyhead.plan.timing.machine import Machine
 from polyhead.plan.warnings import Warned, warnings_of
 from polyhead.plan.work import PHASES, Phase
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from polyhead.layers.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
-from polyhead.plan.machine import Machine
-from polyhead.plan.model import LayerGroup, ModelLayout
+from polyhead.plan.layouts.model import LayerGroup, ModelLayout
 from polyhead.plan.phases import PhasePlan, plan_phase
 from polyhead.plan.planning import Plan
+from polyhead.plan.timing.machine import Machine
 
 SHORTEST, LONGEST = 128, 131072
 

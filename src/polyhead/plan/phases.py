@@ -10,10 +10,10 @@ import torch
 
 from polyhead.plan.cost import CostEstimate, MatrixFlops, estimate_cost
 from polyhead.plan.layer_work import layer_work
-from polyhead.plan.machine import Machine
+from polyhead.plan.layouts.model import ModelLayout
 from polyhead.plan.memory import MemoryEstimate, estimate_memory
-from polyhead.plan.model import ModelLayout
-from polyhead.plan.predict import Prediction, predict
+from polyhead.plan.timing.machine import Machine
+from polyhead.plan.timing.predict import Prediction, predict
 from polyhead.plan.work import Phase, Work
 from polyhead.plan.workload import Workload
 

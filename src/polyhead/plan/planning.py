@@ -11,12 +11,12 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.plan.cost import estimate_cost
-from polyhead.plan.machine import Machine
+from polyhead.plan.layouts.model import ModelLayout, dtype_name
 from polyhead.plan.memory import MemoryEstimate, memory_doubts
-from polyhead.plan.model import ModelLayout, dtype_name
 from polyhead.plan.parameters import Identity, Parameters, count_parameters, four_squares
 from polyhead.plan.phases import PhasePlan, is_causal, plan_phase
 from polyhead.plan.quantities import size
+from polyhead.plan.timing.machine import Machine
 from polyhead.plan.work import PHASES, Phase
 from polyhead.plan.workload import Workload
 
@@ -101,7 +101,7 @@ def plan_model(
         phases: any of training, prefill, decode; all that there are by default.
         beyond: allow a context longer than the model was made for.
 
-    >>> from polyhead.plan.reading import read_layout
+    >>> from polyhead.plan.layouts.reading import read_layout
     >>> plan = plan_model(read_layout("llama3.1-8b"), context=8192)
     >>> plan.parameters.total, plan.cache_bytes_per_token, plan.crossover
     (1342177280, 131072, 10240)

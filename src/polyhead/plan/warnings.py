@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from polyhead.layers.arrangements import LatentConfig
 from polyhead.layers.config import AttentionConfig
-from polyhead.plan.machine import Machine
+from polyhead.plan.timing.machine import Machine
 from polyhead.plan.work import Phase
 
 NARROW = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyhead.plan.model import ModelLayout, dtype_name
+from polyhead.plan.layouts.model import ModelLayout, dtype_name
 from polyhead.plan.phases import PhasePlan, is_causal
 from polyhead.plan.planning import Plan
 from polyhead.plan.quantities import count, seconds, size
@@ -67,7 +67,7 @@ def asked(plan: Plan) -> str:
 def layout_words(model: ModelLayout) -> str:
     """How the heads lie.
 
-    >>> from polyhead.plan.reading import read_layout
+    >>> from polyhead.plan.layouts.reading import read_layout
     >>> layout_words(read_layout("llama3.1-8b"))
     '32 layers of 32 heads x 128 over 8 key heads, d_model 4096'
     """

@@ -1,7 +1,7 @@
 """What one phase of one layer makes a machine do: matrix products, attention cores and plain traffic, with their sizes.
 
-A `Work` is what `polyhead.plan.predict` turns into seconds. It knows sizes and types of numbers and nothing of any
-machine; all its counts are exact integers that follow from the sizes.
+A `Work` is what `timing.predict` turns into seconds. It knows sizes and types of numbers and nothing of any machine;
+all its counts are exact integers that follow from the sizes.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from polyhead.lab.calibration.places import ALWAYS, CPU, GPU, Grid, Group, brief
 from polyhead.lab.calibration.timing import device_seconds, undisturbed
 from polyhead.lab.measuring import machine as described
 from polyhead.lab.measuring.runner import is_out_of_memory
-from polyhead.plan.machine import HostCost, Machine, Sample
-from polyhead.plan.predict import predict_piece
+from polyhead.plan.timing.machine import HostCost, Machine, Sample
+from polyhead.plan.timing.predict import predict_piece
 from polyhead.plan.work import AttentionCore, Piece, Product
 
 __all__ = ["calibrate", "planned"]

@@ -17,7 +17,7 @@ from polyhead.lab.calibration.layers import layer_call
 from polyhead.lab.calibration.timing import undisturbed
 from polyhead.lab.measuring.machine import usable_cores
 from polyhead.layers import MultiHeadConfig
-from polyhead.plan.limits import route
+from polyhead.plan.timing.limits import route
 from polyhead.plan.work import AttentionCore, Piece
 from polyhead.plan.workload import Workload
 

@@ -12,8 +12,8 @@ from polyhead.lab.calibration.layers import layer_call
 from polyhead.lab.calibration.timing import host_seconds
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan.layer_work import layer_work
-from polyhead.plan.limits import LARGEST_MASK, route
-from polyhead.plan.machine import HostCost
+from polyhead.plan.timing.limits import LARGEST_MASK, route
+from polyhead.plan.timing.machine import HostCost
 from polyhead.plan.work import AttentionCore, Work
 from polyhead.plan.workload import Workload
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polyhead.plan.limits import MASK_BYTES, route
+from polyhead.plan.timing.limits import MASK_BYTES, route
 from polyhead.plan.work import AttentionCore, Direction, Piece, Product, Traffic
 
 ALWAYS = 2  # pieces of a group that are timed whatever time there is

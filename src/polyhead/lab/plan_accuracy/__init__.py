@@ -20,9 +20,9 @@ from polyhead.lab.calibration.layers import layer_call
 from polyhead.lab.calibration.timing import steady_seconds
 from polyhead.lab.measuring.runner import is_out_of_memory
 from polyhead.lab.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
-from polyhead.plan.limits import Bound
-from polyhead.plan.machine import Datasheet, Machine
-from polyhead.plan.predict import predict, roofline
+from polyhead.plan.timing.limits import Bound
+from polyhead.plan.timing.machine import Datasheet, Machine
+from polyhead.plan.timing.predict import predict, roofline
 from polyhead.plan.work import AttentionCore
 
 __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_dict", "write"]

@@ -18,9 +18,9 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan.layer_work import layer_work
-from polyhead.plan.limits import LARGEST_MASK, MASK_TRAFFIC
-from polyhead.plan.machine import DATASHEETS, Datasheet
-from polyhead.plan.predict import roofline
+from polyhead.plan.timing.limits import LARGEST_MASK, MASK_TRAFFIC
+from polyhead.plan.timing.machine import DATASHEETS, Datasheet
+from polyhead.plan.timing.predict import roofline
 from polyhead.plan.work import PHASES, AttentionCore, Phase, Piece, Work
 from polyhead.plan.workload import Workload
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from polyhead.plan.limits import LARGEST_MASK
 from polyhead.plan.memory.recorder import INDEX, Heads, Recorder
 from polyhead.plan.memory.tape import Block
 from polyhead.plan.memory.tiles import record_tiles
+from polyhead.plan.timing.limits import LARGEST_MASK
 
 # Copies of the weights that the formula holds at once: logits, exponentials and weights in a forward; of these a
 # backward finds the last two, and makes four more on the way to the gradient of the logits.

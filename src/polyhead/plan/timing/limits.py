@@ -1,7 +1,7 @@
 """How long a piece of work must take by physics: its products, exponentials and bytes at the best that was reached.
 
 What fills a machine badly is counted here too: tiles that do not divide evenly among the processors, long rows beside
-short ones, few heads. What remains is how well kernels are made, which `polyhead.plan.correction` learns.
+short ones, few heads. What remains is how well kernels are made, which `polyhead.plan.timing.correction` learns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from polyhead.plan.machine import Machine, Route
+from polyhead.plan.timing.machine import Machine, Route
 from polyhead.plan.work import AttentionCore, Piece, Product, Traffic
 
 Bound = Literal["matrix", "exponentials", "bandwidth", "launch"]

@@ -11,9 +11,9 @@ from typing import Any
 from polyhead.errors import OptionError
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
-from polyhead.plan.hf_config import read_hf_config
-from polyhead.plan.known_models import KNOWN, known_model
-from polyhead.plan.model import ModelLayout
+from polyhead.plan.layouts.hf_config import read_hf_config
+from polyhead.plan.layouts.known_models import KNOWN, known_model
+from polyhead.plan.layouts.model import ModelLayout
 
 PACKAGED = ("minilm", "smollm2")
 

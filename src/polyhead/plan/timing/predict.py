@@ -1,8 +1,8 @@
 """How long work takes on a machine that was calibrated: physics, times what its kernels were seen to make of it.
 
-Each piece takes as long as its scarcest resource needs (`polyhead.plan.limits`), times a correction that runs smoothly
-through the calibration's samples. Pieces follow one another. A GPU is fed by its host, and where the calls of a layer
-cost the host longer than the kernels run, that is the time.
+Each piece takes as long as its scarcest resource needs (`limits`), times a correction that runs smoothly through the
+calibration's samples. Pieces follow one another. A GPU is fed by its host, and where the calls of a layer cost the host
+longer than the kernels run, that is the time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.plan.correction import Correction
-from polyhead.plan.limits import Bound, limits, route
-from polyhead.plan.machine import HostCost, Machine, Route, Sample
+from polyhead.plan.timing.correction import Correction
+from polyhead.plan.timing.limits import Bound, limits, route
+from polyhead.plan.timing.machine import HostCost, Machine, Route, Sample
 from polyhead.plan.work import AttentionCore, Phase, Piece, Product, Stage, Traffic, Work
 
 Kind = tuple[str, str, torch.dtype]  # "product" or a direction of attention, route, dtype

@@ -18,9 +18,9 @@ from polyhead.errors import OptionError
 from polyhead.layers.arrangements import LatentConfig
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import PositionsConfig, RotaryConfig
-from polyhead.plan.families import FAMILIES, Family
-from polyhead.plan.hf_built import built_projections, filled_fields
-from polyhead.plan.hf_fields import (
+from polyhead.plan.layouts.families import FAMILIES, Family
+from polyhead.plan.layouts.hf_built import built_projections, filled_fields
+from polyhead.plan.layouts.hf_fields import (
     CONTEXT,
     DTYPE,
     HEAD_DIM,
@@ -35,7 +35,7 @@ from polyhead.plan.hf_fields import (
     filled_in,
     unread,
 )
-from polyhead.plan.model import LayerGroup, ModelLayout, grouped, named_dtype
+from polyhead.plan.layouts.model import LayerGroup, ModelLayout, grouped, named_dtype
 from polyhead.plan.parameters import count_parameters
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"

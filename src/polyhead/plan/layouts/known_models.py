@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from polyhead.plan.hf_config import read_hf_config
-from polyhead.plan.model import ModelLayout
+from polyhead.plan.layouts.hf_config import read_hf_config
+from polyhead.plan.layouts.model import ModelLayout
 
 
 def _llama(width: int, heads: int, kv_heads: int, layers: int, context: int, **other: Any) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The attention layers of models as values, read from whatever says them."""
