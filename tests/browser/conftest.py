@@ -16,7 +16,8 @@ from tests.browser.payloads import synthetic
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCREENSHOTS = "POLYHEAD_SCREENSHOTS"
-_WATCH = """
+PATIENCE = 60_000  # milliseconds; a machine that does other work besides is slow and not wrong
+WATCH = """
 window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) => {
   window.violations.push(`${event.violatedDirective}: ${event.blockedURI} ${event.sample}`);
@@ -36,12 +37,13 @@ def _missing(what: str, how: str) -> None:
 def browser() -> Iterator[Any]:
     """Chromium, one for all tests."""
     try:
-        from playwright.sync_api import sync_playwright
+        from playwright.sync_api import expect, sync_playwright
     except ImportError:
         _missing("got no playwright", "`pip install -e .[dev]` installs it")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         _missing(f"got none of {', '.join(NAMES)}", "`make system` installs chromium")
+    expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield launched
@@ -78,7 +80,7 @@ def watched(tab: Any, file: Path) -> Opened:
         if message.type in ("error", "warning"):
             opened.problems.append(f"console: {message.text}")
 
-    tab.add_init_script(_WATCH)
+    tab.add_init_script(WATCH)
     tab.on("console", said)
     tab.on("pageerror", lambda error: opened.problems.append(f"error: {error}"))
     tab.on("request", requested)
@@ -103,7 +105,7 @@ def open_page(browser: Any, small_page: Path) -> Iterator[Callable[..., Opened]]
 
     def opening(file: Path = small_page, view: str = "overview", **options: Any) -> Opened:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(PATIENCE)
         opened = watched(context.new_page(), file)
         all_opened.append((context, opened))
         opened.go(view)

@@ -18,17 +18,12 @@ import transformers
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.sources import load_model
+from tests.browser.conftest import PATIENCE, WATCH
 from tests.inspection import small_models
 
 TOKEN = "a-token-of-this-test"
 SENTENCE = "w1 w2 w3 . a w5 w1 w2 , w7 w8 w9 a w11 w12 . w3"
 LONG_CONTEXT = 3_100
-_WATCH = """
-window.violations = [];
-document.addEventListener("securitypolicyviolation", (event) => {
-  window.violations.push(`${event.violatedDirective}: ${event.blockedURI} ${event.sample}`);
-});
-"""
 
 
 class Running:
@@ -133,7 +128,7 @@ class Opened:
         self.tab.wait_for_selector(f"[data-slot={slot}] .pictures-note[data-done=true]")
 
     def wait(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE / 1000
         while not is_so():
             assert time.monotonic() < deadline
             self.tab.wait_for_timeout(20)
@@ -153,7 +148,7 @@ def open_view(browser: Any, running: Callable[[str], Running]) -> Iterator[Calla
     def opening(server: str | Running = "llama", view: str = "", **options: Any) -> Opened:
         chosen = running(server) if isinstance(server, str) else server
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(PATIENCE)
         opened = Opened(context.new_page(), chosen)
         all_opened.append((context, opened))
 
@@ -165,7 +160,7 @@ def open_view(browser: Any, running: Callable[[str], Running]) -> Iterator[Calla
             if message.type in ("error", "warning"):
                 opened.problems.append(f"console: {message.text}")
 
-        opened.tab.add_init_script(_WATCH)
+        opened.tab.add_init_script(WATCH)
         opened.tab.on("console", said)
         opened.tab.on("pageerror", lambda error: opened.problems.append(f"error: {error}"))
         opened.tab.on("request", requested)

@@ -10,6 +10,7 @@ from playwright.sync_api import expect
 
 from tests.inspection.small_models import WORDS
 
+CLOSEST = 39.99  # pixels a token
 TOKENS = 2_999  # with one before them; 1,024 cells of 4 tokens are the most that the whole is shown in
 
 
@@ -35,7 +36,7 @@ class Map:
     """One of the maps in the page."""
 
     def __init__(self, opened: Any, number: int = 0) -> None:
-        self.tab, self.panel = opened.tab, opened.tab.locator(".head-panel").nth(number)
+        self.opened, self.tab, self.panel = opened, opened.tab, opened.tab.locator(".head-panel").nth(number)
         self.plot = self.panel.locator(".map-plot")
 
     @property
@@ -52,6 +53,20 @@ class Map:
         box = self.plot.bounding_box()
         return box["x"] + across * box["width"], box["y"] + down * box["height"]
 
+    def point(self, across: float, down: float) -> tuple[float, float]:
+        """Move the pointer to a place of the window, once more where the page has moved meanwhile."""
+        for _ in range(100):
+            x, y = self.pixel(across, down)
+            self.tab.mouse.move(x, y)
+            self.tab.wait_for_timeout(20)
+            if self.plot.evaluate("(plot) => plot.matches(':hover')") and self.pixel(across, down) == (x, y):
+                return x, y
+            self.plot.evaluate("(plot) => plot.scrollIntoView({ block: 'end' })")
+        raise AssertionError("the map does not stay where it is")
+
+    def click(self, across: float, down: float) -> None:
+        self.tab.mouse.click(*self.point(across, down))
+
     def readout(self) -> str:
         return self.panel.locator(".map-readout").inner_text()
 
@@ -59,13 +74,14 @@ class Map:
         """Every tile of the window has arrived."""
         self.panel.locator(".map-state[data-how=exact][data-tiles='0']").wait_for()
 
-    def zoom_in(self) -> None:
-        for _ in range(40):
+    def zoom_in(self, times: int = 40) -> None:
+        """By wheel, at the pointer; as far as it goes, since a wheel that cannot zoom scrolls the page."""
+        for _ in range(times):
             before = self.scale
-            self.tab.mouse.wheel(0, -500)
-            self.tab.wait_for_timeout(30)
-            if self.scale == before >= 39:
+            if before >= CLOSEST:
                 break
+            self.tab.mouse.wheel(0, -500)
+            self.opened.wait(lambda before=before: self.scale != before)
         self.settle()
 
     def read_at(self, across: float, down: float) -> str:
@@ -73,7 +89,7 @@ class Map:
         told = self.panel.locator(".map-readout")
         self.tab.mouse.move(0, 0)
         expect(told).to_be_empty()
-        self.tab.mouse.move(*self.pixel(across, down))
+        self.point(across, down)
         expect(told).not_to_be_empty()
         return self.readout()
 

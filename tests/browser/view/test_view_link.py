@@ -17,10 +17,8 @@ ROUNDED = 1e-3
 def zoom(opened, view: Map, times: int) -> None:
     """By wheel, at one place of the window, and until the address says so."""
     before = opened.tab.url
-    opened.tab.mouse.move(*view.pixel(*HERE))
-    for _ in range(times):
-        opened.tab.mouse.wheel(0, -500)
-        opened.tab.wait_for_timeout(30)
+    view.point(*HERE)
+    view.zoom_in(times)
     opened.wait(lambda: opened.tab.url != before)
     view.settle()
 
@@ -102,8 +100,7 @@ def test_compared_maps_zoom_and_move_together(open_view, keep_picture):
     assert tokens(other) == before
     keep_picture(opened, "view-two-maps")
     # Dragging the second moves the first: a hundred and twenty pixels are three tokens.
-    x, y = other.pixel(0.5, 0.5)
-    opened.tab.mouse.move(x, y)
+    x, y = other.point(0.5, 0.5)
     opened.tab.mouse.down()
     opened.tab.mouse.move(x + 120, y - 120, steps=4)
     opened.tab.mouse.up()
@@ -133,7 +130,7 @@ def test_a_short_text_beside_a_long_one_goes_as_far_as_it_can(open_view):
     assert short.scale == pytest.approx(fit, rel=ROUNDED)
     assert "“w9” (9) looks at “w9” (9)" in short.read_at(0.99, 0.99)
     zoomed = long.scale
-    opened.tab.mouse.move(*short.pixel(0.5, 0.5))
+    short.point(0.5, 0.5)
     opened.tab.mouse.wheel(0, 500)  # it shows all of its own text already
     opened.tab.wait_for_timeout(400)
     assert long.scale == pytest.approx(zoomed, rel=ROUNDED)

@@ -45,8 +45,7 @@ def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture)
     assert view.scale * n == pytest.approx(view.plot.bounding_box()["width"], rel=0.01)
     keep_picture(opened, "view-map-whole")
     # The whole: cells of 4 x 4 tokens, whose sum is told as the share of their four queries.
-    x, y = view.pixel(0.31, 0.77)
-    opened.tab.mouse.move(x, y)
+    x, y = view.point(0.31, 0.77)
     expect(opened.tab.locator(".map-readout")).to_contain_text("look at tokens")
     numbers = [int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())]
     first_row, last_row, first_column, last_column = numbers
@@ -75,7 +74,7 @@ def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture)
     keep_picture(opened, "view-map-tokens")
     opened.tab.get_by_role("button", name="Whole", exact=True).click()
     assert view.level == 3
-    opened.tab.mouse.move(*view.pixel(0.31, 0.77))
+    view.point(0.31, 0.77)
     opened.tab.wait_for_timeout(50)
     assert [int(x.replace(",", "")) for x in re.findall(r"[\d,]+(?=–)", view.readout())] == [first_row, first_column]
 
@@ -83,7 +82,7 @@ def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture)
 def test_what_is_drawn_is_what_is_told(opened, weights):
     """The pixels of single tokens are in the order of their weights."""
     view, exact = Map(opened), weights()
-    opened.tab.mouse.move(*view.pixel(0.2, 0.6))
+    view.point(0.2, 0.6)
     view.zoom_in()
     cells = opened.tab.evaluate(
         """() => {
@@ -116,10 +115,10 @@ def test_what_is_drawn_is_what_is_told(opened, weights):
 
 def test_a_click_chooses_the_word_that_looks_however_far_it_stands(opened, weights):
     view, exact, tokens, tab = Map(opened), weights(), opened.server.tokens(), opened.tab
-    tab.mouse.move(*view.pixel(0.31, 0.77))
+    view.point(0.31, 0.77)
     view.zoom_in()
     query = int(re.search(r"” \(([\d,]+)\) looks at", view.readout())[1].replace(",", ""))
-    tab.mouse.click(*view.pixel(0.31, 0.77))
+    view.click(0.31, 0.77)
     first = query // 300 * 300
     tab.get_by_text(f"Tokens {first:,} to {first + 299:,} of 3,000").wait_for()
     assert tab.locator(".word[aria-pressed=true]").inner_text() == tokens[query]
@@ -146,7 +145,7 @@ def test_the_largest_weight_of_a_cell(opened, weights):
     view, exact = Map(opened), weights()
     opened.tab.get_by_role("button", name="their largest weight").click()
     view.settle()
-    opened.tab.mouse.move(*view.pixel(0.1, 0.4))
+    view.point(0.1, 0.4)
     expect(opened.tab.locator(".map-readout")).to_contain_text("at most")
     row, last_row, column, last_column = (
         int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())
@@ -211,7 +210,7 @@ def test_moving_on_calls_off_what_is_no_longer_looked_at(opened):
     held = []
     tab.route("**/api/tile", lambda route: held.append(route))
     view = Map(opened)
-    tab.mouse.move(*view.pixel(0.5, 0.6))
+    view.point(0.5, 0.6)
     for _ in range(3):
         tab.mouse.wheel(0, -500)
         tab.wait_for_timeout(50)
@@ -253,7 +252,7 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
         route.fulfill(status=429, headers={"Retry-After": "1"}, body=json.dumps(busy))
 
     tab.route("**/api/tile", refuse)
-    tab.mouse.move(*view.pixel(0.5, 0.6))
+    view.point(0.5, 0.6)
     for _ in range(4):
         tab.mouse.wheel(0, -500)
         tab.wait_for_timeout(50)
