@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from playwright.sync_api import expect
 
 from tests.inspection.small_models import WORDS
 
-CLOSEST = 39.99  # pixels a token
+CLOSEST = 40  # pixels a token
 TOKENS = 2_999  # with one before them; 1,024 cells of 4 tokens are the most that the whole is shown in
 
 
@@ -75,13 +76,15 @@ class Map:
         self.panel.locator(".map-state[data-how=exact][data-tiles='0']").wait_for()
 
     def zoom_in(self, times: int = 40) -> None:
-        """By wheel, at the pointer; as far as it goes, since a wheel that cannot zoom scrolls the page."""
+        """By wheel, at the pointer, each time twice as close; no further than it goes, where a wheel scrolls the page.
+
+        The turns follow one another at once, so that they are one step of the history.
+        """
+        before = self.scale
+        times = min(times, math.ceil(math.log2(CLOSEST / before)))
         for _ in range(times):
-            before = self.scale
-            if before >= CLOSEST:
-                break
             self.tab.mouse.wheel(0, -500)
-            self.opened.wait(lambda before=before: self.scale != before)
+        self.opened.wait(lambda: self.scale >= 0.99 * min(before * 2**times, CLOSEST))
         self.settle()
 
     def read_at(self, across: float, down: float) -> str:
