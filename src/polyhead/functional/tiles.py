@@ -50,6 +50,17 @@ class Workspace:
         return held[:size].view(shape)
 
 
+def tile_sizes(pairs: int, group: int, queries: int, keys: int, *, in_parts: bool = True) -> tuple[int, int, int]:
+    """The rows and columns of a tile, and how many pairs of a sequence and a key head it holds; all, or a part."""
+    columns = min(TILE_COLUMNS, max(keys, 1))
+    height = TILE_ELEMENTS // max(pairs * group * columns, 1)
+    wanted = min(queries, _FULL_ROWS // group)
+    if height < wanted and in_parts:
+        height = max(16, min(wanted, TILE_ELEMENTS // (columns * group)))
+        pairs = max(1, min(pairs, TILE_ELEMENTS // (height * columns * group)))
+    return max(16, min(1024, height)), columns, pairs
+
+
 class Tiling:
     """What is fixed for one call: sizes, options, and how the work is cut into tiles."""
 
@@ -71,19 +82,11 @@ class Tiling:
         self.query_poison = query_poison  # [batch, heads, queries]
         self.poison = poison  # [batch, kv_heads, keys]
         self.bias_tensors = [] if self.visibility is None else self.visibility.bias_tensors
-        self.columns = min(TILE_COLUMNS, max(self.keys, 1))
-        self.rows, self.pairs = self._cut(TILE_ELEMENTS)
+        # The dropout of a part would need the numbers of its sequences.
+        self.rows, self.columns, self.pairs = tile_sizes(
+            self.batch * self.kv_heads, self.group, self.queries, self.keys, in_parts=not self.dropout
+        )
         self.workspace: Workspace | None = None
-
-    def _cut(self, elements: int) -> tuple[int, int]:
-        """The height of a tile, and how many pairs it holds."""
-        pairs = self.batch * self.kv_heads
-        height = elements // max(pairs * self.group * self.columns, 1)
-        wanted = min(self.queries, _FULL_ROWS // self.group)
-        if height < wanted and not self.dropout:  # the dropout of a part would need the numbers of its sequences
-            height = max(16, min(wanted, elements // (self.columns * self.group)))
-            pairs = max(1, min(pairs, elements // (height * self.columns * self.group)))
-        return max(16, min(1024, height)), pairs
 
     def working(self) -> Tiling:
         """The same with memory for its tiles, to be let go with it. None on the tape, which keeps every tile, and none

@@ -18,7 +18,7 @@ from polyhead.layers.multi_head import MultiHeadAttention
 # Each position is an entry of a batch, and PyTorch's CUDA kernels start no more than 65,535 of those at a time.
 _MOST_POSITIONS = 65_535
 # So few rows fill no tile of a fused kernel: on a GPU plain products of them take less time.
-_FEW_ROWS = 32
+FEW_ROWS = 32
 
 
 class HeadMixing(CombinesHeads):
@@ -95,7 +95,7 @@ class HeadMixing(CombinesHeads):
         projections = (self.row_q_proj, self.row_k_proj, self.row_v_proj)
         taken = [rows if linear is None else linear(rows) for linear in projections]
         query, key, value = (x.flatten(0, 1)[:, None] for x in taken)  # [batch * queries, 1, num_rows, value_dim]
-        few = rows.is_cuda and self.num_rows <= _FEW_ROWS and self.backend == "auto" and not weights
+        few = rows.is_cuda and self.num_rows <= FEW_ROWS and self.backend == "auto" and not weights
         if few:
             result = AttentionOutput(_attention_by_products(query, key, value), backend="products")
         else:

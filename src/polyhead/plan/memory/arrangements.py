@@ -7,14 +7,13 @@ from dataclasses import replace
 from polyhead.layers.arrangements import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.collaborative_config import CollaborativeConfig
 from polyhead.layers.differential_config import DifferentialConfig
+from polyhead.layers.head_mixing import FEW_ROWS
 from polyhead.layers.talking_heads_config import TalkingHeadsConfig
 from polyhead.plan.memory.attention import record_attention
 from polyhead.plan.memory.layers import after_heads, before_heads, heads_of, record_layer
 from polyhead.plan.memory.recorder import Heads, Recorder
 from polyhead.plan.memory.tape import Block
 from polyhead.plan.memory.tiles import talking_tiles
-
-_FEW_ROWS = 32  # among which plain products attend on a GPU
 
 
 @record_layer.register
@@ -98,7 +97,7 @@ def record_head_mix(config: HeadMixConfig, call: Recorder) -> Block:
         query = key = value = mixed
         if config.row_attention == "projected":
             query, key, value = (_of_rows(call, mixed, tokens * rows, dim) for _ in range(3))
-        if call.on_gpu and call.form == "fused" and rows <= _FEW_ROWS:
+        if call.on_gpu and call.form == "fused" and rows <= FEW_ROWS:
             weights = call.size(tokens * rows**2)
             scaled = tape.step(query, gives=size)
             logits = tape.step(scaled, key, gives=weights, keeps=(scaled, key))

@@ -2,58 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from polyhead.functional.tiles import TILE_COLUMNS, TILE_ELEMENTS
+from polyhead.functional.tiles import TILE_COLUMNS, TILE_ELEMENTS, tile_sizes
 from polyhead.plan.memory.recorder import INDEX, Heads, Recorder
 from polyhead.plan.memory.tape import Block
-
-_FULL_ROWS = 512  # from which on a product of a tile runs at full speed, so that no tile is made higher for it
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a call is cut: so many rows and columns in a tile, of so many pairs of sequence and key head."""
-
-    rows: int
-    columns: int
-    pairs: int
-
-
-def _cut(call: Recorder, heads: Heads) -> _Cut:
-    """As `polyhead.functional.tiles.Tiling` cuts."""
-    work, group = call.asked.work, heads.queries // heads.keys
-    columns, pairs = max(1, min(TILE_COLUMNS, work.keys)), max(1, work.batch * heads.keys)
-    height, wanted = TILE_ELEMENTS // (pairs * group * columns), min(work.queries, _FULL_ROWS // group)
-    if height < wanted:
-        height = max(16, min(wanted, TILE_ELEMENTS // (columns * group)))
-        pairs = max(1, min(pairs, TILE_ELEMENTS // (height * columns * group)))
-    return _Cut(min(work.queries, max(16, min(1024, height))), columns, pairs)
 
 
 def record_tiles(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
     """Softmax attention, in float32: part after part of the heads, and in a part one block of rows after another."""
-    work, wide, cut = call.asked.work, call.wide, _cut(call, heads)
+    work, wide = call.asked.work, call.wide
     rows, seen = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
     queries, keys = wide(rows * heads.head_dim), wide(seen * heads.head_dim)
     values, out = wide(seen * heads.value_dim), wide(rows * heads.value_dim)
     group, all_pairs = heads.queries // heads.keys, max(1, work.batch * heads.keys)
+    height, columns, pairs = tile_sizes(all_pairs, group, work.queries, work.keys)
+    height = min(work.queries, height)
 
     def part(size: int, *, of_rows: bool = False) -> int:
         """What a part has of a tensor; a block of rows of it."""
-        share = size * cut.pairs // all_pairs
-        return share * cut.rows // max(1, work.queries) if of_rows else share
+        share = size * pairs // all_pairs
+        return share * height // max(1, work.queries) if of_rows else share
 
-    one = cut.rows * cut.columns
-    tile, band = wide(cut.pairs * group * one), 0 if call.asked.mask is None else (INDEX + 1) * one
-    in_parts = cut.pairs < all_pairs
+    one = height * columns
+    tile, band = wide(pairs * group * one), 0 if call.asked.mask is None else (INDEX + 1) * one
+    in_parts = pairs < all_pairs
     # Where there is one part, it is copied as a whole; of several, each has its output beside that of all.
     forward = part(keys) + (part(out) + 2 * part(out, of_rows=True) if in_parts else queries + values + out)
     backward = 2 * (out + part(keys) + part(values)) + part(queries, of_rows=True) + part(keys, of_rows=True)
     backward += 0 if in_parts else queries + out
     of_bias = gradient_of_bias = dense = 0
     if call.bias is not None:
-        by_head = wide(min(cut.pairs * group, heads.queries) * one)
+        by_head = wide(min(pairs * group, heads.queries) * one)
         of_bias, gradient_of_bias = tile + by_head, INDEX * one + by_head
     if call.is_dense:
         dense = wide(heads.queries * work.queries * work.keys)
