@@ -15,6 +15,7 @@ from polyhead.errors import OptionError
 from polyhead.lab.training.contestants import contest
 from polyhead.lab.training.loop import train
 from polyhead.lab.training.model import ByteModel, Sizes, parameters, step_flops
+from polyhead.lab.training.running import Comparison
 from polyhead.lab.training.standings import rows, standings
 from polyhead.lab.training.text import Batches, Text
 from polyhead.lab.training.trials import (
@@ -109,16 +110,26 @@ def test_every_arrangement_gets_the_same_sweep_then_seeds_at_its_best_rate():
     assert len({len(line) for line in rows(list(found.values()))}) == 1
 
 
-def test_shares_are_everything_once():
-    def taken(share: tuple[int, int]) -> list[Trial]:
-        done: list[Result] = []
-        while (trial := next_trial(TINY, done, share)) is not None:
-            done.append(result(trial, 2.0))
-        return [x.trial for x in done]
+def test_what_is_under_way_is_begun_once_and_seeds_wait_for_their_sweep():
+    begun: list[Trial] = []
+    while (trial := next_trial(TINY, [], begun)) is not None:
+        begun.append(trial)
+    assert len(begun) == len(set(begun)) == len(RATES) * 4  # three arrangements, one of them under both budgets
+    assert {trial.seed for trial in begun} == {SEEDS[0]}
+    swept = [result(trial, 2.0) for trial in begun if trial.arrangement == "multi-head"]
+    assert next_trial(TINY, swept, begun) == Trial("multi-head", "tokens", RATES[0], SEEDS[1])
 
-    parts = [taken((index, 3)) for index in range(3)]
-    assert all(parts)
-    assert sorted(str(trial) for part in parts for trial in part) == sorted(map(str, taken((0, 1))))
+
+def test_several_at_a_time_find_what_one_after_another_finds(file, tmp_path):
+    small = replace(TINY, arrangements={"multi-head": TINY.arrangements["multi-head"]}, steps=2)
+    every = []
+    for processes in (1, 2):
+        output = tmp_path / f"{processes}.jsonl"
+        found = list(Comparison(small, file, CPU, output, {"gpu": "none"}).run(processes=processes))
+        assert sorted(map(str, found)) == sorted(map(str, read_results(output)))
+        every.append({x.trial: x.bits for x in found})
+    assert every[0] == every[1]
+    assert len(every[0]) == len(RATES) + len(SEEDS) - 1
 
 
 def test_a_training_that_came_apart_is_no_best_and_is_not_tried_again(tmp_path):
@@ -175,4 +186,4 @@ def test_the_command_goes_on(file, tmp_path):
     assert [x.trial.rate for x in (first, second)] == list(RATES[:2])
     assert first.facts["commit"] == "abc"
     assert first.facts["quick"]
-    assert CliRunner().invoke(app, [*command, "--share", "3/2"]).exit_code != 0
+    assert CliRunner().invoke(app, [*command, "--processes", "0"]).exit_code != 0

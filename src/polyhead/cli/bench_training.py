@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.options import part_of
+from polyhead.cli.telling import errors_told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
     from rich.table import Table
 
     from polyhead.lab.training.standings import Standing
@@ -34,9 +32,9 @@ def training(
         Path, typer.Option(metavar="FILE", help="Where finished trainings are kept, a line each; a run goes on there.")
     ],
     minutes: Annotated[float | None, typer.Option(help="Begin no training after so many minutes.")] = None,
-    share: Annotated[
-        str, typer.Option(metavar="I/N", help="Of N processes that share a GPU and the file, this is number I.")
-    ] = "1/1",
+    processes: Annotated[
+        int, typer.Option(min=1, help="So many trainings at a time; one leaves most of a large GPU idle.")
+    ] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps: a look, no figure.")] = False,
     commit: Annotated[
         str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
@@ -55,40 +53,38 @@ def training(
 
     from polyhead.lab.measuring import machine
     from polyhead.lab.training.contestants import contest
-    from polyhead.lab.training.loop import train
+    from polyhead.lab.training.running import Comparison
     from polyhead.lab.training.standings import standings
     from polyhead.lab.training.text import Text
-    from polyhead.lab.training.trials import append_result, next_trial, read_results
+    from polyhead.lab.training.trials import Trial, read_results
+
+    def named(trial: Trial) -> str:
+        return f"{trial.arrangement}, equal {trial.budget}, rate {trial.rate:g}, seed {trial.seed}"
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    asked, mine = contest(quick=quick), part_of(share)
-    learned = Text.read(text, asked.sizes.context)
+    asked = contest(quick=quick)
+    with errors_told("bench training"):
+        Text.read(text, asked.sizes.context)  # so that one that is too short is refused here
     facts = {**machine.describe(device, commit), "text": text.name, "quick": quick}
-    console, began = Console(stderr=True, highlight=False), time.monotonic()
-    while minutes is None or time.monotonic() - began < 60 * minutes:
-        trial = next_trial(asked, read_results(output), mine)
-        if trial is None:
-            break
-        name = f"{trial.arrangement}, equal {trial.budget}, rate {trial.rate:g}, seed {trial.seed}"
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            shown = _Shown(bar, bar.add_task(name))
-            result = train(asked, trial, learned, device, facts=facts, report=shown)
-        append_result(output, result)
-        console.print(f"{name}: {result.bits:.4f} bits a byte after {result.steps} steps, {result.seconds:.0f} s")
+    console = Console(stderr=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown: dict[Trial, TaskID] = {}
+
+        def began(trial: Trial) -> None:
+            shown[trial] = bar.add_task(named(trial), total=None)
+
+        def step(done: int, steps: int) -> None:
+            (task,) = shown.values()
+            bar.update(task, completed=done, total=steps)
+
+        comparison = Comparison(asked, text, device, output, facts)
+        for result in comparison.run(processes=processes, minutes=minutes, began=began, step=step):
+            bar.remove_task(shown.pop(result.trial))
+            told = f"{result.bits:.4f} bits a byte after {result.steps} steps, {result.seconds:.0f} s"
+            console.print(f"{named(result.trial)}: {told}")
     found = standings(asked, read_results(output))
     out = Console(highlight=False)
     (out if out.is_terminal else Console(width=150, highlight=False)).print(_table(found))
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """The bar of one training."""
-
-    bar: Progress
-    task: TaskID
-
-    def __call__(self, done: int, steps: int) -> None:
-        self.bar.update(self.task, completed=done, total=steps)
 
 
 def _table(found: Sequence[Standing]) -> Table:

@@ -118,19 +118,20 @@ def best_rate(results: Iterable[Result], arrangement: str, budget: Budget) -> fl
     return min((rate for rate in RATES if not math.isnan(swept[rate])), key=swept.__getitem__)
 
 
-def next_trial(contest: Contest, results: Sequence[Result], share: tuple[int, int] = (0, 1)) -> Trial | None:
+def next_trial(contest: Contest, results: Sequence[Result], under_way: Iterable[Trial] = ()) -> Trial | None:
     """What to train next: the sweep of every arrangement, then the other seeds at the rate that was best.
 
-    `share` is one of several processes and how many there are; each has arrangements of its own.
+    None where nothing is left, or nothing that can begin before a training that is `under_way` has ended.
     """
-    done = {result.trial for result in results}
-    for number, (budget, name) in enumerate((budget, name) for budget in BUDGETS for name in contest.arrangements):
-        if number % share[1] != share[0] or contest.budget_of(name, budget) != budget:
-            continue
-        rate = best_rate(results, name, budget)
-        trials = [Trial(name, budget, x, SEEDS[0]) for x in RATES]
-        trials += [] if rate is None else [Trial(name, budget, rate, seed) for seed in SEEDS[1:]]
-        for trial in trials:
-            if trial not in done:
-                return trial
+    taken = {result.trial for result in results} | set(under_way)
+    for budget in BUDGETS:
+        for name in contest.arrangements:
+            if contest.budget_of(name, budget) != budget:
+                continue
+            rate = best_rate(results, name, budget)
+            trials = [Trial(name, budget, x, SEEDS[0]) for x in RATES]
+            trials += [] if rate is None else [Trial(name, budget, rate, seed) for seed in SEEDS[1:]]
+            for trial in trials:
+                if trial not in taken:
+                    return trial
     return None
