@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+DRAWS = 8  # of one problem, where the errors of a single one would be left to chance
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,26 @@ def assert_within_error_budget(
     """
     share, bound, error = budget_used(actual, exact=exact, plain=plain, factor=factor, name=name)
     assert share <= 1, f"{name}: error {error:.3e} exceeds {bound:.3e}, the budget at factor {factor}"
+
+
+class Compared(NamedTuple):
+    """One result: ours, what is exact, and what the plain formula gives."""
+
+    actual: Tensor
+    exact: Tensor
+    plain: Tensor
+
+
+def assert_draws_within_error_budget(draws: Sequence[Mapping[str, Compared]], *, name: str = "") -> None:
+    """One budget for all draws of a problem, for each of its results by name.
+
+    Both errors of a budget are maxima. Over a few numbers, or where a single row loses far more than the others, each
+    is left to chance, and so is their ratio; over all draws they are maxima of as many more numbers. Draws differ in
+    nothing but their numbers: beside a problem that loses more, the errors of another would not be seen.
+    """
+    for what in draws[0]:
+        actual, exact, plain = (torch.stack(same) for same in zip(*(draw[what] for draw in draws), strict=True))
+        assert_within_error_budget(actual, exact=exact, plain=plain, name=f"{name}: {what}" if name else what)
 
 
 def budget_used(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from polyhead import AttentionOutput, Mask
 from polyhead.functional.ragged import RaggedRows, ragged_attention
-from tests.error_budget import assert_within_error_budget
-from tests.functional.oracle import Scene
+from tests.error_budget import Compared, assert_draws_within_error_budget
+from tests.functional.oracle import Scene, normal
 
 LEARNED = ("query", "key", "value", "sinks")
 
@@ -41,6 +41,18 @@ class Chosen:
     def to(self, dtype: torch.dtype) -> Chosen:
         return replace(self, scene=self.scene.to(dtype))
 
+    def drawn(self, draw: int) -> Chosen:
+        """The same rows, mask and scales with other numbers; draw 0 is the case itself."""
+        if draw == 0:
+            return self
+        tensors = {name: x for name, x in self.scene.learned.items() if name != "scale"}
+        seeds = range(100 * draw, 100 * draw + len(tensors))
+        fresh = {
+            name: normal(*x.shape, seed=seed, dtype=x.dtype)
+            for (name, x), seed in zip(tensors.items(), seeds, strict=True)
+        }
+        return replace(self, scene=replace(self.scene, **fresh))
+
     def picked(self, full: Tensor) -> Tensor:
         """The chosen rows of [batch, heads, queries, ...]."""
         return full[self.index]
@@ -66,7 +78,9 @@ def random_choice(scene: Scene, share: float = 0.4, seed: int = 0) -> Tensor:
     return which
 
 
-def everything(case: Chosen, backend: str | None, device: str = "cpu") -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def everything(
+    case: Chosen, backend: str | None, device: str = "cpu", *, seed: int = 7
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Output, log-sum-exp, and the gradients of query, key, value and sinks of a random functional of both.
 
     Without a backend they come from the formula of the whole attention. NaN arrives at the padding.
@@ -80,7 +94,7 @@ def everything(case: Chosen, backend: str | None, device: str = "cpu") -> tuple[
         assert found.backend == backend
         output, logsumexp = found.output, found.logsumexp
     count = int(case.which.sum())
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     directions = []
     for x in (output, logsumexp):
         # bfloat16 numbers, so that the functional is the same one in every dtype.
@@ -97,21 +111,34 @@ def everything(case: Chosen, backend: str | None, device: str = "cpu") -> tuple[
     return output.detach(), logsumexp.detach(), named
 
 
-def check(name: str, case: Chosen, backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Output, log-sum-exp and gradients within the error budget, in float64 as near as it gets; padding is nothing."""
+def check(name: str, case: Chosen, backend: str, dtype: torch.dtype, device: str = "cpu", *, draws: int = 1) -> None:
+    """Output, log-sum-exp and gradients within the error budget, in float64 as near as it gets; padding is nothing.
+
+    The budget is one for all draws of the case.
+    """
     name = f"{name}, {dtype}"
-    case = case.to(dtype)
+    found = [_compared(name, case.drawn(draw).to(dtype), backend, device, seed=7 + draw) for draw in range(draws)]
+    if dtype is not torch.float64:
+        assert_draws_within_error_budget(found, name=name)
+        return
+    for draw in found:
+        for what, (actual, right, _) in draw.items():
+            where = f"{name}: {what}"
+            torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-10, msg=lambda m, w=where: f"{w}: {m}")
+
+
+def _compared(name: str, case: Chosen, backend: str, device: str, *, seed: int) -> dict[str, Compared]:
     count = int(case.which.sum())
-    output, logsumexp, grads = everything(case, backend, device)
-    assert output.dtype is dtype
+    output, logsumexp, grads = everything(case, backend, device, seed=seed)
+    assert output.dtype is case.scene.query.dtype
     assert (output[count:] == 0).all(), f"{name}: padding has an output"
     assert (logsumexp[count:] == -torch.inf).all(), f"{name}: padding has a log-sum-exp"
-    exact, plain = everything(case.to(torch.float64), None), everything(case, None)
-    parts = [("output", output[:count], exact[0], plain[0]), ("logsumexp", logsumexp[:count], exact[1], plain[1])]
-    parts += [(f"gradient of {what}", grad, exact[2][what], plain[2][what]) for what, grad in grads.items()]
-    for what, actual, right, loose in parts:
-        where = f"{name}: {what}"
-        if dtype is torch.float64:
-            torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-10, msg=lambda m, w=where: f"{w}: {m}")
-        else:
-            assert_within_error_budget(actual.cpu(), exact=right, plain=loose, name=where)
+    exact, plain = everything(case.to(torch.float64), None, seed=seed), everything(case, None, seed=seed)
+    parts = {
+        "output": Compared(output[:count].cpu(), exact[0], plain[0]),
+        "logsumexp": Compared(logsumexp[:count].cpu(), exact[1], plain[1]),
+    }
+    gradients = {
+        f"gradient of {what}": Compared(grad.cpu(), exact[2][what], plain[2][what]) for what, grad in grads.items()
+    }
+    return parts | gradients

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from polyhead import Mask, Statistics
 from polyhead.errors import BackendUnsupported, DeviceError, OptionError, ShapeError
 from polyhead.functional.ragged import RaggedRows, ragged_attention
+from tests.error_budget import DRAWS
 from tests.functional.chosen_rows import Chosen, check, random_choice
 from tests.functional.oracle import Scene, Who, normal, scenes
 
@@ -46,7 +47,7 @@ def test_any_rows_under_any_mask_are_those_of_the_whole_attention(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_keeps_to_the_error_budget(backend: str, dtype: torch.dtype) -> None:
     whole = scene(sinks=normal(6, seed=4), who=Who(causal=True))
-    check("causal", Chosen(whole, random_choice(whole), padding=2), backend, dtype)
+    check("causal", Chosen(whole, random_choice(whole), padding=2), backend, dtype, draws=DRAWS)
 
 
 @pytest.mark.parametrize("by_head", [False, True])

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyhead import Mask, Statistics, attention
+from polyhead import AttentionOutput, Mask, Statistics, attention
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.functional import decode as decoding
 from polyhead.functional.decode import CacheArguments, decode, decode_reasons, plan_blocks, plan_splits
 from polyhead.functional.statistics import NAMES
 from polyhead.functional.visibility import resolve
-from tests.error_budget import assert_within_error_budget, plain_formula
+from tests.error_budget import Compared, assert_draws_within_error_budget, plain_formula
 from tests.kernels.interpreted import in_the_interpreter
 
 ALL = tuple(name for name in NAMES if name != "learned_sink_mass")
@@ -101,10 +101,10 @@ def poisoned() -> Iterator[None]:
 class Scene:
     """A case with its tensors: keys and values in order, and the same as the cache lays them out."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, device: str, seed: int = 11) -> None:
         self.case = case
         dim_key, dim_value = case.dims
-        generator = torch.Generator().manual_seed(11)
+        generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device)
@@ -206,8 +206,9 @@ class Scene:
         return scale if self.head_scale is None else scale * self.head_scale.to(dtype)
 
 
-def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Scene) -> None:
-    scene = kind(case, dtype, device)
+def compared(scene: Scene, dtype: torch.dtype) -> tuple[Compared, Tensor, dict[str, Tensor], AttentionOutput]:
+    """The output beside the formula's, the log-sum-exp and the statistics that were found, and what is exact."""
+    case = scene.case
     with poisoned():
         output, logsumexp, found = scene.run()
     mask = scene.mask()
@@ -239,7 +240,15 @@ def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Sc
     )
     assert output.dtype is dtype
     assert output.transpose(1, 2).is_contiguous()
-    assert_within_error_budget(output, exact=exact.output, plain=plain.output, name=f"output of {case} in {dtype}")
+    return Compared(output, exact.output, plain.output), logsumexp, found, exact
+
+
+def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Scene, draws: int = 1) -> None:
+    """Outputs within one error budget for all draws of the case, and what else is told within bounds, of the first."""
+    scene = kind(case, dtype, device)
+    output, logsumexp, found, exact = compared(scene, dtype)
+    others = (compared(kind(case, dtype, device, seed=11 + draw), dtype)[0] for draw in range(1, draws))
+    assert_draws_within_error_budget([{"output": x} for x in (output, *others)], name=f"{case} in {dtype}")
     # Log-sum-exp and largest logit are float32 whatever the inputs are, so the size of the logits bounds their error.
     bound = 1e-5 * (1 + logit_bound(scene))
     assert_close(logsumexp, exact.logsumexp, bound, f"log-sum-exp of {case} in {dtype}")

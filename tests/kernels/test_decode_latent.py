@@ -15,6 +15,7 @@ from polyhead.functional.decode import CacheArguments, decode, decode_reasons
 from polyhead.functional.statistics import NAMES
 from polyhead.kernels.availability import has_hopper_kernels
 from polyhead.kernels.latent_tiles import plan_latent_blocks
+from tests.error_budget import DRAWS
 from tests.kernels import test_decode as plain
 from tests.kernels.interpreted import in_the_interpreter
 from tests.kernels.test_decode import BATCH, KV_HEADS, Case
@@ -58,8 +59,8 @@ class Scene(plain.Scene):
         return cache, exact, exact[..., :rank]
 
 
-def check(case: Case, dtype: torch.dtype, device: str) -> None:
-    plain.check(case, dtype, device, kind=Scene)
+def check(case: Case, dtype: torch.dtype, device: str, draws: int = 1) -> None:
+    plain.check(case, dtype, device, kind=Scene, draws=draws)
 
 
 def check_all() -> None:
@@ -131,7 +132,8 @@ def test_in_the_interpreter_broken_latents_tracing_and_small_machines() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu_latents_give_the_formula(case: Case, dtype: torch.dtype) -> None:
-    check(case, dtype, "cuda")
+    # One token of few heads and channels is a hundred numbers; 16 bits hide their errors by their own rounding.
+    check(case, dtype, "cuda", DRAWS if dtype is torch.float32 else 1)
 
 
 # Many heads and one token, which on Hopper have a kernel of their own; there are KV_HEADS times as many heads.

@@ -17,7 +17,7 @@ from polyhead.errors import BackendUnsupported
 from polyhead.functional.ragged import RaggedRows, ragged_attention
 from polyhead.functional.statistics import LINEAR
 from polyhead.kernels.availability import has_hopper_kernels
-from tests.error_budget import assert_within_error_budget
+from tests.error_budget import DRAWS, assert_within_error_budget
 from tests.functional.chosen_rows import Chosen, check, random_choice
 from tests.functional.oracle import Scene, Who, normal
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
@@ -130,11 +130,11 @@ def check_cases(names: tuple[str, ...], dtypes: list[torch.dtype], device: str) 
         check_case(name, cases()[name], dtypes, device)
 
 
-def check_case(name: str, case: Chosen, dtypes: list[torch.dtype], device: str) -> None:
+def check_case(name: str, case: Chosen, dtypes: list[torch.dtype], device: str, draws: int = 1) -> None:
     """Output, log-sum-exp and gradients, with NaN in all memory that a kernel could have forgotten to write."""
     for dtype in dtypes:
         with small_tiles() if device == "cpu" else nullcontext(), poisoned_memory():
-            check(name, without_learned_terms(case), "fused", dtype, device)
+            check(name, without_learned_terms(case), "fused", dtype, device, draws=draws)
 
 
 def check_rows(case: Chosen, device: str, dtype: torch.dtype = torch.float32, names: tuple[str, ...] = ()) -> None:
@@ -305,7 +305,8 @@ def test_in_the_interpreter_searches_refusals_and_compilers() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", cases())
 def test_on_a_gpu_every_mask_and_option_keeps_to_the_bounds(name: str, dtype: torch.dtype) -> None:
-    check_case(name, cases(517)[name], [dtype], "cuda")
+    # In float32 the errors of gradients are those of the one row that loses most; 16 bits hide it by their rounding.
+    check_case(name, cases(517)[name], [dtype], "cuda", DRAWS if dtype is torch.float32 else 1)
 
 
 @pytest.mark.gpu
