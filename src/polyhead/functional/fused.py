@@ -25,7 +25,7 @@ from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.outputs import output_like
 
-_LARGEST_DIM = 256
+LARGEST_DIM = 256
 # False leaves every gradient to our own kernel.
 CUDNN_BACKWARD = True
 
@@ -63,8 +63,8 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
     if query.dtype is torch.float64:
         reasons.append("our kernels take float16, bfloat16 or float32, got torch.float64")
     head_dim, value_dim = query.shape[-1], request.value.shape[-1]
-    if head_dim > _LARGEST_DIM or not 0 < value_dim <= _LARGEST_DIM:
-        reasons.append(f"our kernels take head and value dims from 1 to {_LARGEST_DIM}, got {head_dim} and {value_dim}")
+    if head_dim > LARGEST_DIM or not 0 < value_dim <= LARGEST_DIM:
+        reasons.append(f"our kernels take head and value dims from 1 to {LARGEST_DIM}, got {head_dim} and {value_dim}")
     if request.weights:
         reasons.append("our kernels never hold the weights")
     if is_transformed():
@@ -674,9 +674,9 @@ def _cudnn_backward(
         is_broken = logsumexp.isnan()
         output = torch.where(is_broken[..., None], 0.0, output)
         logsumexp = torch.where(is_broken, torch.inf, logsumexp)
-    # PyTorch keeps cuDNN's plans by the layout of query, key and value, and takes for granted that the output has that
-    # of the query. Another one would be read wrongly, here or in a later call of its own with such inputs.
-    output = _laid_out_like(output, query)
+    # PyTorch keeps cuDNN's plans by the layout of query, key and value, and takes for granted that the output and its
+    # gradient have that of the query. Another would be read wrongly, here or in a later call with such inputs.
+    output, grad_output = _laid_out_like(output, query), _laid_out_like(grad_output, query)
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     queries, keys = query.shape[2], key.shape[2]
     grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

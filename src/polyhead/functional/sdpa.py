@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.backends.cuda import flash_sdp_enabled
 from torch.nn.attention import SDPBackend
 
+from polyhead.functional.gradient_layout import keep_gradient_layout
 from polyhead.functional.guard import over_heads, without_broken
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.tiled_softmax import attend
@@ -123,15 +124,17 @@ def run(request: AttentionRequest) -> AttentionOutput:
 
 def _output(request: AttentionRequest) -> Tensor:
     call = _prepare(request)
-    output = F.scaled_dot_product_attention(
-        call.query,
-        call.key,
-        call.value,
-        call.mask,
-        request.dropout,
-        call.causal,
-        scale=call.scale,
-        enable_gqa=call.grouped,
+    output = keep_gradient_layout(
+        F.scaled_dot_product_attention(
+            call.query,
+            call.key,
+            call.value,
+            call.mask,
+            request.dropout,
+            call.causal,
+            scale=call.scale,
+            enable_gqa=call.grouped,
+        )
     )
     value_dim = request.value.shape[-1]
     if output.shape[-1] != value_dim:
@@ -149,6 +152,7 @@ def straight(
     """Self-attention, causal or over everything, of tensors a layer has just made and need not check again.
 
     None where PyTorch would not take a fused kernel. At small sizes the checks of `attention` cost more than it does.
+    Whoever calls this concatenates the heads, and their gradient comes back in the layout of the output.
     """
     grouped = key.shape[1] != query.shape[1]
     if query.is_cpu:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.functional import attention
+from polyhead.functional.gradient_layout import keep_gradient_layout
 from polyhead.layers.torch_steps import (
     is_autocast,
     is_finite,
@@ -175,7 +176,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif finite:
             # The kernel that `attention` would take, without its precautions: they have been taken above.
             bias = torch_bias(q, k, attn_mask, key_padding_mask, False) if masked else None
-            output = F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal)
+            output = keep_gradient_layout(F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal))
         else:
             mask = torch_mask(q, k, attn_mask, key_padding_mask, causal)
             output = attention(q, k, v, mask=mask, dropout=dropout).output
