@@ -1,30 +1,43 @@
 """Whether merging heads pays, held against pruning as many with repair: `python -m benchmarks.merging --help`.
 
-Of every layer the pairs that write most alike, and those of the head that can best go with the heads most like it, are
-made one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is repaired; beside it the better one
-of the two is pruned, and the head that can best go. What is lost is a share of what the layer writes, on that text.
+Redundancy groups are found as `polyhead inspect` finds them, on the text that is calibrated on. The m heads of a group
+are made one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is repaired. Beside it m - 1 of the
+same heads are pruned, the best one staying, and the m - 1 heads of the layer that can best go. Everything is chosen and
+solved on the calibration split and judged on the reporting split: what is lost as a share of what the layer writes, and
+the figures of the whole model with that one edit. Where no group can be merged, the pairs of every layer that write
+most alike are tried, and those of the head that can best go with the heads most like it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
-import random
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from polyhead.lab.surgery_quality.sentences import Pairs
+import polyhead.huggingface
+from polyhead.inspection import within
+from polyhead.inspection.heads import Group, Likeness
+from polyhead.inspection.questions import CHANCE_TOKENS
+from polyhead.lab.measuring import machine
+from polyhead.lab.surgery_quality.language import LanguageTask
+from polyhead.lab.surgery_quality.sentences import LONGEST, SentenceTask
+from polyhead.lab.surgery_quality.tasks import Batch
+from polyhead.observatory import AttentionSite, Contributions, find_wiring, observe
 from polyhead.sources import load_model
 from polyhead.surgery import (
     AttentionLayer,
     HeadWeights,
+    KeyForm,
     MergeHeads,
     find_key_forms,
     find_layers,
@@ -35,101 +48,387 @@ from polyhead.surgery import (
 )
 from polyhead.surgery.anatomy.head_weights import pack_heads
 from polyhead.surgery.calibration.input_moments import gather_inputs
-from polyhead.surgery.calibration.streams import pieces_of
+from polyhead.surgery.calibration.lending import lent
+from polyhead.surgery.calibration.moments import OutputMoments
+from polyhead.surgery.calibration.streams import Piece, Streams
 from polyhead.surgery.repair.least_squares import Problem
 from polyhead.surgery.repair.targets import gather_targets
 
 RIDGE = 1e-3
+PAIRS = 3
+CHANCE_LENGTH = CHANCE_TOKENS // 8
+WAYS = {
+    "merged": "made one by their mean",
+    "fused": "made one in closed form",
+    "pruned": "all but the best of them pruned",
+    "best_pruned": "the layer's most dispensable heads pruned",
+}
+AS_ONE = ("merged", "fused")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    loaded = load_model(options.model, dtype=torch.float32)
-    sentences = Pairs.read(options.stsb / "sts-train.csv").sentences
-    random.Random(0).shuffle(sentences)
-    chosen = sorted(sentences[: options.sentences], key=len)
-    batches = [
-        dict(loaded.tokenizer(chosen[at : at + 64], padding=True, truncation=True, max_length=128, return_tensors="pt"))
-        for at in range(0, len(chosen), 64)
-    ]
-    for row in judged(loaded.model, batches, options.pairs):
+    device = torch.device(options.device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    loaded = load_model(options.model, device=device, dtype=torch.float32)
+    model: Any = loaded.model
+    model.set_attn_implementation(polyhead.huggingface.register())
+    sizes = {"calibration": options.calibration, "rows": options.rows}
+    if options.stsb is not None:
+        task: Any = SentenceTask.read(model, loaded.tokenizer, options.stsb, **sizes)
+    else:
+        task = LanguageTask.read(model, loaded.tokenizer, options.text, batch=options.batch, **sizes)
+    facts = machine.describe(device, None)
+    rows = []
+    for row in judged(task, options.pairs, whole=not options.layer_only):
+        rows.append(row)
         print(json.dumps(row), flush=True)
+        if options.output is not None:
+            with options.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"model": loaded.name, **row, "machine": facts}) + "\n")
+    print(summary(rows))
     return 0
 
 
-def judged(model: Any, batches: list[dict[str, Tensor]], pairs: int) -> Iterator[dict[str, Any]]:
-    """A row for each pair: what is lost when its two heads become one, or when one is taken out."""
-    moments, forms = gather_moments(model, batches), find_key_forms(model, batches[0])
-    for layer in find_layers(model):
-        heads, found = read_heads(model, layer), moments[layer.path]
-        problem = Problem.of(found, heads, RIDGE)
-        energy = float((problem.matrix * problem.cross).sum())
-        alike = _cosines(problem, heads.num_heads)
-        every = sorted(combinations(range(heads.num_heads), 2), key=lambda pair: -float(alike[pair]))
-        inputs = gather_inputs(model, layer, pieces_of(batches))
-        order = pruning_order(found, heads, ridge=RIDGE)
-        with_best = [pair for pair in every if order.heads[0] in pair]
-        for pair in dict.fromkeys((*every[:pairs], *with_best[:pairs])):
-            row = {"layer": layer.path, "pair": pair, "cosine": float(alike[pair]), "has_best": order.heads[0] in pair}
-            row["best_pruned"] = order.losses[0] / energy
-            row["pruned"] = min(
-                _lost(problem, [x for x in range(heads.num_heads) if x != gone], energy) for gone in pair
-            )
-            ways = {
-                "merged": MergeHeads(layer.number, pair).change(heads),
-                "fused": fuse(heads, pair, forms[layer.path], inputs),
+# ---- which heads are alike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """The cosines of what heads write, by the name of their layer's site, and the groups that follow from them."""
+
+    cosines: Mapping[str, Tensor]
+    groups: tuple[Group, ...]
+    likeness: Likeness | None
+
+    def of(self, layer: AttentionLayer) -> list[tuple[int, ...]]:
+        return [tuple(head for _, head in x.heads) for x in self.groups if x.heads[0][0].name == layer.site]
+
+    def least(self, layer: AttentionLayer, heads: Sequence[int]) -> float:
+        """The cosine of those two of these heads that are least alike."""
+        return min(float(self.cosines[layer.site][pair]) for pair in combinations(heads, 2))
+
+
+def alike(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> Alike:
+    """As `polyhead inspect` has it: against random weights, which read short pieces of the same text."""
+    own = _cosines(model, batches)
+    null = _cosines(_random_twin(model, seed), _beginnings(batches))
+    found = within.groups_of({site: {"cosine": x} for site, x in own.items()}, null)
+    return Alike({site.name: x for site, x in own.items()}, found.get("groups", ()), found.get("likeness"))
+
+
+@torch.no_grad()
+def _cosines(model: nn.Module, batches: Sequence[Batch]) -> dict[AttentionSite, Tensor]:
+    wiring = find_wiring(model, lambda: model(**{name: x[:1, :16] for name, x in batches[0].items()}))
+    with observe(model, statistics=False, gather=[Contributions()]) as session:
+        for batch in batches:
+            model(**batch)
+    return within.cosines_of(session.observations.gathered, wiring)
+
+
+def _beginnings(batches: Sequence[Batch]) -> list[Batch]:
+    """Beginnings of rows from all batches in turn, without padding, about as many tokens as an inspection takes."""
+    found: list[Batch] = []
+    tokens = 0
+    for row in range(max(len(batch["input_ids"]) for batch in batches)):
+        for batch in batches:
+            if tokens < CHANCE_TOKENS and row < len(batch["input_ids"]):
+                real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[row] != 0
+                found.append({name: x[row : row + 1, real][:, :CHANCE_LENGTH] for name, x in batch.items()})
+                tokens += found[-1]["input_ids"].shape[1]
+    return found
+
+
+def _random_twin(model: Any, seed: int) -> nn.Module:
+    """A model of the same configuration, as it is before any training."""
+    parameter = next(model.parameters())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        twin: nn.Module = type(model)(copy.deepcopy(model.config))
+    return twin.to(parameter.device, parameter.dtype).eval()
+
+
+def parts_to_merge(heads: HeadWeights, group: Sequence[int]) -> list[tuple[int, ...]]:
+    """What of a group can become one head: all of it, or else those of its heads that read one key head.
+
+    Heads with key heads of their own can be merged with each other; a key head with other readers must stay.
+    """
+    readers = heads.readers
+    by_key: dict[int, list[int]] = {}
+    for head in group:
+        key = heads.key_heads[head]
+        by_key.setdefault(key if len(readers[key]) > 1 else -1, []).append(head)
+    return [tuple(part) for part in by_key.values() if len(part) > 1]
+
+
+# ---- what is lost
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """A layer with fewer heads, in its old shape with the others silent, and what is lost of what it writes."""
+
+    heads: HeadWeights
+    calibrated: float
+    held_out: float
+    whole: dict[str, list[float]] | None = None  # the figures of the whole model, once they are measured
+
+
+@dataclass(eq=False)
+class Trial:
+    """One layer, where heads are made one or taken out and W_O is solved for the rest."""
+
+    model: nn.Module
+    layer: AttentionLayer
+    heads: HeadWeights
+    calibration: list[Piece]
+    held_out: list[Piece]
+    moments: OutputMoments
+    held_moments: OutputMoments
+    _pruned: dict[tuple[int, ...], Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.problem, self.held_problem = (
+            Problem.of(x, self.heads, RIDGE, self.layer.path) for x in (self.moments, self.held_moments)
+        )
+        self.order = pruning_order(self.moments, self.heads, ridge=RIDGE).heads
+
+    def pruned(self, gone: Sequence[int]) -> Outcome:
+        key = tuple(sorted(gone))
+        if key not in self._pruned:
+            self._pruned[key] = self._solved(self.heads, self._without(gone), self.problem, self.held_problem)
+        return self._pruned[key]
+
+    def best_of(self, group: Sequence[int]) -> tuple[int, ...]:
+        """The heads of a group but for the one whose staying loses least on the text that is calibrated on."""
+        every = [tuple(head for head in group if head != stays) for stays in group]
+        return min(every, key=lambda gone: self.pruned(gone).calibrated)
+
+    def ways(self, group: tuple[int, ...], form: KeyForm) -> dict[str, Outcome]:
+        merged = self.made_one(MergeHeads(self.layer.number, group).change(self.heads), group)
+        found = {"merged": merged}
+        if len({self.heads.key_heads[head] for head in group}) == 1:
+            found["fused"] = merged  # heads of one key head are fused by their mean
+        elif form.norm == "none":
+            inputs = gather_inputs(self.model, self.layer, self.calibration)
+            found["fused"] = self.made_one(fuse(self.heads, group, form, inputs), group)
+        found["pruned"] = self.pruned(self.best_of(group))
+        found["best_pruned"] = self.pruned(self.order[: len(group) - 1])
+        return found
+
+    def made_one(self, made: HeadWeights, group: Sequence[int]) -> Outcome:
+        """With the one head at the place of the first, and the others silent, so that every shape stays."""
+        kept = self._without(group[1:])
+        held: dict[str, Any] = {"output_bias": made.output_bias}
+        old_keys = [self.heads.key_heads[head] for head in kept]
+        places = dict.fromkeys(("query", "output", "query_bias"), (kept, list(range(len(kept)))))
+        places |= dict.fromkeys(("key", "value", "key_bias", "value_bias"), (old_keys, list(made.key_heads)))
+        for name, (to, of) in places.items():
+            x = getattr(self.heads, name)
+            held[name] = None if x is None else x.clone()
+            if x is not None:
+                held[name][to] = getattr(made, name)[of]
+        spread = replace(self.heads, **held)
+        lending = pack_heads(self.model, self.layer, spread)
+        problems = (
+            gather_targets(self.model, self.layer, text, lending).problem(spread, RIDGE, self.layer.path)
+            for text in (self.calibration, self.held_out)
+        )
+        return self._solved(spread, kept, *problems)
+
+    def _without(self, gone: Sequence[int]) -> list[int]:
+        return [head for head in range(self.heads.num_heads) if head not in gone]
+
+    def _solved(self, spread: HeadWeights, kept: list[int], problem: Problem, held_problem: Problem) -> Outcome:
+        matrix, bias = problem.solve(kept)
+        output = torch.zeros_like(spread.output)
+        output[kept] = matrix.unflatten(0, (len(kept), -1)).to(output)
+        heads = replace(
+            spread, output=output, output_bias=None if spread.output_bias is None else bias.to(spread.output_bias)
+        )
+        lost = [
+            _missing(own, kept, matrix, bias, float((whole.matrix * whole.cross).sum()))
+            for own, whole in ((problem, self.problem), (held_problem, self.held_problem))
+        ]
+        return Outcome(heads, *lost)
+
+
+def _missing(problem: Problem, kept: list[int], matrix: Tensor, bias: Tensor, energy: float) -> float:
+    """The mean square of what is missing, as a share of what is written (without its mean where there is a bias)."""
+    at = problem.channels(kept)
+    off = energy - 2 * float((matrix * problem.cross[at]).sum())
+    off += float((matrix * (problem.products[at][:, at] @ matrix)).sum())
+    if problem.centred:
+        off += float((problem.target_mean - problem.mean[at] @ matrix - bias).square().sum())
+    return off / energy
+
+
+# ---- all of a model
+
+
+def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterator[dict[str, Any]]:
+    """A row of what was found, then one for each group or pair: what is lost by each way.
+
+    `pairs` of each layer are tried beside groups; None is a few where no group can be merged. `whole` adds the figures
+    of the whole model.
+    """
+    model, calibration, held_out = task.model, task.calibration, held_out_batches(task)
+    found = alike(model, calibration)
+    layers = [layer for layer in find_layers(model) if not layer.refusals and layer.site in found.cosines]
+    heads = {layer.path: read_heads(model, layer) for layer in layers}
+    groups = {layer.path: [(x, parts_to_merge(heads[layer.path], x)) for x in found.of(layer)] for layer in layers}
+    every = [one for own in groups.values() for one in own]
+    if pairs is None:
+        pairs = 0 if any(len(parts) for _, parts in every) else PAIRS
+    moments, held_moments = gather_moments(model, calibration), gather_moments(model, held_out)
+    yield {
+        "kind": "found",
+        "threshold": None if found.likeness is None else round(found.likeness.threshold, 4),
+        "null": None if found.likeness is None else round(found.likeness.null, 4),
+        "largest_cosine": max(_largest(x) for x in found.cosines.values()),
+        "groups": len(found.groups),
+        "in_part": sum(len(parts) > 0 and parts != [group] for group, parts in every),
+        "not_at_all": sum(not len(parts) for _, parts in every) + len(found.groups) - len(every),
+        "calibrated_tokens": max(x.count for x in moments.values()),
+        "held_out_tokens": max(x.count for x in held_moments.values()),
+        **({"whole": _figures(task)} if whole else {}),
+    }
+    if not pairs and not any(len(parts) for _, parts in every):
+        return
+    forms = find_key_forms(model, calibration[0])
+    texts = Streams(model, calibration), Streams(model, held_out)
+    for layer in layers:
+        path = layer.path
+        tried = [("group", part, group) for group, parts in groups[path] for part in parts]
+        if not tried and not pairs:
+            continue
+        pieces = (text.before(layer, {}) for text in texts)
+        trial = Trial(model, layer, heads[path], *pieces, moments[path], held_moments[path])
+        in_groups = [part for _, part, _ in tried]
+        tried += [("pair", pair, pair) for pair in _pairs(trial, found, pairs) if pair not in in_groups]
+        for kind, chosen, group in tried:
+            ways = trial.ways(chosen, forms[path])
+            row = {
+                "kind": kind,
+                "layer": path,
+                "heads": chosen,
+                "group": group,
+                "cosine": round(found.least(layer, chosen), 4),
+                "key_heads": len({trial.heads.key_heads[head] for head in chosen}),
+                "has_best": trial.order[0] in chosen,
+                "pruned_heads": {"pruned": trial.best_of(chosen), "best_pruned": trial.order[: len(chosen) - 1]},
+                "calibrated": {name: round(outcome.calibrated, 7) for name, outcome in ways.items()},
+                "held_out": {name: round(outcome.held_out, 7) for name, outcome in ways.items()},
             }
-            for name, made in ways.items():
-                row[name] = _lost_as_one(model, layer, heads, made, pair, batches, energy)
+            for outcome in ways.values() if whole else ():
+                if outcome.whole is None:
+                    with lent(model, pack_heads(model, layer, outcome.heads)):
+                        outcome.whole = _figures(task)
+            if whole:
+                row["whole"] = {name: outcome.whole for name, outcome in ways.items()}
             yield row
 
 
-def _cosines(problem: Problem, heads: int) -> Tensor:
-    """Of what any two heads write, [heads, heads]."""
-    matrix = problem.matrix.unflatten(0, (heads, -1))
-    products = problem.products.unflatten(0, (heads, -1)).unflatten(2, (heads, -1))
-    together = torch.einsum("hae,hakb,kbe->hk", matrix, products, matrix)
-    sizes = together.diagonal().sqrt()
-    return together / torch.outer(sizes, sizes)
+def held_out_batches(task: Any) -> list[Batch]:
+    """The reporting split of a task, as its model reads it."""
+    if isinstance(task, LanguageTask):
+        return [{"input_ids": rows} for rows in task.splits["report"].split(task.batch)]
+    sentences = sorted(task.splits["report"].sentences, key=len)
+    batches = []
+    for at in range(0, len(sentences), task.batch):
+        some = sentences[at : at + task.batch]
+        encoded = task.tokenizer(some, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
+        batches.append({name: x.to(task.device) for name, x in encoded.items()})
+    return batches
 
 
-def _lost_as_one(
-    model: Any,
-    layer: AttentionLayer,
-    heads: HeadWeights,
-    made: HeadWeights,
-    pair: tuple[int, int],
-    batches: list[dict[str, Tensor]],
-    energy: float,
-) -> float:
-    """With the one head at the place of the first, and the second silent, so that every shape stays."""
-    kept = [head for head in range(heads.num_heads) if head != pair[1]]
-    held: dict[str, Any] = {}
-    for name in ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias"):
-        x = getattr(heads, name)
-        held[name] = None if x is None else x.clone()
-        if x is not None:
-            held[name][kept] = getattr(made, name)
-    held["output"][pair[1]] = 0
-    spread = replace(heads, **held, output_bias=made.output_bias)
-    targets = gather_targets(model, layer, pieces_of(batches), pack_heads(model, layer, spread))
-    return _lost(targets.problem(spread, RIDGE, layer.path), kept, energy)
+def _pairs(trial: Trial, found: Alike, count: int) -> list[tuple[int, ...]]:
+    """Of those that can be merged the most alike, and those of the head that can best go."""
+    every = [x for x in combinations(range(trial.heads.num_heads), 2) if parts_to_merge(trial.heads, x)]
+    every = sorted(every, key=lambda pair: -found.least(trial.layer, pair))
+    with_best = [pair for pair in every if trial.order[0] in pair]
+    return list(dict.fromkeys((*every[:count], *with_best[:count])))
 
 
-def _lost(problem: Problem, kept: list[int], energy: float) -> float:
-    """The mean square of what is missing after repair, as a share of what is written."""
-    matrix, _ = problem.solve(kept)
-    channels = problem.channels(kept)
-    products, cross = problem.products[channels][:, channels], problem.cross[channels]
-    return (energy - 2 * float((matrix * cross).sum()) + float((matrix * (products @ matrix)).sum())) / energy
+def _largest(cosines: Tensor) -> float:
+    apart = cosines[~torch.eye(len(cosines), dtype=torch.bool)]
+    return round(float(apart[~apart.isnan()].max()), 4) if len(apart) else -1.0
+
+
+def _figures(task: Any) -> dict[str, list[float]]:
+    return {name: [round(x.value, 6), round(x.error, 6)] for name, x in task.figures("report").items()}
+
+
+# ---- told
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Tables of means, and of how often one head made of several loses less than pruning."""
+    found, losses = rows[0], ("held_out", "calibrated")
+    lines = [
+        f"redundancy groups: {found['groups']} (cosine at least {found['threshold']}; the largest is "
+        f"{found['largest_cosine']}); merged in part, for other heads that read their key heads: {found['in_part']}; "
+        f"not at all: {found['not_at_all']}"
+    ]
+    for kind in ("group", "pair"):
+        own = [row for row in rows if row["kind"] == kind]
+        if not own:
+            continue
+        figure = _compared(own[0])
+        heads = ["", "lost, held out", "lost, calibrated", *([] if figure is None else [figure])]
+        heads += [f"less lost than {way}" for way in ("pruned", "best_pruned")]
+        heads += [] if figure is None else [f"better {figure} than {way}" for way in ("pruned", "best_pruned")]
+        lines += ["", f"{kind}s that were tried: {len(own)}", "", _row(heads), _row(["---"] * len(heads))]
+        for way, words in WAYS.items():
+            have = [row for row in own if way in row["held_out"]]
+            if not have:
+                continue
+            cells = [f"{way}: {words}", *(f"{fmean(row[x][way] for row in have):.4%}" for x in losses)]
+            cells += [] if figure is None else [f"{fmean(row['whole'][way][figure][0] for row in have):.5f}"]
+            for better in (_loses_less, *([] if figure is None else [_is_better])):
+                for other in ("pruned", "best_pruned"):
+                    wins = sum(better(row, way, other) for row in have)
+                    cells.append(f"{wins} of {len(have)}" if way in AS_ONE else "")
+            lines.append(_row(cells))
+    return "\n".join(lines)
+
+
+def _compared(row: Mapping[str, Any]) -> str | None:
+    """The figure of the whole model that ways are compared by: likeness of embeddings, or a ratio of perplexities."""
+    if "whole" not in row:
+        return None
+    return "cosine" if "cosine" in row["whole"]["merged"] else "ratio"
+
+
+def _loses_less(row: Mapping[str, Any], way: str, other: str) -> bool:
+    return bool(row["held_out"][way] < row["held_out"][other])
+
+
+def _is_better(row: Mapping[str, Any], way: str, other: str) -> bool:
+    name = _compared(row)
+    ours, theirs = (row["whole"][x][name][0] for x in (way, other))
+    return bool(ours > theirs if name == "cosine" else ours < theirs)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.merging", description=__doc__)
-    parser.add_argument("model", nargs="?", default="minilm", help="an encoder in which every head has its own keys")
-    parser.add_argument("--stsb", type=Path, required=True, help="a folder with sts-train.csv")
-    parser.add_argument("--sentences", type=int, default=300)
-    parser.add_argument("--pairs", type=int, default=3, help="of each layer")
+    parser.add_argument("model", nargs="?", default="minilm", help="minilm, smollm2, or a folder")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--stsb", type=Path, help="a folder with sts-train.csv, sts-dev.csv and sts-test.csv")
+    what.add_argument("--text", type=Path, help="a file of plain text, for a causal model")
+    parser.add_argument("--calibration", type=int, help="sentences, or rows of 512 tokens, to calibrate on")
+    parser.add_argument("--rows", type=int, help="pairs, or rows of 512 tokens, to judge on; all by default")
+    parser.add_argument("--batch", type=int, default=16, help="rows of text at a time")
+    parser.add_argument(
+        "--pairs", type=int, help=f"of each layer, beside groups; by default {PAIRS} where no group can be merged"
+    )
+    parser.add_argument("--layer-only", action="store_true", help="without the figures of the whole model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path, help="a file of JSON lines, added to")
     return parser
 
 

@@ -1,0 +1,138 @@
+"""The benchmark of merging: it finds planted groups, and says what each way loses on text that it did not read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import polyhead.huggingface
+from benchmarks import merging
+from polyhead.lab.surgery_quality.language import LanguageTask
+from polyhead.surgery import KeyForm, find_layers, fingerprint, read_heads, turn_keys, turn_values
+from polyhead.surgery.anatomy.head_weights import pack_heads
+from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of
+
+VOCABULARY = 61
+
+
+def planted(place: list[int], key_heads: int, *, turned: bool = False) -> Any:
+    """A small causal model; head i of its last layer does what head place[i] did, perhaps in other bases."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=len(place),
+        num_key_value_heads=key_heads,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        initializer_range=0.3,
+        attn_implementation=polyhead.huggingface.register(),
+    )
+    model = LlamaForCausalLM(config).eval()
+    layer = find_layers(model)[1]
+    heads = read_heads(model, layer)
+    own = place if key_heads == len(place) else list(range(key_heads))
+    heads = replace(
+        heads, query=heads.query[place], output=heads.output[place], key=heads.key[own], value=heads.value[own]
+    )
+    if turned:
+        form = KeyForm("half", 8)
+        heads = turn_keys(heads, torch.stack([allowed_map(form, 8, seed) for seed in range(len(place))]), form)
+        heads = turn_values(heads, torch.stack([conditioned(8, seed, 5.0) for seed in range(len(place))]))
+    with torch.no_grad():
+        for name, value in pack_heads(model, layer, heads).items():
+            model.get_parameter(name).copy_(value)
+    return model
+
+
+def task_of(model: Any) -> LanguageTask:
+    tokens = torch.randint(VOCABULARY, (4096,), generator=torch.Generator().manual_seed(1))
+    return LanguageTask(model, tokens, context=64, batch=8)
+
+
+def test_a_group_in_other_bases_is_fused_and_pruned_without_loss_and_merged_with_some():
+    model = planted([0, 1, 0, 3, 0, 5], 6, turned=True)
+    before = fingerprint(model)
+    found, row = merging.judged(task_of(model))
+    assert found["groups"] == 1
+    assert found["in_part"] == found["not_at_all"] == 0
+    assert found["calibrated_tokens"] == 38 * 64
+    assert found["held_out_tokens"] == 12 * 64
+    assert row["heads"] == (0, 2, 4)
+    assert row["cosine"] == pytest.approx(1, abs=1e-3)
+    for split in ("calibrated", "held_out"):
+        assert row[split]["fused"] < 1e-4
+        assert row[split]["pruned"] < 1e-4
+        assert row[split]["merged"] > 1e-2
+    assert row["whole"]["fused"]["ratio"][0] == pytest.approx(1, abs=1e-3)
+    assert fingerprint(model) == before
+
+
+def test_heads_of_one_key_head_are_merged_and_the_rest_of_their_group_is_left():
+    model = planted([0, 0, 2, 3, 4, 5], 2)
+    found, row = merging.judged(task_of(model), whole=False)
+    assert (found["groups"], row["heads"], row["key_heads"]) == (1, (0, 1), 1)
+    assert row["held_out"]["merged"] < 1e-4
+    assert row["held_out"]["fused"] == row["held_out"]["merged"]
+    assert "whole" not in row
+    heads = heads_of(6, 3)  # heads 0 and 1 read key head 0, 2 and 3 key head 1, 4 and 5 key head 2
+    assert merging.parts_to_merge(heads, (0, 1, 2)) == [(0, 1)]
+    assert merging.parts_to_merge(heads, (0, 1, 4, 5)) == [(0, 1), (4, 5)]
+    assert merging.parts_to_merge(heads, (0, 2, 4)) == []
+    assert merging.parts_to_merge(heads_of(6, 6), (0, 2, 4)) == [(0, 2, 4)]
+
+
+def test_what_is_lost_is_what_the_layer_with_the_edit_misses():
+    model = planted([0, 1, 0, 3, 0, 5], 6, turned=True)
+    task = task_of(model)
+    layer = find_layers(model)[1]
+    held_out = merging.held_out_batches(task)
+    seen: list[torch.Tensor] = []
+    hook = model.get_submodule(layer.output).register_forward_hook(lambda _, given, gave: seen.append(gave.double()))
+    moments = [merging.gather_moments(model, text)[layer.path] for text in (task.calibration, held_out)]
+    pieces = [merging.Streams(model, text).before(layer, {}) for text in (task.calibration, held_out)]
+    trial = merging.Trial(model, layer, read_heads(model, layer), *pieces, *moments)
+    ways = trial.ways((0, 2, 4), merging.find_key_forms(model, task.calibration[0])[layer.path])
+    for outcome in ways.values():
+        wrote = []
+        for parameters in ({}, pack_heads(model, layer, outcome.heads)):
+            seen.clear()
+            with merging.lent(model, parameters), torch.no_grad():
+                for batch in held_out:
+                    model(**batch)
+            wrote.append(torch.cat(seen))
+        share = (wrote[1] - wrote[0]).square().sum() / wrote[0].square().sum()
+        assert outcome.held_out == pytest.approx(float(share), rel=1e-3, abs=1e-6)
+    hook.remove()
+
+
+def test_without_groups_pairs_are_tried_and_everything_is_written_and_summed_up(tmp_path, monkeypatch, capsys):
+    model = planted([0, 1, 2, 3], 4)
+
+    def read(text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
+
+    monkeypatch.setattr(
+        merging, "load_model", lambda *given, **options: SimpleNamespace(model=model, tokenizer=read, name="small")
+    )
+    draw = torch.Generator().manual_seed(2)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + int(x)) for x in torch.randint(26, (6000,), generator=draw)), encoding="utf-8")
+    output = tmp_path / "rows.jsonl"
+    assert merging.main(["small", "--text", str(text), "--pairs", "1", "--output", str(output)]) == 0
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert rows[0]["kind"] == "found"
+    assert {row["kind"] for row in rows[1:]} == {"pair"}
+    assert {row["layer"] for row in rows[1:]} == {layer.path for layer in find_layers(model)}
+    assert all(row["machine"]["versions"]["torch"] == torch.__version__ for row in rows)
+    shown = capsys.readouterr().out
+    assert "redundancy groups: 0 (" in shown
+    assert f"pairs that were tried: {len(rows) - 1}\n" in shown
+    assert "| fused: made one in closed form |" in shown
