@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def _ways(results: list[Result]) -> list[str]:
 
 
 def _controls(results: list[Result], names: list[str]) -> list[str]:
-    """Random heads at the same place: the mean over seeds and their spread, where there are two or more."""
+    """Random heads at the same place: the median over seeds and their range, where there are two or more."""
     lines = []
     for repair, words in (("no", "not repaired"), ("once", "repaired")):
         drawn = [x for x in results if x.point.criterion == "random" and x.point.repair == repair]
@@ -78,8 +78,8 @@ def _controls(results: list[Result], names: list[str]) -> list[str]:
         cells = []
         for name in names:
             values = [x.figures["report"][name].value for x in drawn]
-            cells += ["", f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"]
-        lines.append(f"| random heads, {words}, {len(drawn)} seeds (± their spread) | polyhead | {' | '.join(cells)} |")
+            cells += ["", _seeds(values)]
+        lines.append(f"| random heads, {words}, {len(drawn)} seeds | polyhead | {' | '.join(cells)} |")
     return lines
 
 
@@ -100,8 +100,19 @@ def _curves(results: list[Result]) -> list[str]:
                 cells.append("")
                 continue
             at = curve.shares.index(share)
-            cell = f"{curve.values[at]:.3f}" if name == "spearman" else f"{curve.values[at]:.4g}"
-            cell += f" ± {curve.spreads[at]:.2g}" if curve.spreads[at] else ""
-            cells.append(cell + (f" ({beside[curve.name].values[at]:.2f})" if curve.name in beside else ""))
+            cell = _seeds(curve.figures[at])
+            cells.append(cell + (f" ({beside[curve.name].medians[at]:.2f})" if curve.name in beside else ""))
         lines.append(f"| {curve.name} | {' | '.join(cells)} |")
     return lines
+
+
+def _seeds(figures: Sequence[float]) -> str:
+    """The median, and the range where there are several."""
+    middle = _short(statistics.median(figures))
+    return f"{middle} [{_short(min(figures))}, {_short(max(figures))}]" if len(figures) > 1 else middle
+
+
+def _short(figure: float) -> str:
+    if figure >= 100:
+        return f"{figure:,.0f}"
+    return f"{figure:.2f}" if figure >= 2 else f"{figure:.3f}"

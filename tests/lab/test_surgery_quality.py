@@ -241,8 +241,8 @@ def test_the_best_way_is_chosen_on_one_split_and_told_on_the_other():
     _, line = rows(found)
     assert line[-2:] == ("30.00 ± 0.10", "33.00 ± 0.20")
     (random_heads,) = [curve for curve in curves_of(found, "perplexity") if curve.name.startswith("random")]
-    assert random_heads.values == (31.0,)
-    assert random_heads.spreads == (pytest.approx(8**0.5),)
+    assert random_heads.figures == ((29.0, 33.0),)
+    assert random_heads.medians == (31.0,)
     assert rows([]) == [("place", "heads gone", "way, chosen on the choosing split", "loads in")]
 
 
@@ -277,7 +277,7 @@ def test_curves_and_ways_are_tables_between_their_marks(tmp_path):
     assert len([line for line in told.splitlines() if line.startswith("| random, ")]) == 2
     assert "| **6/3, repaired, weighted by token, repaired (once, ridge 0.01)** | stock |" in told
     assert sum(line.startswith("| **") for line in told.splitlines()) == 3  # at 20%, at 50%, at 6/3
-    assert "| random heads, repaired, 5 seeds (± their spread) | polyhead |  | 36" in told
+    assert "| random heads, repaired, 5 seeds | polyhead |  | 36" in told
     assert tables.surgery_page(told, tmp_path) == told
 
 

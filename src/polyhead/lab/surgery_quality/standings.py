@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyhead.lab.surgery_quality.points import DRAWN, Point, Result
+from polyhead.lab.surgery_quality.points import DRAWN, Point, Result, curves
 from polyhead.lab.surgery_quality.tasks import Figure, Split
 
 HEADLINES = {"perplexity": False, "spearman": True}  # and whether more of it is better
@@ -14,12 +14,15 @@ HEADLINES = {"perplexity": False, "spearman": True}  # and whether more of it is
 
 @dataclass(frozen=True)
 class Curve:
-    """One way to choose and to repair, over shares of heads gone: the mean over seeds and their spread."""
+    """One way to choose and to repair, over shares of heads gone: at each the figures of its seeds."""
 
     name: str
     shares: tuple[float, ...]
-    values: tuple[float, ...]
-    spreads: tuple[float, ...]  # the standard deviation over seeds, 0 of a single one
+    figures: tuple[tuple[float, ...], ...]
+
+    @property
+    def medians(self) -> tuple[float, ...]:
+        return tuple(map(statistics.median, self.figures))
 
 
 def headline(results: Sequence[Result]) -> str:
@@ -61,7 +64,7 @@ def way_of(point: Point) -> str:
 
 
 def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -> list[Curve]:
-    """Every way over its shares; of results that make up curves alone."""
+    """Every way over its shares, in the order in which they are asked for; of results that make up curves alone."""
     found: dict[str, dict[float, list[float]]] = {}
     for result in results:
         if is_curve(result.point) and result.point.ridge == Point("repaired", 0).ridge:
@@ -70,13 +73,12 @@ def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -
             values = found.setdefault(way_of(result.point), {}).setdefault(result.point.share, [])
             if result.point.criterion == "random" or not values:
                 values.append(value)
-    curves = []
-    for name, own in found.items():
-        shares = tuple(sorted(own))
-        means = tuple(statistics.fmean(own[share]) for share in shares)
-        spreads = tuple(statistics.stdev(own[share]) if len(own[share]) > 1 else 0.0 for share in shares)
-        curves.append(Curve(name, shares, means, spreads))
-    return curves
+    ways = dict.fromkeys(map(way_of, curves((0.5,))))
+    return [
+        Curve(name, tuple(sorted(own)), tuple(tuple(own[share]) for share in sorted(own)))
+        for name in ways
+        if (own := found.get(name))
+    ]
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
