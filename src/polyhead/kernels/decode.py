@@ -20,7 +20,7 @@ from torch import Tensor
 
 from polyhead.kernels.decode_parts import exp, load_rows, store_rows, store_sums
 from polyhead.kernels.mask_tiles import added_tile, key_ordinals, key_positions, visible_tile
-from polyhead.kernels.softmax_tiles import products, tanh
+from polyhead.kernels.softmax_tiles import add_product, products, tanh
 
 
 class CachePointers(NamedTuple):
@@ -326,7 +326,7 @@ def decode_kernel(
                     exponential = tl.where(visible, exponential, 0.0)
             tile_value = tile_value.to(tile_query.dtype)
             weights = exponential.to(tile_query.dtype)
-            tile_output = tl.dot(weights, tile_value, tile_output * shrink[:, None], input_precision="ieee")
+            tile_output = add_product(tile_output * shrink[:, None], weights, tile_value)
             largest = new_largest
 
     # Whole tiles ask nobody whether a row is real, so rows past the real ones are emptied here.

@@ -21,7 +21,7 @@ from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.mask_tiles import added_tile, visible_tile
 from polyhead.kernels.resources import launch_fitting
 from polyhead.kernels.sizes import blocks_of
-from polyhead.kernels.softmax_tiles import products, tanh
+from polyhead.kernels.softmax_tiles import add_product, products, tanh
 
 
 @triton.jit
@@ -239,7 +239,7 @@ def latent_kernel(
                 if places.window_mass is not None:
                     window_mass += tl.sum(tl.where(tl.abs(distance) <= window, exponential, 0.0), 1)
             weights = exponential.to(tile_latent.dtype)
-            tile_output = tl.dot(weights, tile_latent, tile_output * shrink[:, None], input_precision="ieee")
+            tile_output = add_product(tile_output * shrink[:, None], weights, tile_latent)
             largest = new_largest
 
     # Whole tiles ask nobody whether a row is real, so rows past the real ones are emptied here.
