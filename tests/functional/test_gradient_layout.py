@@ -103,6 +103,20 @@ def test_compilers_and_transforms_take_it(everywhere):
     torch.testing.assert_close(several[0], exact)
 
 
+def test_an_exported_graph_holds_plain_operators_alone(everywhere):
+    class Kept(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return keep_gradient_layout(x * self.weight)
+
+    exported = torch.export.export(Kept(), (torch.randn(BATCH, HEADS, TOKENS, DIM),))
+    called = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert called == ["aten.mul.Tensor"]
+
+
 def test_nothing_is_held_that_needs_no_gradient(everywhere):
     x = torch.randn(BATCH, HEADS, TOKENS, DIM)
     assert keep_gradient_layout(x) is x

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyhead.functional.tracing import is_transformed
+from polyhead.functional.tracing import is_exporting, is_transformed
 
 
 def keep_gradient_layout(output: Tensor) -> Tensor:
     """The output of PyTorch's attention, whose gradient will have its layout; nothing is copied where it has."""
-    if not (output.requires_grad and _may_be_planned(output)):
+    if not (output.requires_grad and _may_be_planned(output)) or is_exporting():
         return output
     if torch.compiler.is_compiling() or is_transformed():
         return _Kept.apply(output)  # type: ignore[no-any-return, no-untyped-call]
