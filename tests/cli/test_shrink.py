@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import polyhead
@@ -15,6 +17,9 @@ from polyhead.cli import app
 from polyhead.cli.line_plot import line_plot
 from polyhead.lab.surgery_quality.points import read_results
 from polyhead.surgery import find_layers
+from polyhead.surgery.choosing import shrinking
+from polyhead.surgery.choosing.quality import Worth
+from polyhead.surgery.choosing.shrinking import Searched
 from tests.inspection.small_models import model_folder, text_folder
 
 
@@ -88,6 +93,90 @@ def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
     assert "For 1.05 times less time on this machine: 3 heads go" in shown
     said = invoke("shrink", place / "llama", "--target", "1.15x-faster", *options, code=2).stderr
     assert f"is {1 + 0.02 * gone[-1]:.2f} times faster on this machine, got a target of 1.15x-faster" in said
+    gone.clear()
+    shown = invoke("shrink", place / "llama", "--target", "1.1x-faster", *options, "--form", "uniform").stdout
+    assert gone == [4, 4, 6]
+    assert "less time on this machine: 6 heads go, 1/1 heads/key heads stay in every layer" in shown
+
+
+def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, monkeypatch):
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--target", "25%-heads"]
+    plain = invoke("shrink", place / "bert", *options, "--preview").stdout
+    result = invoke("shrink", place / "bert", *options, "--search", "--output", tmp_path / "small")
+    curve = [line for line in plain.splitlines() if re.match(r" *\d+% ", line)]
+    assert [line for line in result.stdout.splitlines() if re.match(r" *\d+% ", line)] == curve
+    assert "Move heads between layers by up to 89 measurements of the fidelity" in result.stderr  # 1 + 6 + 2 + 80
+    assert "For 25% fewer heads: 2 heads go, repaired" in result.stdout
+    (told,) = re.findall(r"^Searched by (\d+) measurements: ", result.stdout, re.MULTILINE)
+    assert 9 < int(told) <= 89
+    assert sum(heads for heads, _ in layouts(tmp_path / "small")) == 6
+
+    seen = {}  # what is found and what it is worth are the test's own from here on
+
+    def searched(shrinker, target, quality, *, progress):
+        seen["rows"] = sum(len(batch["input_ids"]) for batch in quality.batches)
+        first = shrinker.reach(target)
+        other = min(shrinker.evidence.layers, key=lambda path: len(first.get(path, ())))
+        gone = {other: (0, 1)}
+        return Searched(gone, first, 0.1, 0.2, 50)
+
+    monkeypatch.setattr(shrinking.Shrinker, "searched", searched)
+    worth = iter([Worth(0.8, 0), Worth(0.9, 0), Worth(0.9, 0), Worth(0.8, 0)])
+    monkeypatch.setattr(shrinking.Shrinker, "curve", lambda self, *x, **y: [])
+    monkeypatch.setattr("polyhead.cli.shrink.show_curve", lambda *x: None)
+    monkeypatch.setattr(shrinking.Shrinker, "worth", lambda self, gone, quality: next(worth))
+    shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
+    gained = "on the text that repair is chosen on fidelity 0.9 instead of 0.8, of the whole model 1"
+    assert re.search(rf"Searched by 50 measurements: [12] heads? moved between layers; {gained}", shown)
+    assert 8 <= seen["rows"] <= 16
+    shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
+    assert "moves between layers gained nothing on the text that repair is chosen on, and none was made" in shown
+
+
+@pytest.mark.parametrize("target", ["1.3x-cache", "1.05x-faster"])
+def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--target", target, "--preview"]
+    shown = invoke("shrink", place / "llama", *options, "--search").stdout
+    assert "Searched by " in shown
+    if target == "1.3x-cache":
+        (line,) = [line for line in shown.splitlines() if line.startswith("cache bytes a token")]
+        assert float(line.split()[-1]) <= 1 / 1.3
+    else:
+        (left,) = re.findall(r"; (\d+)% of the FLOPs of the whole model", shown)
+        assert int(left) <= 95
+
+
+def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_path):
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uniform"]
+    shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--output", tmp_path / "small").stdout
+    found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
+    assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
+    assert "heads/key heads that stay in every layer; ± is" in shown
+    assert "For 40% fewer heads: 4 heads go, 2/2 heads/key heads stay in every layer, repaired" in shown
+    assert "uniform: stock transformers loads it as LlamaForCausalLM" in shown
+    assert layouts(tmp_path / "small") == [(2, 2), (2, 2)]
+    ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    stock, ours = LlamaForCausalLM.from_pretrained(tmp_path / "small").eval(), polyhead.load(tmp_path / "small")
+    assert (stock.config.num_attention_heads, stock.config.num_key_value_heads) == (2, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(stock(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
+    shown = invoke("shrink", place / "llama", "--target", "2x-cache", *options, "--preview").stdout
+    assert "4 heads go, 2/1 heads/key heads stay in every layer" in shown
+    said = invoke("shrink", place / "llama", "--target", "4x-cache", *options, "--preview", code=2).stderr
+    assert "can be left with heads/key heads 2/2, 2/1, 1/1, of which 1/1 leaves 25% of the heads, 50% of the" in said
+
+
+def test_a_family_that_has_no_fewer_heads_is_told_before_its_text_is_read(place):
+    options = ["--target", "25%-heads", "--text", place / "nowhere", "--form", "uniform", "--device", "cpu"]
+    said = invoke("shrink", place / "bert", *options, "--preview", code=2).stderr
+    assert "got a BertModel, of which no config says fewer heads than it has; the forms for it are padded" in said
+
+
+def test_options_say_what_they_do():
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", invoke("shrink", "--help").stdout).split())
+    assert "--search" in shown
+    assert "Move heads between layers while the model measures better" in shown
+    assert "With --form uniform every layer keeps as many heads and key heads" in shown
 
 
 @pytest.mark.parametrize(
@@ -98,6 +187,15 @@ def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
         (["--target", "30%-heads"], "text such as the model will read, got none; give some with --text FILE"),
         (["--target", "30%-heads", "--text", "T", "--metric", "charm"], "a metric is perplexity or fidelity"),
         (["--target", "30%-heads", "--text", "T", "--measured"], "--measured is for a target such as 1.2x-faster"),
+        (
+            ["--target", "1.2x-faster", "--text", "T", "--measured", "--search"],
+            "--search moves heads while a target that",
+        ),
+        (
+            ["--target", "30%-heads", "--text", "T", "--search", "--form", "uniform"],
+            "with which every layer keeps as many",
+        ),
+        (["--target", "30%-heads", "--text", "T", "--form", "uniform", "--criterion", "plain"], "go by the criterion"),
         (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity is of a causal model"),
         (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
         (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "five contexts at least"),

@@ -23,6 +23,7 @@ from polyhead.cli.edited_model import open_model, show_preview, write_edited
 from polyhead.cli.judging import judge_of, weighting_of
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
 from polyhead.cli.shrink_curve import measured_curve, show_curve
+from polyhead.cli.shrink_search import search_batches, search_heads
 from polyhead.cli.shrink_timing import reach_measured
 from polyhead.cli.telling import bar, errors_told, working
 
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyhead.sources import LoadedModel
+    from polyhead.surgery.choosing.budgets import Target, Trials
     from polyhead.surgery.choosing.quality import Quality
-    from polyhead.surgery.choosing.shrinking import Shrinker, Target
+    from polyhead.surgery.choosing.shrinking import Shrinker
+    from polyhead.surgery.choosing.uniform import UniformLayout, UniformShrinker
     from polyhead.surgery.repair.as_if import Outputs
 
 METRICS = ("perplexity", "fidelity")
@@ -84,6 +87,14 @@ def shrink(
     measured: Annotated[
         bool, typer.Option("--measured", help="Nx-faster is measured on this machine instead of counted.")
     ] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Move heads between layers while the model measures better on some of the text that repair is chosen "
+            "on and the target is still reached; that takes some hundred measurements. The curve is not searched.",
+        ),
+    ] = False,
     field: Field = "text",
     form: SavedForm = None,
     replace: Replace = False,
@@ -98,12 +109,15 @@ def shrink(
 
     The heads that go are chosen over all layers, an error weighed by what it costs the model in its layer, direction
     and token; those that stay are repaired in closed form. Beside the curve stand two controls: the same heads not
-    repaired, and random heads repaired as well.
+    repaired, and random heads repaired as well. With --form uniform every layer keeps as many heads and key heads, the
+    most that reach the target, so that stock transformers loads the model.
     """
     from rich.console import Console
 
     from polyhead.surgery import apply
-    from polyhead.surgery.choosing.shrinking import Target
+    from polyhead.surgery.choosing.budgets import Target
+    from polyhead.surgery.choosing.shrinking import Shrinker
+    from polyhead.surgery.choosing.uniform import uniform_layouts
     from polyhead.surgery.repair.as_if import GivenOutputs
 
     console = Console(highlight=False)
@@ -112,12 +126,23 @@ def shrink(
         wanted = Target.parse(target)
         check_output(output, form, preview=preview, replace=replace)
         _check(text, metric, wanted, measured=measured)
+        _check_ways(form, criterion, search=search, measured=measured)
         loaded = open_model(
-            model, device=device, dtype=dtype, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+            model,
+            device=device,
+            dtype=dtype,
+            output=output,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
         )
-        asked = _asked(loaded, text, field, context, tokens, metric)
-        shrinker = _shrinker(asked, wanted, criterion)
-        gone = {} if measured else shrinker.reach(wanted)  # refused before the curve is measured
+        layouts = None
+        if form == "uniform":
+            with working("Find the layouts that its class can hold"):
+                layouts = uniform_layouts(loaded.model)  # refused before the text is read
+        asked = _asked(loaded, text, field, context, tokens, metric, search=search)
+        with working(f"Choose heads by {criterion}"):
+            shrinker = _shrinker(asked, wanted, criterion, layouts)
+            gone = {} if measured else shrinker.reach(wanted)  # refused before the curve is measured
         console.print(
             f"{loaded}\n{asked.tokens:,} tokens of text; {asked.report.name} of the whole model "
             f"{asked.report.whole:.4g} on the last fifth",
@@ -126,10 +151,15 @@ def shrink(
         )
         show_curve(measured_curve(shrinker, asked.report), asked.report, console)
         if measured:
-            gone = reach_measured(shrinker, wanted, asked.calibration)
+            gone = reach_measured(shrinker, shrinker.stages(), wanted, asked.calibration)
+        gained = ""
+        if asked.search is not None and isinstance(shrinker, Shrinker):
+            gone, gained = search_heads(shrinker, wanted, asked.search, asked.choose)
         outputs, way = _repair(shrinker, gone, asked)
         aim = f"{wanted.amount:g} times less time on this machine" if measured else wanted
-        console.print(f"\nFor {aim}: {sum(map(len, gone.values()))} heads go, {way}", markup=False)
+        console.print(f"\nFor {aim}: {shrinker.in_words(gone)}, {way}", markup=False)
+        if gained:
+            console.print(gained, markup=False, soft_wrap=True)
         show_preview(shrinker.counted(gone), console)
         _show_worth(shrinker, gone, outputs, asked.report, console)
         if preview or output is None:
@@ -140,12 +170,16 @@ def shrink(
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """A model and its text in three parts: to choose heads on, to choose the repair on, to report."""
+    """A model and its text in three parts: to choose heads on, to choose the repair on, to report.
+
+    `search` is of some of the second part, where heads are to be moved by it.
+    """
 
     loaded: LoadedModel
     calibration: Sequence[Mapping[str, Any]]
     choose: Quality
     report: Quality
+    search: Quality | None
     tokens: int
 
 
@@ -164,8 +198,35 @@ def _check(text: str | None, metric: str | None, target: Target, *, measured: bo
         raise OptionError(f"--measured is for a target such as 1.2x-faster, got {target}")
 
 
+def _check_ways(form: str | None, criterion: str, *, search: bool, measured: bool) -> None:
+    """That what is asked for goes together."""
+    from polyhead.errors import OptionError
+
+    if search and measured:
+        raise OptionError(
+            "--search moves heads while a target that is counted is still reached, got --measured as well; leave one "
+            "out"
+        )
+    if form != "uniform":
+        return
+    if search:
+        raise OptionError(
+            "--search moves heads between layers, got --form uniform, with which every layer keeps as many; leave one "
+            "out"
+        )
+    if criterion != "repaired":
+        raise OptionError(f"with --form uniform heads go by the criterion repaired, got {criterion!r}; leave one out")
+
+
 def _asked(
-    loaded: LoadedModel, text: str | None, field: str, context: int | None, tokens: int, metric: str | None
+    loaded: LoadedModel,
+    text: str | None,
+    field: str,
+    context: int | None,
+    tokens: int,
+    metric: str | None,
+    *,
+    search: bool,
 ) -> _Asked:
     from polyhead.errors import OptionError
     from polyhead.surgery.choosing.quality import Fidelity, Perplexity
@@ -190,23 +251,27 @@ def _asked(
         )
     kind = Perplexity if name == "perplexity" else Fidelity
     with working(f"Measure the {name} of the whole model"):
-        return _Asked(loaded, parts[0], kind(loaded.model, parts[1]), kind(loaded.model, parts[2]), read.tokens)
+        choose, report = (kind(loaded.model, part) for part in parts[1:])
+        few = kind(loaded.model, search_batches(loaded, read.contexts[first:second])) if search else None
+    return _Asked(loaded, parts[0], choose, report, few, read.tokens)
 
 
-def _shrinker(asked: _Asked, target: Target, criterion: str) -> Shrinker:
+def _shrinker(
+    asked: _Asked, target: Target, criterion: str, layouts: Sequence[UniformLayout] | None
+) -> Shrinker | UniformShrinker:
     from polyhead.surgery.choosing.evidence import Evidence
     from polyhead.surgery.choosing.shrinking import Shrinker
+    from polyhead.surgery.choosing.uniform import UniformShrinker
 
-    with working(f"Choose heads by {criterion}"):
-        return Shrinker(
-            Evidence(asked.loaded.model, asked.calibration, judge_of(asked.loaded)),
-            criterion=criterion,
-            weighting=weighting_of(criterion),
-            by_key_heads=target.kind == "cache",
-        )
+    evidence = Evidence(asked.loaded.model, asked.calibration, judge_of(asked.loaded))
+    if layouts is not None:
+        return UniformShrinker(evidence, weighting=weighting_of(criterion), layouts=layouts)
+    return Shrinker(
+        evidence, criterion=criterion, weighting=weighting_of(criterion), by_key_heads=target.kind == "cache"
+    )
 
 
-def _repair(shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], asked: _Asked) -> tuple[dict[str, Outputs], str]:
+def _repair(shrinker: Trials, gone: Mapping[str, tuple[int, ...]], asked: _Asked) -> tuple[dict[str, Outputs], str]:
     """Repaired all at once or layer by layer: what is best on the part of the text that is there to choose on."""
     from polyhead.surgery.repair.as_if import as_if
     from polyhead.surgery.repair.in_order import AIMS, solve_in_order
@@ -226,7 +291,7 @@ def _repair(shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], asked: _Ask
 
 
 def _show_worth(
-    shrinker: Shrinker,
+    shrinker: Trials,
     gone: Mapping[str, tuple[int, ...]],
     outputs: Mapping[str, Outputs],
     quality: Quality,

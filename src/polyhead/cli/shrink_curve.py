@@ -12,29 +12,34 @@ from polyhead.cli.telling import bar
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from polyhead.surgery.choosing.budgets import CurvePoint
     from polyhead.surgery.choosing.quality import Quality
-    from polyhead.surgery.choosing.shrinking import CurvePoint, Shrinker
+    from polyhead.surgery.choosing.shrinking import Shrinker
+    from polyhead.surgery.choosing.uniform import UniformShrinker
 
 
-def measured_curve(shrinker: Shrinker, quality: Quality) -> list[CurvePoint]:
+def measured_curve(shrinker: Shrinker | UniformShrinker, quality: Quality) -> list[CurvePoint]:
     """What the model is worth at every size, beside its controls."""
-    from polyhead.surgery.choosing.shrinking import SEEDS, SHARES
-
-    with bar(f"Measure the {quality.name} of every size", len(SHARES) * (2 + len(SEEDS))) as step:
-        return shrinker.curve(quality, progress=lambda done, total: step(1))
+    choices = shrinker.choices()
+    with bar(f"Measure the {quality.name} of every size", sum(x.measurements for x in choices)) as step:
+        return shrinker.curve(quality, choices, progress=step)
 
 
 def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console) -> None:
-    """The whole curve as a table and as a plot."""
+    """The whole curve as a table and as a plot; over layouts where every layer ends alike."""
     from rich.table import Table
 
+    by_layout = any(point.layout is not None for point in points)
     table = Table(box=None, pad_edge=False, title=f"{quality.name}, beside {quality.whole:.4g} of the whole model")
+    if by_layout:
+        table.add_column("heads/key heads", justify="right")
     for column in ("heads gone", "cache left", "FLOPs left", "repaired", "not repaired", "random heads, repaired"):
         table.add_column(column, justify="right")
     means = [statistics.fmean(x.value for x in point.random) for point in points]
     for point, mean in zip(points, means, strict=True):
         spread = statistics.stdev(x.value for x in point.random) if len(point.random) > 1 else 0.0
         table.add_row(
+            *([point.layout] if by_layout else []),
             f"{1 - point.size.heads:.0%}",
             f"{point.size.cache:.0%}",
             f"{point.size.flops:.0%}",
@@ -43,11 +48,12 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
             f"{mean:.4g} ± {spread:.2g}",
         )
     console.print(table)
-    columns = [f"{1 - point.size.heads:.0%}" for point in points]
+    columns = [point.layout or f"{1 - point.size.heads:.0%}" for point in points]
     curves = {
         "repaired": [point.repaired.value for point in points],
         "not repaired": [point.not_repaired.value for point in points],
         "control: random heads, repaired": means,
     }
     console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))
-    console.print("heads gone; ± is the standard error over rows, of random heads the spread over seeds", style="dim")
+    below = "heads/key heads that stay in every layer" if by_layout else "heads gone"
+    console.print(f"{below}; ± is the standard error over rows, of random heads the spread over seeds", style="dim")

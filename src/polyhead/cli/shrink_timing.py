@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING, Any
 from polyhead.cli.telling import bar
 
 if TYPE_CHECKING:
-    from polyhead.surgery.choosing.shrinking import Shrinker, Target
+    from polyhead.surgery.choosing.budgets import Target, Trials
 
 
 def reach_measured(
-    shrinker: Shrinker, target: Target, batches: Sequence[Mapping[str, Any]]
+    trials: Trials, stages: Sequence[dict[str, tuple[int, ...]]], target: Target, batches: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[int, ...]]:
-    """The fewest heads, in steps of a twentieth, without which the model runs so many times faster on this machine."""
+    """The first of ever more heads without which the model runs so many times faster on this machine."""
     from polyhead.errors import OptionError
 
     ratio = 0.0
-    stride = max(1, shrinker.steps // 20)
-    with bar("Time the model without more and more heads", len(range(stride, shrinker.steps + 1, stride))) as step:
-        for steps in range(stride, shrinker.steps + 1, stride):
-            gone = shrinker.gone(steps)
-            ratio = _times_faster(shrinker, gone, batches)
+    with bar("Time the model without more and more heads", len(stages)) as step:
+        for gone in stages:
+            ratio = _times_faster(trials, gone, batches)
             step(1)
             if ratio >= target.amount:
                 return gone
@@ -33,9 +31,7 @@ def reach_measured(
     )
 
 
-def _times_faster(
-    shrinker: Shrinker, gone: Mapping[str, tuple[int, ...]], batches: Sequence[Mapping[str, Any]]
-) -> float:
+def _times_faster(trials: Trials, gone: Mapping[str, tuple[int, ...]], batches: Sequence[Mapping[str, Any]]) -> float:
     """The whole model's time over that of the model without these heads, in turns."""
     import torch
 
@@ -44,9 +40,9 @@ def _times_faster(
     from polyhead.surgery import apply
 
     # Copies, since both run on polyhead's attention, which knows groups of any sizes; the model itself stays.
-    model: Any = shrinker.model
+    model: Any = trials.model
     whole, fewer = (copy.deepcopy(model) for _ in range(2))
-    apply(fewer, shrinker.edits(gone))
+    apply(fewer, trials.edits(gone))
     for one in (whole, fewer):
         one.set_attn_implementation(register())
     batch = max(batches, key=lambda own: own["input_ids"].numel())

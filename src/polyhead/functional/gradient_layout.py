@@ -22,7 +22,7 @@ def keep_gradient_layout(output: Tensor) -> Tensor:
     if not (output.requires_grad and _may_be_planned(output)) or is_exporting():
         return output
     if torch.compiler.is_compiling() or is_transformed():
-        return _Kept.apply(output)  # type: ignore[no-any-return, no-untyped-call]
+        return _Kept.apply(output)
     output.register_hook(functools.partial(laid_out, strides=output.stride()))
     return output
 

@@ -148,7 +148,7 @@ class DifferentialAttention(MultiHeadAttention):
             self._tell(q, *((k, v) if view is None else (view.key, view.value)), mask, told)
         first, second = self._gated_maps([x.output for x in maps], asked.head_gate)
         heads = torch.addcmul(first, second, -self.lambda_full.to(first.dtype))
-        # Token by token, as kernels leave them: a norm would copy rows that lie otherwise, and so would Concat after it.
+        # Token by token, as kernels leave them: a norm would copy rows that lie otherwise, and so would Concat.
         normed = F.rms_norm(heads.transpose(1, 2), (heads.shape[-1],), eps=self.norm_eps).transpose(1, 2)
         return _side_by_side(maps, (1 - self.lambda_init) * normed)
 

@@ -42,3 +42,24 @@ def test_heads_move_to_where_the_model_loses_less():
     assert refined({"a": 2, "c": 2}, orders, outputs_of, loss, tries=1).counts == {"a": 2, "c": 2}
     with pytest.raises(OptionError, match="tries must be at least 1"):
         refined({}, orders, outputs_of, loss, tries=0)
+
+
+def test_only_moves_that_are_allowed_are_measured():
+    orders = {path: PruningOrder((2, 0, 1), losses) for path, losses in LOSSES.items()}
+    asked = []
+
+    def allowed(counts) -> bool:
+        asked.append(counts)
+        return counts["a"] >= 1
+
+    seen = []
+
+    def measure(outputs) -> float:
+        seen.append({path: len(x.heads) for path, x in outputs.items()})
+        return loss(outputs)
+
+    found = refined({"a": 2, "c": 2}, orders, outputs_of, measure, allowed=allowed)
+    assert found.counts == {"a": 1, "c": 3}  # the best of those that leave one in a
+    assert all(counts.get("a") for counts in seen)
+    assert any(not counts["a"] for counts in asked)
+    assert refined({"a": 2}, orders, outputs_of, loss, allowed=lambda counts: False).measured == 1

@@ -5,14 +5,26 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from polyhead.errors import OptionError
-from polyhead.surgery import find_layers
+from polyhead.surgery import PruneHeads, apply, find_layers, save
 from polyhead.surgery.choosing import uniform
-from polyhead.surgery.choosing.uniform import fits_stock, uniform_heads
+from polyhead.surgery.choosing.budgets import Target
+from polyhead.surgery.choosing.evidence import Evidence, Judge
+from polyhead.surgery.choosing.quality import Fidelity, language_slope
+from polyhead.surgery.choosing.uniform import (
+    UniformShrinker,
+    fits_stock,
+    uniform_choice,
+    uniform_heads,
+    uniform_layouts,
+)
+from polyhead.surgery.repair.as_if import GivenOutputs, as_if
 from polyhead.surgery.repair.least_squares import Problem
 from tests.surgery.blocks import grouped, loss_without, of_layer, text
-from tests.surgery.gated import FAMILIES, build
+from tests.surgery.gated import FAMILIES, batches_of_tokens, build, decoder
 
 
 @pytest.mark.parametrize(("heads_left", "keys_left", "options"), [(3, 3, 8), (4, 2, 3), (2, 2, 12), (2, 1, 3)])
@@ -56,3 +68,69 @@ def test_what_a_stock_class_holds_is_known_before_a_weight_is_touched():
         assert fits_stock(model, gone) == even
         assert not fits_stock(model, {layers[0].path: gone[layers[0].path]})
         assert fits_stock(model, {})
+
+
+def uniform_shrinker(**options) -> UniformShrinker:
+    model = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8, **options)
+    return UniformShrinker(Evidence(model, batches_of_tokens(), Judge(slope=language_slope)))
+
+
+def test_layouts_are_those_that_a_stock_class_holds():
+    # Heads of Llama must divide the width of the model, as 3 and 4 do not divide 50; those of Qwen3 need not.
+    assert [str(x) for x in uniform_layouts(decoder(6, 3, 48, 8))] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
+    assert [str(x) for x in uniform_layouts(decoder(5, 5, 50, 10))] == ["2/2", "1/1"]
+    assert [str(x) for x in uniform_layouts(decoder(5, 5, 50, 10, name="qwen3"))] == ["4/4", "3/3", "2/2", "1/1"]
+    uneven = decoder(6, 3, 48, 8)
+    apply(uneven, [PruneHeads(0, (0,))])
+    assert [str(x) for x in uniform_layouts(uneven)] == ["3/3", "2/2", "1/1"]
+    with pytest.raises(OptionError, match=r"got a BertModel, of which no config says fewer heads.*padded.*and uneven"):
+        uniform_layouts(build(FAMILIES["bert"]))
+
+
+def test_the_largest_layout_that_reaches_a_target_is_taken():
+    shrinker = uniform_shrinker()
+    for target, layout, words in (
+        ("30%-heads", (4, 2), "4 heads go, 4/2 heads/key heads stay in every layer"),
+        ("50%-heads", (3, 3), "6 heads go, 3/3 heads/key heads stay in every layer"),
+        ("60%-heads", (2, 2), "8 heads go, 2/2 heads/key heads stay in every layer"),
+        ("3x-cache", (2, 1), "8 heads go, 2/1 heads/key heads stay in every layer"),
+    ):
+        gone = shrinker.reach(Target.parse(target))
+        assert shrinker.in_words(gone) == words
+        assert shrinker.size(gone).reaches(Target.parse(target))
+        assert fits_stock(shrinker.model, gone)
+        assert gone == uniform_choice(shrinker.evidence, *layout, "token")
+    with pytest.raises(OptionError, match=r"can be left with heads/key heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
+        shrinker.reach(Target("cache", 4.0))
+    assert [sum(map(len, gone.values())) for gone in shrinker.stages()] == [4, 6, 8, 8, 10]
+
+
+def test_the_curve_of_layouts_has_its_controls(monkeypatch):
+    shrinker = uniform_shrinker()
+    quality = Fidelity(shrinker.model, batches_of_tokens()[:1])
+    choices = shrinker.choices(seeds=(0, 1))
+    for choice in choices:
+        assert choice.random[0] != choice.random[1]
+        assert all(fits_stock(shrinker.model, gone) for gone in (choice.gone, *choice.random))
+        assert {len(own) for gone in choice.random for own in gone.values()} == {len(x) for x in choice.gone.values()}
+    points = shrinker.curve(quality, choices)
+    assert [point.layout for point in points] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
+    assert [point.gone for point in points] == [4, 6, 8, 8, 10]
+    monkeypatch.setattr(uniform, "MOST_LAYOUTS", 3)
+    assert [choice.layout for choice in shrinker.choices()] == ["4/2", "2/2", "1/1"]
+
+
+def test_a_model_of_one_layout_is_stock_and_gives_the_same(tmp_path):
+    shrinker = uniform_shrinker(dtype=torch.float32)
+    gone = shrinker.reach(Target("heads", 0.5))
+    outputs, ids = shrinker.repaired(gone), batches_of_tokens()[0]["input_ids"]
+    with torch.no_grad():
+        with as_if(shrinker.model, shrinker.evidence.layers, outputs):
+            wanted = shrinker.model(ids).logits
+        apply(shrinker.model, shrinker.edits(gone), repair=GivenOutputs(outputs))
+        assert save(shrinker.model, tmp_path / "saved", form="uniform").loads_in_stock
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
+        found = loaded(ids).logits
+    assert (loaded.config.num_attention_heads, loaded.config.num_key_value_heads) == (3, 3)
+    torch.testing.assert_close(found, shrinker.model(ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

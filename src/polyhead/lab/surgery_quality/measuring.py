@@ -15,15 +15,14 @@ from polyhead.surgery.calibration.sensitivity import token_weights
 from polyhead.surgery.choosing.criteria import orders_by
 from polyhead.surgery.choosing.evidence import Evidence, Weighting
 from polyhead.surgery.choosing.orders import PruningOrder, choose_heads
-from polyhead.surgery.choosing.search import measured_orders, refined
-from polyhead.surgery.choosing.uniform import fits_stock, uniform_heads
+from polyhead.surgery.choosing.search import TRIES, measured_orders, refined
+from polyhead.surgery.choosing.uniform import fits_stock, uniform_choice
 from polyhead.surgery.repair.as_if import Outputs, as_if, plain_outputs
 from polyhead.surgery.repair.in_order import solve_in_order
 from polyhead.surgery.repair.least_squares import Problem
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
 IN_ORDER_BATCHES = 4
-TRIES = 80
 Gone = dict[str, tuple[int, ...]]
 
 
@@ -70,16 +69,7 @@ class Bench:
     def choose(self, point: Point) -> Gone:
         """The heads that go, by layer."""
         if point.stock is not None:
-            return {
-                path: uniform_heads(
-                    self.evidence.moments_for(point.weighting)[path],
-                    heads,
-                    *parse_stock(point.stock),
-                    ridge=self.evidence.ridge,
-                    root=self.evidence.root(path, point.weighting),
-                )
-                for path, heads in self.evidence.heads.items()
-            }
+            return uniform_choice(self.evidence, *parse_stock(point.stock), point.weighting)
         orders = self._orders(point.criterion, point.weighting, point.seed)
         count = round(point.share * self.heads)
         if not point.searched:

@@ -17,6 +17,7 @@ from polyhead.surgery.repair.as_if import Outputs
 OutputsOf = Callable[[str, int], Outputs]
 # What the model loses with these outputs: less is better.
 Measure = Callable[[Mapping[str, Outputs]], float]
+TRIES = 80
 
 
 def measured_orders(
@@ -62,7 +63,8 @@ def refined(
     outputs_of: OutputsOf,
     measure: Measure,
     *,
-    tries: int = 100,
+    tries: int = TRIES,
+    allowed: Callable[[Mapping[str, int]], bool] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Refined:
     """Move single heads from layer to layer while that makes the model lose less.
@@ -74,6 +76,7 @@ def refined(
         counts: how many heads of each layer go to begin with.
         orders: of every layer; their losses rank the moves.
         tries: so many measurements are made at most.
+        allowed: asked of every distribution before it is measured; moves to others are not made.
     """
     if tries < 1:
         raise OptionError(f"tries must be at least 1, got {tries}")
@@ -92,7 +95,7 @@ def refined(
     best = first = measure(outputs(now))
     made, refused = 1, set[tuple[str, str]]()
     while made < tries:
-        moves = [
+        moves = sorted(
             (
                 loss_at(more, now[more] + 1)
                 - loss_at(more, now[more])
@@ -104,11 +107,12 @@ def refined(
             for less in now
             for more in now
             if less != more and now[less] and now[more] < len(orders[more].losses) and (less, more) not in refused
-        ]
-        if not moves:
+        )
+        options = ((less, more, {**now, less: now[less] - 1, more: now[more] + 1}) for _, less, more in moves)
+        option = next((x for x in options if allowed is None or allowed(x[2])), None)
+        if option is None:
             break
-        _, less, more = min(moves)
-        moved = {**now, less: now[less] - 1, more: now[more] + 1}
+        less, more, moved = option
         loss = measure(outputs(moved))
         made += 1
         if loss < best:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
+from polyhead.plan import Workload
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments
+from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Target, Trials
+from polyhead.surgery.choosing.evidence import Evidence, Weighting
 from polyhead.surgery.choosing.orders import pruning_order, weighed
 from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.edits.head_edits import PruneHeads
@@ -21,6 +25,18 @@ from polyhead.surgery.repair.least_squares import RIDGE, Problem
 from polyhead.surgery.stock.fitting import config_changes
 
 MOST_SETS = 512  # that are all compared; of more, one head goes after the other
+MOST_LAYOUTS = 12  # that a curve has points of
+
+
+@dataclass(frozen=True, slots=True)
+class UniformLayout:
+    """Heads and key heads that every layer is left with, as in 6/3."""
+
+    num_heads: int
+    num_kv_heads: int
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}/{self.num_kv_heads}"
 
 
 def uniform_heads(
@@ -92,3 +108,121 @@ def fits_stock(model: nn.Module, gone: Mapping[str, Sequence[int]]) -> bool:
         layouts[layer.path] = heads.layout
         parameters |= pack_heads(model, layer, heads)
     return not layouts or bool(config_changes(model, layers, layouts, parameters))
+
+
+def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
+    """Every layout with fewer heads that a stock class can hold in all layers, found by trying; the largest first.
+
+    Refused where there is none.
+    """
+    heads = {layer.path: read_heads(model, layer, device="meta") for layer in find_layers(model) if not layer.refusals}
+    groups = {path: own.readers for path, own in heads.items()}
+    most_keys = min((len(own) for own in groups.values()), default=0)
+    most_readers = min((len(group) for own in groups.values() for group in own), default=0)
+    options = [
+        UniformLayout(keys * readers, keys)
+        for keys in range(1, most_keys + 1)
+        for readers in range(1, most_readers + 1)
+        if any(keys * readers < own.num_heads for own in heads.values())
+    ]
+    found = [x for x in options if fits_stock(model, {path: first_to_go(own, x) for path, own in groups.items()})]
+    if not found:
+        raise OptionError(
+            "uniform, every layer is left with as many heads as a stock config can say, got a "
+            f"{type(model).__name__}, of which no config says fewer heads than it has; the forms for it are padded, "
+            "which stock transformers loads and which saves no time, and uneven, which polyhead.load loads"
+        )
+    return tuple(sorted(found, key=lambda x: (-x.num_heads, -x.num_kv_heads)))
+
+
+def first_to_go(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
+    """Heads that go for a layout, whichever: all but the first readers of the first key heads."""
+    each = layout.num_heads // layout.num_kv_heads
+    kept = [head for group in groups[: layout.num_kv_heads] for head in group[:each]]
+    return tuple(sorted(head for group in groups for head in group if head not in kept))
+
+
+def uniform_choice(evidence: Evidence, num_heads: int, num_kv_heads: int, weighting: Weighting) -> Gone:
+    """The heads of every layer that go so that each ends with so many, an error weighed by what it costs the model."""
+    moments = evidence.moments_for(weighting)
+    return {
+        path: uniform_heads(
+            moments[path],
+            heads,
+            num_heads,
+            num_kv_heads,
+            ridge=evidence.ridge,
+            root=evidence.root(path, weighting),
+        )
+        for path, heads in evidence.heads.items()
+    }
+
+
+class UniformShrinker(Trials):
+    """One model, its evidence, and the layouts of all its layers that a stock class can hold."""
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        *,
+        weighting: Weighting = "token",
+        layouts: Sequence[UniformLayout] | None = None,
+        work: Workload | None = None,
+    ) -> None:
+        """`layouts` are those to choose from, the largest first; all that there are by default."""
+        super().__init__(evidence, weighting=weighting, work=work)
+        self.layouts = uniform_layouts(self.model) if layouts is None else tuple(layouts)
+        self._chosen: dict[UniformLayout, Gone] = {}
+
+    def gone(self, layout: UniformLayout) -> Gone:
+        """The heads that go, by layer."""
+        if layout not in self._chosen:
+            found = uniform_choice(self.evidence, layout.num_heads, layout.num_kv_heads, self.weighting)
+            self._chosen[layout] = {path: own for path, own in found.items() if own}
+        return self._chosen[layout]
+
+    def reach(self, target: Target) -> Gone:
+        """The heads that go for the largest layout that reaches a target; refused where none does."""
+        groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
+        sizes = {x: self.size({path: first_to_go(own, x) for path, own in groups.items()}) for x in self.layouts}
+        for layout, size in sizes.items():
+            if size.reaches(target) and fits_stock(self.model, gone := self.gone(layout)):
+                return gone
+        smallest = self.layouts[-1]
+        raise OptionError(
+            f"uniform, every layer of this {type(self.model).__name__} can be left with heads/key heads "
+            f"{', '.join(map(str, self.layouts))}, of which {smallest} leaves {sizes[smallest]}, got a target of "
+            f"{target}; ask for less, or let layers keep different numbers of heads"
+        )
+
+    def stages(self) -> list[Gone]:
+        """Ever more heads that go, layout by layout."""
+        return [self.gone(layout) for layout in self.layouts]
+
+    def choices(self, *, seeds: Sequence[int] = SEEDS) -> list[Choice]:
+        """The heads that go for each layout, for the curve; for some of them, evenly, where they are many."""
+        count = min(len(self.layouts), MOST_LAYOUTS)
+        some = [self.layouts[place * (len(self.layouts) - 1) // max(count - 1, 1)] for place in range(count)]
+        return [Choice(self.gone(x), tuple(self._random(x, seed) for seed in seeds), str(x)) for x in some]
+
+    def in_words(self, gone: Mapping[str, Sequence[int]]) -> str:
+        """How many heads go, and what every layer is left with."""
+        path, heads = next(iter(self.evidence.heads.items()))
+        left = [head for head in range(heads.num_heads) if head not in gone.get(path, ())]
+        layout = UniformLayout(len(left), len({heads.key_heads[head] for head in left}))
+        return f"{sum(map(len, gone.values()))} heads go, {layout} heads/key heads stay in every layer"
+
+    def _random(self, layout: UniformLayout, seed: int) -> Gone:
+        generator = torch.Generator().manual_seed(seed)
+        found = {}
+        for path, heads in self.evidence.heads.items():
+            groups = [heads.readers[key] for key in _drawn(len(heads.readers), generator)]
+            gone = first_to_go([[own[place] for place in _drawn(len(own), generator)] for own in groups], layout)
+            if gone:
+                found[path] = gone
+        return found
+
+
+def _drawn(count: int, generator: torch.Generator) -> list[int]:
+    """Numbers below `count` in an order drawn at random."""
+    return [int(x) for x in torch.randperm(count, generator=generator)]
