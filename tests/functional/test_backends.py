@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyhead import Explanation, Mask, attention, explain
 from polyhead.errors import BackendUnsupported, OptionError
-from polyhead.functional import BACKENDS, backends, sdpa
+from polyhead.functional import BACKENDS, backends, fused, sdpa, window_rule
 from tests.functional.oracle import ON_THE_CPU, normal
 
 Q, K, V = normal(2, 6, 19, 8, seed=1).float(), normal(2, 2, 23, 8, seed=2).float(), normal(2, 2, 23, 11, seed=3).float()
@@ -221,9 +223,9 @@ def test_auto_avoids_a_mask_that_would_be_too_large(
     monkeypatch: pytest.MonkeyPatch, mask: Mask | None, elements: int, item: int
 ) -> None:
     size = elements * item
-    monkeypatch.setattr(backends, "_LARGEST_MASK", size)
+    monkeypatch.setattr(window_rule, "LARGEST_MASK", size)
     assert explain(Q, K, K, mask=mask).chosen == "sdpa"
-    monkeypatch.setattr(backends, "_LARGEST_MASK", size - 1)
+    monkeypatch.setattr(window_rule, "LARGEST_MASK", size - 1)
     explanation = explain(Q, K, K, mask=mask)
     if mask is None:
         return
@@ -270,10 +272,132 @@ def _request_of(mask: Mask) -> Any:
     ids=repr,
 )
 def test_a_causal_self_attention_needs_no_mask_tensor(monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
-    monkeypatch.setattr(backends, "_LARGEST_MASK", 0)
+    monkeypatch.setattr(window_rule, "LARGEST_MASK", 0)
     x = torch.randn(2, 6, 23, 8)
     assert explain(x, K, K, mask=mask).chosen == "sdpa"
     assert explain(x[:, :, :1], K, K, mask=Mask.causal()).chosen == "sdpa"
+
+
+# ---- windows whose hidden pairs cost more than our kernel
+
+SKIPS = "it computes every pair that the window hides"
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Tensors that say they lie on a GPU, whose kernels all serve."""
+    monkeypatch.setattr(sdpa, "kernel", lambda request: "efficient")
+    monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with FakeTensorMode():
+        yield
+
+
+def far(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of exactly 2^35 products, unless other sizes are given."""
+    size = {"batch": 2, "heads": 4, "kv_heads": 2, "queries": 8192, "keys": 8192, "dim": 64} | sizes
+    query = torch.empty(size["batch"], size["heads"], size["queries"], size["dim"], device=device, dtype=dtype)
+    key = torch.empty(size["batch"], size["kv_heads"], size["keys"], size["dim"], device=device, dtype=dtype)
+    return query, key, key
+
+
+@pytest.mark.parametrize("mask", [Mask.window(256), Mask.window(left=99, right=7), Mask.window(left=99, right=None)])
+def test_auto_leaves_a_long_window_on_a_gpu_to_our_kernel(a_gpu: None, mask: Mask) -> None:
+    explanation = explain(*far(), mask=mask)
+    assert explanation.chosen == "fused"
+    assert explanation["sdpa"].supported
+    assert SKIPS in explanation["sdpa"].avoided
+    assert SKIPS in str(explanation)
+
+
+@pytest.mark.parametrize("size", ["batch", "heads", "queries", "keys", "dim"])
+def test_less_work_under_a_window_stays_with_pytorch(a_gpu: None, size: str) -> None:
+    less = {"batch": 1, "heads": 2, "queries": 8191, "keys": 8191, "dim": 56}
+    explanation = explain(*far(**{size: less[size]}), mask=Mask.window(256))
+    assert (explanation.chosen, explanation["sdpa"].avoided) == ("sdpa", "")
+
+
+OTHERS: dict[str, Callable[[], Mask | None]] = {
+    "nothing": lambda: None,
+    "causal": Mask.causal,
+    "edge ahead": lambda: Mask.window(left=None, right=5),
+    "first keys": lambda: Mask.window(256, sinks=4),
+    "documents": lambda: Mask.window(256) & Mask.documents(torch.empty(2, 8192, dtype=torch.int64, device="cuda")),
+    "dense": lambda: Mask.window(256) & Mask.dense(torch.empty(1, 1, 1, 8192, dtype=torch.bool, device="cuda")),
+    "bias": lambda: Mask.window(256) & Mask.bias(torch.empty(1, 1, 1, 8192, device="cuda")),
+    "table": lambda: Mask.window(256) & Mask.relative(torch.empty(4, 9, device="cuda"), 4),
+}
+
+
+@pytest.mark.parametrize("mask", OTHERS)
+def test_masks_that_are_no_window_alone_stay_with_pytorch(a_gpu: None, mask: str) -> None:
+    explanation = explain(*far(), mask=OTHERS[mask]())
+    assert (explanation.chosen, explanation["sdpa"].avoided) == ("sdpa", "")
+
+
+@pytest.mark.parametrize("mask", [name for name, mask in MASKS.items() if mask is not None])
+def test_only_a_window_by_itself_is_one(mask: str) -> None:
+    with_window = _request_of(MASKS[mask] & Mask.window(5)) if MASKS[mask].sinks == 0 else _request_of(MASKS[mask])
+    is_band = mask in ("causal", "window", "two-sided window")
+    assert with_window.visibility.is_window == is_band
+    assert _request_of(MASKS[mask]).visibility.is_window == (is_band and mask != "causal")
+
+
+def test_what_our_kernel_cannot_serve_or_was_not_timed_in_stays_with_pytorch(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert explain(*far(dtype=torch.float32), mask=Mask.window(256)).chosen == "sdpa"
+    assert explain(*far("cpu"), mask=Mask.window(256)).chosen == "sdpa"
+    assert explain(*far(dim=320), mask=Mask.window(256)).chosen == "sdpa"
+    monkeypatch.setattr(fused, "capability", lambda device: (7, 5))
+    assert explain(*far(), mask=Mask.window(256)).chosen == "sdpa"
+
+
+def test_an_exported_window_stays_with_pytorch(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+    assert explain(*far(), mask=Mask.window(256)).chosen == "sdpa"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_choice_is_the_same_in_a_compiled_program(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    """As if the rule held for a CPU and for less work, and the formula were our kernel."""
+    monkeypatch.setattr(window_rule, "DEVICE", "cpu")
+    monkeypatch.setattr(window_rule, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(window_rule, "LARGEST_WINDOWED", 2 * 6 * 19 * 23 * 8)
+    monkeypatch.setitem(backends._RUN, "fused", backends._RUN["reference"])
+    monkeypatch.setitem(backends._REASONS, "fused", lambda request: [])
+    monkeypatch.setattr(fused, "unsupported_reasons", lambda request: [])
+    torch.compiler.reset()
+
+    def compute(query: torch.Tensor, key: torch.Tensor) -> Any:
+        return attention(query, key, key, mask=Mask.window(5))
+
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager", dynamic=False)
+    for queries, backend in ((19, "reference"), (18, "sdpa")):
+        query = Q[:, :, :queries].clone()
+        if dynamic:
+            torch._dynamo.mark_dynamic(query, 2)
+        for result in (compute(query, K), compiled(query, K)):
+            assert result.backend == backend
+            torch.testing.assert_close(result.output, compute(query, K).output)
+
+
+@pytest.mark.gpu
+def test_a_long_window_is_the_same_from_our_kernel_and_from_pytorch() -> None:
+    query, key, value = (torch.randn(1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+
+    def call(backend: str) -> tuple[str, list[torch.Tensor]]:
+        result = attention(query, key, value, mask=Mask.window(256), backend=backend)
+        return result.backend, [result.output, *torch.autograd.grad(result.output.float().square().sum(), leaves)]
+
+    chosen, ours = call("auto")
+    _, theirs = call("sdpa")
+    assert chosen == "fused"
+    for actual, expected in zip(ours, theirs, strict=True):
+        scale = float(expected.detach().float().abs().max())
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0.02 * scale)
 
 
 # ---- the explanation itself

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -34,15 +38,20 @@ TINY = places.Grid(
     kv_heads=2,
     middle=(20,),
     tiled=(),
-    windows=(16,),
+    windows=(),
+    cached_windows=(16,),
     most_flops=1e8,
     most_windowed_flops=1e8,
     most_bytes=1e8,
 )
 
 
-def pieces(grid, dtype=F32):
-    return [piece for group in places.groups(grid, dtype) for piece in group.pieces]
+def pieces(grid, dtype=F32, device="cpu"):
+    return [piece for group in places.groups(grid, dtype, device) for piece in group.pieces]
+
+
+def gpu_pieces():
+    return pieces(places.GPU, BF16, "cuda")
 
 
 def hurry(patch):
@@ -65,7 +74,7 @@ def machine():
 
 
 def test_every_kind_of_work_is_timed(machine):
-    kinds = {(x.direction, route(x)) for x in (s.piece for s in machine.samples) if isinstance(x, AttentionCore)}
+    kinds = {(x.piece.direction, x.route) for x in machine.samples if isinstance(x.piece, AttentionCore)}
     assert kinds == {
         ("forward", "plain"),
         ("forward", "masked"),
@@ -108,7 +117,8 @@ def test_progress_is_told_before_each_measurement():
     calibration.calibrate("cpu", grid=TINY, report=lambda done, total, what: told.append((done, total, what)))
     assert [done for done, _, _ in told] == [0, *range(len(told) - 1)]
     assert {total for _, total, _ in told} == {len(told) - 1}
-    assert sum("small layer" in what for _, _, what in told) == 2 * 5  # at the begin and at the end
+    groups = len(calibration.planned(CPU, (F32,), TINY))
+    assert sum("small layer" in what for _, _, what in told) == 5 * (1 + math.ceil(groups / calibration.EVERY))
     assert {what.split()[0] for _, _, what in told} == {
         "compiling",
         "a",
@@ -135,46 +145,77 @@ def test_a_device_without_kernels_is_refused():
 def test_what_is_too_large_is_not_timed():
     small = dataclasses.replace(TINY, most_flops=2 * 3 * 16 * 32)
     assert [(x.rows, x.inner) for x in pieces(small) if isinstance(x, Product)] == [(3, 32)]
-    windows = [x for x in pieces(places.GPU, BF16) if isinstance(x, AttentionCore) and route(x) == "masked"]
-    assert max(places.held_bytes(x) for x in windows) <= places.GPU.most_bytes
-    assert max(places.computed_flops(x) for x in windows) <= places.GPU.most_windowed_flops
+    windows = [x for x in gpu_pieces() if isinstance(x, AttentionCore) and x.left is not None]
+    assert max(places.held_bytes(x, "cuda") for x in windows) <= places.GPU.most_bytes
+    assert max(places.computed_flops(x, "cuda") for x in windows) <= places.GPU.most_windowed_flops
+
+
+def test_windows_on_a_gpu_are_timed_as_they_are_served_there():
+    """Mask tensors where there is little to compute; tiles from 2,048 tokens up, by window, heads and width."""
+    groups = {group.name: group.pieces for group in places.groups(places.GPU, BF16, "cuda")}
+    for name, direction in itertools.product(("masked", "tiled"), ("forward", "backward")):
+        found = groups[name if direction == "forward" else f"{name} backward"]
+        assert {(x.direction, route(x, "cuda")) for x in found} == {(direction, name)}
+        assert {x.head_dim for x in found} == {64, 128, 256}
+        assert {x.kv_heads < x.heads for x in found} == {True, False}
+    tiled = groups["tiled"]
+    assert {x.left + 1 for x in tiled} == {64, 512, 4096, 65_536}
+    assert {2048, 131_072} <= {x.queries for x in tiled}
+    assert {(x.batch, x.heads) for x in tiled} > set(places.GPU.pairs)
+    assert all(2 * (x.left + 1) <= x.queries for x in tiled)
+    assert {x.left + 1 for x in groups["tiled backward"]} == {64, 512, 4096, 65_536}
+    assert all(route(x, "cpu") == "masked" for x in pieces(places.CPU) if getattr(x, "left", None) is not None)
 
 
 def test_small_gradients_of_a_gpu_are_not_timed():
-    backward = [x for x in pieces(places.GPU, BF16) if isinstance(x, AttentionCore) and x.direction == "backward"]
-    assert min(places.computed_flops(x) for x in backward) >= places.GPU.least_backward_flops
+    backward = [x for x in gpu_pieces() if isinstance(x, AttentionCore) and x.direction == "backward"]
+    tiled = [x for x in backward if route(x, "cuda") == "tiled"]
+    assert min(places.computed_flops(x, "cuda") for x in backward) >= places.GPU.least_backward_flops
+    assert min(places.computed_flops(x, "cuda") for x in tiled) >= places.GPU.least_tiled_backward_flops
 
 
 def test_the_largest_and_the_smallest_of_a_group_come_first():
-    for group in places.groups(places.GPU, BF16):
-        sizes = [places.computed_flops(piece) or piece.bytes for piece in group.pieces]
+    for group in places.groups(places.GPU, BF16, "cuda"):
+        sizes = [places.computed_flops(piece, "cuda") or piece.bytes for piece in group.pieces]
         assert sizes[:2] == [max(sizes), min(sizes)]
         assert len(set(group.pieces)) == len(group.pieces)
 
 
-def test_of_two_visits_to_a_host_the_faster_counts():
-    one, other = (HostCost("decode", "plain", seconds, 6) for seconds in (3e-4, 2e-4))
-    assert calibration._faster(one, other) == calibration._faster(other, one) == other
+@pytest.mark.parametrize(("kind", "launch", "call"), [("cuda", 3.0, 7.0), ("cpu", 2.0, 1.0)])
+def test_a_host_costs_what_it_typically_does_over_all_visits(monkeypatch, kind, launch, call):
+    """Over all moments the median; on a CPU, from which others only take, the fastest."""
+    moments = iter([[9.0], [7.0], [2.0], [8.0], [3.0], [1.0]])  # of an operator and of a layer, in turns
+    monkeypatch.setattr(host, "host_samples", lambda call, device: next(moments))
+    visited = host.Host([next(host.small_layers(CPU))], CPU, F32)
+    visited.device = torch.device(kind)
+    told = []
+    for _ in range(3):
+        visited.visit(told.append)
+    assert told == ["a call of a small layer, prefill"] * 3
+    (cost,) = visited.costs
+    assert cost == HostCost("prefill", "plain", call, 3)
+    assert visited.launch_seconds == launch
 
 
-def test_time_is_shared_and_what_is_left_over_is_for_those_after(monkeypatch):
-    now = iter([0.0, 0.0, 1.0, 10.0])
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(now))
+def test_time_is_shared_and_what_is_left_over_is_for_those_after():
     groups = [places.Group(name, share, ()) for name, share in (("a", 1), ("b", 3), ("c", 2))]
-    assert [until for _, until in calibration._shared(groups, 12.0)] == [2.0, 1 + 11 * 3 / 5, 12.0]
+    assert calibration._part(12.0, groups) == 2.0
+    assert calibration._part(11.0, groups[1:]) == 11 * 3 / 5
+    assert calibration._part(2.0, groups[2:]) == 2.0
+    assert calibration._part(-1.0, groups) == 0.0
 
 
 def test_what_there_is_no_time_for_is_left_out_and_what_is_known_is_kept(tmp_path):
     machine = calibration.calibrate("cpu", grid=TINY, seconds=0, keep=tmp_path / "kept.json")
-    expected = [piece for group in places.groups(TINY, F32) for piece in group.pieces[: places.ALWAYS]]
+    expected = [piece for group in places.groups(TINY, F32, "cpu") for piece in group.pieces[: places.ALWAYS]]
     assert [sample.piece for sample in machine.samples] == expected
     assert Machine.load(tmp_path / "kept.json").to_dict() == machine.to_dict()
 
 
 def test_kernels_of_ours_are_compiled_once_each():
-    tasks = compiling.piece_tasks(pieces(places.GPU, BF16))
+    tasks = compiling.piece_tasks(gpu_pieces())
     kinds = {(x.direction, x.head_dim, x.heads // x.kv_heads) for _, (group,) in tasks for x in group}
-    assert len(tasks) == len(kinds) == 12
+    assert len(tasks) == len(kinds) == 18
     assert max(x.bytes for _, (group,) in tasks for x in group) <= compiling.MOST_BYTES
     assert compiling.compile_ahead(tasks, CPU) == 0
 
@@ -189,9 +230,24 @@ def test_what_fails_to_compile_is_left_to_who_meets_it(monkeypatch):
     assert compiling.compile_ahead([(_well, (1,)), (_well, (0,)), (_well, (2,))], GPU) == 2
 
 
+PIPED = """
+import torch
+from polyhead.lab.calibration import compiling
+compiling.usable_cores = lambda: 4
+print(compiling.compile_ahead([(divmod, (7, number)) for number in (1, 0, 2)], torch.device("cuda")), __file__)
+"""
+
+
+def test_a_program_that_was_piped_in_compiles_ahead_too():
+    done = subprocess.run([sys.executable, "-"], input=PIPED, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.split() == ["2", "<stdin>"], done.stderr
+
+
 def test_hidden_pairs_of_a_mask_are_counted_as_computed():
     windowed = AttentionCore("forward", 2, 3, 3, 40, 40, 16, 16, F32, 4, 0)
-    assert places.computed_flops(windowed) == 2 * 2 * 3 * 40 * 40 * 32
+    assert places.computed_flops(windowed, "cpu") == 2 * 2 * 3 * 40 * 40 * 32
+    far = AttentionCore("forward", 2, 3, 3, 65_536, 65_536, 16, 16, F32, 4, 0)
+    assert places.computed_flops(far, "cpu") == far.flops
 
 
 CORE = AttentionCore("forward", 2, 4, 2, 24, 24, 16, 16, F32, right=0)
@@ -268,10 +324,20 @@ def test_small_layers_of_a_gpu_go_by_every_route():
     found = {}
     for small in host.small_layers(torch.device("cuda")):
         work = small.counted(BF16)
-        served = {route(piece) for piece in work.pieces if isinstance(piece, AttentionCore)}
+        served = {route(piece, "cuda") for piece in work.pieces if isinstance(piece, AttentionCore)}
         found.setdefault(work.phase, set()).update(served)
     assert found["prefill"] == {"plain", "masked", "tiled"} == found["training"]
     assert found["decode"] == {"plain"}
+
+
+def test_small_layers_of_a_gpu_are_of_several_kinds_and_as_many_launches():
+    layers = {}
+    for small in host.small_layers(torch.device("cuda")):
+        layers.setdefault(small.counted(BF16).phase, []).append(small)
+    assert {len({small.counted(BF16).launches for small in of}) for of in layers.values()} == {1}
+    decoding = layers["decode"]
+    assert len({(small.config.num_heads, small.config.num_kv_heads, small.work.batch) for small in decoding}) == 3
+    assert {small.config.window is None for small in decoding} == {True, False}
 
 
 GPU = torch.device("cuda")

@@ -29,7 +29,7 @@ def machine():
         Sample(Product("projection", 640, 128, 256, BF16), 4e-6),
         Sample(Product("projection", 64, 128, 256, F32), 5e-6),
         Sample(core(right=0), 3e-6),
-        Sample(core(left=7, right=0), 4e-6),
+        Sample(core(left=7, right=0), 4e-6, "masked"),
     )
     host = (HostCost("prefill", "plain", 9e-5, 3), HostCost("training", "masked", 9e-4, 9))
     return Machine("toy", "cuda", 132, 1 << 37, 7e-6, samples, host, {"processor": "NVIDIA H200", "date": "today"})
@@ -39,8 +39,30 @@ def test_a_machine_comes_back_from_its_file_as_it_was(machine, tmp_path):
     path = machine.save(tmp_path / "toy.json")
     again = Machine.load(path)
     assert again.to_dict() == machine.to_dict()
-    assert [sample.piece for sample in again.samples] == [sample.piece for sample in machine.samples]
+    assert again.samples == machine.samples
     assert again.host == machine.host
+
+
+@pytest.mark.parametrize(
+    ("tokens", "band", "expected"),
+    [
+        (8192, {}, "plain"),
+        (8192, {"right": 0}, "plain"),
+        (32_768, {"left": 63, "right": 0}, "masked"),
+        (32_776, {"left": 63, "right": 0}, "tiled"),
+    ],
+)
+def test_samples_of_an_older_file_were_served_by_the_rule_of_then(machine, tokens, band, expected):
+    """A mask tensor up to 2^30 pairs, however much work it hid: such a sample tells nothing of our kernel."""
+    sizes = {"batch": 8, "heads": 16, "kv_heads": 16, "queries": tokens, "keys": tokens, "head_dim": 64}
+    core = AttentionCore("forward", **sizes, value_dim=64, dtype=BF16, **band)
+    content = dataclasses.replace(machine, samples=(*machine.samples, Sample(core, 1e-3, expected))).to_dict()
+    for sample in content["samples"]:
+        sample.pop("route", None)
+    again = Machine.from_dict({**content, "format": 1})
+    assert again.samples[-1] == Sample(core, 1e-3, expected)
+    assert again.samples[:-1] == machine.samples
+    assert again.to_dict()["format"] == 2
 
 
 def test_a_file_holds_a_line_a_sample(machine, tmp_path):
@@ -113,7 +135,7 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
     with pytest.raises(OptionError, match="must hold a calibrated machine, got JSONDecodeError"):
         Machine.load(broken)
     broken.write_text(json.dumps({"format": 0}), encoding="utf-8")
-    with pytest.raises(OptionError, match="must have format 1, got 0"):
+    with pytest.raises(OptionError, match="must have format 1 or 2, got 0"):
         Machine.load(broken)
     broken.write_text(json.dumps({"format": 1}), encoding="utf-8")
     with pytest.raises(OptionError, match="got KeyError: 'samples'"):

@@ -90,9 +90,8 @@ CASES = [
 
 def measured(config: AttentionConfig, batch: int, tokens: int, phase: Phase, backend: str) -> int:
     """The most that the allocator gave out for the layer, its tensors and one call."""
-    layer, x, gradient, cache, output = None, None, None, None, None
     for _ in range(2):  # products take their workspaces in the first round, and keep them
-        del layer, x, gradient, cache, output
+        layer, x, gradient, cache, output = None, None, None, None, None
         gc.collect()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -10,21 +10,24 @@ import statistics
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyhead
 from polyhead.errors import OptionError
+from polyhead.functional import fused, sdpa
 from polyhead.layers import MultiHeadConfig
-from polyhead.plan import Workload
+from polyhead.plan import Workload, estimate_memory
 from polyhead.plan.layer_work import layer_work
 from polyhead.plan.timing.correction import Correction
-from polyhead.plan.timing.limits import MASK_TRAFFIC, copy_seconds, limits, route
+from polyhead.plan.timing.limits import EDGE_KEYS, MASK_TRAFFIC, copy_seconds, limits, route
 from polyhead.plan.timing.machine import HostCost, Machine, Sample
-from polyhead.plan.timing.predict import predict, predict_piece, roofline
+from polyhead.plan.timing.predict import host_cost, predict, predict_piece, roofline
 from polyhead.plan.work import AttentionCore, Product, Traffic, Work
 
 BF16, F32 = torch.bfloat16, torch.float32
 RATE, BANDWIDTH, EXPONENTIALS = 800e12, 4e12, 2e12
 GAP = 2e-6
+ROUTES = ("tiled", "masked")
 COPIES, CEILINGS = 4, 9  # samples of the machine below that are copies, and that set what it reaches and pays at least
 
 
@@ -150,9 +153,9 @@ def test_a_copy_between_two_that_were_timed_lies_between_them(machine):
 
 def test_making_a_mask_comes_on_top_of_the_kernel(machine):
     """One that was timed is told; one with more heads has the same mask and a longer kernel."""
-    small, large = (core(batch=1, heads=heads, kv_heads=heads, left=99, right=0) for heads in (4, 64))
+    small, large = (core(batch=1, heads=heads, kv_heads=heads, queries=2048, left=99, right=0) for heads in (4, 32))
     least = limits(small, machine)
-    sample = Sample(small, least.before + 3 * least.kernel_seconds)
+    sample = Sample(small, least.before + 3 * least.kernel_seconds, "masked")
     known = dataclasses.replace(machine, samples=(*machine.samples, sample))
     assert predict_piece(small, known).seconds == pytest.approx(sample.seconds, rel=1e-6)
     most = limits(large, machine)
@@ -197,8 +200,8 @@ def test_nothing_takes_no_time(machine):
 
 
 def test_a_form_that_was_not_timed_is_as_far_from_physics_as_the_plain_one(machine):
-    windowed = core(left=99, right=0)
-    assert route(windowed) == "masked"
+    windowed = core(queries=2048, left=99, right=0)
+    assert route(windowed, "cuda") == "masked"
     least = limits(windowed, machine)
     expected = least.before + 1.5 * least.kernel_seconds
     assert predict_piece(windowed, machine).seconds == pytest.approx(expected, rel=0.1)
@@ -229,20 +232,88 @@ def test_the_route_is_the_one_that_attention_takes(tokens, mask, expected):
     x = torch.zeros(1, 1, tokens, 8)
     said = polyhead.explain(x, x, x, mask=mask)
     left, right = (None, None) if mask is None else (mask.left, mask.right)
-    assert route(AttentionCore("forward", 1, 1, 1, tokens, tokens, 8, 8, F32, left, right)) == expected
+    assert route(AttentionCore("forward", 1, 1, 1, tokens, tokens, 8, 8, F32, left, right), "cpu") == expected
     assert (said.chosen == "sdpa") == (expected != "tiled")
     assert bool(said["sdpa"].avoided) == (expected == "tiled")
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("dim", [64, 320])
+@pytest.mark.parametrize("tokens", [4096, 8184, 8192, 33_024])
+@pytest.mark.parametrize("band", [(None, None), (None, 0), (255, 0), (255, 7), (None, 7)])
+def test_the_route_on_a_gpu_is_the_one_that_attention_takes_there(monkeypatch, tokens, band, dim, dtype):
+    """As `auto` says of tensors that claim to lie on a GPU whose kernels all serve."""
+    monkeypatch.setattr(sdpa, "kernel", lambda request: "efficient")
+    monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    mask = None if band == (None, None) else polyhead.Mask.causal()
+    mask = mask if band in ((None, None), (None, 0)) else polyhead.Mask.window(left=band[0], right=band[1])
+    with FakeTensorMode():
+        x = torch.empty(2, 4, tokens, dim, device="cuda", dtype=dtype)
+        said = polyhead.explain(x, x, x, mask=mask)
+    served = route(AttentionCore("forward", 2, 4, 4, tokens, tokens, dim, dim, dtype, *band), "cuda")
+    assert bool(said["sdpa"].avoided) == (served == "tiled")
+    assert (served == "plain") == (band in ((None, None), (None, 0)))
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(16, True), (32, False)])
+def test_memory_has_a_mask_tensor_where_attention_is_handed_one(heads, expected):
+    """4,096 tokens of 64 channels are 2^35 products with 32 heads."""
+    config = MultiHeadConfig(heads * 64, heads, causal=True, window=64, finite=True)
+    plain = dataclasses.replace(config, window=None)
+    work = Workload.forward(4096)
+    (core,) = (piece for piece in layer_work(config, work).pieces if isinstance(piece, AttentionCore))
+    assert (route(core, "cuda") == "masked") == expected
+    assert (estimate_memory(config, work).total > estimate_memory(plain, work).total) == expected
+    assert estimate_memory(config, work, device="cpu").total > estimate_memory(plain, work, device="cpu").total
+
+
+def test_a_window_that_would_be_served_otherwise_now_is_no_sample_of_how_it_is(machine):
+    """A mask tensor was timed where our kernel is taken now; the prediction is as if there were no such sample."""
+    windowed = core(queries=16_384, left=255, right=0)
+    assert route(windowed, "cuda") == "tiled"
+    known = dataclasses.replace(machine, samples=(*machine.samples, Sample(windowed, 1.0, "masked")))
+    assert predict_piece(windowed, known).seconds == predict_piece(windowed, machine).seconds
+    assert predict_piece(windowed, dataclasses.replace(known, device="cpu")).seconds > 0.5
+
+
 def test_hidden_pairs_cost_time_where_a_mask_is_handed_over(machine):
-    windowed, whole = core(left=127, right=0), core(right=None)
+    windowed, whole = core(queries=2048, left=127, right=0), core(queries=2048, right=None)
     assert limits(windowed, machine).matrix == pytest.approx(limits(whole, machine).matrix)
-    assert limits(windowed, machine).before > MASK_TRAFFIC * 4096**2 / BANDWIDTH
-    assert limits(whole, machine).before == limits(core("backward", left=127, right=0), machine).before == 0
+    assert limits(windowed, machine).before > MASK_TRAFFIC * 2048**2 / BANDWIDTH
+    backward = core("backward", queries=2048, left=127, right=0)
+    assert limits(whole, machine).before == limits(backward, machine).before == 0
     far = core(batch=1, heads=1, kv_heads=1, queries=65_536, left=127, right=0)
-    assert (
-        limits(far, machine).matrix < limits(core(batch=1, heads=1, kv_heads=1, queries=65_536), machine).matrix / 100
+    assert limits(far, machine).before == 0
+    assert limits(far, machine).matrix < limits(core(batch=1, heads=1, kv_heads=1, queries=65_536), machine).matrix / 50
+
+
+def test_a_band_in_tiles_takes_time_for_its_edges(machine):
+    """A window of 64 keys is far from half as long as one of 128; one of 32,768 nearly is half of one of 65,536."""
+    short, double, long, longest = (
+        limits(core(queries=131_072, left=window - 1, right=0), machine).matrix for window in (64, 128, 32_768, 65_536)
     )
+    assert double / short == pytest.approx((128 + EDGE_KEYS) / (64 + EDGE_KEYS), rel=0.01)
+    assert 1.6 < longest / long < 2
+
+
+def test_a_gradient_in_tiles_walks_over_its_pairs_twice(machine):
+    """Seven products where one walk has five, and every weight computed in both."""
+    tiled, masked = (limits(core("backward", queries=16_384, left=4095, right=0), machine, by) for by in ROUTES)
+    forward = limits(core(queries=16_384, left=4095, right=0), machine, "tiled")
+    assert tiled.matrix == pytest.approx(7 / 2 * forward.matrix)
+    assert tiled.exponentials == pytest.approx(2 * forward.exponentials)
+    assert masked.matrix > tiled.matrix
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [((3,), 3), ((5, 3, 4), 4), ((9, 3, 5, 4), 4)])
+def test_of_several_small_layers_the_one_in_the_middle_counts(seconds, expected):
+    costs = [HostCost("decode", "plain", x, 6) for x in seconds] + [HostCost("decode", "tiled", 99, 6)]
+    found = host_cost("decode", "plain", [HostCost("prefill", "plain", 1, 3), *costs])
+    assert found == HostCost("decode", "plain", expected, 6)
+    assert host_cost("decode", "masked", costs) == found
+    assert host_cost("training", "masked", costs) is None
 
 
 def layers_of_another_day(project_root):

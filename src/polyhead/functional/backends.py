@@ -9,8 +9,8 @@ from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.functional import blockwise, fused, reference, sdpa
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.tracing import EXPORTED, is_exporting
-
-_LARGEST_MASK = 1 << 30  # bytes of a materialised mask beyond which `auto` prefers tiles
+from polyhead.functional.visibility import Visibility
+from polyhead.functional.window_rule import is_mask_too_large, is_window_too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,35 @@ def explain(request: AttentionRequest) -> Explanation:
 
 
 def _avoided(backend: str, request: AttentionRequest) -> str:
-    if backend == "sdpa" and request.statistics is not None:
-        return "its second pass for the statistics takes longer than tiles that take them as they go"
-    if backend == "sdpa" and not is_exporting() and (size := sdpa.materialised_bytes(request)) > _LARGEST_MASK:
-        return f"its mask would be materialised, {size / 2**30:.1f} GiB"
+    if backend == "sdpa":
+        return _sdpa_avoided(request)
     if backend == "blockwise" and is_exporting():
         return "an exported graph is to hold plain operators, not unrolled tiles"
     if backend == "fused" and is_exporting():
         return EXPORTED
     return ""
+
+
+def _sdpa_avoided(request: AttentionRequest) -> str:
+    if request.statistics is not None:
+        return "its second pass for the statistics takes longer than tiles that take them as they go"
+    visibility = request.visibility
+    if visibility is None or is_exporting():
+        return ""
+    if is_mask_too_large(size := sdpa.materialised_bytes(request)):
+        return f"its mask would be materialised, {size / 2**30:.1f} GiB"
+    if _hides_too_much(request, visibility) and not fused.unsupported_reasons(request):
+        return "it computes every pair that the window hides, and our kernel skips them"
+    return ""
+
+
+def _hides_too_much(request: AttentionRequest, visibility: Visibility) -> bool:
+    """Whether the mask is a window alone, of more work than PyTorch should be handed with it."""
+    if visibility.left is None:
+        return False
+    query, (batch, heads, _, queries, keys) = request.query, request.sizes
+    sizes = (batch, heads, queries, keys, query.shape[-1])
+    return is_window_too_large(query.device.type, query.dtype, *sizes) and visibility.is_window
 
 
 def _kernel(backend: str, request: AttentionRequest) -> str:

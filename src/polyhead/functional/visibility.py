@@ -62,6 +62,11 @@ class Visibility:
         return all(x is None for x in tensors) and len(self.documents) == 0 and not self.has_bias
 
     @property
+    def is_window(self) -> bool:
+        """Whether the mask is a window and nothing else: no first keys beside it."""
+        return self.left is not None and self.sinks == 0 and self.is_band
+
+    @property
     def may_leave_rows_empty(self) -> bool:
         """Whether a row may have nothing to attend to; False only where the sizes alone rule it out."""
         everyone_has_self = self.offset >= 0 and self.num_keys > 0

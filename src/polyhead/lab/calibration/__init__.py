@@ -7,28 +7,29 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from polyhead.errors import OptionError
 from polyhead.lab.calibration.calls import calls_of
 from polyhead.lab.calibration.compiling import Task, compile_ahead, is_ours, layer_task, piece_tasks
-from polyhead.lab.calibration.host import SmallLayer, measure_host, measure_launch, small_layers
+from polyhead.lab.calibration.host import Host, SmallLayer, small_layers
 from polyhead.lab.calibration.places import ALWAYS, CPU, GPU, Grid, Group, brief_group, groups
 from polyhead.lab.calibration.timing import device_seconds, undisturbed
 from polyhead.lab.measuring import machine as described
 from polyhead.lab.measuring.runner import is_out_of_memory
-from polyhead.plan.timing.machine import HostCost, Machine, Sample
+from polyhead.plan.timing.limits import route
+from polyhead.plan.timing.machine import Device, HostCost, Machine, Route, Sample
 from polyhead.plan.timing.predict import predict_piece
 from polyhead.plan.work import AttentionCore, Piece, Product
 
 __all__ = ["calibrate", "planned"]
 
-SECONDS = {"cuda": 58.0, "cpu": 150.0}
+SECONDS = {"cuda": 46.0, "cpu": 150.0}
+EVERY = 2  # groups after which the host is visited again
 WARM_SECONDS = 0.5
 CROWDED = 32 << 30  # bytes kept back by the allocator after which they are given back
 
@@ -66,31 +67,40 @@ def calibrate(
     if dtypes is None:
         dtypes = (torch.bfloat16, torch.float16, torch.float32) if device.type == "cuda" else (torch.float32,)
     todo, small = planned(device, dtypes, grid), list(small_layers(device))
-    told = _Told(report, 2 * len(small) + sum(len(group.pieces) for group in todo))
+    visits = 1 + -(-len(todo) // EVERY)
+    told = _Told(report, visits * len(small) + sum(len(group.pieces) for group in todo))
     began = time.perf_counter()
     with undisturbed():
         told("compiling")
-        compile_ahead(_tasks(todo, small, dtypes[0]), device)
+        tasks = _tasks(todo, small, dtypes[0])
+        ready = {"compiled_ahead": compile_ahead(tasks, device), "to_compile": len(tasks)}
         _warm_up(device)
-        launch = measure_launch(device, dtypes[0])
-        costs = _host_costs(small, device, dtypes[0], told)
-        kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
-        sizes = _processors(device), _memory(device)
-        bare = Machine(name or _name(device), kind, *sizes, launch, (), tuple(costs))
+        host = Host(small, device, dtypes[0])
         samples: list[Sample] = []
-        for group, until in _shared(todo, SECONDS[device.type] if seconds is None else seconds):
+
+        def known() -> Machine:
+            facts = {**_facts(device, commit), **(ready if device.type == "cuda" else {})}
+            facts |= {"seconds": round(time.perf_counter() - began, 1)}
+            sizes = _processors(device), _memory(device), host.launch_seconds
+            return Machine(name or _name(device), _kind(device), *sizes, tuple(samples), host.costs, facts)
+
+        left = SECONDS[device.type] if seconds is None else seconds
+        for number, group in enumerate(todo):
+            if number % EVERY == 0:
+                host.visit(told.step)
+            started = time.perf_counter()
+            until = started + _part(left, todo[number:])
             for i, piece in enumerate(group.pieces):
                 if i < ALWAYS or time.perf_counter() < until:
                     told(_words(piece))
                     found = _sample(piece, device)
                     samples += [] if found is None else [found]
                 told.done += 1
-            facts = {**_facts(device, commit), "seconds": round(time.perf_counter() - began, 1)}
-            machine = dataclasses.replace(bare, samples=tuple(samples), facts=facts)
+            left -= time.perf_counter() - started
             if keep is not None:
-                machine.save(keep)
-        again = _host_costs(small, device, dtypes[0], told)
-    machine = dataclasses.replace(machine, host=tuple(map(_faster, costs, again)))
+                known().save(keep)
+        host.visit(told.step)
+        machine = known()
     machine = machine if device.type == "cuda" else _without_work(machine, small, dtypes[0])
     if keep is not None:
         machine.save(keep)
@@ -99,8 +109,8 @@ def calibrate(
 
 def planned(device: torch.device, dtypes: Sequence[torch.dtype], grid: Grid | None = None) -> list[Group]:
     """All that a calibration of this device times, in its order."""
-    usual = GPU if device.type == "cuda" else CPU
-    return groups(grid or usual, dtypes[0]) + [brief_group(dtype) for dtype in dtypes[1:]]
+    usual, kind = (GPU if device.type == "cuda" else CPU), _kind(device)
+    return groups(grid or usual, dtypes[0], kind) + [brief_group(dtype, kind) for dtype in dtypes[1:]]
 
 
 @dataclass
@@ -115,27 +125,15 @@ class _Told:
         if self.report is not None:
             self.report(self.done, self.total, what)
 
-
-def _host_costs(small: Iterable[SmallLayer], device: torch.device, dtype: torch.dtype, told: _Told) -> list[HostCost]:
-    found = []
-    for layer in small:
-        told(f"a call of a small layer, {layer.counted(dtype).phase}")
-        found.append(measure_host(layer, device, dtype))
-        told.done += 1
-    return found
+    def step(self, what: str) -> None:
+        """The next of several that nothing leaves out."""
+        self(what)
+        self.done += 1
 
 
-def _faster(one: HostCost, other: HostCost) -> HostCost:
-    """Of two visits to a host, at the begin and at the end, that on which it was disturbed less."""
-    return min(one, other, key=lambda cost: cost.seconds)
-
-
-def _shared(todo: Sequence[Group], seconds: float) -> Iterator[tuple[Group, float]]:
-    """Each group with the time at which it is to end; what one leaves over is for those after it."""
-    end = time.perf_counter() + seconds
-    for i, group in enumerate(todo):
-        now = time.perf_counter()
-        yield group, now + max(end - now, 0.0) * group.share / sum(later.share for later in todo[i:])
+def _part(seconds: float, groups: Sequence[Group]) -> float:
+    """What the first of these groups has of the seconds that are left; what it leaves over is for those after it."""
+    return max(seconds, 0.0) * groups[0].share / sum(group.share for group in groups)
 
 
 def _tasks(todo: Sequence[Group], small: Iterable[SmallLayer], dtype: torch.dtype) -> list[Task]:
@@ -159,7 +157,15 @@ def _sample(piece: Piece, device: torch.device) -> Sample | None:
         gc.collect(0)
         if torch.cuda.memory_reserved(device) > CROWDED:
             torch.cuda.empty_cache()
-    return None if seconds is None else Sample(piece, seconds)
+    return None if seconds is None else Sample(piece, seconds, _served(piece, device))
+
+
+def _served(piece: Piece, device: torch.device) -> Route:
+    return route(piece, _kind(device)) if isinstance(piece, AttentionCore) else "plain"
+
+
+def _kind(device: torch.device) -> Device:
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def _warm_up(device: torch.device) -> None:

@@ -6,9 +6,12 @@ is met again, and told, by the measurement itself.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from pathlib import Path
 
 import torch
 
@@ -23,7 +26,7 @@ from polyhead.plan.workload import Workload
 
 MOST_WORKERS = 12
 MOST_SECONDS = 45.0
-MOST_BYTES = 1 << 29  # of one piece, where a dozen processes share the memory of one GPU
+MOST_BYTES = 1 << 30  # of one piece, where a dozen processes share the memory of one GPU
 FEWEST_TASKS = 2  # fewer are compiled sooner by who meets them than by a process that has to start first
 
 Task = tuple[Callable[..., None], tuple[object, ...]]
@@ -35,10 +38,26 @@ def compile_ahead(tasks: Sequence[Task], device: torch.device) -> int:
     if device.type != "cuda" or len(tasks) < FEWEST_TASKS or workers < FEWEST_TASKS:
         return 0
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    futures = [pool.submit(function, *arguments) for function, arguments in tasks]
+    with _without_a_script():
+        futures = [pool.submit(function, *arguments) for function, arguments in tasks]
     done, _ = wait(futures, MOST_SECONDS)
     pool.shutdown(wait=len(done) == len(futures), cancel_futures=True)
     return sum(future.exception() is None for future in done)
+
+
+@contextlib.contextmanager
+def _without_a_script() -> Iterator[None]:
+    """A process begins with the file of the program that starts it; a program that was piped in names one in vain."""
+    program = sys.modules["__main__"]
+    file = getattr(program, "__file__", None)
+    if file is None or Path(file).exists():
+        yield
+        return
+    del program.__file__
+    try:
+        yield
+    finally:
+        program.__file__ = file
 
 
 def piece_tasks(pieces: Iterable[Piece]) -> list[Task]:
@@ -60,8 +79,8 @@ def layer_task(config: MultiHeadConfig, work: Workload, dtype: torch.dtype) -> T
 
 
 def is_ours(piece: AttentionCore) -> bool:
-    """Whether our kernels serve it; PyTorch's are there already."""
-    return piece.direction == "decode" or route(piece) == "tiled"
+    """Whether our kernels serve it on a GPU; PyTorch's are there already."""
+    return piece.direction == "decode" or route(piece, "cuda") == "tiled"
 
 
 def run_pieces(pieces: Sequence[AttentionCore]) -> None:

@@ -1,23 +1,29 @@
-"""What a call of a layer costs its host, by phase and by how its attention is served."""
+"""What a call of a layer typically costs its host, by phase and by how its attention is served."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from polyhead.lab.calibration.layers import layer_call
-from polyhead.lab.calibration.timing import host_seconds
+from polyhead.lab.calibration.timing import Call, host_samples, typical
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan.layer_work import layer_work
-from polyhead.plan.timing.limits import LARGEST_MASK, route
-from polyhead.plan.timing.machine import HostCost
+from polyhead.plan.timing.limits import route
+from polyhead.plan.timing.machine import Device, HostCost, Route
 from polyhead.plan.work import AttentionCore, Work
 from polyhead.plan.workload import Workload
 
-WIDTH, HEADS, TOKENS, WINDOW = 128, 2, 16, 8
+# (batch, tokens, heads, key heads, width of a head) of layers with next to nothing to compute. A host does something
+# for each sequence of a cache, and heads that share keys take operators of their own.
+SMALL = ((1, 16, 2, 2, 64), (8, 64, 8, 1, 128), (32, 16, 4, 2, 64))
+SMALL_ON_A_CPU = SMALL[:1]
+# The shortest whose windows our kernels take on a GPU, so that the device is not waited for.
+LONG = ((1, 16_384, 2, 2, 64), (1, 8192, 8, 1, 64))
+WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +38,66 @@ class SmallLayer:
 
 
 def small_layers(device: torch.device) -> Iterator[SmallLayer]:
-    """Plain and windowed, in each phase; on a GPU also windows too long for a mask tensor."""
-    tall = int(LARGEST_MASK**0.5) + 64
-    for window, tokens, heads in ((None, TOKENS, HEADS), (WINDOW, TOKENS, HEADS), (WINDOW, tall, 1)):
-        if tokens == tall and device.type == "cpu":
-            continue
-        width = WIDTH if heads == HEADS else WIDTH // HEADS
-        config = MultiHeadConfig(width, heads, causal=True, window=window, bias=False, finite=True)
-        yield SmallLayer(config, Workload.forward(tokens))
-        yield SmallLayer(config, Workload.training_step(tokens))
-        if window is None:
-            yield SmallLayer(config, Workload.decode(past=tokens))
+    """Plain and windowed, in each phase; on a GPU of several kinds, and windows that are no mask tensor too."""
+    on_gpu = device.type == "cuda"
+    for window in (None, WINDOW):
+        for batch, tokens, heads, kv_heads, dim in SMALL if on_gpu else SMALL_ON_A_CPU:
+            config = _config(heads, kv_heads, dim, window)
+            yield from _called(config, batch, tokens)
+            if window is None or on_gpu:
+                yield SmallLayer(config, Workload.decode(past=tokens, batch=batch))
+    for batch, tokens, heads, kv_heads, dim in LONG if on_gpu else ():
+        yield from _called(_config(heads, kv_heads, dim, WINDOW), batch, tokens)
 
 
-def measure_host(small: SmallLayer, device: torch.device, dtype: torch.dtype) -> HostCost:
-    work = small.counted(dtype)
-    (served,) = {route(piece) for piece in work.pieces if isinstance(piece, AttentionCore) and _is_forward(piece)}
-    seconds = host_seconds(layer_call(small.config, small.work, device=device, dtype=dtype), device)
-    return HostCost(work.phase, served, seconds, work.launches)
+def _config(heads: int, kv_heads: int, dim: int, window: int | None) -> MultiHeadConfig:
+    options = {"num_kv_heads": kv_heads, "causal": True, "window": window, "bias": False, "finite": True}
+    return MultiHeadConfig(heads * dim, heads, **options)  # type: ignore[arg-type]
 
 
-def measure_launch(device: torch.device, dtype: torch.dtype) -> float:
+def _called(config: MultiHeadConfig, batch: int, tokens: int) -> Iterator[SmallLayer]:
+    yield SmallLayer(config, Workload.forward(tokens, batch=batch))
+    yield SmallLayer(config, Workload.training_step(tokens, batch=batch))
+
+
+class Host:
+    """A host that is visited again and again between other work.
+
+    A call costs now half as much again as it did a moment ago, and what one at a time typically costs is the median of
+    moments that lie apart; on a CPU, where others only take time away, the fastest.
+    """
+
+    def __init__(self, layers: Sequence[SmallLayer], device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.layers = layers
+        self.works = [layer.counted(dtype) for layer in layers]
+        self._calls = [layer_call(x.config, x.work, device=device, dtype=dtype) for x in layers]
+        self._launch = launch_call(device, dtype)
+        self._samples: list[list[float]] = [[] for _ in layers]
+        self._launches: list[float] = []
+
+    def visit(self, told: Callable[[str], None]) -> None:
+        """Time every call once more; `told` what comes next."""
+        self._launches += host_samples(self._launch, self.device)
+        for work, call, samples in zip(self.works, self._calls, self._samples, strict=True):
+            told(f"a call of a small layer, {work.phase}")
+            samples += host_samples(call, self.device)
+
+    @property
+    def launch_seconds(self) -> float:
+        return typical(self._launches, self.device)
+
+    @property
+    def costs(self) -> tuple[HostCost, ...]:
+        """Of each layer, what it typically cost so far."""
+        kind: Device = "cuda" if self.device.type == "cuda" else "cpu"
+        found = []
+        for work, samples in zip(self.works, self._samples, strict=True):
+            found.append(HostCost(work.phase, _route(work, kind), typical(samples, self.device), work.launches))
+        return tuple(found)
+
+
+def launch_call(device: torch.device, dtype: torch.dtype) -> Call:
     """One operator on next to nothing."""
     x, weight = torch.randn(1, 8, device=device, dtype=dtype), torch.randn(8, 8, device=device, dtype=dtype)
 
@@ -60,8 +105,10 @@ def measure_launch(device: torch.device, dtype: torch.dtype) -> float:
         with torch.no_grad():
             F.linear(x, weight)
 
-    return host_seconds(call, device)
+    return call
 
 
-def _is_forward(piece: AttentionCore) -> bool:
-    return piece.direction != "backward"
+def _route(work: Work, device: Device) -> Route:
+    cores = (piece for piece in work.pieces if isinstance(piece, AttentionCore) and piece.direction != "backward")
+    (served,) = {route(core, device) for core in cores}
+    return served

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from polyhead.plan.timing.limits import MASK_BYTES, route
+from polyhead.plan.timing.machine import Device
 from polyhead.plan.work import AttentionCore, Direction, Piece, Product, Traffic
 
 ALWAYS = 2  # pieces of a group that are timed whatever time there is
@@ -39,11 +40,13 @@ class Grid:
     cached: Sequence[tuple[int, int]]  # (batch, keys) of decoding
     kv_heads: int
     tiled: Sequence[int]  # tokens of windows that are not handed over as a mask
-    windows: Sequence[int]  # of those, and of decoding over the last of the caches
+    windows: Sequence[int]  # of those, up to half of the tokens
+    cached_windows: Sequence[int]  # of decoding over the last of the caches
     most_flops: float  # of one piece
     most_windowed_flops: float  # of one with a window, of which there is time for few
     most_bytes: float  # that it keeps in memory
     least_backward_flops: float = 0  # a gradient of fewer takes its host longer than the device
+    least_tiled_backward_flops: float = 0  # likewise of our kernels, which are called by Python
 
 
 GPU = Grid(
@@ -69,12 +72,14 @@ GPU = Grid(
         (64, 8192),
     ),
     kv_heads=4,
-    tiled=(40_960, 131_072),
-    windows=(128, 4096),
+    tiled=(2048, 8192, 32_768, 131_072),
+    windows=(64, 512, 4096, 65_536),
+    cached_windows=(128, 4096),
     most_flops=2.5e13,
     most_windowed_flops=5e12,
     most_bytes=20e9,
     least_backward_flops=2e10,
+    least_tiled_backward_flops=1e11,
 )
 CPU = Grid(
     rows=(1, 8, 64, 512, 4096),
@@ -90,6 +95,7 @@ CPU = Grid(
     kv_heads=2,
     tiled=(),
     windows=(),
+    cached_windows=(),
     most_flops=1.5e9,
     most_windowed_flops=1.5e9,
     most_bytes=1e9,
@@ -109,6 +115,7 @@ BRIEF = Grid(
     kv_heads=1,
     tiled=(),
     windows=(),
+    cached_windows=(),
     most_flops=2e12,
     most_windowed_flops=2e12,
     most_bytes=12e9,
@@ -116,69 +123,72 @@ BRIEF = Grid(
 # Parts of the time; a gradient's kernels are looked for and built for longer than all others.
 SHARES = {
     "copies": 1.0,
-    "products": 7.0,
-    "forward": 10.0,
-    "decode": 4.0,
-    "backward": 13.0,
-    "masked": 7.0,
-    "masked backward": 8.0,
-    "tiled": 4.0,
-    "tiled backward": 6.0,
+    "products": 6.0,
+    "forward": 8.0,
+    "decode": 5.0,
+    "backward": 12.0,
+    "masked": 4.0,
+    "masked backward": 5.0,
+    "tiled": 9.0,
+    "tiled backward": 12.0,
 }
 BRIEF_SHARE = 1.0
 
 
-def groups(grid: Grid, dtype: torch.dtype) -> list[Group]:
-    """All that is timed of a dtype, in the order in which it is."""
+def groups(grid: Grid, dtype: torch.dtype, device: Device) -> list[Group]:
+    """All that is timed of a dtype on such a device, in the order in which it is."""
     found: dict[str, Iterable[Piece]] = {
         "copies": [Traffic("output", size) for size in grid.copies],
         "products": _products(grid, dtype),
         "forward": _plain(grid, dtype, "forward"),
         "decode": _decodes(grid, dtype),
         "backward": _plain(grid, dtype, "backward"),
-        "masked": _masked(grid, dtype, "forward"),
-        "masked backward": _masked(grid, dtype, "backward"),
-        "tiled": _tiled(grid, dtype, "forward"),
-        "tiled backward": _tiled(grid, dtype, "backward"),
+        "masked": _masked(grid, dtype, device, "forward"),
+        "masked backward": _masked(grid, dtype, device, "backward"),
+        "tiled": _tiled(grid, dtype, device, "forward"),
+        "tiled backward": _tiled(grid, dtype, device, "backward"),
     }
-    made = {name: tuple(_ordered(piece for piece in found[name] if _fits(piece, grid))) for name in SHARES}
+    made = {name: _ordered([x for x in found[name] if _fits(x, grid, device)], device) for name in SHARES}
     return [Group(name, share, made[name]) for name, share in SHARES.items() if made[name]]
 
 
-def brief_group(dtype: torch.dtype) -> Group:
+def brief_group(dtype: torch.dtype, device: Device) -> Group:
     """What is timed of one more dtype, in one group."""
-    pieces = [piece for group in groups(BRIEF, dtype) for piece in group.pieces]
+    pieces = [piece for group in groups(BRIEF, dtype, device) for piece in group.pieces]
     return Group(str(dtype).removeprefix("torch."), BRIEF_SHARE, tuple(pieces))
 
 
-def computed_flops(piece: Piece) -> float:
+def computed_flops(piece: Piece, device: Device) -> float:
     """FLOPs of every pair, hidden ones too: with a mask tensor they are computed."""
-    if isinstance(piece, AttentionCore) and route(piece) == "masked":
+    if isinstance(piece, AttentionCore) and route(piece, device) == "masked":
         return piece.flops / max(piece.pairs, 1) * piece.batch * piece.queries * piece.keys
     return piece.flops
 
 
-def held_bytes(piece: Piece) -> int:
+def held_bytes(piece: Piece, device: Device) -> int:
     """What it keeps in memory: its operands, and a mask in the forms that it takes on its way."""
-    if isinstance(piece, AttentionCore) and route(piece) == "masked":
+    if isinstance(piece, AttentionCore) and route(piece, device) == "masked":
         return piece.bytes + MASK_BYTES * piece.queries * piece.keys
     return piece.bytes
 
 
-def _fits(piece: Piece, grid: Grid) -> bool:
-    flops = computed_flops(piece)
-    if isinstance(piece, AttentionCore) and piece.direction == "backward" and flops < grid.least_backward_flops:
-        return False
+def _fits(piece: Piece, grid: Grid, device: Device) -> bool:
+    flops = computed_flops(piece, device)
+    if isinstance(piece, AttentionCore) and piece.direction == "backward":
+        tiled = route(piece, device) == "tiled"
+        if flops < (grid.least_tiled_backward_flops if tiled else grid.least_backward_flops):
+            return False
     windowed = isinstance(piece, AttentionCore) and piece.left is not None
-    return flops <= (grid.most_windowed_flops if windowed else grid.most_flops) and held_bytes(piece) <= grid.most_bytes
+    most = grid.most_windowed_flops if windowed else grid.most_flops
+    return flops <= most and held_bytes(piece, device) <= grid.most_bytes
 
 
-def _ordered(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _ordered(pieces: Iterable[Piece], device: Device) -> tuple[Piece, ...]:
     """The largest and the smallest, which tell what is reached and what is paid in any case, then the others mixed."""
-    found = sorted(pieces, key=lambda piece: (computed_flops(piece), piece.bytes))
+    found = sorted(pieces, key=lambda piece: (computed_flops(piece, device), piece.bytes))
     ends = [found.pop() for _ in found[:1]] + [found.pop(0) for _ in found[:1]]
     random.Random(0).shuffle(found)
-    yield from (*ends, *found)
+    return (*ends, *found)
 
 
 def _products(grid: Grid, dtype: torch.dtype) -> Iterator[Product]:
@@ -203,26 +213,31 @@ def _plain(grid: Grid, dtype: torch.dtype, direction: Direction) -> Iterator[Att
             yield _core(direction, 1, 8 * grid.kv_heads, grid.kv_heads, tokens, dim, dtype, right=0)
 
 
-def _masked(grid: Grid, dtype: torch.dtype, direction: Direction) -> Iterator[AttentionCore]:
-    pairs = (grid.pairs[0], grid.pairs[len(grid.pairs) // 2], grid.pairs[max(len(grid.pairs) - 2, 0)])
+def _masked(grid: Grid, dtype: torch.dtype, device: Device, direction: Direction) -> Iterator[AttentionCore]:
+    """Windows that PyTorch is handed as a mask tensor; how long they are makes no difference."""
     for dim in grid.dims:
-        for tokens in grid.tokens:
-            for pair in dict.fromkeys(pairs):
-                core = _core(direction, *pair, pair[1], tokens, dim, dtype, left=max(tokens // 4, 1), right=0)
-                if route(core) == "masked":
-                    yield core
-        for tokens in grid.middle:
-            window = {"left": max(tokens // 4, 1), "right": 0}
-            yield _core(direction, 1, 8 * grid.kv_heads, grid.kv_heads, tokens, dim, dtype, **window)
+        for heads, tokens in _windowed(grid, (*grid.tokens, *grid.middle)):
+            core = _core(direction, *heads, tokens, dim, dtype, left=max(tokens // 4, 1), right=0)
+            if route(core, device) == "masked":
+                yield core
 
 
-def _tiled(grid: Grid, dtype: torch.dtype, direction: Direction) -> Iterator[AttentionCore]:
-    pairs = (grid.pairs[0], grid.pairs[len(grid.pairs) // 2])
+def _tiled(grid: Grid, dtype: torch.dtype, device: Device, direction: Direction) -> Iterator[AttentionCore]:
     for dim in grid.dims:
-        for tokens in grid.tiled:
+        for heads, tokens in _windowed(grid, grid.tiled):
             for window in grid.windows:
-                for pair in pairs:
-                    yield _core(direction, *pair, pair[1], tokens, dim, dtype, left=window - 1, right=0)
+                core = _core(direction, *heads, tokens, dim, dtype, left=window - 1, right=0)
+                if 2 * window <= tokens and route(core, device) == "tiled":
+                    yield core
+
+
+def _windowed(grid: Grid, lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """(batch, heads, key heads) and tokens; keys that heads share are timed at few lengths."""
+    for tokens in dict.fromkeys(lengths):
+        for batch, heads in grid.pairs:
+            yield (batch, heads, heads), tokens
+    for tokens in grid.middle:
+        yield (1, 8 * grid.kv_heads, grid.kv_heads), tokens
 
 
 def _decodes(grid: Grid, dtype: torch.dtype) -> Iterator[AttentionCore]:
@@ -231,7 +246,7 @@ def _decodes(grid: Grid, dtype: torch.dtype) -> Iterator[AttentionCore]:
             sizes = (group * grid.kv_heads, grid.kv_heads, 1)
             for batch, keys in grid.cached:
                 yield AttentionCore("decode", batch, *sizes, keys, dim, dim, dtype, right=0)
-            for window in grid.windows:
+            for window in grid.cached_windows:
                 for batch, keys in grid.cached[-2:]:
                     if window < keys:
                         yield AttentionCore("decode", batch, *sizes, keys, dim, dim, dtype, window - 1, 0)

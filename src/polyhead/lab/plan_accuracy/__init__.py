@@ -17,7 +17,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.lab.calibration.compiling import Task, compile_ahead, is_ours, layer_task
 from polyhead.lab.calibration.layers import layer_call
-from polyhead.lab.calibration.timing import steady_seconds
+from polyhead.lab.calibration.timing import steady_seconds, typical
 from polyhead.lab.measuring.runner import is_out_of_memory
 from polyhead.lab.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
 from polyhead.plan.timing.limits import Bound
@@ -28,7 +28,7 @@ from polyhead.plan.work import AttentionCore
 __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_dict", "write"]
 
 MEDIAN_BOUND, WORST_BOUND = 0.15, 0.35
-VISITS = 2
+VISITS = 3
 MOST_COMPILED_BYTES = 8e9  # of a layer that is compiled for ahead, beside others
 
 
@@ -82,19 +82,20 @@ def measure(
 ) -> Iterator[Outcome]:
     """Predict, then time, shape by shape, and begin none after so many seconds.
 
-    A layer's calls follow one another, as layers do in a model. Every shape is visited twice, as far apart as the run
-    is long, and told of again where the second visit was the faster: a host that is disturbed is only slower.
+    A layer's calls follow one another, as layers do in a model. Every shape is visited three times, as far apart as the
+    run is long, and told of after each visit with what it typically took: a host that is disturbed for a while says
+    little of a layer.
     """
-    began, best = time.perf_counter(), dict.fromkeys(shapes, math.inf)
+    began, times = time.perf_counter(), {shape: list[float]() for shape in shapes}
     compile_ahead(_tasks(shapes, ranges.dtype), device)
-    for visit in range(VISITS):
+    for _ in range(VISITS):
         for shape, regime in shapes.items():
             if time.perf_counter() - began > seconds:
                 return
             taken = _measured(shape, device, ranges.dtype, seed)
-            if visit == 0 or (taken is not None and taken < best[shape]):
-                best[shape] = math.inf if taken is None else taken
-                yield _outcome(shape, regime, taken, machine, ranges.dtype)
+            times[shape] += [] if taken is None else [taken]
+            found = typical(times[shape], device) if times[shape] else None
+            yield _outcome(shape, regime, found, machine, ranges.dtype)
 
 
 def predict_again(content: Mapping[str, Any], machine: Machine) -> list[Outcome]:

@@ -18,15 +18,15 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan.layer_work import layer_work
-from polyhead.plan.timing.limits import LARGEST_MASK, MASK_TRAFFIC
-from polyhead.plan.timing.machine import DATASHEETS, Datasheet
+from polyhead.plan.timing.limits import MASK_TRAFFIC, route
+from polyhead.plan.timing.machine import DATASHEETS, Datasheet, Device
 from polyhead.plan.timing.predict import roofline
 from polyhead.plan.work import PHASES, AttentionCore, Phase, Piece, Work
 from polyhead.plan.workload import Workload
 
 Regime = Literal["prefill", "decode", "training", "launch-bound"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
-SEED = 20_261_116
+SEED = 20_261_117
 MULTIPLE = 8  # of which lengths are
 SHORTEST_WINDOW = 64
 MOST_DRAWS = 200_000
@@ -79,6 +79,7 @@ class Shape:
 class Ranges:
     """From where to where shapes are drawn, and what is too large."""
 
+    device: Device
     tokens: tuple[int, int]
     batch: tuple[int, int]
     heads: tuple[int, int]
@@ -92,6 +93,7 @@ class Ranges:
 
 
 GPU = Ranges(
+    device="cuda",
     tokens=(128, 131_072),
     batch=(1, 64),
     heads=(1, 128),
@@ -105,6 +107,7 @@ GPU = Ranges(
 )
 # Small enough for two slow cores; a look at whether all of it works.
 CPU = Ranges(
+    device="cpu",
     tokens=(32, 1024),
     batch=(1, 4),
     heads=(1, 8),
@@ -119,8 +122,8 @@ CPU = Ranges(
 
 
 def on_a_gpu(ranges: Ranges) -> Ranges:
-    """The same sizes in the numbers that a GPU is calibrated in."""
-    return replace(ranges, dtype=GPU.dtype)
+    """The same sizes on a GPU, in the numbers that it is calibrated in."""
+    return replace(ranges, device=GPU.device, dtype=GPU.dtype)
 
 
 def draw(ranges: Ranges, *, seed: int = SEED, known: Iterable[Piece] = ()) -> dict[Shape, Regime]:
@@ -153,13 +156,12 @@ def regime_of(shape: Shape, work: Work, ranges: Ranges) -> Regime:
 def fits(shape: Shape, work: Work, ranges: Ranges) -> bool:
     """Whether a call is neither too long nor too large."""
     pairs = shape.tokens**2
-    masked = shape.window is not None and shape.phase != "decode" and pairs <= LARGEST_MASK
-    flops = work.flops
-    if masked:
-        for piece in work.pieces:
-            if isinstance(piece, AttentionCore):
-                flops += int(piece.flops * (shape.batch * pairs / piece.pairs - 1))
-    return flops <= ranges.most_flops and work.bytes + (MASK_TRAFFIC * pairs if masked else 0) <= ranges.most_bytes
+    flops, moved = work.flops, work.bytes
+    for piece in work.pieces:
+        if isinstance(piece, AttentionCore) and route(piece, ranges.device) == "masked":
+            flops += int(piece.flops * (shape.batch * pairs / piece.pairs - 1))
+            moved += MASK_TRAFFIC * pairs if piece.direction == "forward" else 0
+    return flops <= ranges.most_flops and moved <= ranges.most_bytes
 
 
 def _in_turns(found: Mapping[Shape, Regime]) -> dict[Shape, Regime]:

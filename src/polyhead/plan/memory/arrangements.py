@@ -51,10 +51,12 @@ def record_differential(config: DifferentialConfig, call: Recorder) -> Block:
     first, second = (record_attention(call, q, k, value, maps) for q, k in zip(*halves, strict=True))
     numbers = call.tokens * layout.num_heads * layout.value_dim
     difference = tape.step(first, second, gives=call.size(numbers), keeps=(second,), gradient_work=call.size(numbers))
-    normed = call.normed(difference, numbers, layout.value_dim, has_weight=False)
+    # Rows that lie token by token are normed without a copy; a GPU copies others, and later their gradient.
+    copies = 2 if first.is_apart else 0
+    normed = call.normed(difference, numbers, layout.value_dim, has_weight=False, gradient_copies=copies)
     scaled = tape.step(normed, gives=normed.size)
     tape.let_go(difference, normed)
-    scaled.is_apart = first.is_apart
+    scaled.is_apart = first.is_apart and not call.on_gpu
     return after_heads(config, call, scaled)
 
 

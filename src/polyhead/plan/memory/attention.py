@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from polyhead.functional.fused import LARGEST_DIM
+from polyhead.functional.window_rule import is_mask_too_large, is_window_too_large
 from polyhead.plan.memory.recorder import INDEX, Heads, Recorder
 from polyhead.plan.memory.tape import Block
 from polyhead.plan.memory.tiles import record_tiles
-from polyhead.plan.timing.limits import LARGEST_MASK
 
 # Copies of the weights that the formula holds at once: logits, exponentials and weights in a forward; of these a
 # backward finds the last two, and makes four more on the way to the gradient of the logits.
 FORWARD_COPIES, KEPT_COPIES, BACKWARD_COPIES = 3, 2, 6
+# Copies of an index by which PyTorch adds up the gradient of what was gathered: places and their order, each as it came
+# and sorted, and what the sort takes besides.
+SORTED_COPIES = 6
 
 
 def record_attention(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
@@ -42,11 +46,12 @@ def _attended(call: Recorder, query: Block, key: Block, value: Block, heads: Hea
         return _written_down(call, query, key, value, heads)
     mask_size = _mask_size(call, heads.queries)
     learned = call.bias == "learned" and call.tape.training
-    if not call.on_gpu and (call.special or learned or mask_size > LARGEST_MASK):
+    if not call.on_gpu and (call.special or learned or is_mask_too_large(mask_size)):
         return record_tiles(call, query, key, value, heads)
     work, read = call.asked.work, (query, key, value)
     rows, seen = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
-    mask = _mask_tensor(call, heads.queries) if 0 < mask_size <= LARGEST_MASK and not call.special else None
+    has_mask = mask_size > 0 and not (call.special or is_mask_too_large(mask_size) or _is_skipped(call, heads))
+    mask = _mask_tensor(call, heads.queries) if has_mask else None
     gradient_work, width = 0, heads.value_dim
     is_opened = mask is not None and call.bias is not None and (call.asked.mask is not None or call.is_dense)
     if is_opened:  # rows that see nothing are opened, and selected away afterwards
@@ -64,16 +69,25 @@ def _attended(call: Recorder, query: Block, key: Block, value: Block, heads: Hea
             read = (call.copied(read[0], rows * width), call.copied(key, seen * width), value)
         else:
             read = (read[0], key, call.copied(value, seen * width))
-    tensors = (*read, *(() if mask is None else (mask,)))
+    tensors = (*read, *(() if mask is None else (_over_batch(call, mask),)))
     options = {"keeps_result": True, "own": 4 * rows, "gradient_work": gradient_work}
     output = call.tape.step(*tensors, gives=call.size(rows * width), keeps=tensors, **options)  # type: ignore[arg-type]
     if is_opened:
         bare, output = output, call.copied(output, rows * width)
         call.tape.let_go(bare)
-    call.tape.let_go(*(block for block in tensors if block not in (query, key, value)))
+    call.tape.let_go(*(block.root for block in tensors if block not in (query, key, value)))
     # Heads lie as the queries do; what was padded lies head by head, or is a part of what the kernel gave.
     output.is_apart = query.is_apart or (not call.on_gpu and heads.head_dim != heads.value_dim)
     return output
+
+
+def _is_skipped(call: Recorder, heads: Heads) -> bool:
+    """Whether our kernels take a window as it is, because they skip the pairs that it hides."""
+    work, mask = call.asked.work, call.asked.mask
+    if call.bias is not None or mask is None or mask.left is None or max(heads.head_dim, heads.value_dim) > LARGEST_DIM:
+        return False
+    sizes = (work.batch, heads.queries, work.queries, work.keys, heads.head_dim)
+    return is_window_too_large(call.device, call.asked.dtype, *sizes)
 
 
 def _mask_size(call: Recorder, heads: int) -> int:
@@ -91,19 +105,31 @@ def _mask_size(call: Recorder, heads: int) -> int:
 
 def _mask_tensor(call: Recorder, heads: int) -> Block:
     """A bias, with what an edge hides in it; or who sees whom, which the kernel turns to numbers."""
-    tape, pairs = call.tape, call.asked.work.queries * call.asked.work.keys
+    tape, pairs, learned = call.tape, call.asked.work.queries * call.asked.work.keys, call.bias == "learned"
     if call.bias is not None:
-        numbers = call.size(heads * pairs)
-        made = tape.step(gives=numbers, work=0 if call.is_dense else INDEX * pairs)
+        numbers, index = call.size(heads * pairs), 0 if call.is_dense else INDEX * pairs
+        # A table that learns keeps which of its columns each pair took, and sorts the pairs by it in the backward.
+        own, gradient_work = (index, SORTED_COPIES * index) if learned else (0, 0)
+        made = tape.step(gives=numbers, own=own, work=index - own, gradient_work=gradient_work)
         if call.asked.mask is not None or call.is_dense:
-            bare, made = made, tape.step(made, gives=numbers, work=pairs, is_passed_on=True)
+            own = pairs if learned else 0
+            bare, made = made, tape.step(made, gives=numbers, own=own, work=pairs - own, is_passed_on=not learned)
             tape.let_go(*(() if call.is_dense else (bare,)))
     else:
         tape.step(gives=pairs, work=(INDEX + 2) * pairs)
         made = tape.step(gives=call.size(pairs))
-    if call.bias != "learned":
+    if not learned:
         made.gradient_size = 0
     return made
+
+
+def _over_batch(call: Recorder, mask: Block) -> Block:
+    """A mask as the kernel reads it: sequences share a bias, whose gradient comes for each of them and is summed."""
+    batch = call.asked.work.batch
+    if batch == 1 or not mask.gradient_size:
+        return mask
+    (expanded,) = call.tape.views(mask, batch * mask.gradient_size)
+    return expanded
 
 
 def _written_down(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:

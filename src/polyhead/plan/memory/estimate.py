@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
+from polyhead.layers.differential_config import DifferentialConfig
 from polyhead.layers.routed_config import RoutedConfig
 from polyhead.masks import Mask
 from polyhead.plan.cost import estimate_cost
@@ -76,7 +77,7 @@ def estimate_memory(
     backward. On "cuda" that is what lives on a GPU as the library and PyTorch run there: a fused backward adds up the
     gradient of the queries in float32 and makes gradients of shared keys for every head before they are summed, and
     keys are copied where a mask hides some. On "cpu" tests hold every arrangement to all storages of a built layer; on
-    a GPU multi-head and grouped queries are held to `torch.cuda.max_memory_allocated`. `memory_doubts` says what may be
+    a GPU they hold most of them to `torch.cuda.max_memory_allocated`. `memory_doubts` says what may be
     further off. Workspaces of products and the optimiser are not in it. The other arguments are those of `layer_work`.
 
     >>> from polyhead.layers.config import MultiHeadConfig
@@ -117,17 +118,7 @@ def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[
     >>> memory_doubts(MultiHeadConfig(512, 8)), memory_doubts(MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,)))
     ((), ('memory is not counted to 5% for key heads with different numbers of readers: ...',))
     """
-    doubts = []
-    kind = str(config.to_dict()["kind"]).replace("_", " ")
-    if device == "cuda" and not isinstance(config, MultiHeadConfig):
-        doubts.append(
-            f"memory of {kind} is followed tensor by tensor, and held to 5% on a CPU; on a GPU it has not been measured"
-        )
-    elif device == "cuda" and (getattr(config, "window", None) or isinstance(config.positions, BIASES)):  # type: ignore[attr-defined]
-        doubts.append(
-            "memory of mask tensors (a window, biases by distance) is held to 5% on a CPU; "
-            "on a GPU it has not been measured"
-        )
+    doubts = _unmeasured(config) if device == "cuda" else []
     if getattr(config.layout, "key_heads", None) is not None:  # type: ignore[attr-defined]
         doubts.append(
             "memory is not counted to 5% for key heads with different numbers of readers: what is copied for each group"
@@ -138,3 +129,27 @@ def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[
             "how many it takes depends on the text"
         )
     return tuple(doubts)
+
+
+def _unmeasured(config: AttentionConfig) -> list[str]:
+    """What no measurement on a GPU holds. Elsewhere it is held to 5%: prompts of multi-head attention, and every
+    arrangement's forward and training step.
+    """
+    doubts, kind = [], str(config.to_dict()["kind"]).replace("_", " ")
+    if isinstance(getattr(config, "positions", None), BIASES):
+        doubts.append(
+            "memory of positions that add to the logits is held to 5% on a CPU; on a GPU it is counted, and no "
+            "measurement holds it yet"
+        )
+    if isinstance(config, DifferentialConfig):
+        doubts.append(
+            "memory of differential heads was measured in a forward on a GPU; in training it is counted, and no "
+            "measurement holds it yet"
+        )
+    if not isinstance(config, MultiHeadConfig) and getattr(config, "causal", False):
+        named = kind if "head" in kind else f"{kind} heads"
+        doubts.append(
+            f"memory of {named} over a cache, prompts and decoding, is held to 5% on a CPU; "
+            "on a GPU it has not been measured"
+        )
+    return doubts

@@ -95,11 +95,13 @@ class Recorder:
         kind: str = "rms",
         by_head: bool = False,
         has_weight: bool = True,
+        gradient_copies: int = 1,
     ) -> Block:
         """A norm over `width` channels; of heads that lie token by token it gives them head by head.
 
         A GPU keeps what it reads and a number a row. The root mean square of a CPU is made of plain operators, which
-        keep the normed rows as well where they are multiplied by a weight.
+        keep the normed rows as well where they are multiplied by a weight. `gradient_copies` are made of what does not
+        lie head by head in a backward on a GPU: of what was read, of the gradient that arrives.
         """
         size, rows = self.size(numbers), 4 * (numbers // width)
         plain = kind == "rms" and not self.on_gpu
@@ -111,7 +113,7 @@ class Recorder:
             keeps=(block,),
             own=own,
             work=work,
-            gradient_work=3 * self.wide(numbers) if plain else size,
+            gradient_work=3 * self.wide(numbers) if plain else gradient_copies * size,
         )
         found.is_apart = by_head
         return found
@@ -140,8 +142,12 @@ class Recorder:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether hidden keys are to be kept from spreading NaN and Inf."""
-        return self.asked.mask is not None and not self.asked.finite and not self.reads_cache
+        """Whether hidden keys are to be kept from spreading NaN and Inf; a bias on the logits counts as a mask.
+
+        The formula takes a bias by distance for what it is: it hides nothing.
+        """
+        biased = self.bias is not None and (self.form == "fused" or self.is_dense)
+        return (self.asked.mask is not None or biased) and not self.asked.finite and not self.reads_cache
 
     def copied(self, block: Block, numbers: int) -> Block:
         """A copy of so many numbers."""

@@ -11,18 +11,21 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from polyhead.plan.timing.machine import Machine, Route
+from polyhead.functional.fused import LARGEST_DIM
+from polyhead.functional.window_rule import is_mask_too_large, is_window_too_large
+from polyhead.plan.timing.machine import Device, Machine, Route
 from polyhead.plan.work import AttentionCore, Piece, Product, Traffic
 
 Bound = Literal["matrix", "exponentials", "bandwidth", "launch"]
 
-# `auto` hands PyTorch a mask tensor up to this size, and cuts larger ones into tiles of our own kernels.
-LARGEST_MASK = 1 << 30
 MASK_BYTES = 13  # a pair, at once: distances in int64, three masks of them, and one in the kernel's numbers
 MASK_TRAFFIC = 36  # bytes a pair that are read and written to make it
 MASK_LAUNCHES = 9
 QUERY_TILE = 128  # queries, or keys in the backward, that one processor holds at a time
 KEY_TILE = 64
+# Keys that a tile of queries under a band takes time for besides those that it sees: half of the tiles at both edges is
+# hidden, all of them is compared pair by pair, and a program begins and ends.
+EDGE_KEYS = 512
 DECODE_ROWS = 16  # the fewest rows that a matrix unit multiplies
 # Tiles that a library of products chooses among, each with how much of a processor it makes use of.
 GPU_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9), (64, 256, 0.8), (64, 128, 0.7), (64, 64, 0.45))
@@ -62,7 +65,8 @@ class Limits:
         return max(resources, key=lambda name: resources[name])
 
 
-def limits(piece: Piece, machine: Machine) -> Limits:
+def limits(piece: Piece, machine: Machine, served: Route | None = None) -> Limits:
+    """Of a piece that is `served` in this way; as `auto` would on that machine, unless given."""
     if isinstance(piece, Product):
         return _of_product(piece, machine)
     if isinstance(piece, Traffic):
@@ -70,18 +74,28 @@ def limits(piece: Piece, machine: Machine) -> Limits:
         moved = launches * copy_seconds(-(-piece.bytes // launches), machine)
         fixed = launches * machine.shortest["traffic"]
         return Limits(0.0, piece.exponentials / machine.exponential_rate, max(moved - fixed, 0.0), fixed)
-    return _of_decode(piece, machine) if piece.direction == "decode" else _of_attention(piece, machine)
+    if piece.direction == "decode":
+        return _of_decode(piece, machine)
+    return _of_attention(piece, machine, route(piece, machine.device) if served is None else served)
 
 
-def route(core: AttentionCore) -> Route:
+def route(core: AttentionCore, device: Device) -> Route:
     """How `auto` serves it: PyTorch's kernels without a mask or with one, or tiles of a band.
 
-    A band other than a causal edge is a mask tensor for PyTorch, and every pair is computed.
+    A band other than a causal edge is a mask tensor for PyTorch, and every pair is computed: where that takes too much
+    memory, or on a GPU more time than kernels that skip what a window hides, tiles are taken.
     """
     is_causal = core.left is None and core.right == 0 and core.queries in (core.keys, 1)
     if core.direction == "decode" or core.mask is None or is_causal:
         return "plain"
-    return "masked" if core.queries * core.keys <= LARGEST_MASK else "tiled"
+    return "tiled" if is_mask_too_large(core.queries * core.keys) or _is_skipped(core, device) else "masked"
+
+
+def _is_skipped(core: AttentionCore, device: Device) -> bool:
+    """Whether our kernel takes it because it skips the pairs that a window hides."""
+    if core.left is None or max(core.head_dim, core.value_dim) > LARGEST_DIM:
+        return False
+    return is_window_too_large(device, core.dtype, core.batch, core.heads, core.queries, core.keys, core.head_dim)
 
 
 def copy_seconds(size: int, machine: Machine) -> float:
@@ -115,9 +129,9 @@ def _of_product(product: Product, machine: Machine) -> Limits:
     return Limits(shortest, 0.0, moved, machine.shortest["product"])
 
 
-def _of_attention(core: AttentionCore, machine: Machine) -> Limits:
-    served = route(core)
+def _of_attention(core: AttentionCore, machine: Machine, served: Route) -> Limits:
     per_pair = core.flops / core.pairs if core.pairs else 0.0  # of all heads
+    exponentials = core.heads
     pairs, before = core.pairs, 0.0
     if served == "masked":
         pairs = core.batch * core.queries * core.keys
@@ -125,11 +139,15 @@ def _of_attention(core: AttentionCore, machine: Machine) -> Limits:
             before = MASK_LAUNCHES * machine.shortest["traffic"]
             before += MASK_TRAFFIC * core.queries * core.keys / machine.bandwidth
     elif served == "tiled":
-        pairs = min(core.batch * core.queries * core.keys, pairs + core.batch * core.queries * QUERY_TILE)
+        pairs = min(core.batch * core.queries * core.keys, pairs + core.batch * core.queries * EDGE_KEYS)
+        if core.direction == "backward":
+            # One walk over the pairs for the keys' gradients, one for the queries': each computes the weights anew.
+            per_pair *= (4 * core.head_dim + 3 * core.value_dim) / (3 * core.head_dim + 2 * core.value_dim)
+            exponentials *= 2
     stretch = _stretch(core, pairs, machine.processors, even=served == "masked" or core.mask is None)
     return Limits(
         stretch * pairs * per_pair / machine.matrix_rate(core.dtype),
-        stretch * pairs * core.heads / machine.exponential_rate,
+        stretch * pairs * exponentials / machine.exponential_rate,
         core.bytes / machine.bandwidth,
         machine.shortest["forward"] * core.launches,
         before,
@@ -144,7 +162,7 @@ def _stretch(core: AttentionCore, pairs: int, processors: int, *, even: bool) ->
     tiles = core.batch * core.heads * -(-held // QUERY_TILE)
     if even:
         return -(-tiles // processors) * processors / tiles
-    reach = met if core.left is None else min(met, core.left + 1 + QUERY_TILE)
+    reach = met if core.left is None else min(met, core.left + 1 + EDGE_KEYS)
     longest = min(QUERY_TILE, held) * reach
     return max(1.0, longest * processors / (pairs * core.heads))
 

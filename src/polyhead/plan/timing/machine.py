@@ -21,17 +21,24 @@ from polyhead.errors import OptionError
 from polyhead.plan.work import AttentionCore, Phase, Piece, Product, Traffic
 
 Route = Literal["plain", "masked", "tiled"]
+Device = Literal["cuda", "cpu"]
 SHIPPED = Path(__file__).parent / "machines"
-FORMAT = 1
+FORMAT = 2
+UNROUTED = 1  # a format whose samples do not tell how they were served
+UNROUTED_PAIRS = 1 << 30  # up to which a window was a mask tensor then, on every device
 _PIECES: Mapping[str, type[Piece]] = {"product": Product, "attention": AttentionCore, "traffic": Traffic}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One piece of work and the seconds it took on the device, everything before it having finished."""
+    """One piece of work and the seconds it took on the device, everything before it having finished.
+
+    `route` is how attention was served when it was timed, whatever would serve it now.
+    """
 
     piece: Piece
     seconds: float
+    route: Route = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class Machine:
     """
 
     name: str
-    device: Literal["cuda", "cpu"]
+    device: Device
     processors: int
     memory_bytes: int
     launch_seconds: float  # that calling one operator on next to nothing costs the host
@@ -200,25 +207,25 @@ class Machine:
             "launch_seconds": float(f"{self.launch_seconds:.5g}"),
             "facts": dict(self.facts),
             "host": [dataclasses.asdict(cost) for cost in self.host],
-            "samples": [{**_to_dict(x.piece), "seconds": float(f"{x.seconds:.5g}")} for x in self.samples],
+            "samples": [_sample_to_dict(sample) for sample in self.samples],
         }
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        if content.get("format") != FORMAT:
+        if content.get("format") not in (UNROUTED, FORMAT):
             raise OptionError(
-                f"a machine's file must have format {FORMAT}, got {content.get('format')!r}; calibrate the machine anew"
+                f"a machine's file must have format {UNROUTED} or {FORMAT}, got {content.get('format')!r}; "
+                "calibrate the machine anew"
             )
-        samples = [{**sample} for sample in content["samples"]]
-        seconds = [sample.pop("seconds") for sample in samples]
-        pieces = [_from_dict(sample) for sample in samples]
+        routed = content["format"] != UNROUTED
+        samples = tuple(_sample_from_dict(sample, routed) for sample in content["samples"])
         return cls(
             content["name"],
             content["device"],
             content["processors"],
             content["memory_bytes"],
             content["launch_seconds"],
-            tuple(Sample(piece, taken) for piece, taken in zip(pieces, seconds, strict=True)),
+            samples,
             tuple(HostCost(**cost) for cost in content["host"]),
             content["facts"],
         )
@@ -241,6 +248,26 @@ def _files() -> dict[str, Path]:
     """One calibrated here hides one of the same name that came with the library."""
     found = {path.stem: path for folder in (SHIPPED, own_folder()) for path in folder.glob("*.json")}
     return dict(sorted(found.items()))
+
+
+def _sample_to_dict(sample: Sample) -> dict[str, Any]:
+    found = _to_dict(sample.piece)
+    found |= {} if sample.route == "plain" else {"route": sample.route}
+    return {**found, "seconds": float(f"{sample.seconds:.5g}")}
+
+
+def _sample_from_dict(content: Mapping[str, Any], routed: bool) -> Sample:
+    piece = _from_dict({name: x for name, x in content.items() if name not in ("seconds", "route")})
+    return Sample(piece, content["seconds"], content.get("route", "plain") if routed else _unrouted(piece))
+
+
+def _unrouted(piece: Piece) -> Route:
+    """How a piece was served that an older file holds."""
+    if not isinstance(piece, AttentionCore) or piece.direction == "decode" or piece.mask is None:
+        return "plain"
+    if piece.left is None and piece.right == 0 and piece.queries in (piece.keys, 1):
+        return "plain"
+    return "masked" if piece.queries * piece.keys <= UNROUTED_PAIRS else "tiled"
 
 
 def _to_dict(piece: Piece) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def roofline(work: Work, flops: float, bandwidth: float) -> float:
     return max(work.flops / flops, work.bytes / bandwidth)
 
 
-def place(piece: Product | AttentionCore) -> tuple[float, ...]:
-    """Where a piece lies among others of its kind, in octaves; what kernels are made for weighs double."""
+def place(piece: Product | AttentionCore, served: Route) -> tuple[float, ...]:
+    """Where a piece lies among others that are served alike, in octaves; what kernels are made for weighs double."""
     if isinstance(piece, Product):
         return _logarithms(piece.rows * piece.count, piece.columns, piece.inner)
     ratio = piece.heads / max(piece.kv_heads, 1)
@@ -101,7 +101,6 @@ def place(piece: Product | AttentionCore) -> tuple[float, ...]:
         hidden = piece.keys / max(piece.visible_keys, 1)
         return (*_logarithms(piece.batch * piece.kv_heads, piece.visible_keys, ratio * piece.queries, hidden), width)
     sizes = (*_logarithms(piece.batch * piece.heads, piece.queries, piece.keys), width, math.log2(ratio) / 2)
-    served = route(piece)
     if served == "plain":
         return (*sizes, 2.0 if piece.is_causal else 0.0)
     if served == "tiled":
@@ -126,30 +125,30 @@ def _corrections(machine: Machine) -> Mapping[Kind, Correction]:
     for sample in machine.samples:
         piece = sample.piece
         if not isinstance(piece, Traffic):
-            places.setdefault(_kind(piece), []).append(place(piece))
-            ratios.setdefault(_kind(piece), []).append(_ratio(sample, machine))
+            kind = _kind(piece, sample.route)
+            places.setdefault(kind, []).append(place(piece, sample.route))
+            ratios.setdefault(kind, []).append(_ratio(sample, machine))
     return {kind: Correction.fit(places[kind], ratios[kind]) for kind in places}
 
 
 def _ratio(sample: Sample, machine: Machine) -> float:
     """How much longer than by physics the kernel took; at the least a tenth of the time is its own."""
-    least = limits(sample.piece, machine)
+    least = limits(sample.piece, machine, sample.route)
     return max(sample.seconds - least.before, 0.1 * sample.seconds) / least.kernel_seconds
 
 
-def _kind(piece: Product | AttentionCore) -> Kind:
-    if isinstance(piece, Product):
-        return ("product", "plain", piece.dtype)
-    return (piece.direction, route(piece), piece.dtype)
+def _kind(piece: Product | AttentionCore, served: Route) -> Kind:
+    return ("product" if isinstance(piece, Product) else piece.direction, served, piece.dtype)
 
 
 def _factor(piece: Product | AttentionCore, machine: Machine) -> float:
     """How much longer than by physics. What was not timed in this form gets the middle of the form nearest to it."""
     machine.check_dtype(piece.dtype)
     corrections = _corrections(machine)
-    kind, served, dtype = _kind(piece)
+    by: Route = "plain" if isinstance(piece, Product) else route(piece, machine.device)
+    kind, served, dtype = _kind(piece, by)
     if (kind, served, dtype) in corrections:
-        return corrections[kind, served, dtype](place(piece))
+        return corrections[kind, served, dtype](place(piece, by))
     nearest: list[Kind] = [(kind, "plain", dtype), *((kind, served, other) for other in machine.dtypes)]
     for other in (*nearest, ("forward", "plain", dtype)):
         if other in corrections:
@@ -160,7 +159,7 @@ def _factor(piece: Product | AttentionCore, machine: Machine) -> float:
 def _host_seconds(work: Work, machine: Machine) -> float:
     """Of one layer: what the call of a small one took, and a launch for each that this one has more."""
     launches = sum(piece.launches for piece in work.pieces)
-    routes = [route(piece) for piece in work.pieces if isinstance(piece, AttentionCore)]
+    routes = [route(piece, machine.device) for piece in work.pieces if isinstance(piece, AttentionCore)]
     cost = host_cost(work.phase, "plain" if not routes else max(routes, key=_UNUSUAL.index), machine.host)
     if cost is None:
         return 0.0
@@ -171,9 +170,10 @@ _UNUSUAL: tuple[Route, ...] = ("plain", "tiled", "masked")
 
 
 def host_cost(phase: Phase, served: Route, costs: Iterable[HostCost]) -> HostCost | None:
-    """What was measured of such calls; of the plain ones where these were not."""
-    found = {(cost.phase, cost.route): cost for cost in costs}
-    return found.get((phase, served), found.get((phase, "plain")))
+    """What was measured of such calls, the middle of several layers; of the plain ones where these were not."""
+    same = [cost for cost in costs if cost.phase == phase]
+    found = [cost for cost in same if cost.route == served] or [cost for cost in same if cost.route == "plain"]
+    return sorted(found, key=lambda cost: cost.seconds)[(len(found) - 1) // 2] if found else None
 
 
 def _bound(parts: Iterable[Part]) -> Bound:
