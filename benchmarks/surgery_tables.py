@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from polyhead.lab.surgery_quality.points import Result, read_results
-from polyhead.lab.surgery_quality.standings import best_by_place, curves_of, headline, place_of, said
+from polyhead.lab.surgery_quality.standings import best_by_place, curves_of, headline, is_curve, place_of, said
 from polyhead.lab.surgery_quality.tasks import Split
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
+NOT_STOCK = "What cannot is loaded by `polyhead.load`, or anywhere padded with heads of zeros, and then saves no time."
 TITLES = {"perplexity": "perplexity", "ratio": "over the whole model's", "spearman": "Spearman", "cosine": "cosine"}
 
 
@@ -103,7 +104,9 @@ def _curves(results: list[Result]) -> list[str]:
             cell = _seeds(curve.figures[at])
             cells.append(cell + (f" ({beside[curve.name].medians[at]:.2f})" if curve.name in beside else ""))
         lines.append(f"| {curve.name} | {' | '.join(cells)} |")
-    return lines
+    stock = any(result.form == "stock" for result in results if is_curve(result.point))
+    first = "Some points of these curves" if stock else "No point of these curves"
+    return [*lines, "", f"{first} can be saved in a form that stock classes load. {NOT_STOCK}"]
 
 
 def _seeds(figures: Sequence[float]) -> str:
