@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError
+from polyhead.plan.timing.limits import route
 from polyhead.plan.timing.machine import DATASHEETS, HostCost, Machine, Sample, list_machines, own_folder
 from polyhead.plan.work import AttentionCore, Product, Traffic
 
@@ -43,26 +44,12 @@ def test_a_machine_comes_back_from_its_file_as_it_was(machine, tmp_path):
     assert again.host == machine.host
 
 
-@pytest.mark.parametrize(
-    ("tokens", "band", "expected"),
-    [
-        (8192, {}, "plain"),
-        (8192, {"right": 0}, "plain"),
-        (32_768, {"left": 63, "right": 0}, "masked"),
-        (32_776, {"left": 63, "right": 0}, "tiled"),
-    ],
-)
-def test_samples_of_an_older_file_were_served_by_the_rule_of_then(machine, tokens, band, expected):
-    """A mask tensor up to 2^30 pairs, however much work it hid: such a sample tells nothing of our kernel."""
-    sizes = {"batch": 8, "heads": 16, "kv_heads": 16, "queries": tokens, "keys": tokens, "head_dim": 64}
-    core = AttentionCore("forward", **sizes, value_dim=64, dtype=BF16, **band)
-    content = dataclasses.replace(machine, samples=(*machine.samples, Sample(core, 1e-3, expected))).to_dict()
-    for sample in content["samples"]:
-        sample.pop("route", None)
-    again = Machine.from_dict({**content, "format": 1})
-    assert again.samples[-1] == Sample(core, 1e-3, expected)
-    assert again.samples[:-1] == machine.samples
-    assert again.to_dict()["format"] == 2
+def test_a_sample_keeps_how_it_was_served_whatever_would_serve_it_now(machine):
+    sizes = {"batch": 8, "heads": 16, "kv_heads": 16, "queries": 8192, "keys": 8192, "head_dim": 64}
+    core = AttentionCore("forward", **sizes, value_dim=64, dtype=BF16, left=63, right=0)
+    masked = dataclasses.replace(machine, samples=(*machine.samples, Sample(core, 1e-3, "masked")))
+    assert route(core, "cuda") == "tiled"
+    assert Machine.from_dict(masked.to_dict()).samples == masked.samples
 
 
 def test_a_file_holds_a_line_a_sample(machine, tmp_path):
@@ -135,8 +122,8 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
     with pytest.raises(OptionError, match="must hold a calibrated machine, got JSONDecodeError"):
         Machine.load(broken)
     broken.write_text(json.dumps({"format": 0}), encoding="utf-8")
-    with pytest.raises(OptionError, match="must have format 1 or 2, got 0"):
+    with pytest.raises(OptionError, match="must have format 2, got 0"):
         Machine.load(broken)
-    broken.write_text(json.dumps({"format": 1}), encoding="utf-8")
-    with pytest.raises(OptionError, match="got KeyError: 'samples'"):
+    broken.write_text(json.dumps({"format": 2}), encoding="utf-8")
+    with pytest.raises(OptionError, match="got KeyError: 'name'"):
         Machine.load(broken)

@@ -24,8 +24,6 @@ Route = Literal["plain", "masked", "tiled"]
 Device = Literal["cuda", "cpu"]
 SHIPPED = Path(__file__).parent / "machines"
 FORMAT = 2
-UNROUTED = 1  # a format whose samples do not tell how they were served
-UNROUTED_PAIRS = 1 << 30  # up to which a window was a mask tensor then, on every device
 _PIECES: Mapping[str, type[Piece]] = {"product": Product, "attention": AttentionCore, "traffic": Traffic}
 
 
@@ -212,20 +210,17 @@ class Machine:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        if content.get("format") not in (UNROUTED, FORMAT):
+        if content.get("format") != FORMAT:
             raise OptionError(
-                f"a machine's file must have format {UNROUTED} or {FORMAT}, got {content.get('format')!r}; "
-                "calibrate the machine anew"
+                f"a machine's file must have format {FORMAT}, got {content.get('format')!r}; calibrate the machine anew"
             )
-        routed = content["format"] != UNROUTED
-        samples = tuple(_sample_from_dict(sample, routed) for sample in content["samples"])
         return cls(
             content["name"],
             content["device"],
             content["processors"],
             content["memory_bytes"],
             content["launch_seconds"],
-            samples,
+            tuple(map(_sample_from_dict, content["samples"])),
             tuple(HostCost(**cost) for cost in content["host"]),
             content["facts"],
         )
@@ -256,18 +251,9 @@ def _sample_to_dict(sample: Sample) -> dict[str, Any]:
     return {**found, "seconds": float(f"{sample.seconds:.5g}")}
 
 
-def _sample_from_dict(content: Mapping[str, Any], routed: bool) -> Sample:
+def _sample_from_dict(content: Mapping[str, Any]) -> Sample:
     piece = _from_dict({name: x for name, x in content.items() if name not in ("seconds", "route")})
-    return Sample(piece, content["seconds"], content.get("route", "plain") if routed else _unrouted(piece))
-
-
-def _unrouted(piece: Piece) -> Route:
-    """How a piece was served that an older file holds."""
-    if not isinstance(piece, AttentionCore) or piece.direction == "decode" or piece.mask is None:
-        return "plain"
-    if piece.left is None and piece.right == 0 and piece.queries in (piece.keys, 1):
-        return "plain"
-    return "masked" if piece.queries * piece.keys <= UNROUTED_PAIRS else "tiled"
+    return Sample(piece, content["seconds"], content.get("route", "plain"))
 
 
 def _to_dict(piece: Piece) -> dict[str, Any]:
