@@ -11,7 +11,6 @@ most alike are tried, and those of the head that can best go with the heads most
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 import polyhead.huggingface
 from polyhead.inspection import within
 from polyhead.inspection.heads import Group, Likeness
-from polyhead.inspection.questions import CHANCE_TOKENS
+from polyhead.inspection.questions import CHANCE_TOKENS, random_twin
 from polyhead.lab.measuring import machine
 from polyhead.lab.surgery_quality.language import LanguageTask
 from polyhead.lab.surgery_quality.sentences import LONGEST, SentenceTask
@@ -112,7 +111,7 @@ class Alike:
 def alike(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> Alike:
     """As `polyhead inspect` has it: against random weights, which read short pieces of the same text."""
     own = _cosines(model, batches)
-    null = _cosines(_random_twin(model, seed), _beginnings(batches))
+    null = _cosines(random_twin(model, seed), _beginnings(batches))
     found = within.groups_of({site: {"cosine": x} for site, x in own.items()}, null)
     return Alike({site.name: x for site, x in own.items()}, found.get("groups", ()), found.get("likeness"))
 
@@ -137,15 +136,6 @@ def _beginnings(batches: Sequence[Batch]) -> list[Batch]:
                 found.append({name: x[row : row + 1, real][:, :CHANCE_LENGTH] for name, x in batch.items()})
                 tokens += found[-1]["input_ids"].shape[1]
     return found
-
-
-def _random_twin(model: Any, seed: int) -> nn.Module:
-    """A model of the same configuration, as it is before any training."""
-    parameter = next(model.parameters())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        twin: nn.Module = type(model)(copy.deepcopy(model.config))
-    return twin.to(parameter.device, parameter.dtype).eval()
 
 
 def parts_to_merge(heads: HeadWeights, group: Sequence[int]) -> list[tuple[int, ...]]:

@@ -129,7 +129,7 @@ class Questions:
 
     def chance(self) -> tuple[tuple[HeadRoles, ...], dict[AttentionSite, Tensor]]:
         """The same of a model of the same layout with random weights: what layout and text alone bring about."""
-        model = _random_twin(self.loaded.model, self.settings.seed)
+        model = random_twin(self.loaded.model, self.settings.seed)
         wiring = self.wiring(model)
         batches = self.reader.some_batches(CHANCE_TOKENS)
         gather: list[Gatherer] = [Contributions(), EvidenceGatherer(rare=rare_tokens(self.reader.counts))]
@@ -186,7 +186,7 @@ def _unembedding(model: Any) -> Tensor | None:
     return None if found is None else found.weight.detach()
 
 
-def _random_twin(model: Any, seed: int) -> nn.Module:
+def random_twin(model: Any, seed: int) -> nn.Module:
     """A model of the same configuration, as it is before any training."""
     parameter = next(model.parameters())
     before = torch.get_default_dtype()
