@@ -91,8 +91,9 @@ def shrink(
         bool,
         typer.Option(
             "--search",
-            help="Move heads between layers while the model measures better on some of the text that repair is chosen "
-            "on and the target is still reached; that takes some hundred measurements. The curve is not searched.",
+            help="Move heads between layers (with --form uniform: exchange them within layers) while the model "
+            "measures better on some of the text that repair is chosen on and the target is still reached; that takes "
+            "some hundred measurements. The curve is not searched.",
         ),
     ] = False,
     field: Field = "text",
@@ -116,7 +117,6 @@ def shrink(
 
     from polyhead.surgery import apply
     from polyhead.surgery.choosing.budgets import Target
-    from polyhead.surgery.choosing.shrinking import Shrinker
     from polyhead.surgery.choosing.uniform import uniform_layouts
     from polyhead.surgery.repair.as_if import GivenOutputs
 
@@ -153,7 +153,7 @@ def shrink(
         if measured:
             gone = reach_measured(shrinker, shrinker.stages(), wanted, asked.calibration)
         gained = ""
-        if asked.search is not None and isinstance(shrinker, Shrinker):
+        if asked.search is not None:
             gone, gained = search_heads(shrinker, wanted, asked.search, asked.choose)
         outputs, way = _repair(shrinker, gone, asked)
         aim = f"{wanted.amount:g} times less time on this machine" if measured else wanted
@@ -207,14 +207,7 @@ def _check_ways(form: str | None, criterion: str, *, search: bool, measured: boo
             "--search moves heads while a target that is counted is still reached, got --measured as well; leave one "
             "out"
         )
-    if form != "uniform":
-        return
-    if search:
-        raise OptionError(
-            "--search moves heads between layers, got --form uniform, with which every layer keeps as many; leave one "
-            "out"
-        )
-    if criterion != "repaired":
+    if form == "uniform" and criterion != "repaired":
         raise OptionError(f"with --form uniform heads go by the criterion repaired, got {criterion!r}; leave one out")
 
 

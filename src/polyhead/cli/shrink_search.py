@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from polyhead.surgery.choosing.budgets import Target
     from polyhead.surgery.choosing.quality import Quality
     from polyhead.surgery.choosing.shrinking import Shrinker
+    from polyhead.surgery.choosing.uniform import UniformShrinker
 
 SEARCH_CONTEXTS = 16
 
@@ -24,21 +25,21 @@ def search_batches(loaded: LoadedModel, contexts: Sequence[Context]) -> list[Map
 
 
 def search_heads(
-    shrinker: Shrinker, target: Target, few: Quality, quality: Quality
+    shrinker: Shrinker | UniformShrinker, target: Target, few: Quality, quality: Quality
 ) -> tuple[dict[str, tuple[int, ...]], str]:
-    """Heads moved between layers by a quality of a few rows, and what that gained on all of them, in words."""
+    """Heads searched by a quality of a few rows, and what that gained on all of them, in words."""
     total = shrinker.search_measurements()
-    with bar(f"Move heads between layers by up to {total:,} measurements of the {few.name}", total) as step:
+    with bar(f"Search for heads by up to {total:,} measurements of the {few.name}", total) as step:
         found = shrinker.searched(target, few, progress=step)
     told = f"Searched by {found.measured:,} measurements: "
     if not found.moved:
-        return found.first, told + "no head moved between layers"
+        return found.first, told + f"no head {shrinker.searches}"
     before, after = (shrinker.worth(gone, quality).value for gone in (found.first, found.gone))
     text = "on the text that repair is chosen on"
     if (after <= before) if quality.name == "fidelity" else (after >= before):
-        return found.first, f"{told}moves between layers gained nothing {text}, and none was made"
+        return found.first, f"{told}heads {shrinker.searches} gained nothing {text}, and none was"
     heads = "head" if found.moved == 1 else "heads"
     return found.gone, (
-        f"{told}{found.moved} {heads} moved between layers; {text} {quality.name} {after:.4g} instead of {before:.4g}, "
+        f"{told}{found.moved} {heads} {shrinker.searches}; {text} {quality.name} {after:.4g} instead of {before:.4g}, "
         f"of the whole model {quality.whole:.4g}"
     )

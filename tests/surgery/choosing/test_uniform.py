@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from polyhead.surgery.choosing import uniform
 from polyhead.surgery.choosing.budgets import Target
 from polyhead.surgery.choosing.evidence import Evidence, Judge
 from polyhead.surgery.choosing.quality import Fidelity, language_slope
+from polyhead.surgery.choosing.search import RankedSet, refined_sets
 from polyhead.surgery.choosing.uniform import (
+    UniformLayout,
     UniformShrinker,
     fits_stock,
-    uniform_choice,
     uniform_heads,
     uniform_layouts,
+    uniform_sets,
 )
 from polyhead.surgery.repair.as_if import GivenOutputs, as_if
 from polyhead.surgery.repair.least_squares import Problem
@@ -99,7 +102,8 @@ def test_the_largest_layout_that_reaches_a_target_is_taken():
         assert shrinker.in_words(gone) == words
         assert shrinker.size(gone).reaches(Target.parse(target))
         assert fits_stock(shrinker.model, gone)
-        assert gone == uniform_choice(shrinker.evidence, *layout, "token")
+        sets = uniform_sets(shrinker.evidence, *layout, "token")
+        assert gone == {path: own[0].heads for path, own in sets.items()}
     with pytest.raises(OptionError, match=r"can be left with heads/key heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
         shrinker.reach(Target("cache", 4.0))
     assert [sum(map(len, gone.values())) for gone in shrinker.stages()] == [4, 6, 8, 8, 10]
@@ -118,6 +122,46 @@ def test_the_curve_of_layouts_has_its_controls(monkeypatch):
     assert [point.gone for point in points] == [4, 6, 8, 8, 10]
     monkeypatch.setattr(uniform, "MOST_LAYOUTS", 3)
     assert [choice.layout for choice in shrinker.choices()] == ["4/2", "2/2", "1/1"]
+
+
+def test_sets_are_all_that_end_in_a_layout_the_cheapest_first():
+    shrinker = uniform_shrinker()
+    sets = shrinker.sets(UniformLayout(3, 3))
+    for path, own in sets.items():
+        groups = shrinker.evidence.heads[path].readers
+        assert len(own) == math.prod(map(len, groups)) == len({x.heads for x in own})
+        assert [x.cost for x in own] == sorted(x.cost for x in own)
+        assert all(len(set(group) - set(x.heads)) == 1 for x in own for group in groups)
+
+
+def test_a_search_exchanges_heads_within_layers_while_that_helps():
+    shrinker, target = uniform_shrinker(), Target("heads", 0.5)
+    quality = Fidelity(shrinker.model, batches_of_tokens()[:1])
+    told = []
+    found = shrinker.searched(target, quality, tries=16, progress=told.append)
+    assert sum(told) == found.measured == 1 + 2 * 7
+    assert found.first == shrinker.reach(target)
+    assert found.loss < found.first_loss
+    assert found.moved > 0
+    assert {path: len(own) for path, own in found.gone.items()} == {path: len(own) for path, own in found.first.items()}
+    assert fits_stock(shrinker.model, found.gone)
+    with as_if(shrinker.model, shrinker.evidence.layers, shrinker.repaired(found.gone)):
+        assert quality.loss() == pytest.approx(found.loss, abs=1e-9)
+
+
+def test_a_search_of_sets_takes_what_measures_best_whatever_the_evidence_says():
+    """Two layers of two sets each, of which the evidence prefers the wrong one in the first."""
+    ranked = {"a": [RankedSet(1.0, (0,)), RankedSet(1.2, (1,))], "b": [RankedSet(1.0, (2,)), RankedSet(1.1, (3,))]}
+    losses = {(0,): 3.0, (1,): 1.0, (2,): 1.0, (3,): 2.0}
+
+    def measure(outputs):
+        return sum(losses[heads] for heads in outputs.values())
+
+    found = refined_sets(ranked, lambda path, heads: heads, measure)
+    assert found == ({"a": (1,), "b": (2,)}, 2.0, 4.0)
+    assert refined_sets(ranked, lambda path, heads: heads, measure, tries=1)[0] == {"a": (0,), "b": (2,)}
+    with pytest.raises(OptionError, match="tries must be at least 1, got 0"):
+        refined_sets(ranked, lambda path, heads: heads, measure, tries=0)
 
 
 def test_a_model_of_one_layout_is_stock_and_gives_the_same(tmp_path):

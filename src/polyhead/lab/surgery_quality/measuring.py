@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +15,8 @@ from polyhead.surgery.calibration.sensitivity import token_weights
 from polyhead.surgery.choosing.criteria import orders_by
 from polyhead.surgery.choosing.evidence import Evidence, Weighting
 from polyhead.surgery.choosing.orders import PruningOrder, choose_heads
-from polyhead.surgery.choosing.search import TRIES, measured_orders, refined
-from polyhead.surgery.choosing.uniform import fits_stock, uniform_choice
+from polyhead.surgery.choosing.search import TRIES, measured_orders, refined, refined_sets
+from polyhead.surgery.choosing.uniform import fits_stock, uniform_sets
 from polyhead.surgery.repair.as_if import Outputs, as_if, plain_outputs
 from polyhead.surgery.repair.in_order import solve_in_order
 from polyhead.surgery.repair.least_squares import Problem
@@ -69,7 +69,12 @@ class Bench:
     def choose(self, point: Point) -> Gone:
         """The heads that go, by layer."""
         if point.stock is not None:
-            return uniform_choice(self.evidence, *parse_stock(point.stock), point.weighting)
+            sets = uniform_sets(self.evidence, *parse_stock(point.stock), point.weighting)
+            if not point.searched:
+                return {path: own[0].heads for path, own in sets.items()}
+            self.report("exchanging heads within layers")
+            outputs_of = partial(self._once, weighting=point.weighting)
+            return refined_sets(sets, outputs_of, self._loss, tries=self.tries)[0]
         orders = self._orders(point.criterion, point.weighting, point.seed)
         count = round(point.share * self.heads)
         if not point.searched:

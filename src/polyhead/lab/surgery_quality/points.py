@@ -141,8 +141,9 @@ def tuned(shares: Iterable[float], stock: Iterable[str]) -> list[Point]:
             ("token", "stream", 1e-3, False),
             ("token", "stream", 1e-1, False),
         ]
+        ways.append(("token", "once", 1e-3, True))
         if form is None:
-            ways += [("token", "once", 1e-3, True), ("token", "stream", 1e-3, True)]
+            ways.append(("token", "stream", 1e-3, True))
         for weighting, repair, ridge, searched in ways:
             found.append(Point("repaired", share, repair, weighting, ridge, stock=form, searched=searched))
     return found

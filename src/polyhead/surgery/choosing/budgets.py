@@ -100,6 +100,24 @@ class CurvePoint:
     layout: str | None = None  # heads/key heads of every layer, where all end alike
 
 
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The heads that a search ends with, those it began with, and what the model loses without either."""
+
+    gone: Gone
+    first: Gone  # what the evidence alone chooses
+    loss: float
+    first_loss: float
+    measured: int
+
+    @property
+    def moved(self) -> int:
+        """How many heads go that would have stayed, or stay that would have gone, whichever are more."""
+        paths = {**self.gone, **self.first}
+        sets = [(set(self.gone.get(path, ())), set(self.first.get(path, ()))) for path in paths]
+        return max(sum(len(now - before) for now, before in sets), sum(len(before - now) for now, before in sets))
+
+
 class Trials:
     """One model and its evidence: how small it is without some of its heads, and what it is worth, repaired or not."""
 

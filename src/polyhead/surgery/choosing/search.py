@@ -6,7 +6,7 @@ and repaired, each layer by itself, and then, all layers together, by moving one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from polyhead.errors import OptionError
@@ -18,6 +18,7 @@ OutputsOf = Callable[[str, int], Outputs]
 # What the model loses with these outputs: less is better.
 Measure = Callable[[Mapping[str, Outputs]], float]
 TRIES = 80
+DOUBT = 0.5  # how far off the evidence may be, as a share of what it says
 
 
 def measured_orders(
@@ -125,3 +126,37 @@ def refined(
         if progress is not None:
             progress(made, tries)
     return Refined({path: taken for path, taken in now.items() if taken}, best, first, made)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedSet:
+    """Heads of a layer that may go together, and what that costs by the evidence."""
+
+    cost: float
+    heads: tuple[int, ...]
+
+
+def refined_sets(
+    ranked: Mapping[str, Sequence[RankedSet]],
+    outputs_of: Callable[[str, tuple[int, ...]], Outputs],
+    measure: Measure,
+    *,
+    tries: int = TRIES,
+) -> tuple[dict[str, tuple[int, ...]], float, float]:
+    """Of every layer one of its sets, the first to begin with: others while they make the model lose less.
+
+    Tried first is what could gain most if the evidence were off by half of what the first costs, each once. What is
+    returned: the heads that go, what the model loses then, and what it lost to begin with.
+    """
+    if tries < 1:
+        raise OptionError(f"tries must be at least 1, got {tries}")
+    now = {path: sets[0].heads for path, sets in ranked.items()}
+    outputs = {path: outputs_of(path, heads) for path, heads in now.items() if heads}
+    best = first = measure(outputs)
+    others = [(x.cost - (1 + DOUBT) * sets[0].cost, path, x.heads) for path, sets in ranked.items() for x in sets[1:]]
+    for _, path, heads in sorted(others)[: tries - 1]:
+        tried = {**outputs, path: outputs_of(path, heads)}
+        loss = measure(tried)
+        if loss < best:
+            best, outputs, now = loss, tried, {**now, path: heads}
+    return now, best, first

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from polyhead.errors import OptionError
 from polyhead.plan import Workload
-from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Target, Trials
+from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Searched, Target, Trials
 from polyhead.surgery.choosing.criteria import orders_by
 from polyhead.surgery.choosing.evidence import Evidence, Weighting
 from polyhead.surgery.choosing.orders import PruningOrder, choose_heads, order_by_score, pruning_order
@@ -21,28 +20,13 @@ from polyhead.surgery.repair.as_if import Outputs, as_if
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """The heads that a search ends with, those it began with, and what the model loses without either."""
-
-    gone: Gone
-    first: Gone  # what the orders' own losses choose
-    loss: float
-    first_loss: float
-    measured: int
-
-    @property
-    def moved(self) -> int:
-        """How many heads go from a layer that would have kept them, or stay, whichever are more."""
-        changes = [len(self.gone.get(path, ())) - len(self.first.get(path, ())) for path in {**self.gone, **self.first}]
-        return max(sum(x for x in changes if x > 0), -sum(x for x in changes if x < 0))
-
-
 class Shrinker(Trials):
     """One model, its evidence, and its heads in the order in which they can go.
 
     Heads go one by one or, for a smaller cache where several heads read one key head, with all that read theirs.
     """
+
+    searches = "moved between layers"
 
     def __init__(
         self,

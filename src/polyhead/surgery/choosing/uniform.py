@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,14 @@ from polyhead.plan import Workload
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Target, Trials
+from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Searched, Target, Trials
 from polyhead.surgery.choosing.evidence import Evidence, Weighting
 from polyhead.surgery.choosing.orders import pruning_order, weighed
+from polyhead.surgery.choosing.quality import Quality
+from polyhead.surgery.choosing.search import TRIES, RankedSet, refined_sets
 from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.edits.head_edits import PruneHeads
+from polyhead.surgery.repair.as_if import Outputs, as_if
 from polyhead.surgery.repair.least_squares import RIDGE, Problem
 from polyhead.surgery.stock.fitting import config_changes
 
@@ -48,10 +51,23 @@ def uniform_heads(
     ridge: float = RIDGE,
     root: Tensor | None = None,
 ) -> tuple[int, ...]:
-    """The heads of a layer that go so that it ends with `num_heads` over `num_kv_heads`, in groups of one size.
+    """The heads of a layer that go so that it ends with `num_heads` over `num_kv_heads`: the first of `ranked_sets`."""
+    return ranked_sets(moments, heads, num_heads, num_kv_heads, ridge=ridge, root=root)[0].heads
 
-    Key heads go whole, with all their readers; of those that stay, each loses equally many. The cheapest, after repair,
-    of all such sets where they are not too many.
+
+def ranked_sets(
+    moments: OutputMoments,
+    heads: HeadWeights,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    ridge: float = RIDGE,
+    root: Tensor | None = None,
+) -> list[RankedSet]:
+    """Sets of heads that can go so that a layer ends with `num_heads` over `num_kv_heads`, in groups of one size.
+
+    Key heads go whole, with all their readers; of those that stay, each loses equally many. The cheapest after repair
+    come first; where there are too many sets to compare, one is found head by head.
     """
     groups = heads.readers
     size = num_heads // num_kv_heads if num_kv_heads else 0
@@ -63,7 +79,7 @@ def uniform_heads(
     problem = Problem.of(moments, heads, ridge)
     sets = math.comb(len(groups), num_kv_heads) * math.prod(math.comb(len(group), size) for group in groups)
     if problem.scale == 0 or sets > MOST_SETS:
-        return _one_after_the_other(moments, heads, groups, size, num_kv_heads, ridge, root)
+        return [RankedSet(0.0, _one_after_the_other(moments, heads, groups, size, num_kv_heads, ridge, root))]
     inverse = torch.cholesky_inverse(problem.factor(problem.channels(range(heads.num_heads))))
     matrix = weighed(problem.matrix, root)
 
@@ -76,7 +92,7 @@ def uniform_heads(
         for stay in itertools.combinations(groups, num_kv_heads)
         for kept in itertools.product(*(itertools.combinations(group, size) for group in stay))
     ]
-    return min(found, key=lambda gone: cost(gone) if gone else 0.0)
+    return sorted((RankedSet(cost(gone) if gone else 0.0, gone) for gone in found), key=lambda x: x.cost)
 
 
 def _one_after_the_other(
@@ -142,11 +158,13 @@ def first_to_go(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple
     return tuple(sorted(head for group in groups for head in group if head not in kept))
 
 
-def uniform_choice(evidence: Evidence, num_heads: int, num_kv_heads: int, weighting: Weighting) -> Gone:
-    """The heads of every layer that go so that each ends with so many, an error weighed by what it costs the model."""
+def uniform_sets(
+    evidence: Evidence, num_heads: int, num_kv_heads: int, weighting: Weighting
+) -> dict[str, list[RankedSet]]:
+    """Of every layer the sets of heads that can go for a layout, the cheapest first."""
     moments = evidence.moments_for(weighting)
     return {
-        path: uniform_heads(
+        path: ranked_sets(
             moments[path],
             heads,
             num_heads,
@@ -161,6 +179,8 @@ def uniform_choice(evidence: Evidence, num_heads: int, num_kv_heads: int, weight
 class UniformShrinker(Trials):
     """One model, its evidence, and the layouts of all its layers that a stock class can hold."""
 
+    searches = "exchanged within layers"
+
     def __init__(
         self,
         evidence: Evidence,
@@ -172,28 +192,69 @@ class UniformShrinker(Trials):
         """`layouts` are those to choose from, the largest first; all that there are by default."""
         super().__init__(evidence, weighting=weighting, work=work)
         self.layouts = uniform_layouts(self.model) if layouts is None else tuple(layouts)
-        self._chosen: dict[UniformLayout, Gone] = {}
+        self._sets: dict[UniformLayout, dict[str, list[RankedSet]]] = {}
+
+    def sets(self, layout: UniformLayout) -> dict[str, list[RankedSet]]:
+        """Of every layer the sets of heads that can go, the cheapest first."""
+        if layout not in self._sets:
+            sizes = layout.num_heads, layout.num_kv_heads
+            self._sets[layout] = uniform_sets(self.evidence, *sizes, self.weighting)
+        return self._sets[layout]
 
     def gone(self, layout: UniformLayout) -> Gone:
         """The heads that go, by layer."""
-        if layout not in self._chosen:
-            found = uniform_choice(self.evidence, layout.num_heads, layout.num_kv_heads, self.weighting)
-            self._chosen[layout] = {path: own for path, own in found.items() if own}
-        return self._chosen[layout]
+        return {path: own[0].heads for path, own in self.sets(layout).items() if own[0].heads}
 
     def reach(self, target: Target) -> Gone:
         """The heads that go for the largest layout that reaches a target; refused where none does."""
+        return self.gone(self._reached(target))
+
+    def _reached(self, target: Target) -> UniformLayout:
         groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
         sizes = {x: self.size({path: first_to_go(own, x) for path, own in groups.items()}) for x in self.layouts}
         for layout, size in sizes.items():
-            if size.reaches(target) and fits_stock(self.model, gone := self.gone(layout)):
-                return gone
+            if size.reaches(target) and fits_stock(self.model, self.gone(layout)):
+                return layout
         smallest = self.layouts[-1]
         raise OptionError(
             f"uniform, every layer of this {type(self.model).__name__} can be left with heads/key heads "
             f"{', '.join(map(str, self.layouts))}, of which {smallest} leaves {sizes[smallest]}, got a target of "
             f"{target}; ask for less, or let layers keep different numbers of heads"
         )
+
+    def search_measurements(self, tries: int = TRIES) -> int:
+        """How many measurements a search takes at most."""
+        return tries
+
+    def searched(
+        self,
+        target: Target,
+        quality: Quality,
+        *,
+        tries: int = TRIES,
+        progress: Callable[[int], None] | None = None,
+    ) -> Searched:
+        """Heads for a target, which of each layer chosen by what the whole model measures, repaired at once.
+
+        Layers keep their layout: of the sets that a layer could lose instead, those are tried that cost little more by
+        the evidence. On this quality the model loses no more than with what `reach` gives.
+        """
+        layout, made = self._reached(target), 0
+
+        def measure(outputs: Mapping[str, Outputs]) -> float:
+            nonlocal made
+            with as_if(self.model, self.evidence.layers, outputs):
+                loss = quality.loss()
+            made += 1
+            if progress is not None:
+                progress(1)
+            return loss
+
+        found, loss, first_loss = refined_sets(
+            self.sets(layout), lambda path, heads: self.repaired({path: heads})[path], measure, tries=tries
+        )
+        gone = {path: own for path, own in found.items() if own}
+        return Searched(gone, self.gone(layout), loss, first_loss, made)
 
     def stages(self) -> list[Gone]:
         """Ever more heads that go, layout by layout."""
