@@ -20,7 +20,7 @@ from polyhead.surgery.choosing.uniform import (
     UniformLayout,
     UniformShrinker,
     fits_stock,
-    uniform_heads,
+    ranked_sets,
     uniform_layouts,
     uniform_sets,
 )
@@ -31,11 +31,11 @@ from tests.surgery.gated import FAMILIES, batches_of_tokens, build, decoder
 
 
 @pytest.mark.parametrize(("heads_left", "keys_left", "options"), [(3, 3, 8), (4, 2, 3), (2, 2, 12), (2, 1, 3)])
-def test_uniform_heads_are_the_cheapest_of_all_sets_in_equal_groups(heads_left, keys_left, options):
+def test_heads_that_go_are_the_cheapest_of_all_sets_in_equal_groups(heads_left, keys_left, options):
     model = grouped()
     moments, heads = of_layer(model, text())
     problem = Problem.of(moments, heads, 1e-10)
-    found = uniform_heads(moments, heads, heads_left, keys_left, ridge=1e-10)
+    found = ranked_sets(moments, heads, heads_left, keys_left, ridge=1e-10)[0].heads
     size = heads_left // keys_left
     sets = []
     for gone in itertools.combinations(range(6), 6 - heads_left):
@@ -46,15 +46,15 @@ def test_uniform_heads_are_the_cheapest_of_all_sets_in_equal_groups(heads_left, 
     assert found == min(sets, key=lambda gone: loss_without(problem, gone))
 
 
-def test_uniform_heads_of_many_sets_go_one_after_the_other(monkeypatch):
+def test_heads_of_many_sets_go_one_after_the_other(monkeypatch):
     monkeypatch.setattr(uniform, "MOST_SETS", 0)
     moments, heads = of_layer(grouped(), text())
     for left, keys in ((3, 3), (4, 2), (2, 2)):
-        gone = uniform_heads(moments, heads, left, keys)
+        gone = ranked_sets(moments, heads, left, keys)[0].heads
         counts = [sum(heads.key_heads[head] == key for head in range(6) if head not in gone) for key in range(3)]
         assert sorted(counts) == [0] * (3 - keys) + [left // keys] * keys
     with pytest.raises(OptionError, match=r"6 heads over 3 key heads can end with fewer of both.*got 5 over 3"):
-        uniform_heads(moments, heads, 5, 3)
+        ranked_sets(moments, heads, 5, 3)
 
 
 def test_what_a_stock_class_holds_is_known_before_a_weight_is_touched():

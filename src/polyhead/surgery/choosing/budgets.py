@@ -118,6 +118,24 @@ class Searched:
         return max(sum(len(now - before) for now, before in sets), sum(len(before - now) for now, before in sets))
 
 
+@dataclass(eq=False)
+class Losses:
+    """What a model loses with other outputs, measured again and again; `made` is how often."""
+
+    trials: Trials
+    quality: Quality
+    progress: Callable[[int], None] | None = None  # told after every measurement that one more was made
+    made: int = 0
+
+    def __call__(self, outputs: Mapping[str, Outputs]) -> float:
+        with as_if(self.trials.model, self.trials.evidence.layers, outputs):
+            loss = self.quality.loss()
+        self.made += 1
+        if self.progress is not None:
+            self.progress(1)
+        return loss
+
+
 class Trials:
     """One model and its evidence: how small it is without some of its heads, and what it is worth, repaired or not."""
 

@@ -9,13 +9,13 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.plan import Workload
-from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Searched, Target, Trials
+from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Losses, Searched, Target, Trials
 from polyhead.surgery.choosing.criteria import orders_by
 from polyhead.surgery.choosing.evidence import Evidence, Weighting
 from polyhead.surgery.choosing.orders import PruningOrder, choose_heads, order_by_score, pruning_order
 from polyhead.surgery.choosing.quality import Quality
 from polyhead.surgery.choosing.search import TRIES, measured_orders, refined
-from polyhead.surgery.repair.as_if import Outputs, as_if
+from polyhead.surgery.repair.as_if import Outputs
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
@@ -131,16 +131,7 @@ class Shrinker(Trials):
             tries: so many measurements are made of moves at most.
             progress: told after every measurement that one more was made.
         """
-        made = 0
-
-        def measure(outputs: Mapping[str, Outputs]) -> float:
-            nonlocal made
-            with as_if(self.model, self.evidence.layers, outputs):
-                loss = quality.loss()
-            made += 1
-            if progress is not None:
-                progress(1)
-            return loss
+        measure = Losses(self, quality, progress)
 
         def gone_of(counts: Mapping[str, int]) -> Gone:
             return {path: self._heads(path, self.orders[path].heads[:taken]) for path, taken in counts.items() if taken}
@@ -164,7 +155,7 @@ class Shrinker(Trials):
             tries=tries,
             allowed=lambda moved: self.size(gone_of(moved)).reaches(target),
         )
-        return Searched(gone_of(found.counts), gone_of(first), found.loss, first_loss, made)
+        return Searched(gone_of(found.counts), gone_of(first), found.loss, first_loss, measure.made)
 
     @property
     def _units(self) -> int:

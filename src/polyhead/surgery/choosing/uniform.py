@@ -16,14 +16,13 @@ from polyhead.plan import Workload
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Searched, Target, Trials
+from polyhead.surgery.choosing.budgets import SEEDS, Choice, Gone, Losses, Searched, Target, Trials
 from polyhead.surgery.choosing.evidence import Evidence, Weighting
 from polyhead.surgery.choosing.orders import pruning_order, weighed
 from polyhead.surgery.choosing.quality import Quality
 from polyhead.surgery.choosing.search import TRIES, RankedSet, refined_sets
 from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.edits.head_edits import PruneHeads
-from polyhead.surgery.repair.as_if import Outputs, as_if
 from polyhead.surgery.repair.least_squares import RIDGE, Problem
 from polyhead.surgery.stock.fitting import config_changes
 
@@ -40,19 +39,6 @@ class UniformLayout:
 
     def __str__(self) -> str:
         return f"{self.num_heads}/{self.num_kv_heads}"
-
-
-def uniform_heads(
-    moments: OutputMoments,
-    heads: HeadWeights,
-    num_heads: int,
-    num_kv_heads: int,
-    *,
-    ridge: float = RIDGE,
-    root: Tensor | None = None,
-) -> tuple[int, ...]:
-    """The heads of a layer that go so that it ends with `num_heads` over `num_kv_heads`: the first of `ranked_sets`."""
-    return ranked_sets(moments, heads, num_heads, num_kv_heads, ridge=ridge, root=root)[0].heads
 
 
 def ranked_sets(
@@ -239,22 +225,12 @@ class UniformShrinker(Trials):
         Layers keep their layout: of the sets that a layer could lose instead, those are tried that cost little more by
         the evidence. On this quality the model loses no more than with what `reach` gives.
         """
-        layout, made = self._reached(target), 0
-
-        def measure(outputs: Mapping[str, Outputs]) -> float:
-            nonlocal made
-            with as_if(self.model, self.evidence.layers, outputs):
-                loss = quality.loss()
-            made += 1
-            if progress is not None:
-                progress(1)
-            return loss
-
+        layout, measure = self._reached(target), Losses(self, quality, progress)
         found, loss, first_loss = refined_sets(
             self.sets(layout), lambda path, heads: self.repaired({path: heads})[path], measure, tries=tries
         )
         gone = {path: own for path, own in found.items() if own}
-        return Searched(gone, self.gone(layout), loss, first_loss, made)
+        return Searched(gone, self.gone(layout), loss, first_loss, measure.made)
 
     def stages(self) -> list[Gone]:
         """Ever more heads that go, layout by layout."""
