@@ -114,7 +114,7 @@ def _compared(result: dict[str, Any]) -> str:
     work = Workload.forward(floors.TOKENS, batch=2)
     lines = [
         f"Two causal sequences of {floors.TOKENS:,} tokens, width {floors.WIDTH:,}, {floors.HEADS} heads unless the "
-        f"formula says otherwise, bfloat16, each call with its Python; {result['machine']['gpu']}, commit "
+        f"formula says otherwise, bfloat16, as CUDA graphs; {result['machine']['gpu']}, commit "
         f"{result['commit']}.",
         "",
         "| | computes | parameters | GFLOP forward | cache bytes a token | forward | forward + backward | when |",

@@ -57,9 +57,10 @@ def test_every_floor_computes_what_the_layer_does(small, name, monkeypatch):
     monkeypatch.setattr(floors, "HEADS", 8)
     monkeypatch.setattr(floors, "CORES", {"by hand": SDPBackend.MATH})
     rows = list(floors.layer(small, name))
-    assert [(row.failed, row.timings.absent) for row in rows] == [("", {})] * 2
+    assert [(row.failed, row.timings.absent) for row in rows] == [("", {})] * 4
+    assert [row.bench.endswith(floors.WITH_PYTHON) for row in rows] == [False, True] * 2
     bounds = [comparison.bound for row in rows for comparison in row.comparisons]
-    assert bounds == ([] if floors.VARIANTS[name].floor is None else [floors.BOUND] * 2)
+    assert bounds == ([] if floors.VARIANTS[name].floor is None else [floors.BOUND, None] * 2)
 
 
 def test_talking_heads_are_held_to_the_formula(small, monkeypatch):

@@ -105,7 +105,10 @@ def test_quotas_that_cannot_be_filled_are_told(monkeypatch):
 
 
 def outcome(regime, predicted, measured, promised=1.0):
-    return Outcome(Shape("prefill", 1, 2, 1, 64, 128), regime, measured, predicted, promised, "matrix", predicted, 0.0)
+    """What was usual is twice what was measured."""
+    usual = None if measured is None else 2 * measured
+    times = (measured, usual, predicted, promised, "matrix", predicted, 0.0)
+    return Outcome(Shape("prefill", 1, 2, 1, 64, 128), regime, *times)
 
 
 def test_errors_are_shares_of_what_was_measured():
@@ -115,6 +118,8 @@ def test_errors_are_shares_of_what_was_measured():
     assert prefill.median == pytest.approx(0.25)
     assert prefill.worst == pytest.approx(0.4)
     assert prefill.datasheet_worst == pytest.approx(0.5)
+    assert prefill.usual_median == pytest.approx((0.45 + 0.7) / 2)
+    assert prefill.usual_worst == pytest.approx(0.7)
     assert decode.median == pytest.approx(0.5)
     assert everything.median == pytest.approx(0.4)
     assert (everything.regime, everything.missed) == ("all", True)
@@ -193,26 +198,42 @@ def test_a_shape_that_finds_no_memory_has_no_time(monkeypatch, error):
 
     monkeypatch.setattr(plan_accuracy, "layer_call", full)
     shape = Shape("prefill", 1, 2, 1, 64, 128)
-    assert plan_accuracy._measured(shape, torch.device("cpu"), torch.float32, 0) is None
+    assert plan_accuracy._measured(shape, torch.device("cpu"), torch.float32, 0) == []
     monkeypatch.setattr(plan_accuracy, "layer_call", lambda *arguments, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         plan_accuracy._measured(shape, torch.device("cpu"), torch.float32, 0)
 
 
-@pytest.mark.parametrize(("kind", "one_took", "other_took"), [("cpu", 1.0, 3.0), ("cuda", 2.0, 3.5)])
-def test_every_shape_is_visited_several_times_and_told_by_what_it_typically_took(
-    monkeypatch, kind, one_took, other_took
-):
+def test_every_shape_is_visited_several_times_and_told_by_its_fastest_moment_and_their_middle(monkeypatch):
     drawn = draw(dataclasses.replace(CPU, quotas={"prefill": 2, "decode": 0, "training": 0, "launch-bound": 0}))
     one, other = drawn
-    times = {one: iter([2.0, 1.0, 9.0]), other: iter([None, 4.0, 3.0])}
+    times = {one: iter([[2.0, 5.0], [1.0], [9.0]]), other: iter([[], [4.0], [3.0], *([3.5] for _ in range(6))])}
     monkeypatch.setattr(plan_accuracy, "_measured", lambda shape, *rest: next(times[shape]))
     monkeypatch.setattr(plan_accuracy, "compile_ahead", lambda tasks, device: 0)
+    waits = {one: False, other: True}
+    monkeypatch.setattr(plan_accuracy, "_may_wait", lambda said: waits[shape_of[id(said)]])
+    shape_of = {}
+
+    def predicted(work, machine):
+        said = predict(work, machine)
+        shape_of[id(said)] = next(shape for shape in drawn if shape.work(torch.float32) == work)
+        kept.append(said)  # an id is another's once its object is gone
+        return said
+
+    kept = []
+    monkeypatch.setattr(plan_accuracy, "predict", predicted)
     machine = Machine.load("cpu-2-cores")
-    told = [(x.shape, x.measured) for x in plan_accuracy.measure(drawn, machine, CPU, device=torch.device(kind))]
-    assert [shape for shape, _ in told] == [one, other] * 3
-    assert [taken for _, taken in told[:2]] == [2.0, None]
-    assert [taken for _, taken in told[-2:]] == [one_took, other_took]
+    told = list(plan_accuracy.measure(drawn, machine, CPU, device=torch.device("cpu")))
+    assert [x.shape for x in told] == [one, other] * 3 + [other] * 6
+    assert [(x.measured, x.usual) for x in told[:2]] == [(2.0, 3.5), (None, None)]
+    assert [(x.measured, x.usual) for x in (told[4], told[-1])] == [(1.0, 3.5), (3.0, 3.5)]
+
+
+def test_what_waits_for_its_host_at_a_disturbed_moment_is_visited_more_often():
+    machine = Machine.load("nvidia-h200")
+    small, large = Shape("prefill", 1, 2, 1, 64, 128), Shape("prefill", 8, 32, 32, 128, 8192)
+    assert plan_accuracy._may_wait(predict(small.work(torch.bfloat16), machine))
+    assert not plan_accuracy._may_wait(predict(large.work(torch.bfloat16), machine))
 
 
 def test_a_machine_that_is_not_known_or_not_here_is_refused():

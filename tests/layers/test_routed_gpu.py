@@ -81,6 +81,7 @@ def test_output_and_gradients_are_within_the_error_budget(options, dtype):
     assert_draws_within_error_budget([compared(options, dtype) for _ in range(DRAWS)])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("kind", FIXED)
 def test_forward_and_backward_wait_for_nothing(kind):
     layer, x = make(SHAPES[kind], torch.bfloat16, positions=Rotary(DIM).cuda(), finite=True), tokens(torch.bfloat16)
@@ -128,6 +129,7 @@ def test_generation_equals_the_full_forward(kind):
 
 # The compiler would rather have TensorFloat32, which is not asked for here.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled on the fly:UserWarning")  # of the gate
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FIXED)
 def test_inductor_compiles_the_layer_whole(kind):

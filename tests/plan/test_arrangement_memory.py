@@ -184,9 +184,7 @@ def test_what_may_be_further_off_is_said():
     for name in ("talking, causal", "differential", "convolutional"):
         assert memory_doubts(CONFIGS[name], device="cpu") == ()
     assert "of talking heads over a cache" in memory_doubts(CONFIGS["talking, causal"])[0]
-    assert "add to the logits" in memory_doubts(CONFIGS["convolutional"])[0]
-    training, cached = memory_doubts(CONFIGS["differential, wide"])
-    assert "in training it is counted" in training
+    (cached,) = memory_doubts(CONFIGS["differential, wide"])
     assert "of differential heads over a cache" in cached
     uneven = heads(key_heads=(0, 0, 0, 0, 0, 1))
     assert "different numbers of readers" in memory_doubts(uneven, device="cpu")[0]
@@ -194,7 +192,9 @@ def test_what_may_be_further_off_is_said():
     assert "the 4 heads that a token takes at most" in memory_doubts(by_share, device="cpu")[0]
 
 
-@pytest.mark.parametrize("name", ["grouped queries", "rotary", "norms", "window", "talking", "across heads", "routed"])
+@pytest.mark.parametrize(
+    "name", ["grouped queries", "rotary", "norms", "window", "talking", "across heads", "routed", "convolutional"]
+)
 def test_what_a_gpu_was_measured_on_is_not_doubted(name):
     assert memory_doubts(CONFIGS[name]) == ()
 
@@ -241,6 +241,17 @@ def test_peak_on_a_gpu_is_what_the_allocator_gave_out(name, phase):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["forward", "training"])
+def test_peak_under_a_window_that_is_a_mask_tensor_on_a_gpu(phase):
+    """Half as many sequences: from four on, our kernel takes it."""
+    config, batch, tokens = LARGE["window"], 2, 2048
+    work, _ = asked(phase, batch, tokens)
+    found = estimate_memory(config, work)
+    peak = measured_on_a_gpu(config, batch, tokens, phase, "auto")
+    assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["convolutional", "convolutional, causal", "differential"])
 def test_peak_of_one_sequence_on_a_gpu(name):
     """Where a bias is learned, the most is taken by the sort behind its gradient, and not by that gradient."""
@@ -250,17 +261,19 @@ def test_peak_of_one_sequence_on_a_gpu(name):
     assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
 
 
-# What an H200 gave out for these when they were counted too low: in bfloat16, 4 sequences of 2048 tokens, in MiB.
-ONCE_TOO_LOW = {
+# What an H200 gave out for these when they were counted otherwise: in bfloat16, 4 sequences of 2048 tokens, in MiB.
+ONCE_WRONG = {
     ("convolutional", "forward"): 160.88,
     ("convolutional", "training"): 534.83,
+    ("window", "forward"): 257.25,
+    ("window", "training"): 505.25,
 }
 
 
-@pytest.mark.parametrize(("name", "phase"), ONCE_TOO_LOW)
-def test_what_was_counted_too_low_is_what_a_gpu_gave_out(name, phase):
+@pytest.mark.parametrize(("name", "phase"), ONCE_WRONG)
+def test_what_was_counted_wrong_is_what_a_gpu_gave_out(name, phase):
     work, _ = asked(phase, 4, 2048)  # type: ignore[arg-type]
-    assert estimate_memory(LARGE[name], work).total / MIB == pytest.approx(ONCE_TOO_LOW[name, phase], abs=1)
+    assert estimate_memory(LARGE[name], work).total / MIB == pytest.approx(ONCE_WRONG[name, phase], abs=1)
 
 
 def test_the_gradient_of_a_learned_bias_is_made_for_every_sequence_on_a_gpu():

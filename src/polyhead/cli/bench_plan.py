@@ -157,11 +157,12 @@ def _summary(outcomes: Sequence[Outcome]) -> Table:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("\nregime")
-    for name in ("shapes", "median error", "worst", "datasheet: median", "worst"):
+    for name in ("shapes", "median error", "worst", "at any moment: median", "worst", "datasheet: median", "worst"):
         table.add_column(f"\n{name}", justify="right")
     table.add_column("\n")
     for found in summaries(outcomes):
-        errors = (found.median, found.worst, found.datasheet_median, found.datasheet_worst)
+        errors = [found.median, found.worst, found.usual_median, found.usual_worst]
+        errors += [found.datasheet_median, found.datasheet_worst]
         verdict = "MISS" if found.missed else "ok"
         table.add_row(found.regime, str(found.shapes), *(f"{error:.1%}" for error in errors), verdict)
     return table

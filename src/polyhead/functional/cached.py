@@ -95,6 +95,7 @@ def cached_attention(
         names=names,
         sink_keys=1 if statistics is None else statistics.sink_keys,
         window=0 if statistics is None else statistics.window,
+        is_served=True,
     )
     rows = None if statistics is None else RowStatistics(**found)
     return AttentionOutput(output, logsumexp, statistics=rows, backend="fused")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from polyhead.functional.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, multiprocessors
 from polyhead.kernels.latent_tiles import LatentBlocks, Latents, Numbers, latent_reasons
 from polyhead.kernels.sizes import power_of_two
+
+if TYPE_CHECKING:
+    from polyhead.kernels.decode_parts import Places
+    from polyhead.kernels.mask_arguments import MaskArguments
 
 MOST_QUERIES = 16
 _MOST_SPLITS = 128
@@ -83,20 +87,25 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
         reasons.append(f"the cache must hold {held} here, got {cache.key.dtype} and {cache.value.dtype}")
     reasons += width_reasons(cache)
     tensors = [query, *(x for x in cache if isinstance(x, Tensor))]
-    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in tensors if x is not cache.key_scale):
+    device, is_strewn, is_elsewhere, is_learned = query.device, False, False, False
+    for x in tensors:  # once: this is asked before every token
+        is_strewn |= x.stride(-1) != 1 and x.shape[-1] > 1 and x is not cache.key_scale
+        is_elsewhere |= x.device != device
+        is_learned |= x.requires_grad
+    if is_strewn:
         reasons.append("the last axis of query, keys, values, tables and positions must lie together in memory")
-    if any(x.device != query.device for x in tensors):
+    if is_elsewhere:
         reasons.append(f"query and cache must be on one device, got {sorted({str(x.device) for x in tensors})}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if is_learned and torch.is_grad_enabled():
         reasons.append("decode has no gradient")
     if is_transformed():
         reasons.append(TRANSFORMED)
-    kind = query.device.type
+    kind = device.type
     if kind != "meta" and not decode_runs_on(query):
         missing = "" if HAS_TRITON else ", and Triton is not installed"
         reasons.append(f"the kernels run on CUDA devices, got tensors on {kind}{missing}")
-    elif kind == "cuda" and not torch.compiler.is_compiling() and capability(query.device.index) < (8, 0):
-        major, minor = capability(query.device.index)
+    elif kind == "cuda" and not torch.compiler.is_compiling() and capability(device.index) < (8, 0):
+        major, minor = capability(device.index)
         reasons.append(f"the kernels need compute capability 8.0, got {major}.{minor}")
     return reasons
 
@@ -132,6 +141,7 @@ def decode(
     sink_keys: int = 1,
     window: int = 64,
     splits: int | None = None,
+    is_served: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Output [batch, heads, queries, value_dim], log-sum-exp [batch, heads, queries], and each statistic the same.
 
@@ -144,6 +154,7 @@ def decode(
         table, table_zero: a bias by distance, [heads or 1, distances], as `Mask.relative` has it.
         names, sink_keys, window: the statistics, as in `polyhead.Statistics`.
         splits: over how many programs the keys of a sequence are spread; chosen from the sizes by default.
+        is_served: the caller has asked for `decode_reasons`, and there are none.
     """
     _check_shapes(query, cache, head_scale, sinks, table)
     if kept and left is None:
@@ -152,8 +163,7 @@ def decode(
         raise OptionError("learned_sink_mass is the share of learned sinks, got a decode without sinks")
     if splits is not None and not 1 <= splits <= _MOST_SPLITS:
         raise OptionError(f"splits must be between 1 and {_MOST_SPLITS}, got {splits}")
-    reasons = decode_reasons(query, cache)
-    if len(reasons):
+    if not is_served and len(reasons := decode_reasons(query, cache)):
         raise BackendUnsupported("decode", reasons)
     if query.shape[2] == 1 and cache.key_position is None:
         right = None  # a single query is the last token, and nothing stands after it
@@ -206,8 +216,7 @@ def _decode_at_once(
     splits: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from polyhead.kernels.decode import CachePointers, decode_kernel
-    from polyhead.kernels.decode_parts import Places, join_kernel
-    from polyhead.kernels.mask_arguments import MaskArguments
+    from polyhead.kernels.decode_parts import join_kernel
 
     cache = CacheArguments(
         key, value, lengths, new_lengths, key_position, query_position, block_table, key_scale, value_scale, shared
@@ -235,7 +244,7 @@ def _decode_at_once(
         *_row_head_token(key_scale, paged),
         *_row_head_token(value_scale, paged),
     )
-    mask = MaskArguments(left=left, right=right, sinks=kept or None)
+    mask = _edges(left, right, kept)
     if key_position is not None and query_position is not None:
         both = max(key_position.shape[0], query_position.shape[0])
         key_position, query_position = (x.expand(both, -1).contiguous() for x in (key_position, query_position))
@@ -254,7 +263,7 @@ def _decode_at_once(
             table_zero=table_zero,
             table_width=table.shape[1],
         )
-    places = Places(**{NAMES[name]: place for place, name in enumerate(statistics)})
+    places = _places(tuple(statistics))
 
     indirect = block_table is not None or key_position is not None
     blocks: Blocks | LatentBlocks
@@ -272,10 +281,13 @@ def _decode_at_once(
         splits = plan_splits(pairs, -(-reachable // blocks.keys), blocks.resident * multiprocessors(query.get_device()))
     # Where one program sees all keys it leaves no parts; that of latents always does.
     in_parts = splits > 1 or isinstance(blocks, LatentBlocks)
-    sums = query.new_empty((len(statistics) + 2 if in_parts else 0, splits, rows), dtype=torch.float32)
-    parts = query.new_empty((splits if in_parts else 0, rows, dim_value), dtype=torch.float32)
+    sums, parts = None, None
+    if in_parts:
+        sums = query.new_empty((len(statistics) + 2, splits, rows), dtype=torch.float32)
+        parts = query.new_empty((splits, rows, dim_value), dtype=torch.float32)
     with torch.cuda.device_of(query):
         if isinstance(blocks, LatentBlocks):
+            assert sums is not None and parts is not None
             decode_latent.leave_parts(query, latents, dim_value, sums, parts, mask, places, head_scale, numbers, blocks)
         else:
             decode_kernel[(pairs, splits)](
@@ -351,6 +363,22 @@ def _outputs(query: Tensor, value: Tensor, statistics: Sequence[int]) -> tuple[T
     output = query.new_empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
     logsumexp = query.new_empty((batch, heads, queries), dtype=torch.float32)
     return output, logsumexp, query.new_empty((len(statistics), batch, heads, queries), dtype=torch.float32)
+
+
+@functools.lru_cache(maxsize=256)
+def _edges(left: int | None, right: int | None, kept: int) -> MaskArguments:
+    """A mask of edges alone; remembered, since a tuple of twenty takes as long as a tensor."""
+    from polyhead.kernels.mask_arguments import MaskArguments
+
+    return MaskArguments(left=left, right=right, sinks=kept or None)
+
+
+@functools.lru_cache(maxsize=256)
+def _places(statistics: tuple[int, ...]) -> Places:
+    """Where each statistic that was asked for is stored."""
+    from polyhead.kernels.decode_parts import Places
+
+    return Places(**{NAMES[name]: place for place, name in enumerate(statistics)})
 
 
 class Blocks(NamedTuple):
@@ -441,24 +469,24 @@ def _check_shapes(
         raise OptionError("a block table needs lengths and takes no positions, got otherwise")
     if cache.block_table is not None and cache.key_scale is not None:
         raise OptionError("pages hold keys and values as they are, got scales for int8 beside a block table")
-    shapes: list[tuple[str, Tensor | None, tuple[tuple[int, ...], ...]]] = [
-        ("lengths", cache.lengths, ((batch,),)),
-        ("new_lengths", cache.new_lengths, ((batch,),)),
-        ("key_position", cache.key_position, ((batch, slots), (1, slots))),
-        ("query_position", cache.query_position, ((batch, queries), (1, queries))),
-        ("key_scale", cache.key_scale, ((batch, kv_heads, slots),)),
-        ("value_scale", cache.value_scale, ((batch, kv_heads, slots),)),
-        ("head_scale", head_scale, ((heads,),)),
-        ("sinks", sinks, ((heads,),)),
-    ]
+    _expect("lengths", cache.lengths, (batch,))
+    _expect("new_lengths", cache.new_lengths, (batch,))
+    _expect("key_position", cache.key_position, (batch, slots), (1, slots))
+    _expect("query_position", cache.query_position, (batch, queries), (1, queries))
+    _expect("key_scale", cache.key_scale, (batch, kv_heads, slots))
+    _expect("value_scale", cache.value_scale, (batch, kv_heads, slots))
+    _expect("head_scale", head_scale, (heads,))
+    _expect("sinks", sinks, (heads,))
     if cache.block_table is None:
-        shapes.append(("key", cache.key, ((batch, kv_heads, slots, dim_key),)))
+        _expect("key", cache.key, (batch, kv_heads, slots, dim_key))
     else:
-        shapes.append(("block_table", cache.block_table, ((batch, cache.block_table.shape[1]),)))
+        _expect("block_table", cache.block_table, (batch, cache.block_table.shape[1]))
     if table is not None:
-        shapes.append(("table", table, ((heads, table.shape[1]), (1, table.shape[1]))))
-    for name, tensor, allowed in shapes:
-        if tensor is not None and tuple(tensor.shape) not in allowed:
-            raise ShapeError(
-                f"{name} must be {' or '.join(str(list(shape)) for shape in allowed)}, got {list(tensor.shape)}"
-            )
+        _expect("table", table, (heads, table.shape[1]), (1, table.shape[1]))
+
+
+def _expect(name: str, tensor: Tensor | None, *allowed: tuple[int, ...]) -> None:
+    if tensor is not None and tuple(tensor.shape) not in allowed:
+        raise ShapeError(
+            f"{name} must be {' or '.join(str(list(shape)) for shape in allowed)}, got {list(tensor.shape)}"
+        )

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 import polyhead
 from polyhead import Mask
 from polyhead.functional.ragged import RaggedRows, ragged_attention
-from polyhead.lab.arrangement_speed.steps import CHECKED_TOKENS, FORWARD, TRAINING, check, drawn, on_its_own, step
+from polyhead.lab.arrangement_speed.steps import (
+    CHECKED_TOKENS,
+    FORWARD,
+    TRAINING,
+    WITH_PYTHON,
+    check,
+    drawn,
+    on_its_own,
+    step,
+)
 from polyhead.lab.measuring.agreement import hold
 from polyhead.lab.measuring.results import Row
 from polyhead.lab.measuring.runner import Run
@@ -63,7 +72,7 @@ def layers(run: Run, place: Place, causal: bool) -> Iterator[Row]:
             found.enter(name, build, functools.partial(_check_layer, name, module, x))
         timings = run.time(found.calls, found.absent)
         yield Row.of(
-            f"routed, {mode}" + ("" if graphed else ", with its Python"),
+            f"routed, {mode}" + ("" if graphed else WITH_PYTHON),
             f"{place}{', causal' if causal else ''}",
             run.dtype,
             timings,

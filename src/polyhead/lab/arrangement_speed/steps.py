@@ -13,6 +13,7 @@ from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed.decode import replayed
 
 FORWARD, TRAINING = "forward", "forward + backward"
+WITH_PYTHON = ", with its Python"  # of a call that is no CUDA graph
 CHECKED_TOKENS = 256  # of which the formula is computed in float64
 
 Call = Callable[[Tensor], Tensor]

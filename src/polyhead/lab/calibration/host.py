@@ -1,4 +1,4 @@
-"""What a call of a layer typically costs its host, by phase and by how its attention is served."""
+"""What a call of a layer costs a host that nobody disturbs, by phase and by how its attention is served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from polyhead.lab.calibration.layers import layer_call
-from polyhead.lab.calibration.timing import Call, host_samples, typical
+from polyhead.lab.calibration.timing import Call, host_samples
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan.layer_work import layer_work
 from polyhead.plan.timing.limits import route
@@ -21,6 +21,8 @@ from polyhead.plan.workload import Workload
 # for each sequence of a cache, and heads that share keys take operators of their own.
 SMALL = ((1, 16, 2, 2, 64), (8, 64, 8, 1, 128), (32, 16, 4, 2, 64))
 SMALL_ON_A_CPU = SMALL[:1]
+# Keys of a decoded token: so few that one program sees them all, and so many that they are split and joined.
+FEW, MANY = 64, 4096
 # The shortest whose windows our kernels take on a GPU, so that the device is not waited for.
 LONG = ((1, 16_384, 2, 2, 64), (1, 8192, 8, 1, 64))
 WINDOW = 8
@@ -45,7 +47,7 @@ def small_layers(device: torch.device) -> Iterator[SmallLayer]:
             config = _config(heads, kv_heads, dim, window)
             yield from _called(config, batch, tokens)
             if window is None or on_gpu:
-                yield SmallLayer(config, Workload.decode(past=tokens, batch=batch))
+                yield SmallLayer(config, Workload.decode(past=MANY if on_gpu and window is None else FEW, batch=batch))
     for batch, tokens, heads, kv_heads, dim in LONG if on_gpu else ():
         yield from _called(_config(heads, kv_heads, dim, WINDOW), batch, tokens)
 
@@ -63,8 +65,8 @@ def _called(config: MultiHeadConfig, batch: int, tokens: int) -> Iterator[SmallL
 class Host:
     """A host that is visited again and again between other work.
 
-    A call costs now half as much again as it did a moment ago, and what one at a time typically costs is the median of
-    moments that lie apart; on a CPU, where others only take time away, the fastest.
+    Where others share its cores, a call takes up to twice as long as a moment ago: it is slower, not interrupted. What
+    they leave undisturbed is the fastest of many moments that lie apart, and the only one that comes back.
     """
 
     def __init__(self, layers: Sequence[SmallLayer], device: torch.device, dtype: torch.dtype) -> None:
@@ -85,15 +87,15 @@ class Host:
 
     @property
     def launch_seconds(self) -> float:
-        return typical(self._launches, self.device)
+        return min(self._launches)
 
     @property
     def costs(self) -> tuple[HostCost, ...]:
-        """Of each layer, what it typically cost so far."""
+        """Of each layer, the least that it cost so far."""
         kind: Device = "cuda" if self.device.type == "cuda" else "cpu"
         found = []
         for work, samples in zip(self.works, self._samples, strict=True):
-            found.append(HostCost(work.phase, _route(work, kind), typical(samples, self.device), work.launches))
+            found.append(HostCost(work.phase, _route(work, kind), min(samples), work.launches))
         return tuple(found)
 
 

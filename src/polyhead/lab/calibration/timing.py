@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -75,22 +75,19 @@ def host_samples(call: Call, device: torch.device) -> list[float]:
     return [seconds_of(call, times, device) / times for _ in range(HOST_SAMPLES[device.type])]
 
 
-def steady_seconds(call: Call, device: torch.device) -> float:
-    """Of one of many calls that follow one another, whatever they wait for: the host, the device or both."""
+def steady_samples(call: Call, device: torch.device) -> list[float]:
+    """Seconds of one of many calls that follow one another, whatever they wait for: the host, the device or both."""
     call()
     once = min(seconds_of(call, 1, device) for _ in range(2))
     times = max(1, math.ceil(STEADY_SECONDS[device.type] / once))
     count = FEWEST if once > SLOW_SECONDS else SAMPLES[device.type]
-    return typical([seconds_of(call, times, device) / times for _ in range(count)], device)
-
-
-def typical(samples: Iterable[float], device: torch.device) -> float:
-    """The median on a GPU. On a CPU the fastest: others who use it only ever make it slower."""
-    return min(samples) if device.type == "cpu" else statistics.median(samples)
+    return [seconds_of(call, times, device) / times for _ in range(count)]
 
 
 def _sampled(call: Call, device: torch.device) -> float:
+    """The median on a GPU, whose own clock varies. On a CPU the fastest: others who use it only make it slower."""
     once = min(seconds_of(call, 1, device) for _ in range(2))
     times = max(1, round(SAMPLE_SECONDS[device.type] / once))
     count = FEWEST if once * times > SLOW_SECONDS else SAMPLES[device.type]
-    return typical([seconds_of(call, times, device) / times for _ in range(count)], device)
+    samples = [seconds_of(call, times, device) / times for _ in range(count)]
+    return min(samples) if device.type == "cpu" else statistics.median(samples)

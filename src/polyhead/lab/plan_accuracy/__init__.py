@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import math
@@ -17,18 +18,18 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.lab.calibration.compiling import Task, compile_ahead, is_ours, layer_task
 from polyhead.lab.calibration.layers import layer_call
-from polyhead.lab.calibration.timing import steady_seconds, typical
+from polyhead.lab.calibration.timing import MOST_OF_THE_HOST, steady_samples
 from polyhead.lab.measuring.runner import is_out_of_memory
 from polyhead.lab.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
 from polyhead.plan.timing.limits import Bound
 from polyhead.plan.timing.machine import Datasheet, Machine
-from polyhead.plan.timing.predict import predict, roofline
+from polyhead.plan.timing.predict import Prediction, predict, roofline
 from polyhead.plan.work import AttentionCore
 
 __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_dict", "write"]
 
 MEDIAN_BOUND, WORST_BOUND = 0.15, 0.35
-VISITS = 3
+VISITS, HOST_VISITS = 3, 9  # the second of shapes that may wait for their host
 MOST_COMPILED_BYTES = 8e9  # of a layer that is compiled for ahead, beside others
 
 
@@ -38,7 +39,8 @@ class Outcome:
 
     shape: Shape
     regime: Regime
-    measured: float | None  # seconds; None where there was no memory
+    measured: float | None  # seconds, of an undisturbed moment; None where there was no memory
+    usual: float | None  # the middle of all moments
     predicted: float
     promised: float  # by the datasheet's roofline
     bound: Bound
@@ -49,6 +51,11 @@ class Outcome:
     def error(self) -> float:
         """Of the prediction, as a share of what was measured."""
         return _error(self.predicted, self.measured)
+
+    @property
+    def usual_error(self) -> float:
+        """Of the prediction, as a share of what a call took in the middle of all moments, disturbed ones among them."""
+        return _error(self.predicted, self.usual)
 
     @property
     def datasheet_error(self) -> float:
@@ -63,6 +70,8 @@ class Summary:
     shapes: int
     median: float
     worst: float
+    usual_median: float
+    usual_worst: float
     datasheet_median: float
     datasheet_worst: float
 
@@ -82,34 +91,48 @@ def measure(
 ) -> Iterator[Outcome]:
     """Predict, then time, shape by shape, and begin none after so many seconds.
 
-    A layer's calls follow one another, as layers do in a model. Every shape is visited three times, as far apart as the
-    run is long, and told of after each visit with what it typically took: a host that is disturbed for a while says
-    little of a layer.
+    A layer's calls follow one another, as layers do in a model. Every shape is visited several times, as far apart as
+    the run is long, and told of after each visit with the fastest of its moments so far, and their middle: a host whose
+    cores others use is up to twice as slow for seconds at a time, which no one can say ahead. What may wait for it is
+    visited more often.
     """
     began, times = time.perf_counter(), {shape: list[float]() for shape in shapes}
     compile_ahead(_tasks(shapes, ranges.dtype), device)
-    for _ in range(VISITS):
+    for visit in range(HOST_VISITS):
         for shape, regime in shapes.items():
             if time.perf_counter() - began > seconds:
                 return
-            taken = _measured(shape, device, ranges.dtype, seed)
-            times[shape] += [] if taken is None else [taken]
-            found = typical(times[shape], device) if times[shape] else None
-            yield _outcome(shape, regime, found, machine, ranges.dtype)
+            if visit >= VISITS and not _may_wait(predict(shape.work(ranges.dtype), machine)):
+                continue
+            times[shape] += _measured(shape, device, ranges.dtype, seed)
+            yield _outcome(shape, regime, times[shape], machine, ranges.dtype)
+
+
+def _may_wait(said: Prediction) -> bool:
+    """Whether a disturbed host takes as long as the device."""
+    return said.host_seconds > MOST_OF_THE_HOST * said.device_seconds
 
 
 def predict_again(content: Mapping[str, Any], machine: Machine) -> list[Outcome]:
     """What is said now of the times that `write` has kept: another calibration, or a better prediction."""
     dtype = getattr(torch, content["dtype"])
-    return [_outcome(Shape(**row["shape"]), row["regime"], row["measured"], machine, dtype) for row in content["rows"]]
+    return [
+        dataclasses.replace(
+            _outcome(Shape(**row["shape"]), row["regime"], (), machine, dtype),
+            measured=row["measured"],
+            usual=row["usual"],
+        )
+        for row in content["rows"]
+    ]
 
 
-def _outcome(shape: Shape, regime: Regime, measured: float | None, machine: Machine, dtype: torch.dtype) -> Outcome:
+def _outcome(shape: Shape, regime: Regime, samples: Sequence[float], machine: Machine, dtype: torch.dtype) -> Outcome:
     work, sheet = shape.work(dtype), promise(machine, dtype)
     found = predict(work, machine)
     promised = roofline(work, sheet.flops, sheet.bandwidth)
     times = (found.seconds, promised, found.bound, found.device_seconds, found.host_seconds)
-    return Outcome(shape, regime, measured, *times)
+    fastest, usual = (min(samples), statistics.median(samples)) if len(samples) else (None, None)
+    return Outcome(shape, regime, fastest, usual, *times)
 
 
 def _tasks(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Task]:
@@ -130,15 +153,15 @@ def promise(machine: Machine, dtype: torch.dtype) -> Datasheet:
     return machine.datasheet or Datasheet(machine.matrix_rate(dtype), machine.bandwidth)
 
 
-def _measured(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> float | None:
-    """Seconds of a call; None where there is no memory for it."""
+def _measured(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> list[float]:
+    """Seconds of a call at some moments; none where there is no memory for it."""
     torch.manual_seed(seed)
     try:
-        return steady_seconds(layer_call(shape.config, shape.workload, device=device, dtype=dtype), device)
+        return steady_samples(layer_call(shape.config, shape.workload, device=device, dtype=dtype), device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return None
+        return []
     finally:
         gc.collect()
         if device.type == "cuda":
@@ -153,9 +176,12 @@ def summaries(outcomes: Sequence[Outcome]) -> list[Summary]:
 
 
 def _summary(name: str, outcomes: Sequence[Outcome]) -> Summary:
-    ours = [abs(outcome.error) for outcome in outcomes]
-    theirs = [abs(outcome.datasheet_error) for outcome in outcomes]
-    return Summary(name, len(outcomes), statistics.median(ours), max(ours), statistics.median(theirs), max(theirs))
+    ours, usual, theirs = (
+        [abs(error) for error in errors]
+        for errors in zip(*((x.error, x.usual_error, x.datasheet_error) for x in outcomes), strict=True)
+    )
+    found = (figure for errors in (ours, usual, theirs) for figure in (statistics.median(errors), max(errors)))
+    return Summary(name, len(outcomes), *found)
 
 
 def _error(said: float, taken: float | None) -> float:
@@ -170,7 +196,9 @@ def to_dict(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     for outcome in outcomes:
         row = {**asdict(outcome), "shape": asdict(outcome.shape)}
         if outcome.measured is not None:
-            row |= {"error": round(outcome.error, 4), "datasheet_error": round(outcome.datasheet_error, 4)}
+            errors = {"error": outcome.error, "usual_error": outcome.usual_error}
+            errors["datasheet_error"] = outcome.datasheet_error
+            row |= {name: round(error, 4) for name, error in errors.items()}
         rows.append({name: float(f"{x:.5g}") if isinstance(x, float) else x for name, x in row.items()})
     return rows
 

@@ -26,7 +26,7 @@ from polyhead.plan.workload import Workload
 
 Regime = Literal["prefill", "decode", "training", "launch-bound"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
-SEED = 20_261_117
+SEED = 20_261_118
 MULTIPLE = 8  # of which lengths are
 SHORTEST_WINDOW = 64
 MOST_DRAWS = 200_000

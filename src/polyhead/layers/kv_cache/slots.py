@@ -131,7 +131,8 @@ class TokenWriter:
 
     def __call__(self, buffer: Tensor, block: Tensor) -> None:
         if self._index is None:
-            buffer.narrow(2, self._start, self._num_tokens).copy_(block.narrow(2, 0, self._num_tokens))
+            block = block if block.shape[2] == self._num_tokens else block.narrow(2, 0, self._num_tokens)
+            buffer.narrow(2, self._start, self._num_tokens).copy_(block)
         else:
             row, slot, place = self._index
             buffer[row, :, slot] = block[row, :, place]

@@ -23,9 +23,12 @@ def record_attention(call: Recorder, query: Block, key: Block, value: Block, hea
         key, value = _sources(call, key, value, heads)  # what a cache holds in other numbers
     if not (call.on_gpu and call.is_guarded):
         return _attended(call, query, key, value, heads)
-    # NaN and Inf are taken out of keys and values, and put back where a row sees them.
+    # NaN and Inf are taken out of keys and values, and put back where a row sees them; our kernel does so as it writes.
     sources = _sources(call, key, value, heads)
     bare = _attended(call, query, *sources, heads)
+    if call.form == "fused" and _is_skipped(call, heads):
+        tape.let_go(*sources)
+        return bare
     output = tape.step(bare, gives=bare.size, is_passed_on=True)
     tape.let_go(bare, *sources)
     output.is_apart = bare.is_apart
@@ -56,7 +59,9 @@ def _attended(call: Recorder, query: Block, key: Block, value: Block, heads: Hea
     is_opened = mask is not None and call.bias is not None and (call.asked.mask is not None or call.is_dense)
     if is_opened:  # rows that see nothing are opened, and selected away afterwards
         read = (call.copied(query, rows * heads.head_dim), key, value)
-    if call.on_gpu:
+    if call.on_gpu and _is_skipped(call, heads):
+        gradient_work = 4 * rows
+    elif call.on_gpu:
         # The gradient of the queries is added up in float32, those of shared keys are made for every head.
         if heads.queries != heads.keys:
             per_head = work.batch * heads.queries * work.keys

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
-from polyhead.layers.differential_config import DifferentialConfig
 from polyhead.layers.routed_config import RoutedConfig
 from polyhead.masks import Mask
 from polyhead.plan.cost import estimate_cost
@@ -20,7 +19,7 @@ from polyhead.plan.memory import latent as latent
 from polyhead.plan.memory import routed as routed
 from polyhead.plan.memory.attention import BACKWARD_COPIES, FORWARD_COPIES, KEPT_COPIES
 from polyhead.plan.memory.layers import record_layer
-from polyhead.plan.memory.recorder import BIASES, Device, Form, Recorder
+from polyhead.plan.memory.recorder import Device, Form, Recorder
 from polyhead.plan.workload import Workload
 
 
@@ -136,16 +135,6 @@ def _unmeasured(config: AttentionConfig) -> list[str]:
     arrangement's forward and training step.
     """
     doubts, kind = [], str(config.to_dict()["kind"]).replace("_", " ")
-    if isinstance(getattr(config, "positions", None), BIASES):
-        doubts.append(
-            "memory of positions that add to the logits is held to 5% on a CPU; on a GPU it is counted, and no "
-            "measurement holds it yet"
-        )
-    if isinstance(config, DifferentialConfig):
-        doubts.append(
-            "memory of differential heads was measured in a forward on a GPU; in training it is counted, and no "
-            "measurement holds it yet"
-        )
     if not isinstance(config, MultiHeadConfig) and getattr(config, "causal", False):
         named = kind if "head" in kind else f"{kind} heads"
         doubts.append(
