@@ -10,9 +10,10 @@ from torch import Tensor
 
 from polyhead.functional.decode import CacheArguments, decode
 from polyhead.lab.measuring.agreement import hold
+from polyhead.lab.measuring.graphs import replayed
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Run
-from polyhead.lab.statistics_speed.decode import caches_beyond, l2_bytes, replayed
+from polyhead.lab.statistics_speed.decode import caches_beyond, l2_bytes
 from polyhead.lab.statistics_speed.problem import Entrants
 
 OURS, COPY, PRODUCT = "polyhead", "a copy of as many bytes", "a matrix product of as many FLOPs"

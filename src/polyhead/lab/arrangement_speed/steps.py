@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.lab.measuring.agreement import hold
+from polyhead.lab.measuring.graphs import replayed
 from polyhead.lab.measuring.runner import Run
-from polyhead.lab.statistics_speed.decode import replayed
 
 FORWARD, TRAINING = "forward", "forward + backward"
 WITH_PYTHON = ", with its Python"  # of a call that is no CUDA graph

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from polyhead.lab.measuring.graphs import replayed
 from polyhead.lab.measuring.runner import seconds_of, settled
-from polyhead.lab.statistics_speed.decode import replayed
 
 Call = Callable[[], object]
 HARMLESS = "Attempting to run cuBLAS, but there was no current CUDA context"  # autograd's thread makes itself one

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator
 
 import torch
 
 from polyhead.functional.decode import CacheArguments, decode
+from polyhead.lab.measuring.graphs import replayed
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed import contenders
@@ -16,10 +16,8 @@ from polyhead.lab.statistics_speed.exact import Exact, Found
 from polyhead.lab.statistics_speed.places import DECODE_STATISTICS, Shape
 from polyhead.lab.statistics_speed.problem import Entrants, Problem
 
-T = TypeVar("T")
 BOUND = 1.0
 TIMES_L2 = 3
-WARM_UPS = 3
 
 
 def one_token(run: Run, shape: Shape) -> Iterator[Row]:
@@ -66,26 +64,6 @@ def caches_beyond(l2: int, cache: int) -> int:
 
 def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size
-
-
-def replayed(calls: Sequence[Callable[[], T]], device: torch.device) -> Callable[[], list[T]]:
-    """All calls, one after the other, as one CUDA graph: what is left is the device's own time."""
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            for call in calls:
-                call()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [call() for call in calls]
-
-    def replay() -> list[T]:
-        graph.replay()
-        return results
-
-    return replay
 
 
 def _ours(problem: Problem) -> Callable[[], Found]:
