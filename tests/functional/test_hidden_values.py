@@ -290,6 +290,21 @@ def test_empty_batches_and_sequences_work(backend: str, size: str, mask: str) ->
         assert (grad == 0).all()
 
 
+@pytest.mark.parametrize("mask", ANY_MASK)
+@pytest.mark.parametrize("size", NO_TOKENS)
+@pytest.mark.parametrize("backend", OURS)
+def test_empty_batches_and_sequences_have_statistics_of_their_shape(backend: str, size: str, mask: str) -> None:
+    batch, queries, keys = NO_TOKENS[size]
+    query = torch.randn(batch, 6, queries, 13, requires_grad=True)
+    key = torch.randn(batch, 2, keys, 13, requires_grad=True)
+    described = ANY_MASK[mask](batch, queries, keys)
+    found = attention(query, key, key, mask=described, backend=backend, statistics=True)
+    rows = found.statistics
+    assert all(x.shape == (batch, 6, queries) for _, x in rows.items())
+    grads = torch.autograd.grad(found.output.sum() + rows.entropy.sum(), (query, key))
+    assert all((grad == 0).all() for grad in grads)
+
+
 def test_auto_serves_empty_tensors_with_every_option() -> None:
     for batch, queries, keys in NO_TOKENS.values():
         query, key = torch.randn(batch, 6, queries, 13), torch.randn(batch, 2, keys, 13)

@@ -240,5 +240,4 @@ def _distance(request: StatisticsRequest, rows: Span, columns: Span, like: Tenso
         ahead = torch.arange(start, start - (rows[1] - rows[0]), -1, device=like.device, dtype=like.dtype)
         step = torch.arange(columns[1] - columns[0], device=like.device, dtype=like.dtype)
         return (step + ahead[:, None])[None, None]
-    tile = places.distance_tile(rows, columns).to(like.dtype)
-    return tile.view(-1, 1, *tile.shape[-2:])
+    return places.distance_tile(rows, columns).to(like.dtype).unsqueeze(-3)

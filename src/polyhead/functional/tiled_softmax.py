@@ -480,7 +480,7 @@ def _backward_tiles(
                 grad_tile.mul_(1 - bent * bent)
             query_sums.baddbmm_(grad_tile, key[:, cut])
             key_sums[:, :, cut] += torch.bmm(query_rows.transpose(1, 2), grad_tile)
-        grad_query[:, :, rows[0] : rows[1]] = query_sums.view(tiling.batch, tiling.heads, -1, query_sums.shape[-1])
+        grad_query[:, :, rows[0] : rows[1]] = tiling.by_head(query_sums)
     grad_key.copy_(key_sums.transpose(1, 2).view(tiling.batch, tiling.kv_heads, *key.shape[1:]))
     if grad_value is not None and value_sums is not None:
         grad_value.copy_(value_sums.transpose(1, 2).reshape(grad_value.shape))

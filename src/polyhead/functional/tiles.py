@@ -164,7 +164,7 @@ class Tiling:
 
     def by_head(self, tile: Tensor) -> Tensor:
         """[pairs, group * rows, columns] as [batch, heads, rows, columns], the same memory."""
-        return tile.view(self.batch, self.heads, -1, tile.shape[-1])
+        return tile.view(self.batch, self.heads, tile.shape[1] // self.group, tile.shape[-1])
 
     def turned(self, x: Tensor) -> Tensor:
         """Keys or values [batch, kv_heads, keys, dim] as [pairs, dim, keys], laid out for the products to come."""
