@@ -163,8 +163,9 @@ class Tiling:
         return x[:, :, rows[0] : rows[1]].flatten(1, 2)
 
     def by_head(self, tile: Tensor) -> Tensor:
-        """[pairs, group * rows, columns] as [batch, heads, rows, columns], the same memory."""
-        return tile.view(self.batch, self.heads, tile.shape[1] // self.group, tile.shape[-1])
+        """[pairs, group * rows, columns] as [batch, heads, rows, columns], the same memory; what is so stays so."""
+        rows = tile.shape[-2] if tile.ndim == 4 else tile.shape[1] // self.group
+        return tile.view(self.batch, self.heads, rows, tile.shape[-1])
 
     def turned(self, x: Tensor) -> Tensor:
         """Keys or values [batch, kv_heads, keys, dim] as [pairs, dim, keys], laid out for the products to come."""
