@@ -318,7 +318,7 @@ def test_another_kind_brings_its_own_counts():
     assert cost.forward == MatrixFlops(scores=QUERIES**2, mixing=5)
     assert cost.backward == MatrixFlops(scores=3 * QUERIES**2, mixing=10)
     assert (cost.parameters, cost.exponentials, cost.cache_bytes_per_token) == (25, 4 * QUERIES**2, 6)
-    with pytest.raises(OptionError, match=r"no int8 cache, got cache_dtype torch\.int8"):
+    with pytest.raises(OptionError, match=r"no int8 cache, got cache_dtype torch\.int8; a QuantizedCache"):
         estimate_cost(MixedConfig(5), Workload.forward(QUERIES), cache_dtype=torch.int8)
 
 

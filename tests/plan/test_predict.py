@@ -340,3 +340,12 @@ def test_layers_of_another_day_are_predicted(project_root):
     assert len(errors) == 16
     assert max(map(abs, errors.values())) < 0.35, errors
     assert statistics.median(map(abs, errors.values())) < 0.15, errors
+
+
+def test_one_token_of_a_cpu_is_bound_by_what_it_reads():
+    """A product of one row is not charged as a tile of many."""
+    config = MultiHeadConfig(4096, 32, causal=True, bias=False)
+    work = layer_work(config, Workload.decode(past=4095), dtype=torch.float32)
+    found = predict(work, Machine.load("cpu-2-cores"))
+    assert found.bound == "bandwidth"
+    assert {part.bound for part in found.parts if isinstance(part.piece, Product)} == {"bandwidth"}

@@ -192,7 +192,10 @@ def count_heads(config: HeadsConfig, work: Workload, pairs: int, combined: int) 
 def _cache_bytes(counts: LayerCounts, dtype: torch.dtype) -> int:
     if dtype is torch.int8:
         if counts.cache_scales is None:
-            raise OptionError("this kind of layer has no int8 cache, got cache_dtype torch.int8")
+            raise OptionError(
+                "latents have no int8 cache, got cache_dtype torch.int8; a QuantizedCache would hold them twice, as keys "
+                "and as values"
+            )
         return counts.cache_numbers + counts.cache_scales * torch.float32.itemsize
     if not dtype.is_floating_point:
         raise DtypeError(f"a cache holds floating-point numbers, or int8 with scales; got {dtype}")

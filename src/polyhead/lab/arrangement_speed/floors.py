@@ -71,6 +71,7 @@ def layer(run: Run, name: str, *, quick: bool = False) -> Iterator[Row]:
     x = run.inputs(2, TOKENS // (8 if quick else 1), WIDTH, salt=1)
     upstream = run.inputs(*x.shape, salt=2)
     parameters = list(module.parameters())
+    heads: int = module.layout.num_heads  # type: ignore[union-attr, assignment]
     for mode, graphed in itertools.product((FORWARD, TRAINING), (True, False)):
         found = Entrants()
         calls: dict[str, Callable[[Tensor], Tensor]] = {OURS: functools.partial(_ours, module, backend=None)}
@@ -87,7 +88,7 @@ def layer(run: Run, name: str, *, quick: bool = False) -> Iterator[Row]:
         fastest = timings.fastest(*CORES)
         yield Row.of(
             f"{name}, {mode}" + ("" if graphed else WITH_PYTHON),
-            f"2 x {x.shape[1]} tokens of {WIDTH}, {HEADS} heads, causal",
+            f"2 x {x.shape[1]} tokens of {WIDTH}, {heads} heads, causal",
             run.dtype,
             timings,
             [timings.compare(OURS, fastest, BOUND if graphed else None)],
@@ -237,7 +238,7 @@ VARIANTS: dict[str, Variant] = {
     "differential": Variant(
         lambda: DifferentialAttention(WIDTH, HEADS // 2, layer_index=1, **_OPTIONS),
         _differential,
-        "norm((softmax(Q1 K1^T) - lambda softmax(Q2 K2^T)) V)",
+        "8 heads of norm((softmax(Q1 K1^T) - lambda softmax(Q2 K2^T)) V)",
         "attention should cancel noise",
     ),
     "routed, shared": Variant(

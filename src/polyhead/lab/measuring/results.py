@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polyhead.lab.measuring.runner import Comparison, Timings
+from polyhead.observatory.saving import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,10 +91,9 @@ class Row:
 
 def write(path: Path, facts: dict[str, object], rows: Sequence[Row]) -> None:
     """The whole run so far; written after every row, so that a run that is cut short leaves what it found."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {**facts, "misses": misses(rows), "rows": [row.to_dict() for row in rows]}
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    path.write_text(_samples_on_one_line(text) + "\n", encoding="utf-8")
+    write_whole(path, (_samples_on_one_line(text) + "\n").encode())
 
 
 def _samples_on_one_line(text: str) -> str:

@@ -21,6 +21,7 @@ from polyhead.lab.calibration.layers import layer_call
 from polyhead.lab.calibration.timing import MOST_OF_THE_HOST, steady_samples
 from polyhead.lab.measuring.runner import is_out_of_memory
 from polyhead.lab.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
+from polyhead.observatory.saving import write_whole
 from polyhead.plan.timing.limits import Bound
 from polyhead.plan.timing.machine import Datasheet, Machine
 from polyhead.plan.timing.predict import Prediction, predict, roofline
@@ -212,5 +213,4 @@ def write(path: Path, facts: Mapping[str, Any], outcomes: Sequence[Outcome]) -> 
         "summary": [{**asdict(summary), "missed": summary.missed} for summary in found],
         "rows": to_dict(outcomes),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

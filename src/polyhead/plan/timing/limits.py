@@ -29,7 +29,7 @@ EDGE_KEYS = 512
 DECODE_ROWS = 16  # the fewest rows that a matrix unit multiplies
 # Tiles that a library of products chooses among, each with how much of a processor it makes use of.
 GPU_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9), (64, 256, 0.8), (64, 128, 0.7), (64, 64, 0.45))
-CPU_TILES = ((32, 32, 1.0),)
+CPU_TILES = ((1, 32, 1.0),)  # few rows are no whole tile there, and bound by what is read
 SPLITS = (1, 2, 4, 8, 16, 32, 64)  # of the inner axis, whose partial sums are added up afterwards
 
 
