@@ -142,6 +142,30 @@ def test_auto_takes_tiles_on_a_cpu_and_a_named_backend_never_falls_back() -> Non
         case.run("sdpa")
 
 
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("backend", PLAIN)
+def test_a_batch_of_no_sequences_has_rows_of_padding_alone(backend: str, padding: int, by_head: bool) -> None:
+    query, key, value = (
+        torch.zeros(shape, requires_grad=True) for shape in ((padding, 11), (0, 3, 23, 11), (0, 3, 23, 7))
+    )
+    rows = RaggedRows(torch.zeros(padding, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 5, by_head, 6)
+    options: dict[str, Any] = {"mask": Mask.causal() & Mask.lengths([], queries=[]), "sinks": torch.zeros(6)}
+    result = ragged_attention(query, key, value, rows, statistics=True, backend=backend, **options)
+    assert result.backend == backend
+    assert result.output.equal(torch.zeros(padding, 7))
+    assert result.logsumexp.equal(torch.full((padding,), -torch.inf))
+    assert result.statistics is not None
+    assert result.statistics.entropy.equal(torch.zeros(padding))
+    assert result.statistics.max_logit.equal(torch.full((padding,), -torch.inf))
+    for gradient, of in zip(
+        torch.autograd.grad(result.output.sum(), (query, key, value)), (query, key, value), strict=True
+    ):
+        assert gradient.equal(torch.zeros_like(of))
+    told_less = ragged_attention(query, key, value, replace(rows, num_heads=None), backend=backend)
+    assert told_less.output.shape == (padding, 7)
+
+
 def call(
     query: Tensor | None = None,
     positions: object = (0, 3, 6, 1, 2),
@@ -151,7 +175,8 @@ def call(
     query = torch.zeros(5, 8) if query is None else query
     key = options.pop("key", torch.zeros(1, 2, 7, 8))
     made = (torch.tensor(x) if isinstance(x, tuple) else x for x in (positions, offsets))
-    ragged_attention(query, key, key, RaggedRows(*made, options.pop("num_queries", None)), **options)
+    told = {name: options.pop(name, None) for name in ("num_queries", "num_heads")}
+    ragged_attention(query, key, key, RaggedRows(*made, **told), **options)
 
 
 def test_errors_say_the_rule_and_what_arrived() -> None:
@@ -166,6 +191,16 @@ def test_errors_say_the_rule_and_what_arrived() -> None:
         call(torch.zeros(6, 8))
     with pytest.raises(ShapeError, match=r"batch \* heads \+ 1 numbers .* got 3 for a batch of 3"):
         call(key=torch.zeros(3, 2, 7, 8))
+    call(num_heads=2)
+    with pytest.raises(
+        ShapeError, match=r"got 3 for a batch of 2 and 2 heads; query rows and keys must be of the same"
+    ):
+        call(key=torch.zeros(2, 1, 7, 8), num_heads=2)
+    with pytest.raises(ShapeError, match="got 3 for a batch of 0; query rows"):
+        call(key=torch.zeros(0, 2, 7, 8))
+    for heads in (0, True, 2.0):
+        with pytest.raises(ShapeError, match=f"num_heads must be a positive integer, got {heads}"):
+            call(num_heads=heads)
     with pytest.raises(ShapeError, match="multiple of key heads, got 2 and 3"):
         call(key=torch.zeros(1, 3, 7, 8))
     with pytest.raises(DeviceError, match="positions must be on the device of the query, got meta and cpu"):

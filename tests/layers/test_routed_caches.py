@@ -11,6 +11,7 @@ from torch import Tensor
 from polyhead import GrowingCache, KVCache, Mask, PagedCache, PreallocatedCache, RollingCache, RoutedHeads
 from polyhead.errors import OptionError
 from polyhead.layers.positions import ALiBi, Rotary
+from polyhead.layers.routed_heads import RoutedOutput
 from tests.layers.routed_formula import scramble
 
 BATCH, LENGTH, EMBED, HEADS, DIM = 3, 19, 22, 5, 6
@@ -26,8 +27,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "full": {"shape": "full", "top_k": 2, "always_on": 1, "sinks": True},
     "full, threshold": {"shape": "full", "threshold": 0.25, "positions": ALiBi(HEADS)},
 }
+RULES: dict[str, dict[str, Any]] = {
+    f"{shape}, {name}": {"shape": shape, name: value}
+    for shape in ("shared", "full")
+    for name, value in (("top_k", 2), ("top_p", 0.6), ("threshold", 0.25))
+}
 PIECES = {"token by token": [1] * LENGTH, "a prompt, then chunks": [7, 1, 1, 6, 4]}
 shapes = pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
+rules = pytest.mark.parametrize("options", RULES.values(), ids=RULES)
 
 
 def make(options: dict[str, Any], **more: Any) -> RoutedHeads:
@@ -96,6 +103,70 @@ def test_documents_in_one_row_are_sequences_of_their_own():
         together = layer(x, mask=Mask.documents(ids), token_positions=positions).output
         apart = torch.cat([layer(part).output for part in x.split([4, 5], 1)], 1)
         torch.testing.assert_close(together, apart)
+
+
+# ---- masks of real tokens over a cache
+
+
+def after(layer: RoutedHeads, x: Tensor, start: int, **options: Any) -> RoutedOutput:
+    """The call for x[:, start:] over a cache of what stands before."""
+    cache = GrowingCache()
+    with torch.no_grad():
+        layer(x[:, :start], cache=cache)
+        return layer(x[:, start:], cache=cache, **options)
+
+
+def assert_losses_are_of(result: RoutedOutput, real: Tensor, layer: RoutedHeads, new: Tensor) -> None:
+    """The losses are those of the real tokens, one after another, and of no others."""
+    alone = layer.router(new[real][None])
+    for name in ("balance_loss", "z_loss"):
+        torch.testing.assert_close(getattr(result.routing, name), getattr(alone, name))
+
+
+@rules
+def test_lengths_of_all_keys_hide_nothing_from_a_new_token(options):
+    layer, x = make(options), torch.randn(BATCH, 5, EMBED, dtype=DOUBLE)
+    result = after(layer, x, 4, mask=Mask.lengths([5] * BATCH))
+    torch.testing.assert_close(result.output, layer(x).output[:, 4:])
+    assert_losses_are_of(result, torch.ones(BATCH, 1, dtype=torch.bool), layer, x[:, 4:])
+
+
+@rules
+@pytest.mark.parametrize("kept", [None, [2, 1, 0]], ids=["padding kept", "padding dropped"])
+def test_padded_new_tokens_over_a_cache_see_and_count_nothing(options, kept):
+    layer, x, new = make(options), torch.randn(BATCH, 6, EMBED, dtype=DOUBLE), [2, 1, 0]
+    keys = [6, 5, 4]
+    result = after(layer, x, 4, lengths=kept, mask=Mask.lengths(keys, queries=new))
+    real = torch.arange(2) < torch.tensor(new)[:, None]
+    torch.testing.assert_close(result.output[real], layer(x, mask=Mask.lengths(keys)).output[:, 4:][real])
+    assert torch.equal(result.routing.real, real)
+    assert_losses_are_of(result, real, layer, x[:, 4:])
+
+
+@rules
+def test_a_mask_over_a_cache_is_that_of_the_same_keys_without_one(options):
+    layer, x = make(options), torch.randn(BATCH, 6, EMBED, dtype=DOUBLE)
+    mask = Mask.lengths([6, 6, 6], queries=[2, 1, 2])
+    result = after(layer, x, 4, mask=mask)
+    torch.testing.assert_close(result.output, layer(x[:, 4:], x, mask=mask).output)
+    assert result.routing.real.sum(-1).tolist() == [2, 1, 2]
+
+
+@rules
+def test_documents_go_on_over_a_cache(options):
+    layer, x = make(options), torch.randn(BATCH, 9, EMBED, dtype=DOUBLE)
+    ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 2, -1], [3, 3, 3, 3, 3, 3, 3, 3, 3]])
+    result = after(layer, x, 6, mask=Mask.documents(ids[:, 6:], ids))
+    torch.testing.assert_close(result.output, layer(x, mask=Mask.documents(ids)).output[:, 6:])
+    assert torch.equal(result.routing.real, ids[:, 6:] >= 0)
+    assert_losses_are_of(result, ids[:, 6:] >= 0, layer, x[:, 6:])
+
+
+def test_lengths_and_a_mask_both_say_which_new_tokens_are_real():
+    layer, x = make(RULES["shared, top_k"]), torch.randn(BATCH, 3, EMBED, dtype=DOUBLE)
+    with torch.no_grad():
+        result = layer(x, cache=GrowingCache(), lengths=[3, 2, 3], mask=Mask.lengths([3, 3, 1]))
+    assert result.routing.real.sum(-1).tolist() == [3, 2, 1]
 
 
 def test_a_cache_is_for_the_layer_s_own_tokens():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyhead import PreallocatedCache, RoutedHeads
+from polyhead import Mask, PreallocatedCache, RoutedHeads
 from polyhead.layers.positions import Rotary
+from polyhead.layers.routed_heads import RoutedOutput
 from polyhead.layers.routing import Routing
 from tests.error_budget import DRAWS, Compared, assert_draws_within_error_budget
 from tests.layers.head_formula import earlier
@@ -84,9 +85,7 @@ def test_output_and_gradients_are_within_the_error_budget(options, dtype):
     assert_draws_within_error_budget(draws)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="1.25 of it: all keys of a row err with their log-sum-exp, docs/kernels.md"
-)
+@pytest.mark.xfail(strict=True, reason="1.25 of it: all keys of a row err with their log-sum-exp, docs/kernels.md")
 def test_the_gradient_of_a_shared_values_bias_is_within_the_error_budget_of_float32():
     draws = [compared(SHAPES["shared"], torch.float32) for _ in range(DRAWS)]
     assert_draws_within_error_budget([{"v_proj.bias": draw["v_proj.bias"]} for draw in draws])
@@ -108,6 +107,65 @@ def test_forward_and_backward_wait_for_nothing(kind):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("kind", FIXED)
+def test_a_given_routing_and_a_mask_over_a_cache_wait_for_nothing(kind):
+    layer, x = make(SHAPES[kind], torch.bfloat16, finite=True), tokens(torch.bfloat16, 40)
+    mask = Mask.lengths([40, 39], queries=[5, 4]).to("cuda")
+    cache = PreallocatedCache.for_layout(
+        layer.layout, batch_size=BATCH, capacity=48, device="cuda", dtype=torch.bfloat16
+    )
+
+    @torch.no_grad()
+    def step() -> list[RoutedOutput]:
+        cache.reset()
+        routing = layer(x[:, :35], cache=cache).routing
+        twin = cache.fork()
+        last = [layer(x[:, 35:], cache=cache, mask=mask)]
+        last.append(layer(x[:, 35:], cache=twin, mask=mask, routing=last[0].routing))
+        layer(x[:, :35], routing=routing)
+        return last
+
+    step()  # compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found, again = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found.output, again.output)
+    assert found.routing.real.sum(-1).tolist() == [5, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@shapes
+def test_a_mask_over_a_cache_is_that_of_the_full_forward(options, dtype):
+    layer, x = make(options, dtype), tokens(dtype, 40)
+    cache = PreallocatedCache.for_layout(layer.layout, batch_size=BATCH, capacity=48, device="cuda", dtype=dtype)
+    full = layer(x, mask=Mask.lengths([40, 36])).output
+    with torch.no_grad():
+        layer(x[:, :35], cache=cache)
+        result = layer(x[:, 35:], cache=cache, mask=Mask.lengths([40, 36], queries=[5, 1]))
+    real = result.routing.real
+    assert real.sum(-1).tolist() == [5, 1]
+    torch.testing.assert_close(result.output[real], full[:, 35:][real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@shapes
+def test_a_batch_of_nothing(options, dtype):
+    layer, x = make(options, dtype), tokens(dtype)[:0].requires_grad_()
+    result = layer(x, statistics=True, logsumexp=True)
+    assert result.output.shape == (0, LENGTH, EMBED)
+    assert result.statistics.entropy.shape == (0, layer.layout.num_heads, LENGTH)
+    inputs = [x, *layer.parameters()]
+    gradients = torch.autograd.grad(result.output.float().sum() + result.routing.balance_loss, inputs)
+    assert all(bool((gradient == 0).all()) for gradient in gradients)
+    cache = PreallocatedCache.for_layout(layer.layout, batch_size=0, capacity=9, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for length in (5, 1):
+            assert layer(x[:, :length], cache=cache).output.shape == (0, length, EMBED)
 
 
 @shapes

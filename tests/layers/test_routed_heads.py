@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead import Mask, MultiHeadAttention, RoutedHeads, Statistics
-from polyhead.errors import CheckpointError, DtypeError, MaskError, OptionError, ShapeError
+from polyhead.errors import CheckpointError, DeviceError, DtypeError, MaskError, OptionError, ShapeError
 from polyhead.functional import row_products
 from polyhead.layers.positions import ALiBi, Learned, Rotary
 from polyhead.layers.routing import Routing
@@ -321,6 +321,88 @@ def test_calls_that_cannot_be_served_are_refused():
         layer(x[0])
     with pytest.raises(DtypeError, match="dtype of the layer"):
         layer(x.float())
+
+
+@shapes
+def test_a_source_of_another_batch_is_refused_before_anything_is_computed(options):
+    layer, x = make(options), tokens()
+    layer.router.register_forward_pre_hook(lambda *_: pytest.fail("the gate was asked"))
+    for batch in (1, 2 * BATCH):
+        source = torch.randn(batch, 7, EMBED, dtype=DOUBLE)
+        with pytest.raises(ShapeError, match=f"must have one batch size, got 3, {batch} and {batch}"):
+            layer(x, source)
+        with pytest.raises(ShapeError, match=f"query and memory must have one batch size, got 3 and {batch}"):
+            layer(x, layer.remember(source))
+    with pytest.raises(DtypeError, match=r"key must be a tensor .*, got list"):
+        layer(x, [x])
+    nested = torch.nested.nested_tensor([x[0], x[1], x[2, :5]], layout=torch.jagged)
+    for given in ((nested,), (x, nested)):
+        with pytest.raises(OptionError, match="routed heads take padded sequences, got a nested"):
+            layer(*given)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_no_mask_is_refused_as_elsewhere(causal):
+    layer, x = make({"top_k": 2}, causal=causal), tokens()
+    for mask in (torch.ones(LENGTH, LENGTH), "causal"):
+        with pytest.raises(MaskError, match=rf"must be a polyhead\.Mask, got {type(mask).__name__}; use Mask\.dense"):
+            layer(x, mask=mask)
+
+
+def altered(**changes: Any) -> Routing:
+    """Heads 0 and 1 for every token, but for what is changed."""
+    heads = torch.arange(2).repeat(BATCH, LENGTH, 1)
+    return Routing(**{"heads": heads, "weights": torch.ones(BATCH, LENGTH, 2, dtype=DOUBLE), "num_heads": 6} | changes)
+
+
+def changed(tensor: Tensor, value: int) -> Tensor:
+    tensor = tensor.clone()
+    tensor[1, 4] = value
+    return tensor
+
+
+@pytest.mark.parametrize("kind", ["shared", "shared, top_p", "full", "full, threshold"])
+@pytest.mark.parametrize(
+    ("routing", "error", "words"),
+    [
+        ({"heads": 0}, OptionError, r"routing must be a .*Routing, such as .*, got dict"),
+        (altered(heads=None), DtypeError, "heads of a routing must be a tensor, got NoneType"),
+        (altered(heads=altered().weights), DtypeError, r"are indices, torch\.int64, got torch\.float64"),
+        (altered(weights=altered().heads), DtypeError, "weights of a routing must be floating point"),
+        (altered(heads=torch.tensor(0)), ShapeError, r"3 x 11 tokens over 6 heads, got heads \[\]"),
+        (altered(heads=altered().heads[..., :0], weights=altered().weights[..., :0]), ShapeError, "of 0 slots"),
+        (Routing.every_head(BATCH, LENGTH, 7, altered().weights), ShapeError, "over 7 heads"),
+        (
+            altered(heads=torch.zeros(BATCH, LENGTH, 7, dtype=torch.int64), weights=torch.ones(BATCH, LENGTH, 7)),
+            ShapeError,
+            "slots for 1 to 6 heads, got a routing of 7 slots",
+        ),
+        (altered(heads=altered().heads + 5), OptionError, "must be 0 to 5, also in slots .* got 5 to 6"),
+        (altered(heads=altered().heads - 1), OptionError, "got -1 to 0"),
+        (altered(heads=changed(altered().heads, 3)), OptionError, "head 3 twice for token 4 of sequence 1"),
+        (altered(counts=[2]), DtypeError, "counts of a routing must be a tensor, got list"),
+        (altered(counts=altered().heads), ShapeError, r"counts .* must be \[3, 11\], .* got \[3, 11, 2\]"),
+        (altered(counts=altered().weights[..., 0]), DtypeError, "counts of a routing must be int32 or int64"),
+        (altered(counts=changed(altered().heads[..., 1], 3)), OptionError, "0 to its 2 slots, got 1 to 3"),
+        (altered(counts=changed(altered().heads[..., 1], -1)), OptionError, "got -1 to 1"),
+        (altered(weights=altered().weights.to("meta")), DeviceError, "weights of a routing .* got meta and cpu"),
+    ],
+)
+def test_a_routing_that_cannot_be_is_refused_by_name(kind, routing, error, words):
+    with pytest.raises(error, match=words):
+        make(SHAPES[kind])(tokens(), routing=routing)
+
+
+@pytest.mark.parametrize("kind", ["shared, top_p", "full, threshold"])
+def test_slots_that_are_not_used_may_name_any_head(kind):
+    layer, x = make(SHAPES[kind]), tokens()
+    counts = changed(torch.ones(BATCH, LENGTH, dtype=torch.int64), 0)
+    same = torch.full((BATCH, LENGTH, 2), 3)
+    given = altered(heads=same, counts=counts)
+    found = layer(x, routing=given)
+    one = altered(heads=same[..., :1], weights=given.weights[..., :1], counts=counts)
+    torch.testing.assert_close(found.output, layer(x, routing=one).output)
+    assert torch.equal(given.is_chosen.sum(-1), counts)
 
 
 def test_a_checkpoint_of_another_layout_is_refused_before_a_weight_is_touched():

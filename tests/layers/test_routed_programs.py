@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyhead import RoutedHeads
+from polyhead import GrowingCache, Mask, RoutedHeads
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers.config import AttentionConfig, build_attention, config_of
 from polyhead.layers.positions import Rotary
@@ -36,6 +36,13 @@ def _forget_compiled_code() -> Iterator[None]:
     torch.compiler.reset()
 
 
+EVERY_RULE: list[dict[str, Any]] = [
+    {"shape": shape, name: value}
+    for shape in ("shared", "full")
+    for name, value in (("top_k", 2), ("top_p", 0.5), ("threshold", 0.25))
+]
+
+
 def make(**options: Any) -> RoutedHeads:
     return scramble(RoutedHeads(EMBED, HEADS, **{"head_dim": DIM, "causal": True, "dtype": DOUBLE, **options}))
 
@@ -55,6 +62,18 @@ def test_shared_heads_compile_whole_forward_and_backward():
         torch.testing.assert_close(found, expected)
 
 
+def test_shared_heads_compile_whole_with_lengths_and_a_given_routing():
+    layer, x = make(top_k=2).eval(), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    options = {"mask": Mask.lengths(torch.tensor([LENGTH, 3, 0]))}
+    found, expected = compiled(x, **options), layer(x, **options)
+    torch.testing.assert_close(found.output, expected.output)
+    assert found.routing.real.sum(-1).tolist() == [LENGTH, 3, 0]
+    heads, weights = expected.routing.heads, expected.routing.weights.detach()
+    again = compiled(x, routing=Routing(heads, weights, HEADS), **options)
+    torch.testing.assert_close(again.output, expected.output)
+
+
 def test_an_exported_layer_takes_other_lengths_and_returns_its_routing():
     layer, length = make(top_k=2, always_on=1).eval(), torch.export.Dim("length")
     x = torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
@@ -66,12 +85,35 @@ def test_an_exported_layer_takes_other_lengths_and_returns_its_routing():
 
 
 def test_a_batch_of_nothing_and_a_sequence_of_nothing():
-    for options in ({"top_k": 2}, {"top_p": 0.5}, {"shape": "full", "top_k": 2}):
+    for options in EVERY_RULE:
         layer = make(**options)
-        for batch, length in ((2, 0), (1, 1)):
-            result = layer(torch.randn(batch, length, EMBED, dtype=DOUBLE))
+        for batch, length in ((2, 0), (1, 1), (0, 3), (0, 0)):
+            x = torch.randn(batch, length, EMBED, dtype=DOUBLE, requires_grad=True)
+            result = layer(x, mask=Mask.lengths([length] * batch))
             assert result.output.shape == (batch, length, EMBED)
-    assert make(top_k=2)(torch.randn(0, 3, EMBED, dtype=DOUBLE)).output.shape == (0, 3, EMBED)
+            loss = result.output.sum() + result.routing.balance_loss + result.routing.z_loss
+            inputs = [x, *layer.parameters()]
+            for gradient, of in zip(torch.autograd.grad(loss, inputs), inputs, strict=True):
+                assert gradient.shape == of.shape
+                assert bool(gradient.isfinite().all())
+            told = layer(x, statistics=True, logsumexp=True)
+            assert told.statistics.entropy.shape == (batch, HEADS, length)
+            assert told.logsumexp.shape == (batch, HEADS, length)
+
+
+def test_a_batch_of_nothing_over_a_cache_and_over_a_source():
+    for options in EVERY_RULE:
+        layer, cache = make(**options), GrowingCache()
+        with torch.no_grad():
+            for length in (3, 1):
+                result = layer(torch.randn(0, length, EMBED, dtype=DOUBLE), cache=cache, statistics="entropy")
+                assert result.output.shape == (0, length, EMBED)
+                assert result.statistics.entropy.shape == (0, HEADS, length)
+        assert cache.view().key.shape[2] == 4
+        source = torch.randn(0, 5, EMBED, dtype=DOUBLE)
+        assert layer(source[:, :2], source).output.shape == (0, 2, EMBED)
+        routing = layer(source).routing
+        assert layer(source, routing=routing).output.shape == (0, 5, EMBED)
 
 
 def test_copies_and_pickles_compute_the_same():
@@ -167,6 +209,11 @@ def test_positions_are_described_and_built_again():
         ({"top_k": 2, "shape": "wide"}, OptionError, "shape must be"),
         ({"top_k": 2, "window": 3}, OptionError, "needs causal=True"),
         ({"top_k": 2, "bias": "no"}, OptionError, "bias must be True or False"),
+        ({"top_k": 2, "noise": None}, OptionError, "noise is a standard deviation, at least 0, got None"),
+        ({"top_k": 2, "k_min": None}, ShapeError, "k_min must be an integer, got None"),
+        ({"top_p": 0.5, "k_min": None}, ShapeError, "k_min must be an integer, got None"),
+        ({"top_k": 2, "k_min": True}, ShapeError, "k_min must be an integer, got True"),
+        ({"top_p": 0.5, "k_max": 2, "budget": 100}, OptionError, "at most the 6 heads .* got 100"),
     ],
 )
 def test_options_are_checked_before_anything_is_built(options, error, words):

@@ -125,6 +125,20 @@ def test_balanced_heads_have_a_balance_loss_of_one_and_a_crowd_has_more():
     assert float(Routing(heads, weights, HEADS, logits=crowd).balance_loss) == pytest.approx(HEADS)
 
 
+def test_a_budget_above_the_heads_that_are_taken_is_felt_by_a_gate_that_hesitates():
+    gate = router(top_p=0.9, k_max=2, budget=3.0)
+    with torch.no_grad():
+        gate.gate.weight.zero_()  # every head is as likely as the others
+    torch.testing.assert_close(gate(tokens()).budget_loss, torch.tensor((HEADS / 3.0 - 1) ** 2, dtype=DOUBLE))
+    assert float(router(top_p=0.9, budget=float(HEADS))(tokens()).budget_loss.detach()) == 0.0
+
+
+def test_sizes_of_a_gate_are_integers():
+    for sizes, words in (((None, 4), "embed_dim must be an integer, got None"), ((8, "4"), "num_heads must be an")):
+        with pytest.raises(ShapeError, match=words):
+            HeadRouter(*sizes, top_k=1)
+
+
 def test_every_loss_moves_the_gate_the_right_way():
     x = tokens()
     for name, options in (("balance_loss", {"top_k": 1}), ("z_loss", {"top_k": 1}), ("budget_loss", {"top_p": 0.9})):
@@ -176,6 +190,10 @@ def test_every_head_is_a_routing_without_a_gate():
         ({"top_k": 2, "always_on": 7}, ShapeError, "always_on must leave a head to choose, 0 to 6, got 7"),
         ({"top_k": 2, "normalise": "some"}, OptionError, "normalise must be 'all' or 'chosen'"),
         ({"top_k": 2, "noise": -1.0}, OptionError, "noise is a standard deviation"),
+        ({"top_k": 2, "noise": None}, OptionError, "noise is a standard deviation, at least 0, got None"),
+        ({"top_k": 2, "k_min": True}, ShapeError, "k_min must be an integer, got True"),
+        ({"threshold": 0.5, "k_min": None}, ShapeError, "k_min must be an integer, got None"),
+        ({"top_p": 0.5, "always_on": 2, "budget": 5.5}, OptionError, "at most the 5 heads there are .* got 5.5"),
     ],
 )
 def test_options_are_checked(options, error, words):

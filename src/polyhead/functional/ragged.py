@@ -31,13 +31,15 @@ class RaggedRows:
     Rows `offsets[i]` to `offsets[i + 1]` belong to pair i, which is `batch index * heads + head`, or
     `head * batch + batch index` with `by_head=True`, the order in which a product grouped by head leaves them. Rows
     from `offsets[-1]` on are padding, whose content is never read. `num_queries` is how many queries there were to
-    choose from, which is where a causal mask is aligned; None: as many as keys.
+    choose from, which is where a causal mask is aligned; None: as many as keys. `num_heads` is how many heads the pairs
+    are of; None: as many as the batch of the keys leaves, so that keys of another batch are not always noticed.
     """
 
     positions: Int[Tensor, " total"]
     offsets: Int[Tensor, " pairs_and_one"]
     num_queries: int | None = None
     by_head: bool = False
+    num_heads: int | None = None
 
 
 def ragged_attention(
@@ -92,10 +94,11 @@ def _run(request: RaggedRequest, backend: str) -> AttentionOutput:
     if backend in ("auto", "fused"):
         reasons = ragged_fused.unsupported_reasons(request)
         if not reasons:
-            return ragged_fused.run(request)
+            return ragged_fused.run(request) if request.whole.sizes[0] else ragged_pairs.run_nobody(request, "fused")
         if backend == "fused":
             raise BackendUnsupported("fused", reasons)
-    return ragged_pairs.run(request, "blockwise" if backend == "auto" else backend)
+    run = ragged_pairs.run if request.whole.sizes[0] else ragged_pairs.run_nobody
+    return run(request, "blockwise" if backend == "auto" else backend)
 
 
 def _checked(
@@ -129,19 +132,32 @@ def _checked(
             raise DeviceError(f"{name} must be on the device of the query, got {tensor.device} and {query.device}")
     if positions.shape[0] != query.shape[0]:
         raise ShapeError(f"every row needs a position, got {query.shape[0]} rows and {positions.shape[0]} positions")
-    batch, pairs = key.shape[0], offsets.shape[0] - 1
-    if batch == 0 or pairs < 1 or pairs % batch:
-        raise ShapeError(
-            "offsets must have batch * heads + 1 numbers with at least one head and one sequence, "
-            f"got {pairs + 1} for a batch of {batch}"
-        )
+    heads = _heads(rows, key)
     num_queries = key.shape[2] if rows.num_queries is None else rows.num_queries
     # A query of the full size that takes no memory, for checks and masks that ask for sizes alone.
-    full = query.new_empty(1).expand(batch, pairs // batch, num_queries, query.shape[1])
+    full = query.new_empty(1).expand(key.shape[0], heads, num_queries, query.shape[1])
     whole = _request(full, key, value, mask, scale, softcap, sinks, 0.0, None, False, True, finite, statistics)
     _check_values(positions, offsets, num_queries)
     positions, offsets = (x.to(torch.int32).contiguous() for x in (positions, offsets))
     return RaggedRequest(query.to(whole.query.dtype), positions, offsets, rows.by_head, whole)
+
+
+def _heads(rows: RaggedRows, key: Tensor) -> int:
+    """How many heads the rows have, if their pairs are those of the keys' sequences."""
+    batch, kv_heads, *_ = key.shape
+    heads, pairs = rows.num_heads, rows.offsets.shape[0] - 1
+    if heads is None:
+        if (pairs == 0) if batch == 0 else (pairs >= 1 and pairs % batch == 0):
+            return pairs // batch if batch else kv_heads
+    elif isinstance(heads, bool) or not isinstance(heads, int | torch.SymInt) or heads < 1:
+        raise ShapeError(f"num_heads must be a positive integer, got {heads!r}")
+    elif pairs == batch * heads:
+        return heads
+    raise ShapeError(
+        "offsets must have batch * heads + 1 numbers with at least one head, "
+        f"got {pairs + 1} for a batch of {batch}{'' if heads is None else f' and {heads} heads'}; "
+        "query rows and keys must be of the same sequences"
+    )
 
 
 def _check_values(positions: Tensor, offsets: Tensor, num_queries: int) -> None:

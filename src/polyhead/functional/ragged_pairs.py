@@ -35,6 +35,13 @@ def run(request: RaggedRequest, backend: str) -> AttentionOutput:
     return _joined(request, results, backend)
 
 
+def run_nobody(request: RaggedRequest, backend: str) -> AttentionOutput:
+    """A batch of no sequences, whose rows are all padding: the named backend's attention of nothing, with its graph."""
+    whole = request.whole
+    nothing = replace(whole, query=request.query[:0].view(whole.query.shape))
+    return _joined(request, [backends.run(nothing, backend)], backend)
+
+
 def _spans(offsets: list[int]) -> list[tuple[int, int, int]]:
     """Pair, first row and end of each piece; one empty piece where there are no rows."""
     spans = [
@@ -122,7 +129,7 @@ def _joined(request: RaggedRequest, results: list[AttentionOutput], backend: str
     total = request.query.shape[0]
 
     def join(pieces: list[Tensor], nothing: float) -> Tensor:
-        there = torch.cat([x[0, 0] for x in pieces])
+        there = torch.cat([x.flatten(0, 2) for x in pieces])
         padding = there.new_full((total - there.shape[0], *there.shape[1:]), nothing)
         return torch.cat([there, padding])
 

@@ -24,8 +24,8 @@ class RowsByHead:
 
     @classmethod
     def of(cls, routing: Routing) -> Self:
-        batch, tokens, slots = routing.heads.shape
-        batch = max(batch, 1)  # heads have ends where there is nothing as well
+        sequences, tokens, slots = routing.heads.shape
+        batch = max(sequences, 1)  # heads have ends where there is nothing as well
         pairs = routing.num_heads * batch
         keys = routing.heads
         if batch > 1:
@@ -34,12 +34,13 @@ class RowsByHead:
         keys = keys if used is None else torch.where(used, keys, pairs)
         order, ends = sorted_groups(keys.reshape(-1), pairs)
         of_heads = ends[batch - 1 :: batch].contiguous() if batch > 1 else ends
-        return cls(RowGroups(order, of_heads, slots, complete=used is None), ends, tokens)
+        return cls(RowGroups(order, of_heads, slots, complete=used is None), ends if sequences else ends[:0], tokens)
 
     def ragged(self) -> RaggedRows:
         """The same rows, as `ragged_attention` is told of them."""
         positions = (self.groups.order // self.groups.slots) % self.tokens
-        return RaggedRows(positions.int(), _offsets(self.ends), num_queries=self.tokens, by_head=True)
+        heads = self.groups.ends.shape[0]
+        return RaggedRows(positions.int(), _offsets(self.ends), self.tokens, by_head=True, num_heads=heads)
 
 
 def rows_by_slot(routing: Routing, kv_heads: int) -> tuple[Tensor, RaggedRows]:
@@ -54,7 +55,7 @@ def rows_by_slot(routing: Routing, kv_heads: int) -> tuple[Tensor, RaggedRows]:
     keys = keys if used is None else torch.where(used[..., None], keys, pairs)
     order, ends = sorted_groups(keys.reshape(-1), pairs)
     positions = (order // (slots * kv_heads)) % tokens
-    return order, RaggedRows(positions.int(), _offsets(ends), num_queries=tokens)
+    return order, RaggedRows(positions.int(), _offsets(ends), tokens, num_heads=kv_heads * slots)
 
 
 def by_head(values: Tensor, routing: Routing, nothing: float) -> Tensor:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from polyhead.errors import MaskError, OptionError
+from typing import Any
+
+from torch import Tensor, nn
+
+from polyhead.errors import MaskError, OptionError, ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
+from polyhead.layers.multi_head import Memory
+from polyhead.layers.routing import Routing
 from polyhead.masks import Mask
 
 SHAPES = ("shared", "full")
@@ -40,6 +46,43 @@ def check_shape_positions(shape: str, biases: bool, name: str) -> None:
             "what positions add to the logits belongs to heads, and over shared keys the rows of all heads lie "
             f"together; got positions {name} with shape 'shared'; use Rotary, or shape 'full'"
         )
+
+
+def check_padded(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
+    checks.check_input(name, x, width, projection)
+    if x.is_nested:
+        raise OptionError(f"routed heads take padded sequences, got a nested {name}; pad it and use Mask.lengths")
+
+
+def check_source(key: Any, batch: int, layout: HeadLayout, projection: nn.Module) -> None:
+    """A source of keys and values, raw or remembered, that belongs to the batch of the queries."""
+    if isinstance(key, Memory):
+        checks.check_memory(key.key, key.value, batch, layout)
+        return
+    check_padded("key", key, layout.embed_dim, projection)
+    if key.shape[0] != batch:
+        raise ShapeError(
+            f"query, key and value must have one batch size, got {batch}, {key.shape[0]} and {key.shape[0]}"
+        )
+
+
+def check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Mask):
+        raise MaskError(
+            f"mask must be a polyhead.Mask, got {type(mask).__name__}; use Mask.dense(mask) for a boolean tensor "
+            "(True = may attend), Mask.bias(mask) for values to add"
+        )
+
+
+def check_routing(routing: Any, query: Tensor, num_heads: int) -> None:
+    """A routing given to a call, whose values nobody has looked at yet."""
+    if not isinstance(routing, Routing):
+        raise OptionError(
+            f"routing must be a polyhead.layers.routing.Routing, such as the routing of an earlier result, "
+            f"got {type(routing).__name__}"
+        )
+    routing.check(query.shape[0], query.shape[1], num_heads, query.device)
+    routing.check_values()
 
 
 def check_shared_mask(mask: Mask) -> None:

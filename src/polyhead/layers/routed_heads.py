@@ -21,13 +21,17 @@ from polyhead.layers import checks
 from polyhead.layers.chosen_rows import RowsByHead, by_head, factors_of, reshaped, result_by_head, rows_by_slot
 from polyhead.layers.joint_projection import JointProjection
 from polyhead.layers.kv_cache import CacheView, KVCache
-from polyhead.layers.kv_cache.tokens import longest
+from polyhead.layers.kv_cache.tokens import integers, longest
 from polyhead.layers.multi_head import Memory
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.routed_checks import (
+    check_mask,
+    check_padded,
+    check_routing,
     check_shape_options,
     check_shape_positions,
     check_shared_mask,
+    check_source,
     routed_layout,
 )
 from polyhead.layers.routing import HeadRouter, Routing
@@ -256,9 +260,8 @@ class RoutedHeads(nn.Module):
             seed, logsumexp, backend: as in `polyhead.attention`.
         """
         layout = self.layout
-        checks.check_input("query", query, layout.embed_dim, self.k_proj)
-        if query.is_nested:
-            raise OptionError("routed heads take padded sequences, got a nested query; pad it and use Mask.lengths")
+        check_padded("query", query, layout.embed_dim, self.k_proj)
+        check_mask(mask)
         if cache is not None and not isinstance(cache, KVCache):
             raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
         if cache is not None and key is not None:
@@ -270,17 +273,18 @@ class RoutedHeads(nn.Module):
                 "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
             )
         batch, queries, _ = query.shape
+        if key is not None:
+            check_source(key, batch, layout, self.k_proj)
+        if routing is not None:
+            check_routing(routing, query, self.num_heads)
         start = first_position(cache, queries, query.device) if token_positions is None else token_positions
         if isinstance(self.positions, AddsToInput):
             query = self.positions(query, start)
-        if routing is None:
-            routing = self.router(query, self._real(mask, lengths, query, key))
-        routing.check(batch, queries, self.num_heads)
+        is_given = routing is not None
+        routing = self.router(query) if routing is None else routing
         rows = RowsByHead.of(routing)
         q = self._queries(query, routing, rows.groups)  # [batch, rows_per_head * slots, queries, head_dim]
         k, v = (key.key, key.value) if isinstance(key, Memory) else self._project(query if key is None else key)
-        if isinstance(key, Memory):
-            checks.check_memory(k, v, batch, layout)
         if isinstance(self.positions, RotatesHeads):
             length = queries + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
             rotation = self.positions.rotation(q, start, length=length)
@@ -294,8 +298,14 @@ class RoutedHeads(nn.Module):
         span, view = k.shape[2], None
         if cache is not None:
             view = cache.append(k, v, lengths=lengths)
-            mask = view.masked(mask)
             span = longest(cache.lengths, otherwise=span)
+        if not is_given:
+            # Only now is it known how many keys a mask over a cache speaks of.
+            new = None if view is None or lengths is None else view.new_lengths
+            real = _real(mask, new, query, k.shape[2] if view is None else view.num_keys)
+            routing = routing if real is None else replace(routing, real=real)
+        if view is not None:
+            mask = view.masked(mask)
         if isinstance(self.positions, BiasesLogits):
             dtype = torch.float64 if q.dtype is torch.float64 else None
             bias = self.positions(queries, span, device=q.device, dtype=dtype)
@@ -326,23 +336,9 @@ class RoutedHeads(nn.Module):
 
     def remember(self, key: Tensor) -> Memory:
         """Project a source once, so that `forward(query, memory)` can attend to it many times."""
+        check_padded("key", key, self.layout.embed_dim, self.k_proj)
         k, v = self._project(key)
         return Memory(self.positions(k) if isinstance(self.positions, RotatesHeads) else k, v)
-
-    def _real(
-        self, mask: Mask | None, lengths: Sequence[int] | None, query: Tensor, key: Tensor | Memory | None
-    ) -> Tensor | None:
-        """Which queries are no padding, [batch or 1, queries]; None where nobody says."""
-        batch, queries, _ = query.shape
-        if lengths is not None:
-            real = torch.as_tensor(lengths).to(query.device, non_blocking=True)
-            return torch.arange(queries, device=query.device) < real[:, None]
-        if mask is None or not (len(mask.padding) or len(mask.packed)):
-            return None
-        keys = queries if key is None else key.key.shape[2] if isinstance(key, Memory) else key.shape[1]
-        padding = Mask(padding=mask.padding, packed=mask.packed)
-        seen = resolve(padding, batch=batch, heads=1, queries=queries, keys=keys, device=query.device)
-        return None if seen is None else seen.query_real
 
     def _queries(self, x: Tensor, routing: Routing, groups: RowGroups) -> Tensor:
         """The queries of the chosen heads, [batch, rows_per_head * slots, queries, head_dim]."""
@@ -356,7 +352,6 @@ class RoutedHeads(nn.Module):
         return q if self.q_norm is None else normed(self.q_norm, q)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        checks.check_input("key", x, self.layout.embed_dim, self.k_proj)
         joint = self._of_source
         current = joint is not None and joint.linears == (self.k_proj, self.v_proj)
         found = joint(x) if joint is not None and current else (self.k_proj(x), self.v_proj(x))
@@ -514,6 +509,21 @@ def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
             if isinstance(module, RoutedHeads):
                 undo.callback(module.register_forward_hook(note).remove)
         yield routings
+
+
+def _real(mask: Mask | None, lengths: Sequence[int] | None, query: Tensor, keys: int) -> Tensor | None:
+    """Which queries are no padding, [batch or 1, queries]; None where nobody says."""
+    batch, queries, _ = query.shape
+    real = None
+    if lengths is not None:
+        real = torch.arange(queries, device=query.device) < integers(lengths, query.device)[:, None]
+    if mask is None or not (len(mask.padding) or len(mask.packed)):
+        return real
+    padding = Mask(padding=mask.padding, packed=mask.packed)
+    seen = resolve(padding, batch=batch, heads=1, queries=queries, keys=keys, device=query.device)
+    if seen is None or seen.query_real is None:
+        return real
+    return seen.query_real if real is None else real & seen.query_real
 
 
 def _as_cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

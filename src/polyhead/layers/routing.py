@@ -8,7 +8,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
-from polyhead.errors import OptionError, ShapeError
+from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
+from polyhead.functional.tracing import is_traced, is_transformed
 from polyhead.layers import checks
 
 NORMALISATIONS = ("all", "chosen")
@@ -26,7 +27,8 @@ class Routing:
 
     over the h heads that are routed: f_i is head i's share of all choices, P_i its mean probability, and H the entropy
     of a token's probabilities, so that exp(H) is how many heads the gate hesitates between. Balanced heads have a
-    balance_loss of 1. Choices have no gradient; probabilities do.
+    balance_loss of 1. Choices have no gradient; probabilities do. Lowering H where heads are chosen by a share of the
+    probability is from Huang et al. 2024, "Harder Tasks Need More Experts"; a budget for it is ours.
     """
 
     heads: Tensor  # int64 [batch, tokens, slots]: those that are always on, then the others from the likeliest on
@@ -44,13 +46,64 @@ class Routing:
         heads = torch.arange(num_heads, device=like.device).expand(batch, tokens, num_heads)
         return cls(heads, like.new_ones(()).expand(heads.shape), num_heads)
 
-    def check(self, batch: int, tokens: int, num_heads: int) -> None:
-        """Raise a ShapeError if it was made for other tokens or other heads."""
-        shape = (batch, tokens, self.heads.shape[-1])
+    def check(self, batch: int, tokens: int, num_heads: int, device: torch.device) -> None:
+        """Raise an error if it was made for other tokens or other heads, as far as sizes and dtypes tell."""
+        tensors = {"heads": self.heads, "weights": self.weights}
+        tensors |= {} if self.counts is None else {"counts": self.counts}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise DtypeError(f"{name} of a routing must be a tensor, got {type(tensor).__name__}")
+            if tensor.device != device:
+                raise DeviceError(
+                    f"{name} of a routing must be on the device of the query, got {tensor.device} and {device}"
+                )
+        if self.heads.dtype is not torch.int64:
+            raise DtypeError(f"heads of a routing are indices, torch.int64, got {self.heads.dtype}")
+        if not self.weights.is_floating_point():
+            raise DtypeError(f"weights of a routing must be floating point, got {self.weights.dtype}")
+        shape = (batch, tokens, *self.heads.shape[-1:])
         if tuple(self.heads.shape) != shape or tuple(self.weights.shape) != shape or self.num_heads != num_heads:
             raise ShapeError(
                 f"a routing must be of {batch} x {tokens} tokens over {num_heads} heads, got heads "
                 f"{list(self.heads.shape)} and weights {list(self.weights.shape)} over {self.num_heads} heads"
+            )
+        slots = self.heads.shape[2]
+        if not 1 <= slots <= num_heads:
+            raise ShapeError(f"a token has slots for 1 to {num_heads} heads, got a routing of {slots} slots")
+        if self.counts is None:
+            return
+        if tuple(self.counts.shape) != (batch, tokens):
+            raise ShapeError(
+                f"counts of a routing must be [{batch}, {tokens}], one for each token, got {list(self.counts.shape)}"
+            )
+        if self.counts.dtype not in (torch.int32, torch.int64):
+            raise DtypeError(f"counts of a routing must be int32 or int64, got {self.counts.dtype}")
+
+    def check_values(self) -> None:
+        """Raise an OptionError for heads or counts that cannot be; asked where nobody need wait for a device."""
+        heads, counts = self.heads, self.counts
+        if heads.device.type != "cpu" or is_transformed() or is_traced(heads) or not heads.numel():
+            return
+        least, most = int(heads.min()), int(heads.max())
+        if least < 0 or most >= self.num_heads:
+            raise OptionError(
+                f"heads of a routing must be 0 to {self.num_heads - 1}, also in slots that are not used, "
+                f"got {least} to {most}"
+            )
+        slots, used = heads.shape[2], self.used
+        if counts is not None and used is not None:
+            least, most = int(counts.min()), int(counts.max())
+            if least < 0 or most > slots:
+                raise OptionError(f"counts of a routing must be 0 to its {slots} slots, got {least} to {most}")
+            # Slots that are not used become heads of their own, so that they equal no other.
+            heads = torch.where(used, heads, self.num_heads + torch.arange(slots, device=heads.device))
+        ordered = heads.sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]).nonzero()
+        if len(twice):
+            sequence, token, slot = twice[0].tolist()
+            raise OptionError(
+                f"a token takes a head once, got head {int(ordered[sequence, token, slot])} twice for token {token} "
+                f"of sequence {sequence}; give it one slot with the sum of the weights"
             )
 
     @property
@@ -68,9 +121,11 @@ class Routing:
     @property
     def is_chosen(self) -> Tensor:
         """[batch, tokens, num_heads], True where a token has taken a head."""
-        taken = torch.ones_like(self.heads, dtype=torch.bool) if self.used is None else self.used
-        chosen = torch.zeros(*self.heads.shape[:2], self.num_heads, dtype=torch.bool, device=self.heads.device)
-        return chosen.scatter(2, self.heads, taken)
+        # One place more than there are heads, for slots that are not used: those may name a head that is.
+        used = self.used
+        heads = self.heads if used is None else torch.where(used, self.heads, self.num_heads)
+        chosen = torch.zeros(*heads.shape[:2], self.num_heads + 1, dtype=torch.bool, device=heads.device)
+        return chosen.scatter(2, heads, True)[..., : self.num_heads]
 
     @property
     def load(self) -> Tensor:
@@ -132,10 +187,11 @@ class HeadRouter(nn.Module):
         embed_dim: width of a token.
         num_heads: heads in all.
         top_k: how many heads each token takes; or
-        top_p: as few as hold this much of the probability; or
+        top_p: as few as hold this much of the probability (Huang et al. 2024); or
         threshold: those of at least this probability. The last two give each token a number of its own.
         k_min, k_max: the least and the most heads of a token with top_p or threshold; 1 and all by default.
-        budget: heads that a token should need on average, for `Routing.budget_loss`.
+        budget: heads that a token should need on average, for `Routing.budget_loss`. It may be above k_max: the loss
+            counts the heads that the gate hesitates between, of which k_max are taken.
         normalise: "all" weighs a chosen head by its probability among all heads, "chosen" by that among those chosen.
         always_on: how many first heads every token takes with weight 1, besides those that the gate chooses.
         noise: standard deviation of what is added to the logits in training (Shazeer et al. 2017, "Outrageously Large
@@ -165,6 +221,10 @@ class HeadRouter(nn.Module):
     ) -> None:
         super().__init__()
         checks.check_one_of("normalise", normalise, NORMALISATIONS)
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("k_min", k_min)):
+            if size is None:
+                raise ShapeError(f"{name} must be an integer, got None")
+            checks.check_size(name, size)
         if isinstance(always_on, bool) or not isinstance(always_on, int) or not 0 <= always_on < num_heads:
             raise ShapeError(f"always_on must leave a head to choose, 0 to {num_heads - 1}, got {always_on!r}")
         routed = num_heads - always_on
@@ -185,14 +245,18 @@ class HeadRouter(nn.Module):
                     f"{k_min}, k_max {k_max} and budget {budget}; choose by top_p or threshold"
                 )
         else:
-            checks.check_size("k_min", k_min)
             checks.check_size("k_max", k_max)
             if not k_min <= (routed if k_max is None else k_max) <= routed:
                 raise ShapeError(f"k_min <= k_max <= {routed} must hold, got k_min {k_min} and k_max {k_max}")
             checks.check_positive("budget", budget)
+            if budget is not None and budget > routed:
+                raise OptionError(
+                    f"budget must be at most the {routed} heads there are to choose from, "
+                    f"which no gate ever needs more than, got {budget}"
+                )
             _check_share(*next((name, value) for name, value in rules.items() if value is not None))
         checks.check_finite("noise", noise)
-        if noise < 0:
+        if noise is None or noise < 0:
             raise OptionError(f"noise is a standard deviation, at least 0, got {noise}")
         self.num_heads = num_heads
         self.always_on = always_on
