@@ -61,6 +61,7 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
+HIDDEN = torch.arange(KEYS) >= torch.tensor([19, 0])[:, None]  # of the second sequence everything
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 14, [3] * 5 + [-1] * 4 + [2] * 14])
 MASKS = {
     "none": (None, KEYS),
@@ -73,6 +74,13 @@ MASKS = {
     "documents": (Mask.documents(DOCUMENTS) & Mask.causal(), QUERIES),
     "positions": (
         Mask.positions(torch.arange(QUERIES)[None], torch.arange(KEYS).flip(0)[None] - 3) & Mask.causal(),
+        KEYS,
+    ),
+    "dense": (Mask.dense(normal(QUERIES, KEYS, seed=7) > -0.3), KEYS),
+    "dense a sequence": (Mask.dense(normal(BATCH, 1, QUERIES, KEYS, seed=8) > 1.4), KEYS),
+    "padding of torch": (Mask.from_torch(key_padding_mask=HIDDEN) & Mask.causal(), KEYS),
+    "padding and edge of torch": (
+        Mask.from_torch(torch.ones(QUERIES, KEYS, dtype=torch.bool).triu(5), key_padding_mask=HIDDEN),
         KEYS,
     ),
 }
@@ -132,7 +140,7 @@ def test_one_head_speaks_through_another() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["none", "window", "lengths", "documents"])
+@pytest.mark.parametrize("name", ["none", "window", "lengths", "documents", "dense a sequence", "padding of torch"])
 def test_statistics_are_those_of_each_softmax(name: str, backend: str) -> None:
     mask, keys = MASKS[name]
     tensors = inputs(keys=keys)
@@ -176,7 +184,7 @@ def test_statistics_and_logsumexp_carry_no_gradient(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["none", "causal", "lengths"])
+@pytest.mark.parametrize("name", ["none", "causal", "lengths", "dense a sequence"])
 def test_of_mixed_weights_three_things_are_told(name: str, backend: str) -> None:
     mask, keys = MASKS[name]
     query, key, _, logits_mix, weights_mix = inputs(keys=keys)
@@ -228,6 +236,30 @@ def test_tiles_hold_nothing_of_size_n_squared_forward_or_backward() -> None:
     with _Largest() as seen:
         talk(tensors, mask=Mask.causal(), backend="reference").output.sum().backward()
     assert seen.numbers == BATCH * HEADS * length**2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_of_torch_is_padding_by_lengths(backend: str) -> None:
+    """And what it hides may be anything."""
+    tensors, grad = inputs(keys=QUERIES), normal(BATCH, HEADS, QUERIES, VALUE_DIM, seed=6)
+    lengths = torch.tensor([17, 11])
+    broken = [x.clone() for x in tensors]
+    for x, bad in zip(broken[1:3], (torch.inf, torch.nan), strict=True):
+        x[0, :, 17:], x[1, :, 11:] = bad, bad
+    for row, length in enumerate(lengths):
+        grad[row, :, length:] = 0  # queries that are padding see the keys of their text here, and nothing there
+    masks = (Mask.lengths(lengths), Mask.from_torch(key_padding_mask=torch.arange(QUERIES) >= lengths[:, None]))
+    with small_tiles():
+        expected, found = (
+            differentiated(lambda *x, m=mask: talk(x, mask=m, backend=backend).output, given, grad)
+            for mask, given in zip(masks, (tensors, broken), strict=True)
+        )
+    for row, length in enumerate(lengths):
+        for x in (expected, found):
+            x["output"] = x["output"].detach().clone()
+            x["output"][row, :, length:] = 0
+    for part, x in expected.items():
+        torch.testing.assert_close(found[part], x, rtol=1e-12, atol=1e-12, msg=part)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -290,7 +322,11 @@ def test_what_cannot_be_is_refused_in_words() -> None:
     refused(OptionError, "backend of talking heads must be 'auto' or one of 'fused'.*got 'sdpa'", backend="sdpa")
     refused(BackendUnsupported, "our kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
     dense = torch.ones(1, 1, QUERIES, QUERIES, dtype=torch.bool)
-    refused(MaskError, "got Mask.dense", mask=Mask.dense(dense))
+    by_head = Mask.dense(dense.expand(1, HEADS, -1, -1))
+    refused(
+        MaskError, r"\[batch, 1, queries, keys\], got a Mask.dense of \[1, 6, 23, 23\]", mask=Mask.causal() & by_head
+    )
+    refused(MaskError, r"the mask must be \[2 or 1, 6 or 1, 23 or 1, 23\]", mask=Mask.dense(dense[..., 1:]))
     refused(MaskError, "got Mask.bias", mask=Mask.causal() & Mask.bias(torch.zeros(1, 1, QUERIES, QUERIES)))
     refused(MaskError, "got a relative bias", mask=Mask.relative(torch.zeros(6, 3), zero=1))
     refused(MaskError, "mask must be a polyhead.Mask, got Tensor", mask=dense)
@@ -299,6 +335,7 @@ def test_what_cannot_be_is_refused_in_words() -> None:
 def test_the_backend_of_auto_is_named_and_a_transform_gets_plain_operators() -> None:
     tensors = inputs()
     assert talk(tensors).backend == "blockwise"
+    assert talk(tensors, mask=MASKS["padding of torch"][0]).backend == "blockwise"
 
     def loss(query: Tensor) -> Tensor:
         found = talk((query, *tensors[1:]))

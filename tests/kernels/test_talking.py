@@ -52,6 +52,8 @@ SMALL = {
     "window and first keys": Case(mask=Mask.window(left=4, right=2, sinks=2)),
     "lengths": Case(batch=2, keys=23, mask=Mask.lengths([19, 0]) & Mask.causal()),
     "documents": Case(batch=2, keys=23, mask=Mask.documents(DOCUMENTS) & Mask.causal()),
+    "dense": Case(batch=2, mask=Mask.dense(torch.arange(2 * 23 * 37).view(2, 1, 23, 37) % 7 > 2) & Mask.causal()),
+    "padding": Case(batch=2, mask=Mask.from_torch(key_padding_mask=torch.arange(37) >= torch.tensor([[29], [0]]))),
     "32 heads": Case(heads=32, kv_heads=8, queries=17, keys=17, mask=Mask.causal()),
     "one of everything": Case(heads=1, kv_heads=1, queries=1, keys=1, dims=(1, 1)),
 }
@@ -167,7 +169,7 @@ def test_in_the_interpreter_outputs_and_gradients_keep_to_the_bounds(name: str) 
     in_the_interpreter(check, name, SMALL[name], torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("name", ["nothing", "window", "lengths"])
+@pytest.mark.parametrize("name", ["nothing", "window", "lengths", "dense"])
 def test_in_the_interpreter_what_is_told_of_the_maps_is_right(name: str) -> None:
     in_the_interpreter(check_told, SMALL[name], torch.float16, "cpu")
 

@@ -11,7 +11,7 @@ import torch
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers.arrangements import GroupedHeadsConfig, HeadMixConfig, LatentConfig
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig, build_attention, config_of
+from polyhead.layers.config import AttentionConfig, HeadsConfig, build_attention, config_of
 from polyhead.layers.grouped_heads import GroupedHeads
 from polyhead.layers.head_mixing import HeadMix
 from polyhead.layers.latent import LatentAttention
@@ -87,6 +87,14 @@ def test_positions_of_latent_heads_are_described_and_built_again(positions, modu
     same_numbers(config, layer)
 
 
+def test_no_number_of_turning_channels_is_none_of_them():
+    config = LatentConfig(EMBED, HEADS, **LATENT, qk_rope_head_dim=None)
+    assert config == LatentConfig(EMBED, HEADS, **LATENT)
+    assert config.qk_rope_head_dim == 0
+    assert config_of(build_attention(config)) == config
+    assert AttentionConfig.from_json(config.to_json()) == config
+
+
 @pytest.mark.parametrize(
     ("kind", "own"), [(GroupedHeadsConfig, {"num_groups": 3, "hidden_dim": 7}), (HeadMixConfig, {})]
 )
@@ -97,7 +105,7 @@ def test_positions_of_other_heads_are_those_of_multi_head_attention(kind, own):
 
 
 def test_each_config_has_every_option_of_its_layer():
-    heads = {field.name for field in dataclasses.fields(MultiHeadConfig)}
+    heads = {field.name for field in dataclasses.fields(HeadsConfig)}
     for kind, layer, _ in CASES.values():
         arguments = set(inspect.signature(layer.__init__).parameters) - {"self", "device", "dtype"}
         if "options" in arguments:
@@ -126,6 +134,9 @@ def test_device_and_dtype_reach_every_parameter():
         (LatentConfig, {**LATENT, "bias": "no"}, OptionError, "bias must be True or False, got 'no'"),
         (LatentConfig, {**LATENT, "window": 3}, OptionError, "needs causal=True, got window 3"),
         (LatentConfig, {**LATENT, "qk_rope_head_dim": 4}, OptionError, "got qk_rope_head_dim 4 and positions None"),
+        (LatentConfig, {**LATENT, "qk_rope_head_dim": {}}, ShapeError, "qk_rope_head_dim must be an integer, got {}"),
+        (LatentConfig, {**LATENT, "qk_rope_head_dim": False}, ShapeError, "must be an integer, got False"),
+        (LatentConfig, {"kv_lora_rank": None}, ShapeError, "kv_lora_rank must be an integer, got None"),
         (LatentConfig, {**LATENT, "positions": RotaryConfig()}, OptionError, "got qk_rope_head_dim 0 and positions"),
         (
             LatentConfig,

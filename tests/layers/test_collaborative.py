@@ -26,10 +26,10 @@ from polyhead.layers import (
     AttentionConfig,
     CollaborativeAttention,
     CollaborativeConfig,
-    MultiHeadConfig,
     build_attention,
     config_of,
 )
+from polyhead.layers.config import HeadsConfig
 from polyhead.layers.positions import ALiBi, Learned, Rotary
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.observatory.wiring import find_wiring
@@ -296,7 +296,7 @@ def test_a_config_builds_the_layer_and_goes_through_json(name: str) -> None:
 def test_the_config_has_every_option_of_the_layer() -> None:
     own = set(inspect.signature(CollaborativeAttention.__init__).parameters) - {"self", "device", "dtype", "options"}
     fields = {field.name for field in dataclasses.fields(CollaborativeConfig)}
-    assert fields == own | {field.name for field in dataclasses.fields(MultiHeadConfig)}
+    assert fields == own | {field.name for field in dataclasses.fields(HeadsConfig)}
 
 
 def test_a_config_fits_rotary_positions_to_the_shared_space() -> None:

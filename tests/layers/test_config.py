@@ -78,6 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.125},
     "finite": {"finite": True},
     "backend": {"backend": "blockwise"},
+    "init": {"init": "xavier"},
 }  # fmt: skip
 POSITIONS = {
     "rotary": (RotaryConfig(), lambda: Rotary(HEAD_DIM)),

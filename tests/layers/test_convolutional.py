@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import math
 from typing import Any
 
@@ -11,9 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from polyhead import Mask, MultiHeadAttention
-from polyhead.errors import OptionError, ShapeError
-from polyhead.layers import AttentionConfig, config_of, convolutional_heads, set_convolution
-from polyhead.layers.positions import QuadraticRelative1D, QuadraticRelative2D
+from polyhead.errors import DeviceError, OptionError, ShapeError
+from polyhead.geometry import HeadLayout
+from polyhead.layers import (
+    AttentionConfig,
+    CollaborativeAttention,
+    DifferentialAttention,
+    GroupedHeads,
+    HeadMix,
+    LatentAttention,
+    MultiHeadConfig,
+    RoutedHeads,
+    TalkingHeads,
+    build_attention,
+    config_of,
+    convolutional_heads,
+    set_convolution,
+)
+from polyhead.layers.config import CONFIGS
+from polyhead.layers.grouped_heads import HeadGroups
+from polyhead.layers.positions import QuadraticRelative1D, QuadraticRelative2D, Rotary
+from polyhead.layers.positions.config import QuadraticRelative1DConfig, QuadraticRelative2DConfig, RotaryConfig
 
 BATCH, LENGTH, GRID = 3, 17, (7, 11)
 DOUBLE = torch.float64
@@ -157,6 +177,141 @@ def test_it_is_a_layer_like_any_other() -> None:
     assert torch.equal(twin(x).output, layer(x).output)
 
 
+def recovered(layer: MultiHeadAttention) -> nn.Conv1d | nn.Conv2d:
+    """The convolution that the layer starts as, read off its heads."""
+    width, heads = layer.layout.embed_dim, layer.layout.num_heads
+    kind, side = (plane, math.isqrt(heads)) if isinstance(layer.positions, QuadraticRelative2D) else (line, heads)
+    conv = kind(width, width, side, padding_mode="zeros" if layer.sinks is not None else "replicate")
+    taps = torch.stack([head.value @ head.output for head in layer.heads])  # [taps, in, out]
+    with torch.no_grad():
+        conv.weight.copy_(taps.permute(2, 1, 0).view_as(conv.weight))
+        conv.bias.zero_() if layer.out_proj.bias is None else conv.bias.copy_(layer.out_proj.bias)
+    return conv
+
+
+FRESH: dict[str, tuple[Any, dict[str, Any]]] = {
+    "line": (QuadraticRelative1DConfig(), {"num_heads": 5}),
+    "line, an even kernel": (QuadraticRelative1DConfig(), {"num_heads": 4}),
+    "line, zeros": (QuadraticRelative1DConfig(), {"num_heads": 3, "sinks": True}),
+    "line, other options": (
+        QuadraticRelative1DConfig(alpha=2.0),
+        {"num_heads": 3, "head_dim": 4, "value_dim": 9, "qk_norm": "rms", "bias": False, "dropout": 0.5},
+    ),
+    "plane": (QuadraticRelative2DConfig(*GRID), {"num_heads": 9}),
+    "plane, zeros": (QuadraticRelative2DConfig(*GRID), {"num_heads": 9, "sinks": True, "output_bias": False}),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_init_conv_builds_a_fresh_convolution_from_json(name: str) -> None:
+    positions, options = FRESH[name]
+    config = MultiHeadConfig(7, **{"head_dim": 2, "value_dim": 7, **options}, positions=positions, init="conv")
+    assert json.loads(config.to_json())["init"] == "conv"
+    again = AttentionConfig.from_json(config.to_json())
+    assert again == config
+    torch.manual_seed(3)
+    layer = build_attention(again, dtype=DOUBLE)
+    assert isinstance(layer, MultiHeadAttention)
+    assert config_of(layer) == config
+    conv = recovered(layer.eval())
+    x = tokens(conv)
+    expected = convolved(conv, x)
+    assert expected.std() > 0.1
+    # exp(-32) of it is elsewhere, exp(-16) in a sink.
+    atol = 1e-6 if layer.sinks is not None else 1e-12
+    torch.testing.assert_close(attended(layer, conv, x), expected, rtol=0, atol=atol)
+    bound = 1 / math.sqrt(7 * len(conv.weight[0, 0].flatten()))  # of PyTorch's own initialisation
+    assert 0.9 * bound < conv.weight.abs().max() <= bound
+    before = conv.weight.clone()
+    layer.reset_parameters()
+    assert not torch.equal(recovered(layer).weight, before)
+    assert layer.k_proj.weight.any()
+
+
+def test_init_conv_keeps_parameters_and_their_count() -> None:
+    options: dict[str, Any] = {"value_dim": 6, "positions": QuadraticRelative1DConfig()}
+    conv, plain = (build_attention(MultiHeadConfig(6, 3, **options, init=init)) for init in ("conv", "xavier"))
+    assert {n: x.shape for n, x in conv.named_parameters()} == {n: x.shape for n, x in plain.named_parameters()}
+    assert conv.state_dict().keys() == plain.state_dict().keys()
+    assert copy.deepcopy(conv).init == "conv"
+    meta = build_attention(MultiHeadConfig(6, 3, **options, init="conv"), device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", torch.bfloat16)}
+
+
+def test_making_a_config_of_init_conv_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    MultiHeadConfig(6, 3, value_dim=6, positions=QuadraticRelative1DConfig(), init="conv")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_config_of_convolutional_heads_builds_a_fresh_one_where_one_fits(name: str) -> None:
+    conv = CONVOLUTIONS[name]()
+    layer = of_the_kind(conv)
+    config = config_of(layer)
+    assert config.init == ("conv" if conv.in_channels == conv.out_channels else "xavier")
+    assert AttentionConfig.from_json(config.to_json()) == config
+    assert config_of(build_attention(config)) == config
+    wide = of_the_kind(conv, value_dim=7)
+    assert config_of(wide).init == ("xavier" if "oblong" in name else "conv")
+    assert config_of(build_attention(config_of(wide))) == config_of(wide)
+
+
+QUADRATIC = QuadraticRelative1DConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"positions": None}, OptionError, "or QuadraticRelative2D, got positions None"),
+        ({"positions": RotaryConfig()}, OptionError, "got positions Rotary"),
+        ({"value_dim": None}, ShapeError, "at least 6 channels, got value_dim 2; give value_dim=6"),
+        ({"num_kv_heads": 1}, ShapeError, "each of its 3 taps, got 3 heads and 1 of values"),
+        ({"causal": True}, OptionError, "with a mask of its own; leave it out"),
+        ({"output_gate": "head"}, OptionError, "with an output gate; leave it out"),
+        ({"key_input_dim": 5, "value_input_dim": 6}, ShapeError, r"6 wide, got \(6, 5, 6\)"),
+        ({"positions": QuadraticRelative2DConfig(2, 3)}, ShapeError, r"K \* K taps .* got 3 heads; give 1 or 4"),
+        ({"init": "zeros"}, OptionError, "init must be 'xavier' or 'conv', got 'zeros'"),
+        ({"init": None}, OptionError, "init must be 'xavier' or 'conv', got None"),
+    ],
+)
+def test_init_conv_refuses_what_does_not_fit(options: Any, error: type[Exception], words: str) -> None:
+    asked = {"value_dim": 6, "positions": QUADRATIC, "init": "conv", **options}
+    with pytest.raises(error, match=words):
+        MultiHeadConfig(6, 3, **asked)
+    described = asked["positions"]
+    asked["positions"] = None if described is None else described.build(HeadLayout(6, 3))
+    with pytest.raises(error, match=words):
+        MultiHeadAttention(6, 3, **asked)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        (CollaborativeAttention, {}),
+        (DifferentialAttention, {}),
+        (GroupedHeads, {"num_groups": 3, "hidden_dim": 5}),
+        (HeadMix, {}),
+        (TalkingHeads, {}),
+    ],
+)
+def test_other_arrangements_have_no_init_conv(kind: Any, own: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"MultiHeadAttention itself computes.*got {kind.__name__}"):
+        kind(6, 3, value_dim=6, positions=QuadraticRelative1D(3), init="conv", **own)
+    name = next(x for x in CONFIGS.names if CONFIGS._classes[x].layer is kind)
+    with pytest.raises(OptionError, match="has no field init"):
+        AttentionConfig.from_dict({"kind": name, "embed_dim": 6, "num_heads": 3, "init": "conv"})
+
+
+def test_a_reset_that_is_refused_changes_nothing() -> None:
+    layer = MultiHeadAttention(6, 3, value_dim=6, positions=QuadraticRelative1D(3), init="conv")
+    layer.mask = Mask.causal()
+    before = [x.detach().clone() for x in layer.parameters()]
+    with pytest.raises(OptionError, match="with a mask of its own"):
+        layer.reset_parameters()
+    assert all(torch.equal(now, then) for now, then in zip(layer.parameters(), before, strict=True))
+
+
 def test_a_layer_of_ones_own_is_set_in_place() -> None:
     conv = line(6, 6, **REPLICATE)
     layer = MultiHeadAttention(6, 3, value_dim=6, positions=QuadraticRelative1D(3), dtype=DOUBLE)
@@ -183,6 +338,15 @@ def test_a_layer_of_ones_own_is_set_in_place() -> None:
         (lambda: line(4, 4), {"sharpness": 0.0}, OptionError, r"sharpness must be positive"),
         (lambda: line(4, 4), {"num_kv_heads": 1}, ShapeError, "each of its 3 taps, got 3 heads and 1 of values"),
         (lambda: line(4, 4), {"output_bias": False}, OptionError, "needs a layer with an output bias"),
+        (lambda: line(4, 4), {"output_gate": "head"}, OptionError, "got a layer with an output gate; leave it out"),
+        (lambda: line(4, 4), {"causal": True}, OptionError, "got a layer with a mask of its own; leave it out"),
+        (lambda: line(4, 4), {"sinks": True}, OptionError, "decides sinks, got sinks=True; .* outside='sink'"),
+        (lambda: line(4, 4), {"init": "conv"}, OptionError, "decides init, got init='conv'; leave it out"),
+        (lambda: line(4, 4), {"num_heads": 3}, OptionError, "decides num_heads, got num_heads=3; leave it out"),
+        (lambda: line(4, 4), {"key_input_dim": 5}, ShapeError, r"4 wide, got \(4, 5, 5\) for queries, keys"),
+        (lambda: plane(4, 4), {"grid": (2,)}, OptionError, r"grid must be \(height, width\), got \(2,\)"),
+        (lambda: plane(4, 4), {"grid": 7}, OptionError, r"grid must be \(height, width\), got 7"),
+        (lambda: plane(4, 4), {"grid": (2, 0)}, ShapeError, "width must be a positive integer, got 0"),
     ],
 )
 def test_what_is_no_such_convolution_is_refused(conv: Any, options: Any, error: type[Exception], words: str) -> None:
@@ -190,13 +354,98 @@ def test_what_is_no_such_convolution_is_refused(conv: Any, options: Any, error: 
         convolutional_heads(conv(), **options)
 
 
-def test_a_layer_that_does_not_fit_is_refused() -> None:
-    conv = line(6, 6)
+def made(**options: Any) -> MultiHeadAttention:
+    """A layer that fits `line(6, 6, **REPLICATE)` but for its options."""
+    return MultiHeadAttention(**{**FITTING, "positions": QuadraticRelative1D(3), **options})
+
+
+def replaced(name: str, module: Any) -> MultiHeadAttention:
+    layer = made()
+    setattr(layer, name, module)
+    return layer
+
+
+FITTING: dict[str, Any] = {"embed_dim": 6, "num_heads": 3, "value_dim": 6}
+LINE = QuadraticRelative1D
+UNFIT: dict[str, tuple[Any, type[Exception], str]] = {
+    "no output bias": (lambda: made(output_bias=False), OptionError, "needs a layer with an output bias"),
+    "positions of a plane": (
+        lambda: made(positions=QuadraticRelative2D(3, 2, 2)), OptionError, "by QuadraticRelative1D, got QuadraticRel",
+    ),
+    "no positions": (lambda: made(positions=None), OptionError, "or QuadraticRelative2D, got positions None"),
+    "rotary": (lambda: made(positions=Rotary(2)), OptionError, "got positions Rotary"),
+    "heads": (lambda: made(num_heads=2, positions=LINE(2)), ShapeError, "each of its 3 taps, got 2 heads"),
+    "shared values": (lambda: made(num_kv_heads=1), ShapeError, "got 3 heads and 1 of values"),
+    "width": (lambda: made(embed_dim=9), ShapeError, "needs a layer 6 wide, got 9"),
+    "narrow values": (lambda: made(value_dim=5), ShapeError, "got value_dim 5; give value_dim=6"),
+    "gate": (lambda: made(output_gate="channel"), OptionError, "with an output gate"),
+    "head_gate": (lambda: replaced("head_gate", torch.ones(3)), OptionError, "with a head_gate"),
+    "window": (lambda: made(causal=True, window=5), OptionError, "with a mask of its own"),
+    "combined": (
+        lambda: made(combine=HeadGroups(HeadLayout(6, 3, value_dim=6), 3, 6)), OptionError, "that combines heads",
+    ),
+    "sinks": (lambda: made(sinks=True), OptionError, "outside='nearest' takes a layer without learned sinks"),
+    "no Linear": (lambda: replaced("v_proj", nn.Bilinear(2, 2, 2)), OptionError, "got Bilinear as v_proj"),
+    "grouped": (
+        lambda: GroupedHeads(**FITTING, num_groups=3, hidden_dim=6, output_bias=False, positions=LINE(3)),
+        OptionError, "got GroupedHeads",
+    ),
+    "mixed": (lambda: HeadMix(**FITTING, positions=LINE(3)), OptionError, "got HeadMix"),
+    "differential": (lambda: DifferentialAttention(**FITTING, positions=LINE(3)), OptionError, "got DifferentialAtt"),
+    "collaborative": (lambda: CollaborativeAttention(**FITTING, positions=LINE(3)), OptionError, "got Collaborative"),
+    "latent": (lambda: LatentAttention(6, 3, kv_lora_rank=2, positions=LINE(3)), OptionError, "got LatentAttention"),
+    "routed": (lambda: RoutedHeads(6, 3, top_k=2), OptionError, "got RoutedHeads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "words"), UNFIT.values(), ids=UNFIT)
+def test_a_layer_that_does_not_fit_is_refused_and_left_as_it_was(make: Any, error: type[Exception], words: str) -> None:
+    layer = make()
+    before = [x.detach().clone() for x in layer.parameters()]
+    with pytest.raises(error, match=words):
+        set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1, **REPLICATE))
+    assert all(torch.equal(now, then) for now, then in zip(layer.parameters(), before, strict=True))
+
+
+def test_a_convolution_that_does_not_fit_leaves_the_layer_as_it_was() -> None:
+    layer = made()
+    before = [x.detach().clone() for x in layer.parameters()]
+    fitting = nn.Conv1d(6, 6, 3, padding=1, **REPLICATE)
     with pytest.raises(OptionError, match="made of a Conv1d or a Conv2d, got Conv3d"):
-        set_convolution(MultiHeadAttention(6, 3, positions=QuadraticRelative1D(3)), nn.Conv3d(6, 6, 3))
-    with pytest.raises(OptionError, match="by QuadraticRelative1D, got QuadraticRelative2D"):
-        set_convolution(MultiHeadAttention(6, 3, positions=QuadraticRelative2D(3, 2, 2)), conv)
-    with pytest.raises(ShapeError, match="each of its 3 taps, got 2 heads"):
-        set_convolution(MultiHeadAttention(6, 2, positions=QuadraticRelative1D(2)), conv)
-    with pytest.raises(ShapeError, match="needs a layer 6 wide, got 9"):
-        set_convolution(MultiHeadAttention(9, 3, positions=QuadraticRelative1D(3)), conv)
+        set_convolution(layer, nn.Conv3d(6, 6, 3))
+    with pytest.raises(OptionError, match="sharpness must be positive"):
+        set_convolution(layer, fitting, sharpness=-1.0)
+    with pytest.raises(OptionError, match="'replicate' or 'zeros', got 'circular'"):
+        set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1, padding_mode="circular"))
+    with pytest.raises(OptionError, match="outside='sink' takes a layer with learned sinks, got one without"):
+        set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1))
+    with pytest.raises(DeviceError, match="meta device has no numbers"):
+        set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1, device="meta", **REPLICATE))
+    assert all(torch.equal(now, then) for now, then in zip(layer.parameters(), before, strict=True))
+    set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1), outside="nearest")  # in the interior alone, as asked for
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"qk_norm": "rms"}, {"qk_norm": "layer"}, {"softcap": 2.0}, {"scale": 3.0}, {"key_heads": (2, 0, 1)}],
+    ids=str,
+)
+def test_what_has_no_say_in_a_convolution_is_taken(options: dict[str, Any]) -> None:
+    conv = line(6, 6, **REPLICATE)
+    layer = made(**options).double()
+    for norm in (layer.q_norm, layer.k_norm):
+        for parameter in () if norm is None else norm.parameters():
+            nn.init.normal_(parameter)
+    x = tokens(conv)
+    torch.testing.assert_close(
+        set_convolution(layer, conv, sharpness=80.0)(x).output, convolved(conv, x), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_a_kernel_of_one_tap_has_no_outside() -> None:
+    conv = line(5, 5, 1)  # it pads with zeros, nowhere
+    layer = MultiHeadAttention(5, 1, positions=QuadraticRelative1D(1), dtype=DOUBLE)
+    x = tokens(conv)
+    torch.testing.assert_close(
+        set_convolution(layer, conv, sharpness=80.0)(x).output, convolved(conv, x), rtol=1e-12, atol=1e-12
+    )

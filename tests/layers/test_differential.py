@@ -26,11 +26,11 @@ from polyhead.layers import (
     AttentionConfig,
     DifferentialAttention,
     DifferentialConfig,
-    MultiHeadConfig,
     build_attention,
     config_of,
     differential_weights,
 )
+from polyhead.layers.config import HeadsConfig
 from polyhead.layers.differential import initial_lambda
 from polyhead.layers.positions import ALiBi, Learned, Rotary
 from polyhead.layers.positions.config import ALiBiConfig, RotaryConfig
@@ -334,7 +334,7 @@ def test_a_config_builds_the_layer_and_goes_through_json(name: str) -> None:
 def test_the_config_has_every_option_of_the_layer() -> None:
     own = set(inspect.signature(DifferentialAttention.__init__).parameters) - {"self", "device", "dtype", "options"}
     fields = {field.name for field in dataclasses.fields(DifferentialConfig)}
-    assert fields == own | {field.name for field in dataclasses.fields(MultiHeadConfig)}
+    assert fields == own | {field.name for field in dataclasses.fields(HeadsConfig)}
 
 
 def test_a_config_fits_rotary_positions_to_a_half() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from polyhead import Mask, Statistics, attention
 from polyhead.errors import CheckpointError, OptionError, ShapeError
+from polyhead.layers.arrangements import LatentConfig
 from polyhead.layers.latent import LatentAttention
 from polyhead.layers.latent_forms import FORMS, LatentLayout, form_products
 from polyhead.layers.positions import ALiBi, Learned, Rotary
@@ -345,6 +346,8 @@ def test_the_default_sizes() -> None:
         ({"kv_lora_rank": 0}, ShapeError, "kv_lora_rank must be positive, got 0"),
         ({"q_lora_rank": 2.0}, ShapeError, "q_lora_rank must be an integer, got 2.0"),
         ({"qk_nope_head_dim": None}, ShapeError, "when qk_nope_head_dim is not given, got 23 and 5"),
+        ({"qk_rope_head_dim": {}, "positions": None}, ShapeError, "qk_rope_head_dim must be an integer, got {}"),
+        ({"qk_rope_head_dim": 0}, ShapeError, "qk_rope_head_dim must be positive, got 0"),
         ({"qk_rope_head_dim": 4}, ShapeError, r"Rotary\(head_dim=6\) for a qk_rope_head_dim of 4"),
         ({"qk_rope_head_dim": 4, "positions": None}, OptionError, r"got 4 with positions None; give .*Rotary\(4\)"),
         ({"positions": nn.Identity()}, OptionError, "a module of polyhead.layers.positions, got Identity"),
@@ -358,6 +361,26 @@ def test_the_default_sizes() -> None:
 def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         LatentAttention(EMBED, HEADS, **{**SIZES, "positions": Rotary(ROPE), **options})
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_nope_head_dim": 8}], ids=["a share", "given"])
+@pytest.mark.parametrize(
+    ("embed_dim", "num_heads", "words"),
+    [
+        (32, 0, "num_heads must be positive, got 0"),
+        (32, -4, "num_heads must be positive, got -4"),
+        (0, 4, "embed_dim must be positive, got 0"),
+        ("32", 4, "embed_dim must be an integer, got '32'"),
+        (32, "4", "num_heads must be an integer, got '4'"),
+        (None, 4, "embed_dim must be an integer, got None"),
+        (32, None, "num_heads must be an integer, got None"),
+        (32.0, 4, "embed_dim must be an integer, got 32.0"),
+    ],
+)
+def test_sizes_are_checked_before_they_are_divided(embed_dim: Any, num_heads: Any, words: str, more: Any) -> None:
+    for kind in (LatentAttention, LatentConfig):
+        with pytest.raises(ShapeError, match=words):
+            kind(embed_dim, num_heads, kv_lora_rank=8, **more)
 
 
 def test_a_wrong_call_is_refused(x: Tensor) -> None:

@@ -89,6 +89,10 @@ def test_cross_attention_padding_and_gates_are_as_in_multi_head_attention(x: Ten
     for index, length in enumerate((11, 7, 3)):
         alone = x[index : index + 1, :length]
         close(padded[index : index + 1, :length], formula(layer, alone, alone))
+    hidden = torch.arange(LENGTH) >= torch.tensor([[11], [7], [3]])
+    torchs = layer(x, mask=Mask.from_torch(key_padding_mask=hidden)).output
+    for index, length in enumerate((11, 7, 3)):
+        close(torchs[index, :length], padded[index, :length])
     jagged = torch.nested.nested_tensor([row[:n] for row, n in zip(x, (11, 7, 3), strict=True)], layout=torch.jagged)
     close(layer(jagged).output[1], padded[1, :7])
     gate = torch.rand(HEADS, dtype=DOUBLE)
@@ -263,8 +267,8 @@ def test_what_would_not_know_its_mix_is_refused(x: Tensor) -> None:
         with pytest.raises(OptionError, match="before or after which mix, got"):
             TalkingHeadsConfig(EMBED, HEADS, positions=config)
     layer = make()
-    with pytest.raises(MaskError, match=r"got Mask\.dense"):
-        layer(x, mask=Mask.dense(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)))
+    with pytest.raises(MaskError, match=rf"got a Mask\.dense of \[1, {HEADS}, "):
+        layer(x, mask=Mask.dense(torch.ones(1, HEADS, LENGTH, LENGTH, dtype=torch.bool)))
     with pytest.raises(OptionError, match="a seed is for dropout"):
         layer(x, seed=3)
     with pytest.raises(OptionError, match="no mixes of heads"):

@@ -56,8 +56,9 @@ def talking_attention(
     Args:
         query, key, value, scale, finite: as in `polyhead.attention`; the scale is one number.
         logits_mix, weights_mix: [heads, heads], from heads on the first axis to heads on the second.
-        mask: a causal edge, a window, lengths, documents, positions, in any combination. What differs from head to head
-            or is added to logits is refused: it would have to say before or after which mix.
+        mask: a causal edge, a window, lengths, documents, positions, a dense boolean mask that all heads share, in any
+            combination. What differs from head to head or is added to logits is refused: it would have to say before
+            or after which mix.
         backend: "auto", or one of "fused", "blockwise", "reference". A named backend never falls back.
         weights: also return the weights W of every softmax, before they are mixed; only "reference" holds them.
         statistics, logsumexp: of every softmax, after the logits are mixed and before the weights are. They carry no
@@ -169,17 +170,15 @@ def _talking_request(
 
 
 def _check_mask(mask: Mask) -> None:
-    refused = {
-        "Mask.dense": mask.allowed,
-        "Mask.bias": mask.biases,
-        "a relative bias (ALiBi, T5)": mask.relative_biases,
-    }
-    for name, terms in refused.items():
-        if len(terms):
-            raise MaskError(
-                f"talking heads take a causal edge, a window, lengths, documents and positions, got {name}: what may "
-                "differ from head to head has no one place among heads that are mixed"
-            )
+    refused = [f"a Mask.dense of {list(x.shape)}" for x in mask.allowed if x.shape[1] != 1]
+    refused += ["Mask.bias"] if len(mask.biases) else []
+    refused += ["a relative bias (ALiBi, T5)"] if len(mask.relative_biases) else []
+    if refused:
+        raise MaskError(
+            "talking heads take a causal edge, a window, lengths, documents, positions and a Mask.dense of "
+            f"[batch, 1, queries, keys], got {refused[0]}: what may differ from head to head has no one place among "
+            "heads that are mixed"
+        )
 
 
 def _detached(statistics: RowStatistics) -> RowStatistics:

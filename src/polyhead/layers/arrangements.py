@@ -21,7 +21,7 @@ from polyhead.layers.config import (
 from polyhead.layers.grouped_heads import GroupedHeads, HeadGroups
 from polyhead.layers.head_mixing import HeadMix, HeadMixing
 from polyhead.layers.latent import LatentAttention
-from polyhead.layers.latent_forms import FORMS, LatentLayout
+from polyhead.layers.latent_forms import FORMS, LatentLayout, still_channels
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig, RotaryConfig, positions_config_of
 from polyhead.layers.steps import own_mask
 from polyhead.masks import Mask
@@ -82,7 +82,7 @@ class HeadMixConfig(HeadsConfig):
 @arrangement("latent", LatentAttention)
 @dataclass(frozen=True)
 class LatentConfig(AttentionConfig):
-    """`LatentAttention` as a value. With rotary positions it says how many channels turn.
+    """`LatentAttention` as a value. With rotary positions it says how many channels turn; without, 0 or None is none.
 
     >>> config = LatentConfig(512, 8, kv_lora_rank=128, qk_rope_head_dim=32, positions=RotaryConfig(interleaved=True))
     >>> config.qk_nope_head_dim, config.layout.cache_width
@@ -95,7 +95,7 @@ class LatentConfig(AttentionConfig):
     kv_lora_rank: int
     q_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
-    qk_rope_head_dim: int = 0
+    qk_rope_head_dim: int | None = 0
     value_head_dim: int | None = None
     bias: bool = True
     output_bias: bool | None = None
@@ -118,8 +118,9 @@ class LatentConfig(AttentionConfig):
         for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "value_head_dim"):
             checks.check_size(name, getattr(self, name))
         fill = object.__setattr__
-        nope = self.qk_nope_head_dim or HeadLayout(self.embed_dim, self.num_heads).head_dim
+        nope = still_channels(self.embed_dim, self.num_heads, self.qk_nope_head_dim)
         fill(self, "qk_nope_head_dim", nope)
+        fill(self, "qk_rope_head_dim", 0 if self.qk_rope_head_dim is None else self.qk_rope_head_dim)
         fill(self, "value_head_dim", self.value_head_dim or nope)
         fill(self, "output_bias", self.bias if self.output_bias is None else self.output_bias)
         layout = self.layout
@@ -134,7 +135,8 @@ class LatentConfig(AttentionConfig):
 
     @property
     def layout(self) -> LatentLayout:
-        return LatentLayout(**{x.name: getattr(self, x.name) or 0 for x in fields(LatentLayout)})
+        sizes = {x.name: getattr(self, x.name) for x in fields(LatentLayout)}
+        return LatentLayout(**{**sizes, "q_lora_rank": self.q_lora_rank or 0})
 
     @property
     def turning(self) -> HeadLayout:

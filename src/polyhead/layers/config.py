@@ -221,6 +221,20 @@ class MultiHeadConfig(HeadsConfig):
     (64, True)
     """
 
+    _: KW_ONLY
+    init: Literal["xavier", "conv"] = "xavier"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.check_one_of("init", self.init, ("xavier", "conv"))
+        if self.init == "conv":
+            with torch.device("meta"):
+                self.build(device="meta")  # the layer itself says what makes no convolution
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        return {**super()._read(layer), "init": layer.init}
+
     @classmethod
     def of(cls, layer: Any) -> Self:
         if layer.combine is not None:

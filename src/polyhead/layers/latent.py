@@ -23,8 +23,10 @@ from polyhead.layers.latent_forms import (
     FormChoice,
     LatentLayout,
     absorbing_is_cheaper,
+    check_latent_size,
     decode_refusals,
     form_products,
+    still_channels,
 )
 from polyhead.layers.multi_head import Memory
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
@@ -141,13 +143,7 @@ class LatentAttention(nn.Module):
         checks.check_one_of("form", form, ("auto", *FORMS))
         checks.check_backend(backend)
         checks.check_dtype(dtype)
-        if qk_nope_head_dim is None:
-            if embed_dim % num_heads:
-                raise ShapeError(
-                    "embed_dim must be a multiple of num_heads when qk_nope_head_dim is not given, "
-                    f"got {embed_dim} and {num_heads}"
-                )
-            qk_nope_head_dim = embed_dim // num_heads
+        qk_nope_head_dim = still_channels(embed_dim, num_heads, qk_nope_head_dim)
         self.layout = layout = LatentLayout(
             embed_dim,
             num_heads,
@@ -472,6 +468,8 @@ def _turning_channels(positions: Positions | None, given: int | None) -> int:
     """The channels that rotary positions turn: given, or read from them."""
     if positions is not None and not isinstance(positions, Positions):
         raise OptionError(f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}")
+    if given is not None:
+        check_latent_size("qk_rope_head_dim", given)
     if not isinstance(positions, RotatesHeads):
         if given:
             raise OptionError(

@@ -38,11 +38,7 @@ class LatentLayout:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            size = getattr(self, field.name)
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise ShapeError(f"{field.name} must be an integer, got {size!r}")
-            if size < 0 or (size == 0 and field.name not in ("q_lora_rank", "qk_rope_head_dim")):
-                raise ShapeError(f"{field.name} must be positive, got {size}")
+            check_latent_size(field.name, getattr(self, field.name))
 
     @property
     def head_dim(self) -> int:
@@ -66,6 +62,28 @@ class LatentLayout:
 
     def to_dict(self) -> dict[str, int]:
         return dataclasses.asdict(self)
+
+
+def check_latent_size(name: str, size: object) -> None:
+    """One of the sizes of `LatentLayout`; two of them may be 0, which is none."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ShapeError(f"{name} must be an integer, got {size!r}")
+    if size < 0 or (size == 0 and name not in ("q_lora_rank", "qk_rope_head_dim")):
+        raise ShapeError(f"{name} must be positive, got {size}")
+
+
+def still_channels(embed_dim: int, num_heads: int, given: int | None) -> int:
+    """Channels of a head's query and key that do not turn: given, or the head's share of the width."""
+    check_latent_size("embed_dim", embed_dim)
+    check_latent_size("num_heads", num_heads)
+    if given is not None:
+        return given
+    if embed_dim % num_heads:
+        raise ShapeError(
+            "embed_dim must be a multiple of num_heads when qk_nope_head_dim is not given, "
+            f"got {embed_dim} and {num_heads}"
+        )
+    return embed_dim // num_heads
 
 
 @dataclass(frozen=True, slots=True)

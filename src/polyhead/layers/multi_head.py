@@ -39,6 +39,13 @@ class Memory:
 class MultiHeadAttention(nn.Module):
     """Self- and cross-attention over [batch, sequence, embed_dim], with every head layout in one module.
 
+        head_i = softmax(X W_Q_i (Y W_K_g(i))^T / sqrt(head_dim)) Y W_V_g(i),  output = Concat(head_1 .. head_h) W_O
+
+    with Y = X in self-attention, and g(i) the key head that head i reads: i itself in multi-head attention (Vaswani et
+    al. 2017, "Attention Is All You Need"), 1 in multi-query (Shazeer 2019, "Fast Transformer Decoding: One Write-Head
+    Is All You Need"), one of a few in grouped-query (Ainslie et al. 2023, "GQA: Training Generalized Multi-Query
+    Transformer Models from Multi-Head Checkpoints"), any by `key_heads`.
+
     Args:
         embed_dim: width of the queries' input and of the output.
         num_heads: query heads.
@@ -60,6 +67,9 @@ class MultiHeadAttention(nn.Module):
         sinks: whether every head has a learned sink logit.
         dropout: rate at which weights are dropped in training.
         finite, backend: as in `polyhead.attention`.
+        init: where the layer starts: "xavier", or "conv" as a fresh convolution with a tap for each head. That takes
+            quadratic relative positions, value_dim=embed_dim and heads that nothing masks, gates or combines; 2D
+            positions take K * K heads. See `polyhead.layers.convolutional_heads`.
 
     >>> layer = MultiHeadAttention(512, 8, num_kv_heads=2, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape
@@ -72,6 +82,7 @@ class MultiHeadAttention(nn.Module):
     k_norm: nn.Module | None
     gate_proj: nn.Linear | None
     head_gate: Tensor | None
+    init: Literal["xavier", "conv"] = "xavier"
     # Told of every attention, for those who watch a model; a layer by itself has none.
     _listener: Callable[[Attended], None] | None = None
 
@@ -100,6 +111,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         finite: bool = False,
         backend: str = "auto",
+        init: Literal["xavier", "conv"] = "xavier",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -112,6 +124,7 @@ class MultiHeadAttention(nn.Module):
         checks.check_finite("scale", scale)
         checks.check_one_of("qk_norm", qk_norm, ("rms", "layer", None))
         checks.check_one_of("output_gate", output_gate, ("head", "channel", None))
+        checks.check_one_of("init", init, ("xavier", "conv"))
         checks.check_backend(backend)
         checks.check_dtype(dtype)
         if positions is not None:
@@ -131,6 +144,7 @@ class MultiHeadAttention(nn.Module):
         self.scale = scale
         self.backend = backend
         self.finite = finite
+        self.init = init
         self.mask = own_mask(causal, window)
         self.positions = positions
         self.combine = combine
@@ -159,7 +173,15 @@ class MultiHeadAttention(nn.Module):
         self._join_projections()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform projections, zero biases, a gate that starts open at one half, sinks at zero."""
+        """Glorot-uniform projections, zero biases, a gate that starts open at one half, sinks at zero.
+
+        With init="conv" all but the key projection becomes that of a fresh convolution, its positions included.
+        """
+        if self.init == "conv":
+            from polyhead.layers.convolutional import reset_to_convolution  # which stands on this module
+
+            reset_to_convolution(self)
+            return
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.gate_proj):
             if linear is None:
                 continue
