@@ -37,6 +37,19 @@ def test_nothing_within_a_budget_is_said():
     assert "none of 14 layouts is within the budget" in invoke("choose", "--d-model", 512, "--cache", "1").output
 
 
+def test_an_int8_cache_is_chosen_beside_models_that_have_none():
+    options = ("choose", "--cache", "4KiB", "--d-model", 512, "--cache-dtype", "int8")
+    assert "note: latents have no int8 cache: that of deepseek-v2-lite," in invoke(*options).output
+    found = json.loads(invoke(*options, "--json").output)
+    assert {reference["cache_dtype"] for reference in found["references"]} == {"int8", "bfloat16"}
+    assert len(found["notes"]) == 1
+
+
+def test_a_machine_s_own_dtype_is_taken_with_a_note():
+    shown = invoke("choose", "--hardware", "cpu-2-cores", "--d-model", 512, "--cache", "16KiB", "--context", 512).output
+    assert "note: cpu-2-cores was not calibrated in bfloat16: float32 is planned instead" in shown
+
+
 def test_json_has_layouts_and_references():
     found = json.loads(invoke("choose", "--parameters", "30M", "--layers", 12, "--latents", "--json").output)
     assert found["considered"] > len(found["layouts"]) > 0
@@ -55,6 +68,11 @@ def test_json_has_layouts_and_references():
         (("--d-model", 512, "--parameters", "64KiB"), "got '64KiB'"),
         (("--d-model", 512, "--cache", "64KiB", "--phase", "rest"), "a phase is one of"),
         (("--d-model", 512, "--cache", "64KiB", "--hardware", "abacus"), "a machine is one of"),
+        (("--d-model", 100, "--cache", "128KiB"), "got d_model 100, which none of them divides; take a multiple of 32"),
+        (("--parameters", 10), "has 2,621,440 parameters in 32 layers, got a budget of 10; allow more"),
+        (("--d-model", 512, "--cache", "64KiB", "--most", -3), "--most must be at least 1, got -3"),
+        (("--d-model", 512, "--cache", "64KiB", "--most", 0), "--most must be at least 1, got 0"),
+        (("--d-model", 512, "--cache", "64KiB", "--dtype", "int8"), "layers compute in bfloat16"),
     ],
 )
 def test_bad_input_is_refused(arguments, words):

@@ -71,10 +71,43 @@ def test_a_config_of_ours_and_one_of_hugging_face(tmp_path):
     assert "note: cache bytes are of all tokens" in shown
 
 
+def test_warnings_and_rolling_caches_are_told_in_the_table_and_in_json():
+    options = ("plan", "--d-model", 512, "--heads", 512, "--window", 128, "--context", 1000)
+    shown = invoke(*options).output
+    assert "one channel: 512 heads of one channel each" in shown
+    assert "one channel: heads of one channel make each map of products of single numbers" in shown
+    assert "2 KiB a token, 1.95 MiB in all, 256 KiB in caches that roll with the window" in shown
+    assert "with rolling caches, which take 256 KiB" in shown
+    found = json.loads(invoke(*options, "--json").output)
+    assert [warned["kind"] for warned in found["warnings"]] == ["one channel", "narrow", "rank"]
+    assert found["rolling_cache_bytes"] == found["phases"][2]["rolling_cache"] == 256 * 1024
+    assert "warning" not in invoke("plan", "llama3.1-8b").output
+
+
 def test_a_context_is_the_model_s_own_where_that_is_short_and_beyond_it_only_when_asked():
     assert "context 512" in invoke("plan", "bert-base").output
     assert "made for contexts up to 512 tokens, got 600" in invoke("plan", "bert-base", "--context", 600, code=2).stderr
     assert "context 600" in invoke("plan", "bert-base", "--context", 600, "--beyond").output
+
+
+def test_a_context_beyond_one_that_only_transformers_knows_of_is_refused(tmp_path):
+    pytest.importorskip("transformers")
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    found = {"model_type": "gemma3", "text_config": text, "transformers_version": "4.50.0"}
+    (tmp_path / "config.json").write_text(json.dumps(found), encoding="utf-8")
+    told = invoke("plan", tmp_path, "--context", 5_000_000, code=2).stderr
+    assert "made for contexts up to 131,072 tokens, got 5,000,000" in told
+
+
+def test_known_models_are_counted_with_the_mask_that_is_asked_for():
+    def pairs(*options: str) -> int:
+        return json.loads(invoke("plan", "llama3.1-8b", *options, "--json").output)["phases"][1]["flops"]["scores"]
+
+    assert pairs("--bidirectional") * 4097 == pairs("--causal") * 2 * 4096
+    assert pairs("--causal") == pairs()
+    shown = invoke("plan", "bert-base", "--causal", "--phase", "decode").output
+    assert "decoding the token" in shown
+    assert "counted as seeing no later ones, as was asked" in shown
 
 
 class _Page(HTMLParser):
@@ -147,6 +180,61 @@ def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("gpt2", "--hardware", "cpu-2-cores"), "got --hardware cpu-2-cores beside it; leave one out"),
+        (("no/such/model/at/all",), "there is no such file or folder"),
+        (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
+        (("gpt2", "--context", 5000), "made for contexts up to"),
+        (("gpt2", "--dtype", "int8"), "--calibrate measures this machine in"),
+        (("gpt2", "--dtype", "float12"), "got 'float12'"),
+        (("--heads", 3), "a layout is given by MODEL, by --config or by --d-model with --heads; got none"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_anything_is_measured(tmp_path, monkeypatch, arguments, words):
+    import polyhead.lab.calibration as calibration
+
+    monkeypatch.setattr(calibration, "calibrate", lambda **options: pytest.fail("it was measured"))
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
+    assert words in invoke("plan", *arguments, "--calibrate", code=2).stderr
+
+
+def test_a_calibration_that_cannot_be_kept_is_not_begun_and_one_that_was_made_is_used(tmp_path, monkeypatch):
+    import polyhead.lab.calibration as calibration
+
+    folder = tmp_path / "own"
+
+    def measured(*, report: Any) -> Machine:
+        folder.rmdir()
+        folder.write_text("", encoding="utf-8")  # in the place of the folder, after it was looked at
+        return Machine.load("cpu-2-cores")
+
+    monkeypatch.setattr(calibration, "calibrate", measured)
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(folder))
+    shown = invoke("plan", *SIZES, "--dtype", "float32", "--calibrate").output
+    assert "measured cpu-2-cores, not kept: a machine is kept in a folder that can be written" in shown
+    assert "bound by" in shown
+    monkeypatch.setattr(calibration, "calibrate", lambda **options: pytest.fail("it was measured"))
+    assert "machines are kept in a folder that can be written" in invoke("plan", "--calibrate", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[1]", "must hold a JSON object, got a list"),
+        (b"\xff{", "UnicodeDecodeError"),
+        (None, "IsADirectoryError"),
+    ],
+)
+def test_a_file_that_is_no_machine_gets_one_clear_line(tmp_path, content, words):
+    file = tmp_path / "machine.json"
+    file.mkdir() if content is None else file.write_bytes(content)
+    result = invoke("plan", "gpt2", "--hardware", file, code=2)
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         ((), "a layout is given by MODEL, by --config or by --d-model with --heads; got none"),
         (("gpt2", "--d-model", 512), "got MODEL and --d-model"),
         (("gpt2", "--heads", 3), "MODEL says how its heads lie, got --heads beside it"),
@@ -157,6 +245,7 @@ def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
         (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
         (("gpt2", "--batch", -1), "batch must be a positive integer, got -1"),
         (("gpt2", "--dtype", "float12"), "got 'float12'"),
+        (("gpt2", "--dtype", "int8"), "layers compute in bfloat16, float16, float32 or float64, got int8"),
         (("gpt2", "--phase", "rest"), "a phase is one of training, prefill, decode; got 'rest'"),
         (("bert-base", "--phase", "decode"), "decoding needs layers that look back alone"),
         (("gpt2", "--hardware", "abacus"), "a machine is one of"),

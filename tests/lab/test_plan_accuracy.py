@@ -183,6 +183,34 @@ def test_what_was_measured_can_be_predicted_again(few, tmp_path):
     assert (after["date"], after["calibration"]["name"]) == (before["date"], "slower")
 
 
+ROW = {"shape": {"phase": "prefill", "batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 64, "tokens": 128}}
+ROW |= {"regime": "prefill", "measured": 1.0, "usual": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[1]", "a list"),
+        ("{}", "KeyError: 'dtype'"),
+        (json.dumps({"dtype": "float12", "rows": []}), "AttributeError"),
+        (json.dumps({"dtype": "float32", "rows": [3]}), "TypeError"),
+        (json.dumps({"dtype": "float32", "rows": [{**ROW, "regime": "rest"}]}), "a row of 'rest'"),
+        (json.dumps({"dtype": "float32", "rows": [{**ROW, "measured": 0}]}), "with 0 and 1.0 seconds"),
+        (json.dumps({"dtype": "float32", "rows": [{**ROW, "usual": "1"}]}), "TypeError"),
+        (json.dumps({"dtype": "float16", "rows": [ROW]}), "calibrated in float32, got float16"),
+    ],
+)
+def test_times_that_no_run_has_kept_are_refused(tmp_path, content, words):
+    file = tmp_path / "times.json"
+    file.write_text(content, encoding="utf-8")
+    command = ["bench", "plan", "--machine", "cpu-2-cores", "--times", str(file)]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "400", "NO_COLOR": "1"})
+    assert result.exit_code == 2, result.output
+    assert "--times" in result.stderr
+    assert words in result.stderr
+
+
 def test_no_shape_is_begun_after_its_time(few, tmp_path):
     file = tmp_path / "accuracy.json"
     arguments = ["--machine", "cpu-2-cores", "--quick", "--seconds", "0", "--output", str(file)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -29,9 +30,11 @@ from polyhead.layers import (
 )
 from polyhead.layers.config import CONFIGS
 from polyhead.layers.positions.config import QuadraticRelative1DConfig, RotaryConfig
-from polyhead.plan import Workload, estimate_cost
+from polyhead.plan import LayerGroup, ModelLayout, Workload, estimate_cost
+from polyhead.plan.phases import rolling_cache_bytes
+from polyhead.plan.planning import plan_model
 
-EMBED, HEADS, BATCH, TOKENS, PAGE = 24, 6, 3, 14, 7
+EMBED, HEADS, BATCH, TOKENS, PAGE, WINDOW = 24, 6, 3, 14, 7, 5
 CAUSAL = {"causal": True}
 ARRANGEMENTS: dict[str, AttentionConfig] = {
     "multi-head": MultiHeadConfig(EMBED, HEADS, **CAUSAL),
@@ -101,6 +104,27 @@ def test_latents_take_the_bytes_that_are_planned(dtype):
     growing = LatentCache(value_dim=LATENT.kv_lora_rank)
     filled(LATENT, growing, dtype)
     assert dtype.itemsize * growing.view().key.numel() == expected == dtype.itemsize * BATCH * TOKENS * (9 + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_a_rolling_cache_of_a_windowed_layer_holds_the_bytes_that_are_planned(name, dtype):
+    config = dataclasses.replace(ARRANGEMENTS[name], window=WINDOW)  # type: ignore[call-arg]
+    layout = getattr(build_attention(config, device="meta"), "cache_layout", config.layout)  # type: ignore[attr-defined]
+    sizes = {"batch_size": BATCH, "dtype": dtype}
+    rolling = filled(config, RollingCache.for_layout(layout, window=WINDOW, **sizes), dtype)
+    full = filled(ARRANGEMENTS[name], PreallocatedCache.for_layout(layout, capacity=TOKENS, **sizes), dtype)
+    model = ModelLayout("mixed", (LayerGroup(config, 3), LayerGroup(ARRANGEMENTS[name], 2)))
+    assert rolling_cache_bytes(model, dtype, BATCH, TOKENS) == 3 * rolling + 2 * full < 5 * full
+    plan = plan_model(model, context=TOKENS, batch=BATCH, dtype=dtype, phases=["decode"])
+    assert plan.rolling_cache_bytes == plan["decode"].rolling_cache == 3 * rolling + 2 * full
+
+
+def test_no_rolling_cache_holds_int8_numbers_or_latents():
+    heads, latent = (dataclasses.replace(x, window=WINDOW) for x in (ARRANGEMENTS["multi-head"], LATENT))  # type: ignore[call-arg]
+    for config, dtype in ((heads, torch.int8), (latent, torch.float32)):
+        expected = planned(config, dtype=torch.float32, cache_dtype=dtype)
+        assert rolling_cache_bytes(ModelLayout.of(config), dtype, BATCH, TOKENS) == expected
 
 
 def test_a_cache_of_keys_and_values_keeps_latents_twice():

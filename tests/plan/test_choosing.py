@@ -8,9 +8,11 @@ import math
 import pytest
 import torch
 
-from polyhead.errors import OptionError
+from polyhead.errors import DtypeError, OptionError
 from polyhead.layers.arrangements import LatentConfig
+from polyhead.layers.collaborative_config import CollaborativeConfig
 from polyhead.layers.config import MultiHeadConfig
+from polyhead.layers.differential_config import DifferentialConfig
 from polyhead.plan import Workload, estimate_cost
 from polyhead.plan.choosing import Budget, choose
 from polyhead.plan.layouts.known_models import KNOWN
@@ -97,6 +99,35 @@ def test_known_models_are_points_of_reference():
     assert found["bert-base"].cache_bytes_per_token == 0
 
 
+def test_models_of_latents_have_no_int8_cache_and_are_shown_with_the_one_they_have():
+    budget = Budget(cache_bytes_per_token=4096)
+    choices = choose(budget, d_model=512, context=512, cache_dtype=torch.int8)
+    found = {choice.name: choice for choice in choices.references}
+    assert tuple(found) == KNOWN
+    assert {choice.cache_dtype for choice in choices.found} == {"int8"}
+    assert (found["llama3.1-8b"].cache_dtype, found["deepseek-v3"].cache_dtype) == ("int8", "bfloat16")
+    assert found["llama3.1-8b"].cache_bytes_per_token == 32 * (2 * 8 * 128 + 2 * 8 * 4)
+    assert found["deepseek-v3"].cache_bytes_per_token == 61 * 576 * 2
+    assert choices.notes == (
+        "latents have no int8 cache: that of deepseek-v2-lite, deepseek-v2, deepseek-v3 is in bfloat16",
+    )
+    assert choose(budget, d_model=512, context=512).notes == ()
+
+
+def test_a_machine_that_was_not_calibrated_in_bfloat16_is_asked_in_what_it_was():
+    machine, budget = Machine.load("cpu-2-cores"), Budget(cache_bytes_per_token=1 << 20)
+    options = {"d_model": 512, "layers": 4, "context": 512, "machine": machine}
+    unsaid = choose(budget, **options)
+    asked = choose(budget, **options, dtype=torch.float32)
+    assert (unsaid.found, unsaid.references) == (asked.found, asked.references)
+    assert unsaid.notes == ("cpu-2-cores was not calibrated in bfloat16: float32 is planned instead",)
+    assert asked.notes == ()
+    with pytest.raises(OptionError, match="was calibrated in float32, got bfloat16"):
+        choose(budget, **options, dtype=torch.bfloat16)
+    with pytest.raises(DtypeError, match=r"layers compute in bfloat16, .* got int8"):
+        choose(budget, d_model=512, dtype=torch.int8)
+
+
 def test_a_choice_as_a_dictionary_has_its_config_and_its_warnings():
     choice = choose(Budget(cache_bytes_per_token=2048), d_model=64, context=512).found[-1]
     found = choice.to_dict()
@@ -115,6 +146,23 @@ def test_a_choice_as_a_dictionary_has_its_config_and_its_warnings():
         ({"parameters": 10**6}, {"d_model": -512}, "d_model must be a positive integer, got -512"),
         ({"parameters": 10**6}, {"d_model": 512, "layers": 0}, "layers must be a positive integer, got 0"),
         ({"parameters": 10**6}, {"d_model": 512, "phase": "rest"}, "a phase is one of training, prefill, decode"),
+        (
+            {"cache_bytes_per_token": 4096},
+            {"d_model": 512, "latents": True, "cache_dtype": torch.int8},
+            "no int8 cache",
+        ),
+        (
+            {"cache_bytes_per_token": 2**17},
+            {"d_model": 100},
+            "heads have 32, 64, 96, 128, 192 or 256 channels and are together as wide as the model, got d_model 100, "
+            "which none of them divides; take a multiple of 32",
+        ),
+        ({"parameters": 10**9}, {"d_model": 100}, "half or twice as wide, got d_model 100"),
+        (
+            {"parameters": 10},
+            {"layers": 3},
+            "the smallest, 4/1x32 at 256, has 245,760 parameters in 3 layers, got .* 10;",
+        ),
     ],
 )
 def test_what_cannot_be_chosen_from_is_refused(budget, options, words):
@@ -129,9 +177,17 @@ def test_heads_at_both_ends_and_narrow_ones_are_warned_of(gpu):
     assert kinds(MultiHeadConfig(512, 8)) == []
     assert kinds(MultiHeadConfig(512, 1)) == ["one head"]
     assert kinds(MultiHeadConfig(512, 512)) == ["one channel", "narrow", "rank"]
+    assert kinds(MultiHeadConfig(64, 64, head_dim=64)) == []  # as many heads as channels, each as wide as the model
     assert kinds(MultiHeadConfig(512, 16), context=32) == ["narrow"]
     assert kinds(MultiHeadConfig(512, 16), context=256) == ["narrow", "rank"]
     assert set(KINDS) == {"one head", "one channel", "narrow", "rank", "idle"}
+
+
+def test_channels_are_those_that_a_map_is_made_of():
+    assert kinds(DifferentialConfig(512, 4)) == []  # two maps of 64 channels a head
+    assert kinds(DifferentialConfig(512, 8)) == ["narrow", "rank"]
+    assert kinds(CollaborativeConfig(512, 16)) == []  # each head reads all 512
+    assert kinds(CollaborativeConfig(512, 8, shared_dim=32)) == ["narrow", "rank"]
 
 
 def test_a_head_needs_channels_to_tell_keys_apart_and_a_window_has_fewer():

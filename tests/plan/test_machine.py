@@ -10,7 +10,15 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.plan.timing.limits import route
-from polyhead.plan.timing.machine import DATASHEETS, HostCost, Machine, Sample, list_machines, own_folder
+from polyhead.plan.timing.machine import (
+    DATASHEETS,
+    HostCost,
+    Machine,
+    Sample,
+    check_own_folder,
+    list_machines,
+    own_folder,
+)
 from polyhead.plan.work import AttentionCore, Product, Traffic
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -127,3 +135,51 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
     broken.write_text(json.dumps({"format": 2}), encoding="utf-8")
     with pytest.raises(OptionError, match="got KeyError: 'name'"):
         Machine.load(broken)
+    broken.write_text("[1]", encoding="utf-8")
+    with pytest.raises(OptionError, match="must hold a JSON object, got a list"):
+        Machine.load(broken)
+    broken.write_bytes(b"\xff\xfe{")
+    with pytest.raises(OptionError, match="must hold a calibrated machine, got UnicodeDecodeError"):
+        Machine.load(broken)
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    with pytest.raises(OptionError, match="must hold a calibrated machine, got IsADirectoryError"):
+        Machine.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"samples": []}, "got 0 samples without product, attention, traffic; calibrate it anew"),
+        ({"samples": [{"kind": "abacus", "seconds": 1}]}, "got KeyError: 'abacus'"),
+        ({"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "dtype": "float12"}]}, "got AttributeError"),
+        ({"samples": 3}, "got TypeError"),
+        ({"host": [3]}, "got TypeError"),
+        ({"device": "tpu"}, "is cuda or cpu, got 'toy' and 'tpu'"),
+        ({"processors": 0}, "processors of a machine must be a positive number, got 0"),
+        ({"memory_bytes": "all"}, "memory_bytes of a machine must be a positive number, got 'all'"),
+    ],
+)
+def test_a_file_of_another_hand_is_told_what_it_lacks(machine, tmp_path, change, words):
+    file = tmp_path / "toy.json"
+    file.write_text(json.dumps({**machine.to_dict(), **change}), encoding="utf-8")
+    with pytest.raises(OptionError, match=words):
+        Machine.load(file)
+
+
+def test_a_piece_that_took_no_time_is_refused(machine):
+    content = machine.to_dict()
+    content["samples"][0]["seconds"] = 0
+    with pytest.raises(OptionError, match="seconds of a machine must be a positive number, got 0"):
+        Machine.from_dict(content)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_and_after(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path / "own"))
+    check_own_folder()
+    assert list((tmp_path / "own").iterdir()) == []
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path / "file" / "own"))
+    for check in (check_own_folder, machine.save):
+        with pytest.raises(OptionError, match=r"a folder that can be written, got .*name another folder in POLYHEAD"):
+            check()

@@ -10,7 +10,9 @@ import torch
 
 from polyhead import PreallocatedCache
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig, build_attention
+from polyhead.layers.positions.config import RotaryConfig
 from polyhead.plan import Workload, estimate_cost, estimate_memory
+from polyhead.plan.memory import MemoryEstimate
 from tests.plan import storages
 
 Phase = Literal["forward", "prefill", "training"]
@@ -54,7 +56,47 @@ def test_layers_keep_their_activations_and_share_what_one_of_them_needs():
     idle = estimate_memory(config, Workload.forward(50), layers=7)
     assert (idle.kept, idle.gradients, idle.cache) == (0, 0, 0)
     added = one + estimate_memory(MultiHeadConfig(64, 4), work)
-    assert (added.transient, added.kept) == (one.transient, 2 * one.kept)
+    assert (added.transient, added.kept) == (one.transient, two.kept)
+
+
+@pytest.mark.parametrize("form", ["fused", "materialised"])
+@pytest.mark.parametrize(
+    ("work", "cached"),
+    [
+        (Workload.forward(23, batch=3), False),
+        (Workload.prefill(23, batch=3), True),
+        (Workload.decode(past=22, batch=3), True),
+        (Workload.training_step(23, batch=3), False),
+    ],
+    ids=["forward", "prefill", "decode", "training"],
+)
+def test_any_split_of_equal_layers_takes_what_they_take_at_once(work, cached, form):
+    config = MultiHeadConfig(48, 6, num_kv_heads=2, causal=True, positions=RotaryConfig())
+
+    def of(layers: int) -> MemoryEstimate:
+        return estimate_memory(config, work, form=form, cached=cached, layers=layers)
+
+    for split in ((2, 2), (1, 3), (3, 1), (1, 1, 1, 1), (2, 1, 1)):
+        first, *others = (of(layers) for layers in split)
+        assert sum(others, first) == of(4), split
+
+
+def test_weights_of_layers_that_differ_live_at_once_only_where_a_backward_keeps_them():
+    few, many = (MultiHeadConfig(48, heads, bias=False) for heads in (3, 6))
+    copies = [4 * heads * 2 * 96**2 for heads in (3, 6)]
+
+    def both(work: Workload) -> MemoryEstimate:
+        return estimate_memory(few, work, form="materialised", layers=5) + estimate_memory(
+            many, work, form="materialised", layers=7
+        )
+
+    forward = both(Workload.forward(96, batch=2))
+    assert (forward.kept_weights, forward.weights) == (0, 3 * copies[1])
+    training = both(Workload.training_step(96, batch=2))
+    assert training.kept_weights == 2 * (5 * copies[0] + 7 * copies[1])
+    assert training.weights == training.kept_weights + 4 * copies[1]
+    for found in (forward, training):
+        assert found.weights < found.kept + found.transient < found.total
 
 
 def test_a_cache_is_in_it_where_there_is_one():

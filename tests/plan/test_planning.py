@@ -8,18 +8,19 @@ import json
 import pytest
 import torch
 
-from polyhead.errors import OptionError
+from polyhead.errors import DtypeError, OptionError, ShapeError
 from polyhead.layers.arrangements import GroupedHeadsConfig, LatentConfig
 from polyhead.layers.collaborative_config import CollaborativeConfig
 from polyhead.layers.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.routed_config import RoutedConfig
 from polyhead.plan import LayerGroup, ModelLayout, Workload, estimate_cost, estimate_memory, layer_work, read_layout
-from polyhead.plan.curves import over_context, over_heads
+from polyhead.plan.curves import over_context, over_heads, with_heads
 from polyhead.plan.parameters import count_parameters, four_squares
 from polyhead.plan.planning import crossover, plan_model
 from polyhead.plan.quantities import count, parse_count, parse_seconds, seconds, size
 from polyhead.plan.timing.machine import Machine
+from polyhead.plan.warnings import warnings_of
 from polyhead.plan.wording import below, facts, layout_words, rows, title
 
 WINDOWED = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, window=4, bias=False)
@@ -60,6 +61,73 @@ def test_a_config_s_own_numbers_are_taken_unless_others_are_asked_for():
     assert plan.cache_bytes_per_token == 5 * 2 * 2 * (4 + 4)  # int8, and a float32 scale for each head's key and value
     asked = plan_model(model, context=19, dtype=torch.float16, cache_dtype=torch.float16)
     assert asked.cache_bytes_per_token == 5 * 2 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])
+def test_dtypes_in_which_no_layer_computes_are_refused_and_a_config_s_own_gives_way(dtype):
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(DtypeError, match=f"layers compute in bfloat16, float16, float32 or float64, got {name}; "):
+        plan_model(MIXED, context=19, dtype=dtype)
+    plan = plan_model(dataclasses.replace(MIXED, dtype=dtype), context=19)
+    assert plan.dtype is torch.bfloat16
+    assert f"no layer computes in {name}: bfloat16 is planned instead" in plan.notes
+
+
+def test_rolling_caches_hold_the_window_in_windowed_layers_and_every_token_in_others():
+    plan = plan_model(MIXED, context=19, batch=3)
+    per_token = 2 * 2 * 4 * 2
+    assert plan.rolling_cache_bytes == 3 * (3 * 4 + 2 * 19) * per_token < plan.cache_bytes
+    assert [phase.rolling_cache for phase in plan.phases] == [0, plan.rolling_cache_bytes, plan.rolling_cache_bytes]
+    for phase in plan.phases:
+        assert phase.fused.total - phase.rolling_total == phase.fused.cache - phase.rolling_cache
+    found = plan.to_dict()
+    assert found["rolling_cache_bytes"] == found["phases"][2]["rolling_cache"] == plan.rolling_cache_bytes
+    assert found["phases"][2]["rolling_total"] == plan["decode"].rolling_total
+    short = plan_model(MIXED, context=4)  # no longer than the window: there is nothing to drop
+    assert short.rolling_cache_bytes == short.cache_bytes
+    assert "roll" not in dict(facts(short))["cache"]
+    for other in (dataclasses.replace(MIXED, cache_dtype=torch.int8), ModelLayout.of(FULL)):
+        full = plan_model(other, context=19)
+        assert full.rolling_cache_bytes == full.cache_bytes
+    assert any(
+        "no rolling cache holds latents or int8 numbers" in note
+        for note in plan_model(dataclasses.replace(MIXED, cache_dtype=torch.int8), context=19).notes
+    )
+    encoder = plan_model(read_layout("bert-base"), context=512)
+    assert (encoder.rolling_cache_bytes, encoder["prefill"].rolling_cache) == (0, 0)
+
+
+def test_a_plan_has_the_warnings_of_each_kind_of_layer_once():
+    wide = MultiHeadConfig(512, 8, causal=True, bias=False)
+    model = ModelLayout(
+        "mixed", (LayerGroup(wide, 3), LayerGroup(dataclasses.replace(wide, window=512), 2), LayerGroup(wide, 1))
+    )
+    plan = plan_model(model, context=131072)
+    assert plan.warnings == warnings_of(wide, context=131072)
+    assert [warned.kind for warned in plan.warnings] == ["rank"]
+    assert plan.to_dict()["warnings"] == [plan.warnings[0]._asdict()]
+    assert plan_model(model, context=512).warnings == ()
+    ends = [plan_model(ModelLayout.of(MultiHeadConfig(512, heads, causal=True)), context=64) for heads in (1, 512)]
+    assert [[warned.kind for warned in end.warnings] for end in ends] == [
+        ["one head"],
+        ["one channel", "narrow", "rank"],
+    ]
+
+
+def test_idle_multiprocessors_are_warned_of_in_each_phase_that_has_them():
+    gpu = dataclasses.replace(Machine.load("cpu-2-cores"), name="gpu", device="cuda", processors=132)
+    model = ModelLayout.of(MultiHeadConfig(512, 8, num_kv_heads=2, causal=True))
+    assert plan_model(model, context=256).warnings == ()
+    idle = plan_model(model, context=256, machine=gpu).warnings
+    assert [warned.kind for warned in idle] == ["idle"] * 3
+    assert [warned.words.split(" have work in the attention of ") for warned in idle] == [
+        ["16 of 132 multiprocessors", "a training step"],
+        ["16 of 132 multiprocessors", "this prefill"],
+        ["8 of 132 multiprocessors", "decoding a token"],
+    ]
+    windowed = ModelLayout.of(MultiHeadConfig(512, 8, num_kv_heads=2, causal=True, window=65))
+    (decoding,) = plan_model(windowed, context=256, machine=gpu, phases=["decode"]).warnings
+    assert decoding.words.endswith(" of decoding a token under a window of 65")
 
 
 def test_an_encoder_has_no_cache_and_decodes_nothing():
@@ -196,6 +264,7 @@ def test_a_plan_as_json_has_every_total():
     assert phase["flops"]["total"] == sum(value for name, value in phase["flops"].items() if name != "total")
     assert phase["total_bytes"] == sum(phase["bytes"].values())
     assert phase["fused"]["total"] < phase["materialised"]["total"]
+    assert 0 == phase["fused"]["weights"] < phase["materialised"]["weights"] < phase["materialised"]["activations"]
     assert not found["identity"]["holds"]
 
 
@@ -210,6 +279,13 @@ def test_a_phase_that_waits_for_its_host_says_what_it_would_take_without():
     assert found.timing.working < 1 < found.timing.stages["launch"]
     assert f"which by itself takes {seconds(found.timing.working)}" in dict(below(found))["bound by"]
     assert "waiting for launches" in [row.name for row in rows(found)]
+
+
+def test_weights_that_are_written_down_are_a_part_of_the_memory():
+    plan = plan_model(read_layout("gemma2-9b"), context=8192)
+    assert plan["prefill"].materialised.weights == 3 * 4 * 16 * 8192**2  # of one layer, whatever kind it is
+    for phase in plan.phases:
+        assert 0 < phase.materialised.weights < phase.materialised.activations
 
 
 # ---- curves
@@ -232,9 +308,35 @@ def test_a_curve_over_heads_has_flops_that_stay_and_exponentials_that_grow():
     assert len({point.phase.flops.total for point in points}) == 1
     assert [point.phase.exponentials // points[0].phase.exponentials for point in points] == [1, 2, 4, 8]
     grouped = over_heads(plan_model(MIXED, context=19, phases=["decode"]))
-    assert [point.heads for point in grouped] == [4, 8]  # groups of three: no fewer heads than that
+    assert [(point.heads, point.head_dim) for point in grouped] == [(3, 8), (6, 4), (12, 2), (24, 1)]  # groups of three
     latent = ModelLayout.of(LatentConfig(24, 6, kv_lora_rank=10, causal=True))
     assert over_heads(plan_model(latent, context=19)) == ()
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "kv_heads", "found"),
+    [
+        (96, 6, 2, [3, 6, 12, 24, 48]),
+        (3584, 28, 4, [7, 14, 28, 56, 112, 224, 448, 896, 1792]),
+        (768, 12, 2, [6, 12, 24, 48, 96, 192, 384]),
+        (64, 6, 2, []),  # 64 channels are no whole number for three heads
+    ],
+)
+def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_heads, found):
+    config = MultiHeadConfig(
+        width, heads, num_kv_heads=kv_heads, head_dim=16, causal=True, positions=RotaryConfig(), bias=False
+    )
+    model = ModelLayout.of(config)
+    plan = plan_model(model, context=19, phases=["prefill"])
+    points = over_heads(plan)
+    assert [point.heads for point in points] == found
+    for point in points:
+        made = with_heads(model, point.heads).config
+        assert made.layout.group_size == heads // kv_heads
+        assert point.heads * point.head_dim == made.num_heads * made.head_dim == width
+        assert point.phase == plan_model(with_heads(model, point.heads), context=19)["prefill"]
+    with pytest.raises(ShapeError, match=f"a multiple of {heads // kv_heads}, which share a key head.*; got 16"):
+        with_heads(model, 16)
 
 
 # ---- words
@@ -248,7 +350,10 @@ def test_words_of_a_plan():
     )
     assert layout_words(MIXED) == f"{windowed}; {full}, d_model 24"
     told = dict(facts(plan))
-    assert told["cache"] == "160 B a token, 2.97 KiB in all"
+    assert told["cache"] == "160 B a token, 2.97 KiB in all, 1.56 KiB in caches that roll with the window"
+    assert ("", f"{size(plan['decode'].rolling_total)} with rolling caches, which take 1.56 KiB") in below(
+        plan["decode"]
+    )
     assert told["identity"] == "0.667 of 4 d_model², because 6 heads share 2 key and value heads"
     shown = {row.name: row for row in rows(plan["decode"])}
     assert list(shown) == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers import LatentConfig, MultiHeadConfig
+from polyhead.layers.config import AttentionConfig
+from polyhead.layers.positions.config import RotaryConfig
 from polyhead.plan import Workload, estimate_cost
 from polyhead.plan.layouts.families import FAMILIES
 from polyhead.plan.layouts.hf_config import read_hf_config
 from polyhead.plan.layouts.known_models import KNOWN, known_model
-from polyhead.plan.layouts.model import ModelLayout, named_dtype
+from polyhead.plan.layouts.model import LayerGroup, ModelLayout, named_dtype
 from polyhead.plan.layouts.reading import from_sizes, read_layout
 
 TINY: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": 31}
@@ -148,6 +151,107 @@ def test_numbers_are_those_that_the_config_names():
     assert read_hf_config({**found, "quantization_config": {"kv_cache_quant_algo": "FP8"}}).cache_dtype.itemsize == 1
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.int8)])
+def test_a_cache_of_eight_bits_is_read_and_of_no_other_width(kind, dtype):
+    found = {**GROUPED, "model_type": "llama", "attention_bias": False}
+
+    def read(scheme: Any) -> ModelLayout:
+        return read_hf_config({**found, "quantization_config": {"kv_cache_scheme": scheme}}, complete=True)
+
+    assert read({"num_bits": 8, "type": kind}).cache_dtype is dtype
+    assert read(None).cache_dtype is None
+    for half in ({"num_bits": 8}, {"type": kind}, {"num_bits": 8, "type": [kind]}, "fp8"):
+        with pytest.raises(OptionError, match="kv_cache_scheme is counted with num_bits 8"):
+            read(half)
+    with pytest.raises(OptionError, match=rf"kv_cache_scheme is counted with num_bits 8 .*got 4 and '{kind}'"):
+        read({"num_bits": 4, "type": kind})
+    with pytest.raises(OptionError, match="kv_cache_quant_algo is counted as FP8 or INT8, got 'NVFP4'"):
+        read_hf_config({**found, "quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, complete=True)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "electra"])
+def test_an_encoder_that_is_made_a_decoder_is_causal(family):
+    found = {**TINY, "model_type": family}
+    assert not read_hf_config(found, complete=True).config.causal
+    assert not read_hf_config({**found, "is_decoder": False}, complete=True).config.causal
+    assert read_hf_config({**found, "is_decoder": True}, complete=True).config.causal
+
+
+def test_an_encoder_whose_code_has_no_decoder_stays_one():
+    assert not read_hf_config({**ALL["distilbert"], "is_decoder": True}, complete=True).config.causal
+
+
+def test_the_longest_context_is_transformers_own_where_the_file_leaves_it_out():
+    pytest.importorskip("transformers")
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 7, "sliding_window": 1024}
+    model = read_hf_config({"model_type": "gemma3", "text_config": text, "transformers_version": "4.50.0"})
+    assert model.context == 131072
+    assert any("fills in" in note and "max_position_embeddings 131072" in note for note in model.notes)
+    assert read_hf_config({**TINY, "model_type": "bert", "max_position_embeddings": None}).context is None
+
+
+CHATGLM = {"model_type": "chatglm", "hidden_size": 48, "num_attention_heads": 6, "num_layers": 2, "kv_channels": 10}
+
+
+def test_key_heads_as_chatglm_says_them():
+    shared = {**CHATGLM, "multi_query_attention": True, "multi_query_group_num": 2}
+    model = read_hf_config(shared, causal=True)
+    assert (model.config.layout.num_kv_heads, model.config.layout.head_dim) == (2, 10)
+    assert not [note for note in model.notes if "not read" in note]
+    own = read_hf_config({**shared, "multi_query_attention": False}, causal=True)
+    assert own.config.layout.num_kv_heads == 6
+    for half in ({"multi_query_group_num": 2}, {"multi_query_attention": True}):
+        with pytest.raises(OptionError, match="so one needs the other"):
+            read_hf_config({**CHATGLM, **half}, causal=True)
+
+
+def test_the_width_of_a_head_as_t5_says_it():
+    found = {"model_type": "t5", "d_model": 48, "num_heads": 6, "num_layers": 2, "d_kv": 10}
+    model = read_hf_config({**found, "is_encoder_decoder": False}, causal=False)
+    assert model.config.layout.head_dim == 10
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"model_type": "mpt", "attn_config": {"kv_n_heads": 2}}, r"attn_config\.kv_n_heads .*is null or 6; got 2"),
+        ({"model_type": "mpt", "attn_config": {"attn_type": "grouped_query_attention"}}, r"attn_config\.attn_type"),
+        ({"model_type": "mpt", "attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln"),
+        ({"model_type": "nemotron-nas", "block_configs": [{"attention": {"no_op": True}}]}, "block_configs means"),
+        ({"model_type": "hunyuan", "use_cla": True, "cla_share_factor": 2}, "use_cla means layers that read the cache"),
+        ({"model_type": "hunyuan", "cla_share_factor": 2}, "cla_share_factor means .*got 2 alone"),
+        ({"model_type": "mllama_text_model", "cross_attention_layers": [1]}, "cross_attention_layers means"),
+    ],
+)
+def test_fields_of_one_family_alone_are_refused_by_their_names(found, words):
+    with pytest.raises(OptionError, match=words):
+        read_hf_config({**TINY, **found}, causal=True, complete=True)
+
+
+def test_fields_that_say_what_is_usual_are_not_refused():
+    plain = {**TINY, "model_type": "mpt", "attn_config": {"attn_type": "multihead_attention", "kv_n_heads": 6}}
+    assert read_hf_config(plain, causal=True, complete=True).config.layout.num_kv_heads == 6
+    apart = {**TINY, "model_type": "hunyuan", "use_cla": False, "cla_share_factor": 2}
+    assert read_hf_config(apart, causal=True).layers == 2
+    dbrx = {**TINY, "model_type": "dbrx", "attn_config": {"kv_n_heads": 3}}
+    assert read_hf_config(dbrx, causal=True, complete=True).config.layout.num_kv_heads == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gemma3n_text", "num_kv_shared_layers=15, which transformers fills in"),
+        ("jamba", "mamba_d_state=16, which transformers fills in"),
+        ("mllama_text_model", r"cross_attention_layers=\[3, 8, .*which transformers fills in"),
+        ("bart", "got an encoder with a decoder"),
+    ],
+)
+def test_what_only_transformers_knows_of_is_refused_as_well(family, words):
+    pytest.importorskip("transformers")
+    with pytest.raises(OptionError, match=words):
+        read_hf_config({**GROUPED, "model_type": family}, causal=True)
+
+
 def test_a_family_that_nobody_read_is_noted_and_must_say_who_looks_ahead():
     found = {**GROUPED, "model_type": "brand_new", "attention_temperature_table": [1], "attention_dropout": 0.1}
     with pytest.raises(OptionError, match="whether tokens see later ones must be known, got a config of brand_new"):
@@ -169,10 +273,57 @@ def test_a_family_that_nobody_read_is_held_to_what_transformers_builds():
         read_hf_config({**TINY, "model_type": "longformer"}, causal=False)  # queries, keys and values of global tokens
 
 
+def test_of_a_flat_config_that_also_sees_the_layers_of_text_are_compared():
+    pytest.importorskip("transformers")
+    model = read_hf_config({**GROUPED, "model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 32}}, causal=True)
+    assert model.config.layout.num_kv_heads == 2
+    assert any("its projections are as large as what transformers builds" in note for note in model.notes)
+
+
+def test_a_model_that_cannot_be_built_is_taken_from_its_fields():
+    pytest.importorskip("transformers")
+    small = {name: value for name, value in GROUPED.items() if name != "pad_token_id"}  # beyond the words it has
+    model = read_hf_config({**small, "model_type": "glm4"}, causal=True)
+    assert any("its projections are taken from the fields" in note for note in model.notes)
+
+
+def test_norms_of_latents_are_not_said_to_be_left_out():
+    latent = read_hf_config({**TINY, **LATENT, "model_type": "brand_new"}, causal=True)
+    assert any(note.endswith("and parameters of biases are left out") for note in latent.notes)
+    plain = read_hf_config({**TINY, "model_type": "brand_new"}, causal=True)
+    assert any(note.endswith("and parameters of biases and norms are left out") for note in plain.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": 7, "hidden_size": 256}, r"refuses this one: .*256\) is not a multiple .*\(7\)$"),
+        ({"head_dim": 11}, "refuses this one: RoPE requires an even rotary dimension"),
+    ],
+)
+def test_why_transformers_refused_a_config_is_passed_on(change, words):
+    pytest.importorskip("transformers")
+    found = {**TINY, "model_type": "llama", **change}
+    with pytest.raises(OptionError, match=words) as caught:
+        read_hf_config(found)
+    assert "install" not in str(caught.value)
+
+
+def test_a_config_that_transformers_refuses_and_that_says_all_itself_is_noted():
+    pytest.importorskip("transformers")
+    model = read_hf_config({**GROUPED, "model_type": "llama", "attention_bias": False, "head_dim": 11})
+    assert model.config.layout.head_dim == 11
+    assert any(note.startswith("transformers refuses this config and fills in nothing") for note in model.notes)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"num_attention_heads": None}, "a config must say its number of heads"),
+        ({"num_attention_heads": 0}, "number of heads must be a positive integer, got 0"),
+        ({"num_hidden_layers": 10**30}, "a model of at most 100,000 layers is counted"),
+        ({"text_config": "none", "head_dim": -1}, "width of a head must be a positive integer, got -1"),
+        ({"sliding_window": 5, "max_window_layers": "x"}, "max_window_layers must be a positive integer, got 'x'"),
         ({"hidden_size": None}, "a config must say its width"),
         ({"num_hidden_layers": None}, "a config must say its number of layers"),
         ({"num_attention_heads": -6}, "number of heads must be a positive integer, got -6"),
@@ -245,6 +396,66 @@ def test_a_layout_by_file_folder_dictionary_and_value(tmp_path):
     assert read_layout(tmp_path / "again.json") == model
     with pytest.raises(OptionError, match="got layers 3 beside it"):
         read_layout(folder, layers=3)
+
+
+def test_who_looks_ahead_is_as_asked_for_whatever_names_the_layout():
+    ours = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, positions=RotaryConfig())
+    both = ModelLayout("both", (LayerGroup(ours, 2), LayerGroup(MultiHeadConfig(24, 4), 3)))
+    theirs = {**GROUPED, "model_type": "llama", "attention_bias": False}
+    for source in ("llama3.1-8b", "deepseek-v3", ours, ours.to_dict(), both.to_dict(), theirs):
+        model = read_layout(source, causal=False)
+        assert not any(group.config.causal for group in model.groups)
+        assert any(note.endswith("they are counted as seeing later ones too, as was asked") for note in model.notes)
+    for source in ("bert-base", MultiHeadConfig(24, 6), both.to_dict(), {**TINY, "model_type": "bert"}):
+        model = read_layout(source, causal=True)
+        assert all(group.config.causal for group in model.groups)
+        assert any(note.endswith("they are counted as seeing no later ones, as was asked") for note in model.notes)
+    assert read_layout(ours.to_dict(), causal=False).config == dataclasses.replace(ours, causal=False)
+    assert read_layout("llama3.1-8b", causal=True) == read_layout("llama3.1-8b")
+    assert read_layout("bert-base", causal=False) == read_layout("bert-base")
+
+
+@pytest.mark.parametrize("source", ["mistral-7b", MultiHeadConfig(24, 6, causal=True, window=5).to_dict()])
+def test_a_window_of_layers_that_look_both_ways_is_refused(source):
+    with pytest.raises(OptionError, match="a window is counted for tokens that see no later ones, got a window of"):
+        read_layout(source, causal=False)
+
+
+def test_a_config_without_a_causal_edge_is_left_as_it_is():
+    @dataclasses.dataclass(frozen=True)
+    class Edgeless(AttentionConfig):
+        def build(self, **options: Any) -> Any:
+            raise NotImplementedError
+
+        @classmethod
+        def of(cls, layer: Any) -> Any:
+            raise NotImplementedError
+
+    assert read_layout(Edgeless()).config == Edgeless()
+    with pytest.raises(OptionError, match="Edgeless has no field causal that could be set, got causal True"):
+        read_layout(Edgeless(), causal=True)
+
+
+PLAIN = {"kind": "multi_head", "embed_dim": 24, "num_heads": 6}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"groups": 3}, "groups and notes of a model are lists, got groups 3"),
+        ({"groups": []}, "a model has at least one attention layer"),
+        ({"groups": [3]}, "with layers and config, got 3 as group 0"),
+        ({"groups": [{"layers": 2, "config": PLAIN}, {"layers": 2}]}, "got {'layers': 2} as group 1"),
+        ({"groups": [{"layers": "2", "config": PLAIN}]}, "layers must be an integer of at least 1, got '2'"),
+        ({"groups": [{"layers": 2, "config": 7}]}, "is described by a dictionary with its kind, got 7"),
+        ({"context": "long"}, "context of a model must be a positive integer or null, got 'long'"),
+        ({"notes": 3}, "got groups .* and notes 3"),
+        ({"dtype": "float12"}, "got 'float12'"),
+    ],
+)
+def test_a_layout_of_groups_that_is_none_is_told_what_it_lacks(change, words):
+    with pytest.raises(OptionError, match=words):
+        read_layout({"name": "x", "groups": [{"layers": 2, "config": PLAIN}], **change})
 
 
 def test_what_is_no_layout_is_refused_with_what_would_be(tmp_path):

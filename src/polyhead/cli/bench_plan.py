@@ -60,10 +60,7 @@ def plan(
     except OptionError as error:
         raise typer.BadParameter(str(error), param_hint="--machine") from None
     if times is not None:
-        content = json.loads(times.read_text(encoding="utf-8"))
-        facts = {name: content[name] for name in content if name not in ("bounds", "summary", "rows")}
-        facts["calibration"] = _calibration(calibrated)
-        outcomes = plan_accuracy.predict_again(content, calibrated)
+        facts, outcomes = _predicted_again(times, calibrated)
         if output is not None:
             plan_accuracy.write(output, facts, outcomes)
     else:
@@ -74,6 +71,32 @@ def plan(
     console.print(_summary(outcomes))
     if output is not None:
         typer.echo(f"written to {output}")
+
+
+def _predicted_again(times: Path, calibrated: Machine) -> tuple[dict[str, object], list[Outcome]]:
+    """What is known of the run that was kept, and what is said of its times now."""
+    from polyhead.errors import PolyheadError
+    from polyhead.lab import plan_accuracy
+    from polyhead.lab.plan_accuracy.shapes import REGIMES
+
+    rule = f"must be a run that `polyhead bench plan --output` has kept, got {times}"
+    try:
+        content = json.loads(times.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise typer.BadParameter(f"{rule}, a {type(content).__name__}", param_hint="--times")
+        facts = {name: content[name] for name in content if name not in ("bounds", "summary", "rows")}
+        facts["calibration"] = _calibration(calibrated)
+        outcomes = plan_accuracy.predict_again(content, calibrated)
+        for outcome in outcomes:
+            known = [seconds for seconds in (outcome.measured, outcome.usual) if seconds is not None]
+            if outcome.regime not in REGIMES or len(known) == 1 or not all(0 < seconds < math.inf for seconds in known):
+                said = f"{outcome.regime!r} with {outcome.measured!r} and {outcome.usual!r} seconds"
+                raise typer.BadParameter(f"{rule} with a row of {said}", param_hint="--times")
+    except PolyheadError as error:
+        raise typer.BadParameter(str(error), param_hint="--times") from None
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"{rule}: {type(error).__name__}: {error}", param_hint="--times") from None
+    return facts, outcomes
 
 
 def _measured(

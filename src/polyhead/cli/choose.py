@@ -36,7 +36,10 @@ def choose(
     context: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 4096,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences at a time.")] = 1,
     phase: Annotated[str, typer.Option(help="What the time is of: training, prefill or decode.")] = "decode",
-    dtype: Annotated[str, typer.Option(help="Of the layers.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the layers; bfloat16, or what the machine was calibrated in.", show_default=False),
+    ] = None,
     cache_dtype: Annotated[
         str | None, typer.Option(help="Of the cache, also int8 or float8_e4m3fn; as the layers.", show_default=False)
     ] = None,
@@ -56,11 +59,12 @@ def choose(
     """
     from rich.console import Console
 
-    from polyhead.errors import PolyheadError
+    from polyhead.errors import OptionError, PolyheadError
     from polyhead.plan import choosing
     from polyhead.plan.layouts.model import named_dtype
     from polyhead.plan.quantities import parse_count, parse_seconds
     from polyhead.plan.timing.machine import Machine
+    from polyhead.plan.warnings import explained
 
     limits = {
         "parameters": _parsed(parameters, "--parameters", parse_count),
@@ -68,6 +72,8 @@ def choose(
         "seconds": _parsed(latency, "--latency", parse_seconds),
     }
     try:
+        if most < 1:
+            raise OptionError(f"--most must be at least 1, got {most}")
         found = choosing.choose(
             choosing.Budget(**limits),  # type: ignore[arg-type]
             d_model=d_model,
@@ -75,7 +81,7 @@ def choose(
             context=context,
             batch=batch,
             phase=phase,
-            dtype=named_dtype(dtype),
+            dtype=None if dtype is None else named_dtype(dtype),
             cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
             machine=None if hardware is None else Machine.load(hardware),
             latents=latents,
@@ -97,7 +103,11 @@ def choose(
         console.print(f"… and {len(found.found) - most} more; --most shows them")
     console.print()
     console.print(_table(found.references, f"models that people know, at context {context:,}", timed=timed))
-    _explain((*found.found[:most], *found.references), console.print)
+    shown = (*found.found[:most], *found.references)
+    for kind, why in explained(warned for choice in shown for warned in choice.warnings):
+        console.print(f"{kind}: {why}", style="dim", markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", style="dim", markup=False)
 
 
 def _table(choices: Sequence[Choice], title: str, *, timed: bool) -> Table:
@@ -130,20 +140,12 @@ def _layout(choice: Choice) -> str:
     return f"{choice.name}: {layout.num_heads}{kv_heads}x{layout.head_dim}{shared} at {layout.embed_dim}"
 
 
-def _explain(choices: Sequence[Choice], show: Callable[..., Any]) -> None:
-    from polyhead.plan.warnings import KINDS
-
-    kinds = {warned.kind for choice in choices for warned in choice.warnings}
-    for kind, why in KINDS.items():
-        if kind in kinds:
-            show(f"{kind}: {why}", style="dim", markup=False)
-
-
 def _as_dict(found: Choices) -> dict[str, Any]:
     return {
         "considered": found.considered,
         "layouts": [choice.to_dict() for choice in found.found],
         "references": [choice.to_dict() for choice in found.references],
+        "notes": list(found.notes),
     }
 
 

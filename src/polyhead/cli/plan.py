@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,21 +103,27 @@ def plan(
     by_sizes = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
     try:
         _check_output(output)
-        machine = _calibrated(as_json) if calibrate else None if hardware is None else Machine.load(hardware)
-        if calibrate and model is None and config is None and d_model is None:
+        _check_calibration(calibrate, hardware, dtype)
+        machine = None if hardware is None else Machine.load(hardware)
+        if calibrate and all(x is None for x in (model, config, d_model, layers, output, *by_sizes.values())):
+            _calibrated(as_json)
             return
         layout = _layout(model, config, d_model, by_sizes, layers, causal, rotary)
         usual = min(DEFAULT_CONTEXT, layout.context or DEFAULT_CONTEXT)
-        found = plan_model(
+        planned = partial(
+            plan_model,
             layout,
             context=usual if context is None else context,
             batch=batch,
             dtype=None if dtype is None else named_dtype(dtype),
             cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
             phases=None if phase is None else [part.strip() for part in phase.split(",")],
-            machine=machine,
             beyond=beyond,
         )
+        if calibrate:
+            planned()  # what it refuses is refused before minutes are spent on measuring
+            machine = _calibrated(as_json)
+        found = planned(machine=machine)
         written = None
         if output is not None:
             from polyhead.plan.curves import over_context, over_heads
@@ -182,6 +189,7 @@ def _calibrated(to_stderr: bool) -> Machine:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from polyhead.errors import OptionError
     from polyhead.lab.calibration import calibrate
 
     console = Console(stderr=True, highlight=False)
@@ -193,8 +201,34 @@ def _calibrated(to_stderr: bool) -> Machine:
             bar.update(task, completed=done, total=total, description=what)
 
         machine = calibrate(report=show)
-    typer.echo(f"measured {machine.name}, kept in {machine.save()}", err=to_stderr)
+    try:
+        kept = f"kept in {machine.save()}"
+    except OptionError as error:
+        kept = f"not kept: {error}"
+    typer.echo(f"measured {machine.name}, {kept}", err=to_stderr)
     return machine
+
+
+def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None) -> None:
+    """What would be found out only after minutes of measuring."""
+    import torch
+
+    from polyhead.errors import OptionError
+    from polyhead.lab.calibration import DTYPES
+    from polyhead.plan.layouts.model import dtype_name, named_dtype
+    from polyhead.plan.timing.machine import check_own_folder
+
+    if not calibrate:
+        return
+    if hardware is not None:
+        raise OptionError(
+            f"--calibrate predicts for the machine that it measures, got --hardware {hardware} beside it; leave one out"
+        )
+    measured = DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
+    if dtype is not None and named_dtype(dtype) not in measured:
+        names = ", ".join(str(dtype_name(x)) for x in measured)
+        raise OptionError(f"--calibrate measures this machine in {names}, got --dtype {dtype}")
+    check_own_folder()
 
 
 def _check_output(output: Path | None) -> None:

@@ -11,16 +11,20 @@ from polyhead.plan import wording
 from polyhead.plan.phases import PhasePlan
 from polyhead.plan.planning import Plan
 from polyhead.plan.timing.machine import list_machines
+from polyhead.plan.warnings import explained
 
 
 def draw(plan: Plan, console: Console) -> None:
     console.print(Text(f"{plan.model.name}: {wording.layout_words(plan.model)}", style="bold"))
     console.print(wording.asked(plan), markup=False)
-    console.print(labelled([(name, said, "") for name, said in wording.facts(plan)]))
+    warned = [("warning", f"{kind}: {words}", "yellow") for kind, words in plan.warnings]
+    console.print(labelled([*((name, said, "") for name, said in wording.facts(plan)), *warned]))
     for phase in plan.phases:
         console.print()
         console.print(_table(plan, phase))
         console.print(labelled([(name, said, "") for name, said in wording.below(phase)]))
+    for kind, why in explained(plan.warnings):
+        console.print(Text(f"{kind}: {why}", style="dim"))
     for note in (*plan.model.notes, *plan.notes):
         console.print(Text(f"note: {note}", style="dim"))
     if plan.machine is None:

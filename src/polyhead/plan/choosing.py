@@ -14,10 +14,10 @@ from polyhead.layers.arrangements import LatentConfig
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.plan.layouts.known_models import KNOWN, known_model
-from polyhead.plan.layouts.model import ModelLayout
+from polyhead.plan.layouts.model import ModelLayout, dtype_name
 from polyhead.plan.parameters import count_parameters
 from polyhead.plan.phases import is_causal, plan_phase
-from polyhead.plan.planning import cache_bytes_per_token
+from polyhead.plan.planning import cache_bytes_per_token, layer_dtype
 from polyhead.plan.timing.machine import Machine
 from polyhead.plan.warnings import Warned, warnings_of
 from polyhead.plan.work import PHASES, Phase
@@ -58,6 +58,7 @@ class Choice:
     layers: int
     parameters: int
     cache_bytes_per_token: int
+    cache_dtype: str
     seconds: float | None
     warnings: tuple[Warned, ...]
 
@@ -76,11 +77,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The layouts that a budget allows, and models that people know, at the same batch and context."""
+    """The layouts that a budget allows, and models that people know, at the same batch and context.
+
+    `notes` say where a dtype is another than was to be expected.
+    """
 
     found: tuple[Choice, ...]
     references: tuple[Choice, ...]
     considered: int
+    notes: tuple[str, ...] = ()
 
 
 def choose(
@@ -91,7 +96,7 @@ def choose(
     context: int = 4096,
     batch: int = 1,
     phase: str = "decode",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
     latents: bool = False,
@@ -100,7 +105,8 @@ def choose(
 
     Considered are heads of 32 to 256 channels that together are as wide as the model, each number of key heads that
     divides them, and with `latents` latent heads of three ranks. Where parameters are limited, heads that are half or
-    twice as wide are considered too, and without `d_model` the usual widths.
+    twice as wide are considered too, and without `d_model` the usual widths. Layers are in bfloat16, or in what the
+    machine was calibrated in, unless a `dtype` is given.
 
     >>> choices = choose(Budget(cache_bytes_per_token=4096), d_model=1024, context=2048)
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
@@ -115,18 +121,31 @@ def choose(
     for name, number in (("d_model", d_model), ("layers", layers), ("context", context), ("batch", batch)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise OptionError(f"{name} must be a positive integer, got {number!r}")
+    if latents and cache_dtype is torch.int8:
+        raise OptionError(
+            "latents have no int8 cache, got latents with cache_dtype int8; leave one of the two out (--latents, "
+            "--cache-dtype)"
+        )
+    dtype, notes = layer_dtype(dtype, machine=machine)
     asked = _Asked(layers, context, batch, phase, dtype, cache_dtype or dtype, machine)
     considered, within = 0, []
     shares = (1.0,) if budget.parameters is None else SHARES
     most = None if budget.parameters is None else budget.parameters // layers
-    for width in WIDTHS if d_model is None else (d_model,):
+    widths = WIDTHS if d_model is None else (d_model,)
+    for width in widths:
         for name, config in _candidates(width, shares, most, latents):
             considered += 1
             choice = asked.priced(name, config, budget)
             if choice is not None:
                 within.append(choice)
+    if not considered:
+        raise OptionError(_nothing_to_consider(widths, shares, budget, layers))
     found = sorted(_maximal(within), key=lambda choice: (len(choice.warnings), *(-x for x in choice.capacity)))
-    return Choices(tuple(found), tuple(asked.reference(name) for name in KNOWN), considered)
+    references = tuple(asked.reference(name) for name in KNOWN)
+    other = [choice.name for choice in references if choice.cache_dtype != dtype_name(asked.cache_dtype)]
+    if other:
+        notes.append(f"latents have no int8 cache: that of {', '.join(other)} is in {dtype_name(dtype)}")
+    return Choices(tuple(found), references, considered, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,24 +169,28 @@ class _Asked:
         cache = cache_bytes_per_token(model, self.cache_dtype)
         if budget.cache_bytes_per_token is not None and cache > budget.cache_bytes_per_token:
             return None
-        seconds = self._seconds(model)
+        seconds = self._seconds(model, self.cache_dtype)
         if budget.seconds is not None and (seconds is None or seconds > budget.seconds):
             return None
-        return Choice(name, config, self.layers, parameters, cache, seconds, self._warnings(config))
+        numbers = str(dtype_name(self.cache_dtype))
+        return Choice(name, config, self.layers, parameters, cache, numbers, seconds, self._warnings(config))
 
     def reference(self, name: str) -> Choice:
-        """A model that people know, with the layers that it has."""
+        """A model that people know, with the layers that it has; its cache in `dtype` where there is none of int8."""
         model = known_model(name)
         parameters = sum(group.layers * count_parameters(group.config).total for group in model.groups)
         causal = is_causal(model)
-        cache = cache_bytes_per_token(model, self.cache_dtype) if causal else 0
-        seconds = self._seconds(model) if causal or self.phase != "decode" else None
-        return Choice(name, model.config, model.layers, parameters, cache, seconds, self._warnings(model.config))
+        has_latents = any(isinstance(group.config, LatentConfig) for group in model.groups)
+        cache_dtype = self.dtype if has_latents and self.cache_dtype is torch.int8 else self.cache_dtype
+        cache = cache_bytes_per_token(model, cache_dtype) if causal else 0
+        seconds = self._seconds(model, cache_dtype) if causal or self.phase != "decode" else None
+        costs = (parameters, cache, str(dtype_name(cache_dtype)), seconds)
+        return Choice(name, model.config, model.layers, *costs, self._warnings(model.config))
 
-    def _seconds(self, model: ModelLayout) -> float | None:
+    def _seconds(self, model: ModelLayout, cache_dtype: torch.dtype) -> float | None:
         if self.machine is None:
             return None
-        sizes = (self.batch, self.context, self.dtype, self.cache_dtype, self.machine)
+        sizes = (self.batch, self.context, self.dtype, cache_dtype, self.machine)
         timing = plan_phase(model, self.phase, *sizes).timing
         assert timing is not None
         return timing.seconds
@@ -181,39 +204,60 @@ def _candidates(
     width: int, shares: Sequence[float], most: int | None, latents: bool
 ) -> Iterator[tuple[str, AttentionConfig]]:
     """Layers at one width; what has more than `most` parameters in queries and output alone is not even made."""
+    for heads, head_dim in _divisions(width, shares):
+        if most is not None and 2 * heads * head_dim * width > most:
+            continue
+        for kv_heads in (x for x in range(1, heads + 1) if heads % x == 0):
+            yield _heads(width, heads, kv_heads, head_dim)
+        for rank in LATENT_RANKS if latents else ():
+            yield (
+                f"{heads}x{head_dim} over a latent of {rank} at {width}",
+                LatentConfig(
+                    width,
+                    heads,
+                    kv_lora_rank=rank,
+                    qk_nope_head_dim=head_dim,
+                    qk_rope_head_dim=LATENT_ROPE,
+                    positions=RotaryConfig(interleaved=True),
+                    causal=True,
+                    bias=False,
+                ),
+            )
+
+
+def _divisions(width: int, shares: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Heads and their width: all that together are such a share of the model's width."""
     for head_dim in HEAD_DIMS:
         for share in shares:
-            heads, rest = divmod(round(share * width), head_dim)
-            if rest or not heads or (most is not None and 2 * heads * head_dim * width > most):
-                continue
-            for kv_heads in (x for x in range(1, heads + 1) if heads % x == 0):
-                shared = "" if kv_heads == heads else f"/{kv_heads}"
-                yield (
-                    f"{heads}{shared}x{head_dim} at {width}",
-                    MultiHeadConfig(
-                        width,
-                        heads,
-                        num_kv_heads=kv_heads,
-                        head_dim=head_dim,
-                        positions=RotaryConfig(),
-                        causal=True,
-                        bias=False,
-                    ),
-                )
-            for rank in LATENT_RANKS if latents else ():
-                yield (
-                    f"{heads}x{head_dim} over a latent of {rank} at {width}",
-                    LatentConfig(
-                        width,
-                        heads,
-                        kv_lora_rank=rank,
-                        qk_nope_head_dim=head_dim,
-                        qk_rope_head_dim=LATENT_ROPE,
-                        positions=RotaryConfig(interleaved=True),
-                        causal=True,
-                        bias=False,
-                    ),
-                )
+            heads, rest = divmod(share * width, head_dim)
+            if heads and not rest:
+                yield int(heads), head_dim
+
+
+def _heads(width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[str, MultiHeadConfig]:
+    shared = "" if kv_heads == heads else f"/{kv_heads}"
+    config = MultiHeadConfig(
+        width, heads, num_kv_heads=kv_heads, head_dim=head_dim, positions=RotaryConfig(), causal=True, bias=False
+    )
+    return f"{heads}{shared}x{head_dim} at {width}", config
+
+
+def _nothing_to_consider(widths: Sequence[int], shares: Sequence[float], budget: Budget, layers: int) -> str:
+    """Why there is no layout to begin with, and what to change."""
+    least = [_heads(width, heads, 1, head_dim) for width in widths for heads, head_dim in _divisions(width, shares)]
+    if not least:
+        channels = f"{', '.join(map(str, HEAD_DIMS[:-1]))} or {HEAD_DIMS[-1]}"
+        wide = "as wide as the model" if len(shares) == 1 else "as wide as the model, half or twice as wide"
+        return (
+            f"no layout can be considered: heads have {channels} channels and are together {wide}, got d_model "
+            f"{widths[0]}, which none of them divides; take a multiple of {HEAD_DIMS[0]}"
+        )
+    parameters, name = min((layers * count_parameters(config).total, name) for name, config in least)
+    return (
+        f"no layout can be considered: the smallest, {name}, has {parameters:,} parameters in {layers:,} "
+        f"layer{'' if layers == 1 else 's'}, got a budget of {budget.parameters:,}; allow more, or take fewer layers "
+        "or a smaller d_model"
+    )
 
 
 def _maximal(choices: Sequence[Choice]) -> list[Choice]:

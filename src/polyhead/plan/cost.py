@@ -193,8 +193,8 @@ def _cache_bytes(counts: LayerCounts, dtype: torch.dtype) -> int:
     if dtype is torch.int8:
         if counts.cache_scales is None:
             raise OptionError(
-                "latents have no int8 cache, got cache_dtype torch.int8; a QuantizedCache would hold them twice, as keys "
-                "and as values"
+                "latents have no int8 cache, got cache_dtype torch.int8; a QuantizedCache would hold them twice, "
+                "as keys and as values"
             )
         return counts.cache_numbers + counts.cache_scales * torch.float32.itemsize
     if not dtype.is_floating_point:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+from polyhead.errors import ShapeError
 from polyhead.layers.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.plan.layouts.model import LayerGroup, ModelLayout
@@ -47,25 +49,25 @@ def over_context(plan: Plan, machine: Machine | None = None) -> tuple[ContextPoi
 
 
 def over_heads(plan: Plan, machine: Machine | None = None, phase: str | None = None) -> tuple[HeadsPoint, ...]:
-    """The plan's first phase, or another, with as many heads as powers of two divide the width into.
+    """The plan's first phase, or another, over numbers of heads that double and that together are as wide as the model.
 
-    Groups of heads that share keys stay as large as they are, so there are at least as many heads as one group has.
-    Empty for other arrangements than multi-head attention.
+    Groups of heads that share keys stay as large as they are: one group is the fewest heads, then two, four and so on,
+    as long as they divide the width. Empty where not even one group does, and for other arrangements than multi-head
+    attention.
     """
     wanted = plan.phases[0].phase if phase is None else plan[phase].phase
     width = plan.model.config.layout.embed_dim  # type: ignore[attr-defined]
     found = []
     if not can_have_other_heads(plan.model):
         return ()
-    fewest = max(group.config.layout.group_size for group in plan.model.groups)  # type: ignore[attr-defined]
+    heads = math.lcm(*(group.config.layout.group_size for group in plan.model.groups))  # type: ignore[attr-defined]
     # Channels turn in pairs, so there are no rotary heads of an odd width.
     rotary = any(isinstance(group.config.positions, RotaryConfig) for group in plan.model.groups)  # type: ignore[attr-defined]
-    for heads in (1 << power for power in range(width.bit_length())):
-        if heads < fewest or width % heads or (rotary and width // heads % 2):
-            continue
+    while width % heads == 0 and not (rotary and width // heads % 2):
         model = with_heads(plan.model, heads)
         made = plan_phase(model, wanted, plan.batch, plan.context, plan.dtype, plan.cache_dtype, machine)
         found.append(HeadsPoint(heads, width // heads, made))
+        heads *= 2
     return tuple(found)
 
 
@@ -74,13 +76,17 @@ def can_have_other_heads(model: ModelLayout) -> bool:
 
 
 def with_heads(model: ModelLayout, heads: int) -> ModelLayout:
-    """The same model with so many heads, which together are as wide as it is."""
+    """The same model with so many heads, which together are as wide as it is, in groups as large as they are."""
     groups = []
     for group in model.groups:
         config = group.config
         assert isinstance(config, MultiHeadConfig)
-        shared = max(1, heads // config.layout.group_size)
-        dim = config.embed_dim // heads
+        size, width = config.layout.group_size, config.embed_dim
+        if heads < 1 or heads % size or width % heads:
+            raise ShapeError(
+                f"heads must be a multiple of {size}, which share a key head, and divide the width {width}; got {heads}"
+            )
+        shared, dim = heads // size, width // heads
         positions = config.positions
         if isinstance(positions, RotaryConfig):
             positions = replace(positions, rotary_dim=None)

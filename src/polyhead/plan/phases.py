@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from polyhead.layers.arrangements import LatentConfig
+from polyhead.layers.config import AttentionConfig
 from polyhead.plan.cost import CostEstimate, MatrixFlops, estimate_cost
 from polyhead.plan.layer_work import layer_work
 from polyhead.plan.layouts.model import ModelLayout
@@ -56,6 +58,8 @@ class PhasePlan:
 
     `flops` and `exponentials` have the backward in them where there is one. `bytes` are moved between memory and chip,
     by stage and at the least; scores, softmax and values are one stage there, `attention`, since they are fused.
+    `fused` and `materialised` have caches of every token; `rolling_cache` are the bytes of caches of which those of
+    windowed layers roll.
     """
 
     phase: Phase
@@ -65,11 +69,17 @@ class PhasePlan:
     launches: int
     fused: MemoryEstimate
     materialised: MemoryEstimate
+    rolling_cache: int
     timing: Timing | None = None
 
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes.values())
+
+    @property
+    def rolling_total(self) -> int:
+        """Memory at the peak of fused attention, with caches that roll where there is a window."""
+        return self.fused.total - self.fused.cache + self.rolling_cache
 
     @property
     def intensity(self) -> float:
@@ -124,8 +134,31 @@ def plan_phase(
         launches=sum(done.launches for done in works),
         fused=fused,
         materialised=materialised,
+        rolling_cache=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
         timing=None if machine is None else Timing.of([predict(done, machine) for done in works]),
     )
+
+
+def rolling_cache_bytes(model: ModelLayout, dtype: torch.dtype, batch: int, context: int) -> int:
+    """Bytes of the caches of all layers: those of the window where a `RollingCache` can hold them, of all tokens else.
+
+    >>> from polyhead.layers.config import MultiHeadConfig
+    >>> model = ModelLayout.of(MultiHeadConfig(64, 4, causal=True, window=128), 3)
+    >>> rolling_cache_bytes(model, torch.bfloat16, 1, 1000) == 3 * 128 * 2 * 64 * 2
+    True
+    """
+    held = 0
+    for group in model.groups:
+        per_token = estimate_cost(group.config, Workload.cross(1, 1), cache_dtype=dtype).cache_bytes_per_token
+        window = getattr(group.config, "window", None) if can_roll(group.config, dtype) else None
+        held += group.layers * per_token * (context if window is None else min(context, window))
+    return batch * held
+
+
+def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
+    """Whether a layer's tokens see no more than a window, and a rolling cache holds that: none has int8 or latents."""
+    windowed = getattr(config, "window", None) is not None
+    return windowed and cache_dtype is not torch.int8 and not isinstance(config, LatentConfig)
 
 
 def workload_of(phase: Phase, batch: int, context: int, *, cached: bool = True) -> tuple[Workload, bool]:

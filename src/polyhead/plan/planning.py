@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from polyhead.errors import OptionError
+from polyhead.errors import DtypeError, OptionError
 from polyhead.plan.cost import estimate_cost
 from polyhead.plan.layouts.model import ModelLayout, dtype_name
 from polyhead.plan.memory import MemoryEstimate, memory_doubts
 from polyhead.plan.parameters import Identity, Parameters, count_parameters, four_squares
-from polyhead.plan.phases import PhasePlan, is_causal, plan_phase
+from polyhead.plan.phases import PhasePlan, can_roll, is_causal, plan_phase, rolling_cache_bytes
 from polyhead.plan.quantities import size
 from polyhead.plan.timing.machine import Machine
+from polyhead.plan.warnings import Warned, warnings_of
 from polyhead.plan.work import PHASES, Phase
 from polyhead.plan.workload import Workload
 
+COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # the dtypes that layers compute in
 _LONGEST = 1 << 32  # a crossover beyond it is none
 
 
@@ -29,6 +32,8 @@ class Plan:
 
     `crossover` is the shortest context at which scores and values cost more FLOPs than all projections, None where they
     never do (a window). `parameters` and everything else is of all layers; `identity` is of the most common one.
+    `cache_bytes` are of every token in every layer, `rolling_cache_bytes` are less where layers have a window and their
+    caches roll. `warnings` are those of every kind of layer in every phase.
     """
 
     model: ModelLayout
@@ -40,9 +45,11 @@ class Plan:
     identity: Identity
     cache_bytes_per_token: int
     cache_bytes: int
+    rolling_cache_bytes: int
     crossover: int | None
     phases: tuple[PhasePlan, ...]
     machine: str | None = None
+    warnings: tuple[Warned, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, phase: str) -> PhasePlan:
@@ -58,6 +65,7 @@ class Plan:
                 **dataclasses.asdict(x),
                 "flops": {**dataclasses.asdict(x.flops), "total": x.flops.total},
                 "total_bytes": x.total_bytes,
+                "rolling_total": x.rolling_total,
                 "intensity": x.intensity,
                 "fused": _memory(x.fused),
                 "materialised": _memory(x.materialised),
@@ -75,8 +83,10 @@ class Plan:
             "identity": {**dataclasses.asdict(self.identity), "holds": self.identity.holds},
             "cache_bytes_per_token": self.cache_bytes_per_token,
             "cache_bytes": self.cache_bytes,
+            "rolling_cache_bytes": self.rolling_cache_bytes,
             "crossover": self.crossover,
             "phases": phases,
+            "warnings": [warning._asdict() for warning in self.warnings],
             "notes": [*self.model.notes, *self.notes],
         }
 
@@ -107,23 +117,19 @@ def plan_model(
     (1342177280, 131072, 10240)
     """
     _check_sizes(model, batch, context, beyond)
-    notes = []
-    if dtype is None:
-        dtype = model.dtype or torch.bfloat16
-        if machine is not None and dtype not in machine.dtypes:
-            known = machine.dtypes[0]
-            notes.append(
-                f"{machine.name} was not calibrated in {dtype_name(dtype)}: {dtype_name(known)} is planned instead"
-            )
-            dtype = known
+    dtype, notes = layer_dtype(dtype, model.dtype, machine)
     cache_dtype = cache_dtype or model.cache_dtype or dtype
     wanted = _phases(model, phases)
-    per_token = cache_bytes_per_token(model, cache_dtype) if is_causal(model) else 0
+    cached = is_causal(model)
+    per_token = cache_bytes_per_token(model, cache_dtype) if cached else 0
     parameters = Parameters(0, 0, 0, 0, 0)
     for group in model.groups:
         parameters = parameters + count_parameters(group.config).times(group.layers)
-    if any(getattr(group.config, "window", None) for group in model.groups):
+    windowed = [group.config for group in model.groups if getattr(group.config, "window", None)]
+    if any(can_roll(config, cache_dtype) for config in windowed):
         notes.append("cache bytes are of all tokens; a rolling cache keeps only those of the window in windowed layers")
+    elif windowed:
+        notes.append("cache bytes are of all tokens; no rolling cache holds latents or int8 numbers")
     device = "cuda" if machine is None else machine.device
     notes += dict.fromkeys(doubt for group in model.groups for doubt in memory_doubts(group.config, device=device))
     planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in wanted)
@@ -144,11 +150,41 @@ def plan_model(
         identity=four_squares(model.config),
         cache_bytes_per_token=per_token,
         cache_bytes=batch * context * per_token,
+        rolling_cache_bytes=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
         crossover=crossover(model),
         phases=planned,
         machine=None if machine is None else machine.name,
+        warnings=_warnings(model, context, batch, wanted, machine),
         notes=tuple(notes),
     )
+
+
+def layer_dtype(
+    asked: torch.dtype | None, said: torch.dtype | None = None, machine: Machine | None = None
+) -> tuple[torch.dtype, list[str]]:
+    """The dtype that layers are planned in, and notes of why it is another than a model says.
+
+    One that is asked for is taken or refused. Otherwise it is what the model says, or bfloat16, or what the machine was
+    calibrated in instead.
+    """
+    if asked is not None:
+        if asked not in COMPUTED:
+            raise DtypeError(
+                f"layers compute in {_names(COMPUTED)}, got {dtype_name(asked)}; "
+                "numbers of a cache may be smaller: name theirs with --cache-dtype (cache_dtype=...)"
+            )
+        return asked, []
+    dtype, notes = said or torch.bfloat16, []
+    if dtype not in COMPUTED:
+        notes.append(f"no layer computes in {dtype_name(dtype)}: bfloat16 is planned instead")
+        dtype = torch.bfloat16
+    if machine is not None and dtype not in machine.dtypes:
+        known = machine.dtypes[0]
+        notes.append(
+            f"{machine.name} was not calibrated in {dtype_name(dtype)}: {dtype_name(known)} is planned instead"
+        )
+        dtype = known
+    return dtype, notes
 
 
 def cache_bytes_per_token(model: ModelLayout, dtype: torch.dtype) -> int:
@@ -180,6 +216,18 @@ def crossover(model: ModelLayout) -> int | None:
     return high
 
 
+def _warnings(
+    model: ModelLayout, context: int, batch: int, phases: Iterable[Phase], machine: Machine | None
+) -> tuple[Warned, ...]:
+    """Each warning once, however many kinds of layer and phases it is of."""
+    found = (
+        warnings_of(group.config, context=context, batch=batch, phase=phase, machine=machine)
+        for group in model.groups
+        for phase in phases
+    )
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
 def _phases(model: ModelLayout, wanted: Iterable[str] | None) -> tuple[Phase, ...]:
     possible = PHASES if is_causal(model) else tuple(phase for phase in PHASES if phase != "decode")
     if wanted is None:
@@ -204,5 +252,11 @@ def _check_sizes(model: ModelLayout, batch: int, context: int, beyond: bool) -> 
         )
 
 
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    *others, last = (str(dtype_name(dtype)) for dtype in dtypes)
+    return f"{', '.join(others)} or {last}"
+
+
 def _memory(memory: MemoryEstimate) -> dict[str, int]:
-    return {**dataclasses.asdict(memory), "activations": memory.activations, "total": memory.total}
+    totals = {"weights": memory.weights, "activations": memory.activations, "total": memory.total}
+    return {**dataclasses.asdict(memory), **totals}

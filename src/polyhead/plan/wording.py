@@ -13,7 +13,7 @@ BOUNDS = {
     "matrix": "matrix units",
     "exponentials": "exponentials",
     "bandwidth": "memory bandwidth",
-    "launch": "launches: issuing the kernels takes longer than running them",
+    "launch": "launches: calling and starting kernels takes longer than what they do",
 }
 # What each row is: its name, its FLOPs, and the stage whose bytes and time it shows.
 _ROWS = (
@@ -98,6 +98,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     found = [("parameters", f"{count(parameters.total)}: {told}"), ("identity", square)]
     if plan.cache_bytes_per_token:
         cache = f"{size(plan.cache_bytes_per_token)} a token, {size(plan.cache_bytes)} in all"
+        if plan.rolling_cache_bytes < plan.cache_bytes:
+            cache += f", {size(plan.rolling_cache_bytes)} in caches that roll with the window"
         found.append(("cache", cache))
     return [*found, ("crossover", crossover_words(plan))]
 
@@ -132,6 +134,8 @@ def below(phase: PhasePlan) -> list[tuple[str, str]]:
     parts = [(name, getattr(fused, name)) for name in ("parameters", "gradients", "cache", "activations")]
     told = ", ".join(f"{name} {size(part)}" for name, part in parts if part)
     found = [("intensity", f"{phase.intensity:.3g} FLOPs a byte"), ("memory", f"{size(fused.total)}: {told}")]
+    if phase.rolling_cache < fused.cache:
+        found.append(("", f"{size(phase.rolling_total)} with rolling caches, which take {size(phase.rolling_cache)}"))
     if written.weights:
         found.append(
             ("", f"{size(written.total)} with weights written down, {size(written.weights)} of it h n² numbers")

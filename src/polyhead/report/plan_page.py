@@ -16,6 +16,7 @@ from polyhead.plan.curves import ContextPoint, HeadsPoint
 from polyhead.plan.phases import PhasePlan
 from polyhead.plan.planning import Plan
 from polyhead.plan.quantities import count, seconds, size
+from polyhead.plan.warnings import explained
 from polyhead.report.plan_charts import Axis, Series, lines, stacked
 from polyhead.report.plan_style import STYLE
 
@@ -43,6 +44,7 @@ def plan_html(plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[Head
         f"<h1>{name}</h1><p>{escape(wording.layout_words(plan.model))}</p>",
         f'<p class="muted">{escape(wording.asked(plan))}</p>',
         _cards(plan),
+        _warnings(plan),
         *(_phase(plan, phase) for phase in plan.phases),
         _over_context(plan, contexts),
         _over_heads(plan, heads),
@@ -71,6 +73,17 @@ def _cards(plan: Plan) -> str:
         for name, big, small in cards
     )
     return f'<ul class="numbers">{drawn}</ul>'
+
+
+def _warnings(plan: Plan) -> str:
+    if not plan.warnings:
+        return ""
+    why = dict(explained(plan.warnings))
+    told = "".join(
+        f'<li>{escape(kind)}: {escape(words)} <span class="muted">({escape(why[kind])})</span></li>'
+        for kind, words in plan.warnings
+    )
+    return f"<h2>Warnings</h2><ul>{told}</ul>"
 
 
 def _halves(said: str) -> tuple[str, str]:

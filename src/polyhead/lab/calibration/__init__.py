@@ -29,6 +29,7 @@ from polyhead.plan.work import AttentionCore, Piece, Product
 __all__ = ["calibrate", "planned"]
 
 SECONDS = {"cuda": 46.0, "cpu": 150.0}
+DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.float32,)}  # measured unless given
 EVERY = 2  # groups after which the host is visited again
 WARM_SECONDS = 0.5
 CROWDED = 32 << 30  # bytes kept back by the allocator after which they are given back
@@ -64,8 +65,7 @@ def calibrate(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type not in ("cuda", "cpu"):
         raise OptionError(f"a CUDA device or the CPU can be calibrated, got {device}")
-    if dtypes is None:
-        dtypes = (torch.bfloat16, torch.float16, torch.float32) if device.type == "cuda" else (torch.float32,)
+    dtypes = DTYPES[device.type] if dtypes is None else dtypes
     todo, small = planned(device, dtypes, grid), list(small_layers(device))
     visits = 1 + -(-len(todo) // EVERY)
     told = _Told(report, visits * len(small) + sum(len(group.pieces) for group in todo))

@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type`. A bias is there, is not, or is told by the field of that name."""
+    """One `model_type`. A bias is there, is not, or is told by the field of that name; so is whether it is causal."""
 
-    causal: bool = True
+    causal: bool | str = True
     bias: bool | str = False
     output_bias: bool | str = False
     qk_norm: Literal["rms"] | None = None
@@ -20,7 +20,7 @@ class Family:
     mixed: bool = False  # some layers have a window and others none, which layer_types must tell
 
 
-_ENCODER = Family(causal=False, bias=True, output_bias=True, rotary=False)
+_ENCODER = Family(causal="is_decoder", bias=True, output_bias=True, rotary=False)
 _LLAMA = Family(bias="attention_bias", output_bias="attention_bias")
 _QWEN3 = Family(bias="attention_bias", output_bias="attention_bias", qk_norm="rms")
 _DEEPSEEK = Family(bias="attention_bias", output_bias="attention_bias", latent=True)
@@ -29,7 +29,8 @@ _GPT = Family(bias=True, output_bias=True, rotary=False)
 
 # Each held to the modules that transformers builds, parameter by parameter, in the tests.
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "distilbert"), _ENCODER),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _ENCODER),
+    "distilbert": replace(_ENCODER, causal=False),  # its code has no decoder
     **dict.fromkeys(("gpt2", "gpt_bigcode", "bloom"), _GPT),
     **dict.fromkeys(("llama", "gemma", "granite", "smollm3", "olmo"), _LLAMA),
     **dict.fromkeys(("mistral", "mixtral", "phi3"), Family()),

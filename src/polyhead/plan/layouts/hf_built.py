@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 # Matrices in what a layer calls its attention, its norms left out.
 _OF_ATTENTION = re.compile(r"\b(?:layers|layer|h|blocks|block)\.(\d+)\.(?:self_attn|self_attention|attention|attn)\.")
+# What the code of a config or a model raises on sizes that it was not written for.
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Every field as transformers' own config has it, or in its words why it takes none of them."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    refusal: str | None = None
 
 
 def config_class(family: str) -> Any:
@@ -22,16 +33,19 @@ def config_class(family: str) -> Any:
         return None
 
 
-def filled_fields(found: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Every field as transformers' own config has it; empty where there is none, or where it refuses the fields."""
+def filled_fields(found: Mapping[str, Any], family: str) -> Filled:
+    """What transformers makes of these fields; nothing where it is not installed or does not know the family."""
     made = _config(found, family)
-    return {} if made is None else dict(made.to_dict())
+    if made is None or isinstance(made, str):
+        return Filled(refusal=made)
+    text = _text_part(made)
+    return Filled(made.to_dict() if text is made else {**made.to_dict(), **text.to_dict()})
 
 
 def built_projections(found: Mapping[str, Any], family: str) -> frozenset[int]:
     """Weights of the matrices in each layer's attention, each number once; empty where nothing is built or found."""
     made = _config(found, family)
-    if made is None:
+    if made is None or isinstance(made, str):
         return frozenset()
     from transformers import AutoModel
 
@@ -39,8 +53,8 @@ def built_projections(found: Mapping[str, Any], family: str) -> frozenset[int]:
 
     with quiet(progress=False), torch.device("meta"):
         try:
-            model = AutoModel.from_config(made)
-        except (ImportError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError):
+            model = AutoModel.from_config(_text_part(made))
+        except (*_REFUSALS, ImportError, OSError):
             return frozenset()  # parts that are not installed, or a config that only its own code can build
     layers: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -50,7 +64,14 @@ def built_projections(found: Mapping[str, Any], family: str) -> frozenset[int]:
     return frozenset(layers.values())
 
 
+def _text_part(made: Any) -> Any:
+    """Where the fields of a flat config went that also sees or hears: the layers counted are those that read text."""
+    text = getattr(made, "text_config", None)
+    return text if hasattr(text, "to_dict") else made
+
+
 def _config(found: Mapping[str, Any], family: str) -> Any:
+    """The config as transformers has it, the words with which it refuses it, or None where it knows nothing of it."""
     kind = config_class(family)
     if kind is None:
         return None
@@ -61,5 +82,7 @@ def _config(found: Mapping[str, Any], family: str) -> Any:
     with quiet(progress=False):
         try:
             return kind.from_dict(dict(found))
-        except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError):
-            return None  # fields that it does not take: what they say themselves decides
+        except (*_REFUSALS, StrictDataclassError) as error:
+            # The last line says it, after one that names the check and one class of error or another.
+            words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            return re.sub(r"^\s*\w+Error: ", "", words[0]).strip().rstrip(".")

@@ -19,7 +19,7 @@ from polyhead.layers.arrangements import LatentConfig
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import PositionsConfig, RotaryConfig
 from polyhead.plan.layouts.families import FAMILIES, Family
-from polyhead.plan.layouts.hf_built import built_projections, filled_fields
+from polyhead.plan.layouts.hf_built import Filled, built_projections, filled_fields
 from polyhead.plan.layouts.hf_fields import (
     CONTEXT,
     DTYPE,
@@ -35,9 +35,13 @@ from polyhead.plan.layouts.hf_fields import (
     filled_in,
     unread,
 )
-from polyhead.plan.layouts.model import LayerGroup, ModelLayout, grouped, named_dtype
+from polyhead.plan.layouts.model import LayerGroup, ModelLayout, asked_for, check_window, grouped
 from polyhead.plan.parameters import count_parameters
 
+# The numbers of a cache of 8 bits, by the words of compressed-tensors and by those of ModelOpt.
+_CACHED = {"float": torch.float8_e4m3fn, "int": torch.int8}
+_ALGORITHMS = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}
+_MOST_LAYERS = 100_000  # here and by transformers they are gone through one by one
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 
@@ -60,19 +64,28 @@ def read_hf_config(
     whole, (found, notes) = found, _text_config(found)
     family_name = str(found.get("model_type") or "")
     saved = "transformers_version" in whole
-    fields = Fields(found, {} if complete else filled_fields(found, family_name), saved)
+    many = Fields(found).find(*LAYERS)
+    if isinstance(many, int) and many > _MOST_LAYERS:
+        raise OptionError(f"a model of at most {_MOST_LAYERS:,} layers is counted, got {many:,}")
+    filled = Filled() if complete else filled_fields(found, family_name)
+    fields = Fields(found, filled.fields, saved, filled.refusal)
     family = FAMILIES.get(family_name)
+    _refuse_two_stacks(fields.quietly("is_encoder_decoder"), family_name)
     check_refused(fields)
     layers = fields.size("number of layers", *LAYERS)
     known = family is not None
     if family is None:
         family = _unknown_family(fields, family_name, causal)
-    elif causal is not None or fields.or_default("use_bidirectional_attention"):
-        family = replace(family, causal=bool(causal))
+    else:
+        own = _is_causal(fields, family)
+        family = replace(family, causal=own if causal is None else causal)
+        notes += [] if family.causal is own else [asked_for(not own)]
     groups = grouped(_layers(fields, family, layers, notes))
     if not known:
         notes.append(_held_to_what_is_built(groups, found, family_name, complete=complete))
-    context = fields.find(*CONTEXT)
+    if fields.refusal is not None:
+        notes.append(f"transformers refuses this config and fills in nothing that it leaves out: {fields.refusal}")
+    context = fields.or_default(*CONTEXT)
     return ModelLayout(
         name=name or str(found.get("_name_or_path") or "") or family_name or "config",
         groups=groups,
@@ -97,6 +110,7 @@ def _heads(fields: Fields, family: Family, window: int | None) -> MultiHeadConfi
     head_dim = fields.or_default(*HEAD_DIM)
     kv_heads = _kv_heads(fields, heads)
     head_dim = None if head_dim is None else checked_size("width of a head", head_dim)
+    check_window(window, causal=family.causal is True)
     turned = family.rotary and (head_dim or width // heads) % 2 == 0
     positions: PositionsConfig | None = RotaryConfig() if turned else None
     return MultiHeadConfig(
@@ -106,7 +120,7 @@ def _heads(fields: Fields, family: Family, window: int | None) -> MultiHeadConfi
         head_dim=head_dim,
         bias=fields.flag(family.bias),
         output_bias=fields.flag(family.output_bias),
-        causal=family.causal,
+        causal=family.causal is True,
         window=window,
         qk_norm=family.qk_norm,
         positions=positions,
@@ -116,6 +130,14 @@ def _heads(fields: Fields, family: Family, window: int | None) -> MultiHeadConfi
 
 def _kv_heads(fields: Fields, heads: int) -> Any:
     """Falcon and its like say in words whether there is one key head; the others say how many there are."""
+    groups, in_groups = fields.find("multi_query_group_num"), fields.find("multi_query_attention")
+    if groups is not None or in_groups:  # as ChatGLM has them
+        if not isinstance(in_groups, bool) or (in_groups and groups is None):
+            raise OptionError(
+                "multi_query_attention says whether the heads share as many key heads as multi_query_group_num says, "
+                f"so one needs the other; got {in_groups!r} and {groups!r}"
+            )
+        return groups if in_groups else heads
     multi_query, new = fields.or_default("multi_query"), fields.or_default("new_decoder_architecture")
     if multi_query and not new:
         fields.read.update(KV_HEADS)
@@ -126,6 +148,9 @@ def _kv_heads(fields: Fields, heads: int) -> Any:
     found = fields.or_default(*KV_HEADS)
     if isinstance(found, list | tuple):
         raise OptionError(f"one number of key heads is counted for all layers, got one for each: {list(found)}")
+    part = fields.held.get("attn_config")
+    if found is None and isinstance(part, Mapping):
+        return part.get("kv_n_heads")
     return found
 
 
@@ -147,7 +172,7 @@ def _latent(fields: Fields, family: Family) -> LatentConfig:
         bias=fields.flag(family.bias),
         output_bias=fields.flag(family.output_bias),
         positions=RotaryConfig(interleaved=True),
-        causal=family.causal,
+        causal=family.causal is True,
     )
 
 
@@ -161,6 +186,7 @@ def _windows(fields: Fields, family: Family, layers: int, notes: list[str]) -> l
     if kinds is None:
         # Qwen gives a window to the layers from max_window_layers on; every other family to all or to none.
         full = fields.or_default("max_window_layers") or 0
+        full = checked_size("max_window_layers", full) if full else 0
         pattern = fields.find("sliding_window_pattern", "_sliding_window_pattern")
         if window is not None and (family.mixed or pattern is not None):
             raise OptionError(
@@ -189,16 +215,20 @@ def _text_config(found: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]
     """The part that reads text, where a config holds several."""
     if not isinstance(found, Mapping):
         raise OptionError(f"a config is a dictionary of fields, got {type(found).__name__}")
-    if found.get("is_encoder_decoder"):
-        raise OptionError(
-            f"a model of one stack is counted, got an encoder with a decoder ({found.get('model_type')}); count its "
-            "layers by their sizes: --d-model, --heads, --layers"
-        )
+    _refuse_two_stacks(found.get("is_encoder_decoder"), str(found.get("model_type")))
     if not any(name in found for name in HEADS):
         for name in ("text_config", "llm_config", "language_config"):
             if isinstance(found.get(name), Mapping):
                 return found[name], [f"counted is the {name} of {found.get('model_type', 'the model')}, no other part"]
     return found, []
+
+
+def _refuse_two_stacks(both: Any, family: str) -> None:
+    if both:
+        raise OptionError(
+            f"a model of one stack is counted, got an encoder with a decoder ({family}); count its "
+            "layers by their sizes: --d-model, --heads, --layers"
+        )
 
 
 def _held_to_what_is_built(
@@ -214,9 +244,11 @@ def _held_to_what_is_built(
         )
     name = family or "a config without model_type"
     checked = "as large as what transformers builds" if built else "taken from the fields of the usual names"
+    # Latents come with the norms that every family has on them.
+    uncounted = "biases" if any(isinstance(group.config, LatentConfig) for group in groups) else "biases and norms"
     return (
         f"{name} is not among the families whose code was read: its projections are {checked}, and parameters of "
-        "biases and norms are left out"
+        f"{uncounted} are left out"
     )
 
 
@@ -224,10 +256,19 @@ def _numbers(numbers: Iterable[int]) -> str:
     return " or ".join(f"{number:,}" for number in sorted(numbers))
 
 
+def _is_causal(fields: Fields, family: Family) -> bool:
+    """What a family of which the code was read makes of its config."""
+    if fields.quietly("use_bidirectional_attention"):
+        return False
+    return bool(fields.quietly(family.causal)) if isinstance(family.causal, str) else family.causal
+
+
 def _unknown_family(fields: Fields, name: str, causal: bool | None) -> Family:
     if causal is None:
         architectures = " ".join(map(str, fields.held.get("architectures") or ()))
-        if fields.find("is_decoder") or "CausalLM" in architectures or "LMHeadModel" in architectures:
+        if fields.quietly("use_bidirectional_attention") in (True, "all"):
+            causal = False
+        elif fields.find("is_decoder") or "CausalLM" in architectures or "LMHeadModel" in architectures:
             causal = True
         elif "MaskedLM" in architectures:
             causal = False
@@ -246,12 +287,21 @@ def _dtype(name: Any) -> torch.dtype | None:
 
 
 def _cache_dtype(quantization: Any) -> torch.dtype | None:
-    """What a quantised checkpoint says of its cache."""
+    """What a quantised checkpoint says of its cache: numbers of 8 bits, or nothing."""
     if not isinstance(quantization, Mapping):
         return None
-    scheme = quantization.get("kv_cache_scheme")
-    if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8:
-        return torch.int8 if scheme.get("type") == "int" else torch.float8_e4m3fn
-    if str(quantization.get("kv_cache_quant_algo", "")).upper() == "FP8":
-        return named_dtype("fp8")
-    return None
+    scheme, algorithm = quantization.get("kv_cache_scheme"), quantization.get("kv_cache_quant_algo")
+    if scheme:
+        bits, kind = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, Mapping) else (scheme, None)
+        if bits != 8 or not isinstance(kind, str) or kind not in _CACHED:
+            raise OptionError(
+                "quantization_config.kv_cache_scheme is counted with num_bits 8 and type float or int, "
+                f"got {bits!r} and {kind!r}; leave it out to count a cache of the layers' own numbers"
+            )
+        return _CACHED[kind]
+    if algorithm and str(algorithm).upper() not in _ALGORITHMS:
+        raise OptionError(
+            f"quantization_config.kv_cache_quant_algo is counted as {' or '.join(_ALGORITHMS)}, got {algorithm!r}; "
+            "leave it out to count a cache of the layers' own numbers"
+        )
+    return _ALGORITHMS[str(algorithm).upper()] if algorithm else None

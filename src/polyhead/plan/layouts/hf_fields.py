@@ -15,7 +15,7 @@ WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim")
+HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim", "d_kv")
 CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 DTYPE = ("dtype", "torch_dtype")
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -24,6 +24,9 @@ LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _REFUSED = {
     "pruned_heads": "layers with different numbers of heads",
     "add_cross_attention": "layers of cross-attention beside those of self-attention",
+    "cross_attention_layers": "layers of cross-attention among those of self-attention",
+    "block_configs": "layers with heads of their own, or without attention",
+    "use_cla": "layers that read the cache of others",
     "global_head_dim": "heads of another width in some layers",
     "num_global_key_value_heads": "other numbers of key heads in some layers",
     "num_kv_shared_layers": "layers that read the cache of others",
@@ -68,6 +71,7 @@ class Fields:
     held: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     saved: bool = False  # whether transformers wrote the config
+    refusal: str | None = None  # why transformers, which knows the family, fills in nothing
     read: set[str] = field(default_factory=set)
     filled: dict[str, Any] = field(default_factory=dict)
 
@@ -90,6 +94,12 @@ class Fields:
                 return self.defaults[name]
         return None
 
+    def quietly(self, name: str) -> Any:
+        """The same of one field, without a note: of those that are looked at and change nothing."""
+        self.read.add(name)
+        found = self.held.get(name)
+        return self.defaults.get(name) if found is None else found
+
     def size(self, what: str, *names: str) -> int:
         """A size that must stand in the config itself, unless transformers wrote it: it leaves out its defaults."""
         found = self.or_default(*names) if self.saved else self.find(*names)
@@ -106,6 +116,11 @@ class Fields:
             return value
         found = self.or_default(value)
         if not isinstance(found, bool):
+            if found is None and self.refusal is not None:
+                raise OptionError(
+                    f"a config that leaves out {value} must be one that transformers takes, which fills it in; "
+                    f"transformers refuses this one: {self.refusal}"
+                )
             raise OptionError(
                 f"{value} must be true or false for this model, got {found!r}; add it to the config"
                 + ("" if self.defaults else ", or install transformers, which knows what is left out")
@@ -115,8 +130,39 @@ class Fields:
 
 def check_refused(fields: Fields) -> None:
     for name, what in _REFUSED.items():
-        if fields.find(name):
-            raise OptionError(f"{name} means {what}, which is not counted here; got {name}={fields.held[name]!r}")
+        value = fields.quietly(name)
+        if value:
+            source = "" if fields.held.get(name) is not None else ", which transformers fills in for this family"
+            raise OptionError(f"{name} means {what}, which is not counted here; got {name}={_short(value)}{source}")
+    share = fields.find("cla_share_factor")
+    if share not in (None, 1) and fields.find("use_cla") is None:
+        raise OptionError(
+            f"cla_share_factor means layers that read the cache of others, unless use_cla is false; got {share!r} alone"
+        )
+    _check_attn_config(fields)
+
+
+def _check_attn_config(fields: Fields) -> None:
+    """MPT keeps what concerns attention in a part of its own, of which plain heads alone are counted."""
+    found = fields.held.get("attn_config")
+    if not isinstance(found, Mapping):
+        return
+    fields.read.add("attn_config")
+    usual: dict[str, tuple[Any, ...]] = {
+        "attn_type": (None, "multihead_attention"),
+        "qk_ln": (None, False),
+        "qk_gn": (None, False),
+        "prefix_lm": (None, False),
+        "sliding_window_size": (None, -1),
+    }
+    if fields.held.get("model_type") != "dbrx":  # which has key heads by this name, and nothing else by the others
+        usual["kv_n_heads"] = (None, *(fields.held[name] for name in HEADS if name in fields.held))
+    for name, plain in usual.items():
+        if found.get(name) not in plain:
+            raise OptionError(
+                f"attn_config.{name} means heads or masks that are not counted here unless it is "
+                f"{' or '.join(_short(value) for value in plain)}; got {_short(found[name])}"
+            )
 
 
 def checked_size(what: str, size: Any) -> int:
@@ -133,7 +179,7 @@ def filled_in(fields: Fields) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) < 40 else f"{text[:36]} ..."
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,13 @@ class ModelLayout:
         """The kind of layer that there are most of; the first of them, where there are as many."""
         return max(self.groups, key=lambda group: group.layers).config
 
+    def directed(self, causal: bool | None) -> ModelLayout:
+        """The same with layers that look back alone or both ways, and a note of it; None leaves them as they are."""
+        if causal is None or all(getattr(group.config, "causal", None) is causal for group in self.groups):
+            return self
+        groups = tuple(LayerGroup(_directed(group.config, causal), group.layers) for group in self.groups)
+        return replace(self, groups=groups, notes=(*self.notes, asked_for(causal)))
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -69,13 +76,48 @@ class ModelLayout:
         }
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> ModelLayout:
-        groups = tuple(LayerGroup(AttentionConfig.from_dict(x["config"]), x["layers"]) for x in found["groups"])
+    def from_dict(cls, found: Mapping[str, Any]) -> ModelLayout:
+        groups, context, notes = found.get("groups"), found.get("context"), found.get("notes") or []
+        if not isinstance(groups, list) or not isinstance(notes, list):
+            raise OptionError(f"groups and notes of a model are lists, got groups {groups!r} and notes {notes!r}")
+        if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < 1):
+            raise OptionError(f"the context of a model must be a positive integer or null, got {context!r}")
         dtypes = {name: named_dtype(found[name]) if found.get(name) else None for name in ("dtype", "cache_dtype")}
-        return cls(found["name"], groups, found.get("context"), **dtypes, notes=tuple(found.get("notes", ())))
+        read = tuple(_group(number, group) for number, group in enumerate(groups))
+        return cls(str(found.get("name", "")), read, context, **dtypes, notes=tuple(map(str, notes)))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
+
+
+def asked_for(causal: bool) -> str:
+    """The note of a model that is counted with another mask than its own."""
+    own, seen = ("see later ones", "no later ones") if causal else ("see no later ones", "later ones too")
+    return f"tokens of this model {own}; they are counted as seeing {seen}, as was asked"
+
+
+def check_window(window: int | None, *, causal: bool) -> None:
+    if window is not None and not causal:
+        raise OptionError(
+            f"a window is counted for tokens that see no later ones, got a window of {window} in layers whose tokens "
+            "do; count them as causal, or without their window"
+        )
+
+
+def _directed(config: AttentionConfig, causal: bool) -> AttentionConfig:
+    if not any(x.name == "causal" for x in fields(config)):
+        raise OptionError(
+            f"{type(config).__name__} has no field causal that could be set, got causal {causal}; leave it out"
+        )
+    check_window(getattr(config, "window", None), causal=causal)
+    changed: AttentionConfig = replace(config, causal=causal)  # type: ignore[call-arg]
+    return changed
+
+
+def _group(number: int, found: Any) -> LayerGroup:
+    if not isinstance(found, Mapping) or not {"layers", "config"} <= found.keys():
+        raise OptionError(f"a group of layers is an object with layers and config, got {found!r} as group {number}")
+    return LayerGroup(AttentionConfig.from_dict(found["config"]), found["layers"])
 
 
 def grouped(configs: Iterable[AttentionConfig]) -> tuple[LayerGroup, ...]:

@@ -30,13 +30,14 @@ def read_layout(
         source: an `AttentionConfig`; a dictionary or JSON file of one or of a Hugging Face config; a folder with a
             config.json; a name of `KNOWN`, minilm, smollm2, or a model on the hub or in its cache.
         layers: how many layers there are, for a config of ours, which describes one; 1 by default.
-        causal: whether tokens see no later ones, where a Hugging Face config does not say.
+        causal: whether tokens see no later ones: asked for where a Hugging Face config does not say, and put in the
+            place of what a config says otherwise, with a note.
 
     >>> read_layout("gpt3-175b").config.layout.head_dim
     128
     """
     if isinstance(source, AttentionConfig):
-        return ModelLayout.of(source, 1 if layers is None else layers, name=type(source).__name__)
+        return ModelLayout.of(source, 1 if layers is None else layers, name=type(source).__name__).directed(causal)
     if isinstance(source, Mapping):
         return _of_fields(source, "", layers, causal)
     text = os.fspath(source)
@@ -50,7 +51,7 @@ def read_layout(
         return _of_fields(_read_json(file), path.resolve().name, layers, causal)
     if text in KNOWN:
         _refuse_layers(layers, text)
-        return known_model(text)
+        return known_model(text).directed(causal)
     return _of_fields(_from_transformers(text, path), text, layers, causal)
 
 
@@ -88,10 +89,10 @@ def from_sizes(
 def _of_fields(found: Mapping[str, Any], name: str, layers: int | None, causal: bool | None) -> ModelLayout:
     if "kind" in found:  # a config of ours has a kind, one of Hugging Face a model_type
         config = AttentionConfig.from_dict(found)
-        return ModelLayout.of(config, 1 if layers is None else layers, name=name or str(found["kind"]))
+        return ModelLayout.of(config, 1 if layers is None else layers, name=name or str(found["kind"])).directed(causal)
     if "groups" in found and "name" in found:
         _refuse_layers(layers, name)
-        return ModelLayout.from_dict(dict(found))
+        return ModelLayout.from_dict(found).directed(causal)
     _refuse_layers(layers, name or "the config")
     return read_hf_config(found, name=name, causal=causal)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +28,9 @@ class MemoryEstimate:
 
     `gradients` are those of the parameters, there from the step before. `inputs` are the input of the first layer, the
     output of the last, and in training the gradient of that output. `kept` is what layers keep from the forward for the
-    backward, `transient` what the one layer that is at work needs besides. `weights` says how much of these two are
-    attention weights: copies of h n² numbers, or none where attention is fused.
+    backward, `transient` what the one layer that is at work needs besides. `kept_weights` and `transient_weights` say
+    how much of these two are attention weights: copies of h n² numbers, or none where attention is fused. `between` is
+    what goes from one layer to the next: training keeps it, and it is in `kept` once less than there are layers.
     """
 
     parameters: int
@@ -39,7 +39,14 @@ class MemoryEstimate:
     inputs: int
     kept: int
     transient: int
-    weights: int
+    kept_weights: int
+    transient_weights: int
+    between: int
+
+    @property
+    def weights(self) -> int:
+        """Attention weights of all layers that live at the peak."""
+        return self.kept_weights + self.transient_weights
 
     @property
     def activations(self) -> int:
@@ -51,11 +58,19 @@ class MemoryEstimate:
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
         """Of layers that follow one another: only one of them is at work, and what goes between them counts once."""
-        fields = [field.name for field in dataclasses.fields(self)]
-        added = {name: getattr(self, name) + getattr(other, name) for name in fields}
-        busiest = max(self, other, key=lambda memory: memory.transient)
-        shared = {"inputs": max(self.inputs, other.inputs), "transient": busiest.transient}
-        return MemoryEstimate(**{**added, **shared})
+        busiest = max(self, other, key=lambda memory: (memory.transient, memory.transient_weights))
+        between = max(self.between, other.between)
+        return MemoryEstimate(
+            parameters=self.parameters + other.parameters,
+            gradients=self.gradients + other.gradients,
+            cache=self.cache + other.cache,
+            inputs=max(self.inputs, other.inputs),
+            kept=self.kept + other.kept + between,
+            transient=busiest.transient,
+            kept_weights=self.kept_weights + other.kept_weights,
+            transient_weights=busiest.transient_weights,
+            between=between,
+        )
 
 
 def estimate_memory(
@@ -93,20 +108,24 @@ def estimate_memory(
     parameters = layers * cost.parameters * dtype.itemsize
     through = output.size
     source = 0 if work.source is None else through // max(1, work.queries) * work.source
+    largest = max(call.written, default=0)
     if not work.training:
-        held, weights = layers * cost.cache_bytes if cached else 0, FORWARD_COPIES * max(call.written, default=0)
-        return MemoryEstimate(parameters, 0, held, 2 * through + source, 0, tape.peak - through, weights)
+        held = layers * cost.cache_bytes if cached else 0
+        at_work, weights = tape.peak - through, FORWARD_COPIES * largest
+        return MemoryEstimate(parameters, 0, held, 2 * through + source, 0, at_work, 0, weights, 0)
     tape.finish(output)
     kept = tape.now - through
     tape.backward()
     return MemoryEstimate(
-        parameters,
-        parameters,
-        0,
-        3 * through + source,
-        layers * kept + (layers - 1) * through,
-        tape.peak - through - kept,
-        layers * KEPT_COPIES * sum(call.written) + (BACKWARD_COPIES - KEPT_COPIES) * max(call.written, default=0),
+        parameters=parameters,
+        gradients=parameters,
+        cache=0,
+        inputs=3 * through + source,
+        kept=layers * kept + (layers - 1) * through,
+        transient=tape.peak - through - kept,
+        kept_weights=layers * KEPT_COPIES * sum(call.written),
+        transient_weights=(BACKWARD_COPIES - KEPT_COPIES) * largest,
+        between=through,
     )
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 
@@ -24,6 +26,7 @@ Route = Literal["plain", "masked", "tiled"]
 Device = Literal["cuda", "cpu"]
 SHIPPED = Path(__file__).parent / "machines"
 FORMAT = 2
+_ELSEWHERE = "name another folder in POLYHEAD_MACHINES"
 _PIECES: Mapping[str, type[Piece]] = {"product": Product, "attention": AttentionCore, "traffic": Traffic}
 
 
@@ -179,21 +182,27 @@ class Machine:
             path = known[str(name)]
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except OptionError:
+            raise
         except FileNotFoundError:
             raise OptionError(f"a machine's file must exist, got {str(path)!r}") from None
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OptionError(f"{path} must hold a calibrated machine, got {type(error).__name__}: {error}") from None
 
     def save(self, path: Path | None = None) -> Path:
         """Write it where `load` finds it by its name, or to `path`; the place is returned."""
+        hint = _ELSEWHERE if path is None else "name another file"
         path = own_folder() / f"{self.name}.json" if path is None else path
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = self.to_dict()
         samples = ",\n".join("  " + json.dumps(sample) for sample in content.pop("samples"))
         head = json.dumps(content, indent=1, ensure_ascii=False)
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(f'{head[:-2]},\n "samples": [\n{samples}\n ]\n}}\n', encoding="utf-8")
-        return unfinished.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(f'{head[:-2]},\n "samples": [\n{samples}\n ]\n}}\n', encoding="utf-8")
+            return unfinished.replace(path)
+        except OSError as error:
+            raise OptionError(f"a machine is kept in a folder that can be written, got {error}; {hint}") from error
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -210,11 +219,13 @@ class Machine:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        if not isinstance(content, Mapping):
+            raise OptionError(f"a machine's file must hold a JSON object, got a {type(content).__name__}")
         if content.get("format") != FORMAT:
             raise OptionError(
                 f"a machine's file must have format {FORMAT}, got {content.get('format')!r}; calibrate the machine anew"
             )
-        return cls(
+        made = cls(
             content["name"],
             content["device"],
             content["processors"],
@@ -222,8 +233,28 @@ class Machine:
             content["launch_seconds"],
             tuple(map(_sample_from_dict, content["samples"])),
             tuple(HostCost(**cost) for cost in content["host"]),
-            content["facts"],
+            dict(content["facts"]),
         )
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """What a prediction needs, and a file may lack that another hand wrote."""
+        if not isinstance(self.name, str) or self.device not in get_args(Device):
+            raise OptionError(f"a machine has a name and is cuda or cpu, got {self.name!r} and {self.device!r}")
+        for name in ("processors", "memory_bytes", "launch_seconds"):
+            _check_positive(name, getattr(self, name))
+        for sample in self.samples:
+            _check_positive("seconds", sample.seconds)
+        for cost in self.host:
+            _check_positive("seconds", cost.seconds, zero=True)  # on a CPU, where all of it was work
+        kinds = {type(sample.piece) for sample in self.samples}
+        missing = [name for name, kind in _PIECES.items() if kind not in kinds]
+        if missing:
+            raise OptionError(
+                f"machine {self.name!r} must hold timed pieces of every kind, got "
+                f"{len(self.samples)} samples without {', '.join(missing)}; calibrate it anew"
+            )
 
 
 def list_machines() -> tuple[str, ...]:
@@ -237,6 +268,25 @@ def own_folder() -> Path:
         return Path(folder)
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(base) / "polyhead" / "machines"
+
+
+def check_own_folder() -> None:
+    """That a machine can be kept, before minutes are spent on measuring it."""
+    folder = own_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"machines are kept in a folder that can be written, got {folder}: {error}; {_ELSEWHERE}"
+        ) from error
+
+
+def _check_positive(what: str, found: Any, *, zero: bool = False) -> None:
+    number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    if not number or found < 0 or (found == 0 and not zero):
+        raise OptionError(f"{what} of a machine must be a positive number, got {found!r}; calibrate it anew")
 
 
 def _files() -> dict[str, Path]:

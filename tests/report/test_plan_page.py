@@ -1,0 +1,46 @@
+"""The page of a plan: what it says besides its tables, and for which layouts there is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyhead.layers.config import MultiHeadConfig
+from polyhead.plan import LayerGroup, ModelLayout
+from polyhead.plan.curves import over_context, over_heads
+from polyhead.plan.planning import plan_model
+from polyhead.plan.warnings import KINDS
+from polyhead.report.plan_page import plan_html
+
+
+def page_of(model: ModelLayout, context: int) -> str:
+    plan = plan_model(model, context=context, phases=["decode"])
+    return plan_html(plan, over_context(plan), over_heads(plan))
+
+
+@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(96, 6, 2), (3584, 28, 4), (768, 12, 2)])
+def test_groups_of_any_size_have_a_page_with_a_curve_over_heads(width, heads, kv_heads):
+    size = heads // kv_heads
+    text = page_of(ModelLayout.of(MultiHeadConfig(width, heads, num_kv_heads=kv_heads, causal=True)), 512)
+    assert f"over the cost of {size} x {width // size}, at d_model {width:,}" in text
+
+
+def test_heads_that_cannot_be_as_wide_as_the_model_leave_the_curve_out():
+    text = page_of(ModelLayout.of(MultiHeadConfig(64, 6, num_kv_heads=2, head_dim=16, causal=True)), 512)
+    assert "Over the number of heads" not in text
+
+
+def test_warnings_are_told_with_their_reasons_where_there_are_some():
+    text = page_of(ModelLayout.of(MultiHeadConfig(48, 48, causal=True)), 64)
+    assert "<h2>Warnings</h2>" in text
+    for kind in ("one channel", "narrow", "rank"):
+        assert f"<li>{kind}: " in text
+        assert KINDS[kind] in text
+    assert "Warnings" not in page_of(ModelLayout.of(MultiHeadConfig(128, 2, causal=True)), 64)
+
+
+def test_rolling_caches_stand_beside_those_of_every_token():
+    full, windowed = (MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, window=window) for window in (None, 4))
+    text = page_of(ModelLayout("mixed", (LayerGroup(windowed, 3), LayerGroup(full, 2))), 19)
+    assert "1.56 KiB in caches that roll with the window" in text
+    assert "with rolling caches, which take 1.56 KiB" in text
+    assert "rolling" not in page_of(ModelLayout.of(full), 19)
