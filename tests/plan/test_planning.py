@@ -250,6 +250,9 @@ def test_times_are_of_the_machine_that_was_named():
     assert [note.split(":")[0] for note in notes if "memory" in note] == [
         "training takes more memory than cpu-2-cores has"
     ]
+    tiny = dataclasses.replace(machine, memory_bytes=1)
+    told = [note for note in plan_model(MIXED, context=64, dtype=torch.float32, machine=tiny).notes if "takes" in note]
+    assert ["with rolling caches" in note for note in told] == [False, True, True]  # a training step has no cache
     with pytest.raises(OptionError, match="float16"):
         plan_model(MIXED, context=64, dtype=torch.float16, machine=machine)
 

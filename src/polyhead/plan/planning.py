@@ -136,7 +136,7 @@ def plan_model(
     if machine is not None:
         notes += [
             f"{phase.phase} takes more memory than {machine.name} has: {size(phase.fused.total)} of "
-            f"{size(machine.memory_bytes)}"
+            f"{size(machine.memory_bytes)}{_rolled(phase)}"
             for phase in planned
             if phase.fused.total > machine.memory_bytes
         ]
@@ -157,6 +157,11 @@ def plan_model(
         warnings=_warnings(model, context, batch, wanted, machine),
         notes=tuple(notes),
     )
+
+
+def _rolled(phase: PhasePlan) -> str:
+    """What is left of it where caches roll, in words; none where nothing does."""
+    return "" if phase.rolling_total == phase.fused.total else f"; {size(phase.rolling_total)} with rolling caches"
 
 
 def layer_dtype(
