@@ -32,11 +32,13 @@ from polyhead.layers import (
     TalkingHeads,
     config_of,
 )
+from polyhead.layers.positions import QuadraticRelative1D, Rotary
 from polyhead.layers.steps import split_heads
+from polyhead.masks import RelativeBias
 
 TOKENS, WIDTH, HEADS = 4096, 2048, 16
 OURS, BOUND = "polyhead", 1.1
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+Core = Callable[..., Tensor]  # of query, key, value, and of a bias by distance where there is one
 Floor = Callable[[Any, Tensor, Core], Tensor]
 CORES = {
     "cuBLAS + cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -115,14 +117,26 @@ def _check(who: str, layer: nn.Module, call: Call, x: Tensor, _: object) -> None
 
 
 def _core(backend: SDPBackend | None) -> Core:
-    if backend is None:
-        return lambda q, k, v: polyhead.attention(q, k, v, mask=Mask.causal(), finite=True, backend="fused").output
+    def ours(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None = None) -> Tensor:
+        mask = Mask.causal() if bias is None else Mask.causal() & Mask.relative(bias.table, bias.zero)
+        return polyhead.attention(q, k, v, mask=mask, finite=True, backend="fused").output
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def theirs(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None = None) -> Tensor:
+        assert backend is not None
         with sdpa_kernel(backend):
+            if bias is not None:
+                return F.scaled_dot_product_attention(q, k, v, _written_down(bias, q))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
-    return call
+    return ours if backend is None else theirs
+
+
+def _written_down(bias: RelativeBias, query: Tensor) -> Tensor:
+    """A bias by distance as a tensor of every pair, [1, heads, queries, keys], with later keys hidden."""
+    place = torch.arange(query.shape[2], device=query.device)
+    distance = place - place[:, None]
+    whole = bias.table.to(query.dtype)[:, distance + bias.zero]
+    return whole.masked_fill(distance > 0, -torch.inf)[None]
 
 
 # ---- what each arrangement computes, on the weights of our layer
@@ -147,6 +161,22 @@ def _gated(layer: Any, x: Tensor, core: Core) -> Tensor:
     return F.linear(_heads(layer, x, core).flatten(2) * gate, layer.out_proj.weight)
 
 
+def _gated_by_head(layer: Any, x: Tensor, core: Core) -> Tensor:
+    gate = torch.sigmoid(F.linear(x, layer.gate_proj.weight, layer.gate_proj.bias))
+    return F.linear((_heads(layer, x, core) * gate[..., None]).flatten(2), layer.out_proj.weight)
+
+
+def _uneven(layer: Any, x: Tensor, core: Core) -> Tensor:
+    """Each head with a copy of the key and value that it reads, which is what a core of even groups needs."""
+    readers = torch.tensor(layer.layout.key_heads, device=x.device)
+    return _plain(layer, x, lambda q, k, v: core(q, k[:, readers], v[:, readers]))
+
+
+def _convolutional(layer: Any, x: Tensor, core: Core) -> Tensor:
+    (bias,) = layer.positions(x.shape[1], x.shape[1], device=x.device, dtype=None).relative_biases
+    return _plain(layer, x, lambda q, k, v: core(q, k, v, bias))
+
+
 def _grouped(layer: Any, x: Tensor, core: Core) -> Tensor:
     made = layer.combine
     parts = _heads(layer, x, core).unflatten(2, (made.num_groups, -1)).flatten(3)  # [batch, tokens, groups, inside]
@@ -162,11 +192,15 @@ def _mixed(layer: Any, x: Tensor, core: Core) -> Tensor:
 
 
 def _latent(layer: Any, x: Tensor, core: Core) -> Tensor:
-    layout = layer.layout
-    latent = layer.kv_a_norm(F.linear(x, layer.kv_a_proj.weight))
+    layout, turning = layer.layout, layer.layout.qk_rope_head_dim
+    latent, turned = F.linear(x, layer.kv_a_proj.weight).split([layout.kv_lora_rank, turning], -1)
     q = split_heads(F.linear(x, layer.q_proj.weight), layout.num_heads)
-    both = split_heads(F.linear(latent, layer.kv_b_proj.weight), layout.num_heads)
+    both = split_heads(F.linear(layer.kv_a_norm(latent), layer.kv_b_proj.weight), layout.num_heads)
     k, v = both.split([layout.qk_nope_head_dim, layout.value_head_dim], -1)
+    if turning:
+        still, q_turned = q.split([layout.qk_nope_head_dim, turning], -1)
+        q = torch.cat((still, layer.positions(q_turned)), -1)
+        k = torch.cat((k, layer.positions(turned[:, None]).expand(-1, layout.num_heads, -1, -1)), -1)
     return F.linear(core(q, k, v).transpose(1, 2).flatten(2), layer.out_proj.weight)
 
 
@@ -193,6 +227,17 @@ def _heads_of(**options: Any) -> Callable[[], nn.Module]:
     return lambda: MultiHeadAttention(WIDTH, HEADS, **_OPTIONS, **options)
 
 
+def _readers() -> tuple[int, ...]:
+    """The key head of each head, four in all: half of the heads, a quarter, and the rest in halves."""
+    return tuple(
+        0 if 2 * i < HEADS else 1 if 4 * i < 3 * HEADS else 2 if 8 * i < 7 * HEADS else 3 for i in range(HEADS)
+    )
+
+
+def _turning() -> Rotary:
+    return Rotary(WIDTH // HEADS // 2, interleaved=True)
+
+
 _OPTIONS: dict[str, Any] = {"causal": True, "bias": False, "finite": True}
 VARIANTS: dict[str, Variant] = {
     "multi-head": Variant(_heads_of(), _plain, "head_i = softmax(Q_i K_i^T) V_i; Concat, W_O", "the default"),
@@ -205,11 +250,32 @@ VARIANTS: dict[str, Variant] = {
     "gated": Variant(
         _heads_of(output_gate="channel"), _gated, "head_i * sigmoid(X Wg_i)", "heads should be able to say nothing"
     ),
+    "gated by head": Variant(
+        _heads_of(output_gate="head"), _gated_by_head, "head_i * sigmoid(X wg_i)", "the same, for next to no parameters"
+    ),
+    "uneven groups": Variant(
+        lambda: MultiHeadAttention(WIDTH, HEADS, key_heads=_readers(), **_OPTIONS),
+        _uneven,
+        "K, V of 4 heads, read by 8, 4, 2 and 2",
+        "heads were pruned or grouped by what they do",
+    ),
+    "convolutional": Variant(
+        lambda: MultiHeadAttention(WIDTH, HEADS, positions=QuadraticRelative1D(HEADS), **_OPTIONS),
+        _convolutional,
+        "softmax(Q_i K_i^T - a_i (distance - c_i)^2) V_i",
+        "attention should start as a convolution",
+    ),
     "latent": Variant(
         lambda: LatentAttention(WIDTH, HEADS, kv_lora_rank=512, form="expanded", **_OPTIONS),
         _latent,
         "K_i = C Uk_i, V_i = C Uv_i, C = norm(X W_c)",
         "a small cache and many heads",
+    ),
+    "latent, turning": Variant(
+        lambda: LatentAttention(WIDTH, HEADS, kv_lora_rank=512, form="expanded", positions=_turning(), **_OPTIONS),
+        _latent,
+        "the same, with a key of 64 more channels that turns",
+        "the same, with positions",
     ),
     "groups and MLP": Variant(
         lambda: GroupedHeads(WIDTH, HEADS, num_groups=4, **_OPTIONS),
