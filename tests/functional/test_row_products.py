@@ -52,6 +52,14 @@ def test_gradients_of_any_order(used):
         assert torch.autograd.gradgradcheck(call, (left, stack), fast_mode=True)
 
 
+def test_a_gradient_of_matrices_lies_as_they_do_so_that_nobody_copies_it():
+    groups = RowGroups.of(choices(), MATRICES)
+    stack = torch.randn(MATRICES, INNER, OUTER, dtype=DOUBLE, requires_grad=True)
+    for product, rows in ((spread_product, TOKENS), (summed_product, TOKENS * SLOTS)):
+        (gradient,) = torch.autograd.grad(product(torch.randn(rows, INNER, dtype=DOUBLE), stack, groups).sum(), stack)
+        assert gradient.stride() == stack.stride()
+
+
 def _called(product: Callable[..., Tensor], groups: RowGroups, left: Tensor, stack: Tensor) -> Tensor:
     return product(left, stack, groups)
 
@@ -99,7 +107,9 @@ def test_compilers_meet_one_operator():
     assert any("polyhead.spread_product" in name for name in seen)
     rows = torch.randn(TOKENS * SLOTS, OUTER, dtype=DOUBLE)
     arguments = (x, rows, groups.order, groups.ends, SLOTS, True)
-    torch.library.opcheck(torch.ops.polyhead.row_outer_product.default, arguments, test_utils="test_faketensor")
+    for turned in (False, True):
+        outer = torch.ops.polyhead.row_outer_product.default
+        torch.library.opcheck(outer, (*arguments, turned), test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.polyhead.summed_product.default, (rows, stack.mT, *arguments[2:]))
 
 

@@ -72,14 +72,17 @@ def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor], g
 
 @contextmanager
 def tiles(small: bool) -> Iterator[None]:
-    """Blocks of 16 by 16, so that short sequences have several; on a GPU those that are chosen."""
+    """Blocks of 16 by 16 and keys in three parts, so that short sequences have several; else those that are chosen."""
     if not small:
         yield
         return
     from polyhead.kernels import talking
     from polyhead.kernels.resources import Blocks
 
-    with mock.patch.dict(talking._BLOCKS, dict.fromkeys(talking._BLOCKS, Blocks(16, 16, 4, 1))):
+    with (
+        mock.patch.dict(talking._BLOCKS, dict.fromkeys(talking._BLOCKS, Blocks(16, 16, 4, 1))),
+        mock.patch.object(talking, "_parts", return_value=3),
+    ):
         yield
 
 
@@ -227,3 +230,23 @@ def test_on_a_gpu_the_operators_compile_whole() -> None:
     expected = differentiated(fused, tensors, grad)
     found = differentiated(torch.compile(fused, fullgraph=True, backend="aot_eager"), tensors, grad)
     assert all(found[part].equal(x) for part, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "causal", "rows", "parts"),
+    [(2048, False, 16, 8), (4096, False, 32, 4), (4096, True, 16, 4), (8192, True, 32, 2), (65536, True, 32, 1)],
+)
+def test_no_multiprocessor_is_left_without_rows(tokens: int, causal: bool, rows: int, parts: int) -> None:
+    talking = pytest.importorskip("polyhead.kernels.talking", reason="Triton is not installed")
+    from polyhead.kernels.mask_arguments import MaskArguments
+    from polyhead.kernels.talking_tiles import Poison
+
+    query = torch.empty(1, 16, tokens, 64, dtype=torch.bfloat16, device="meta")
+    mix = torch.empty(16, 16, dtype=torch.bfloat16, device="meta")
+    mask = MaskArguments(right=0 if causal else None)
+    problem = talking.Problem(query, query, query, mix, mix, 0.125, mask, Poison(None, None))
+    with mock.patch.object(talking, "multiprocessors", return_value=132):
+        assert talking._chosen_blocks(problem, "output").rows == rows
+        assert talking._parts(problem) == parts
+        windowed = problem._replace(mask=MaskArguments(left=100, right=0))
+        assert talking._parts(windowed) == 1

@@ -126,7 +126,7 @@ def test_products_of_chosen_rows_count_the_rows_that_meet_a_matrix():
         assert formula(x, matrices, groups.order, groups.ends, 2, False) == 2 * 5 * DIM * VALUE
     outer = flop_registry[torch.ops.polyhead.row_outer_product]
     rows = torch.empty(6, VALUE, device="meta")
-    assert outer(x, rows, groups.order, groups.ends, 2, False) == 2 * 5 * DIM * VALUE
+    assert outer(x, rows, groups.order, groups.ends, 2, False, True) == 2 * 5 * DIM * VALUE
     empty = RowGroups.of(torch.empty(3, 2, dtype=torch.int64, device="meta"), 3)
     assert counted(spread_product, x, matrices, empty) == 2 * 6 * DIM * VALUE
 

@@ -89,7 +89,7 @@ def _check(given: Tensor, matrices: Tensor, rows: int, groups: RowGroups) -> Non
         )
 
 
-# ---- what is computed; all three take (left, right, order, ends, slots, complete)
+# ---- what is computed; all three take (left, right, order, ends, slots, complete), one a word on its layout besides
 
 
 def _spread_rows(x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool) -> Tensor:
@@ -122,18 +122,33 @@ def _sum_rows(rows: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots
     return result.to(rows.dtype)
 
 
-def _outer_rows(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool) -> Tensor:
-    """The sum of x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width]."""
+def _outer_rows(
+    x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool, turned: bool
+) -> Tensor:
+    """The sum of x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width].
+
+    `turned`, it lies in memory as its transpose: a gradient in another layout than its weight's would be copied.
+    """
+    result = _outer_result(x, rows, order, ends, slots, complete, turned)
     if _kernels_take(x):
         from polyhead.kernels import grouped_product
 
-        return grouped_product.outer(x, rows, order, ends, slots)
+        return grouped_product.outer(x, rows, order, ends, slots, result)
     if _grouped_mm_takes(x, rows):
-        return F.grouped_mm(x[order // slots].T, rows[order], offs=ends)
-    result = x.new_zeros(ends.shape[0], x.shape[1], rows.shape[1])
+        left, right = x[order // slots], rows[order]
+        return F.grouped_mm(right.T, left, offs=ends).mT if turned else F.grouped_mm(left.T, right, offs=ends)
+    result.zero_()
     for index, matrix in _parts(order, ends, result):
         matrix.copy_(x[index // slots].T @ rows[index])
     return result
+
+
+def _outer_result(
+    x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool, turned: bool
+) -> Tensor:
+    if turned:
+        return x.new_empty(ends.shape[0], rows.shape[1], x.shape[1]).mT
+    return x.new_empty(ends.shape[0], x.shape[1], rows.shape[1])
 
 
 def _parts(order: Tensor, ends: Tensor, matrices: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -168,22 +183,22 @@ def _without_tail(products: Tensor, ends: Tensor) -> Tensor:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, slots, complete = inputs
+    left, right, order, ends, slots, complete, *_ = inputs
     ctx.sizes = (slots, complete)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(left, right, order, ends)
 
 
 def _spread_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, matrices, *groups = ctx.saved_tensors
     of_x = _summed(gradient, matrices.mT, *groups, *ctx.sizes) if ctx.needs_input_grad[0] else None
-    of_matrices = _outer(x, gradient, *groups, *ctx.sizes) if ctx.needs_input_grad[1] else None
+    of_matrices = _outer(x, gradient, *groups, *ctx.sizes, False) if ctx.needs_input_grad[1] else None
     return of_x, of_matrices, None, None, None, None
 
 
 def _summed_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     rows, matrices, *groups = ctx.saved_tensors
     of_rows = _spread(gradient, matrices.mT, *groups, *ctx.sizes) if ctx.needs_input_grad[0] else None
-    of_matrices = _outer(gradient, rows, *groups, *ctx.sizes).mT if ctx.needs_input_grad[1] else None
+    of_matrices = _outer(gradient, rows, *groups, *ctx.sizes, True).mT if ctx.needs_input_grad[1] else None
     return of_rows, of_matrices, None, None, None, None
 
 
@@ -191,7 +206,7 @@ def _outer_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, rows, *groups = ctx.saved_tensors
     of_x = _summed(rows, gradient.mT, *groups, *ctx.sizes) if ctx.needs_input_grad[0] else None
     of_rows = _spread(x, gradient, *groups, *ctx.sizes) if ctx.needs_input_grad[1] else None
-    return of_x, of_rows, None, None, None, None
+    return of_x, of_rows, None, None, None, None, None
 
 
 def _entered(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tensor], backward: Any) -> Any:
@@ -244,9 +259,4 @@ _summed = _entered(
     lambda rows, matrices, order, ends, slots, complete: rows.new_empty(order.shape[0] // slots, matrices.shape[2]),
     _summed_backward,
 )
-_outer = _entered(
-    "row_outer_product",
-    _outer_rows,
-    lambda x, rows, order, ends, slots, complete: x.new_empty(ends.shape[0], x.shape[1], rows.shape[1]),
-    _outer_backward,
-)
+_outer = _entered("row_outer_product", _outer_rows, _outer_result, _outer_backward)

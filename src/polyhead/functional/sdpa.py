@@ -8,6 +8,7 @@ never touches the values.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import flash_sdp_enabled
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyhead.functional.gradient_layout import keep_gradient_layout
 from polyhead.functional.guard import over_heads, without_broken
@@ -124,8 +125,10 @@ def run(request: AttentionRequest) -> AttentionOutput:
 
 def _output(request: AttentionRequest) -> Tensor:
     call = _prepare(request)
-    output = keep_gradient_layout(
-        F.scaled_dot_product_attention(
+    # Of nothing cuDNN's attention makes no tensor at all; the formula costs nothing there.
+    of_nothing = call.query.is_cuda and not (call.query.numel() and call.key.numel())
+    with sdpa_kernel(SDPBackend.MATH) if of_nothing else contextlib.nullcontext():
+        output = F.scaled_dot_product_attention(
             call.query,
             call.key,
             call.value,
@@ -135,7 +138,7 @@ def _output(request: AttentionRequest) -> Tensor:
             scale=call.scale,
             enable_gqa=call.grouped,
         )
-    )
+    output = keep_gradient_layout(output)
     value_dim = request.value.shape[-1]
     if output.shape[-1] != value_dim:
         output = output[..., :value_dim]
@@ -158,6 +161,8 @@ def straight(
     if query.is_cpu:
         if not flash_sdp_enabled():
             return None
+    elif not query.numel():
+        return None  # `attention` knows what to do about it
     elif not _is_flash_sure(query) and not torch._fused_sdp_choice(
         query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
     ):

@@ -251,7 +251,8 @@ def _outer_kernel(
             tile_right = tl.load(ptr_right, mask=mask_k & (offs_n < right_columns)[None, :], other=0.0)
         total = add_product(total, tl.trans(tile_left), tile_right)
     ptr_result = result.pointer + i_group.to(tl.int64) * result.stride
-    ptr_result += (offs_m.to(tl.int64) * result.stride_row)[:, None] + offs_n[None, :]
+    ptr_result += (offs_m.to(tl.int64) * result.stride_row)[:, None]
+    ptr_result += (offs_n.to(tl.int64) * result.stride_column)[None, :]
     mask_result = (offs_m < left_columns)[:, None] & (offs_n < right_columns)[None, :]
     tl.store(ptr_result, total.to(result.pointer.dtype.element_ty), mask=mask_result)
 
@@ -276,16 +277,15 @@ def summed(rows: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots: i
     if not complete:
         is_met = (torch.arange(order.shape[0], device=order.device) < ends[-1]).to(torch.uint8)
         used = torch.empty_like(is_met).scatter_(0, order, is_met)
-    block = min(power_of_two(columns), 1024)
+    block = min(power_of_two(columns), 2048)
     _sum_kernel[(tokens * blocks_of(columns, block),)](
         found, used, result, slots, columns, BLOCK_S=min(power_of_two(slots), 8), BLOCK_N=block
     )
     return result
 
 
-def outer(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int) -> Tensor:
-    """The sum of x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width]."""
-    result = x.new_empty(ends.shape[0], x.shape[1], rows.shape[1])
+def outer(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, result: Tensor) -> Tensor:
+    """Write the sum of x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width]."""
     if not result.numel():
         return result
     x, rows = _with_dense_rows(x), _with_dense_rows(rows)
@@ -299,7 +299,7 @@ def outer(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int) -> T
         _outer_kernel[(ends.shape[0] * tiles,)](
             _lying(x),
             _lying(rows),
-            Matrix(result, result.stride(0), result.stride(1), 1),
+            Matrix(result, *result.stride()),
             groups,
             left_columns,
             right_columns,
@@ -360,7 +360,7 @@ def _choose_tile(dtype: torch.dtype, short: bool, inner: int, columns: int) -> T
     elif short:
         tile = Tile(128, 128, max(16, power_of_two(inner)), 8, 3)
     else:
-        tile = Tile(128, 128, 64, 8, 4) if columns >= 128 else Tile(128, 64, 64, 4, 4)
+        tile = Tile(128, 128, 64, 8, 3) if columns >= 128 else Tile(128, 64, 64, 4, 4)
     return _cut(tile, columns=columns)
 
 

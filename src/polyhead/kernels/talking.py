@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polyhead.kernels.availability import multiprocessors
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.outputs import output_like
 from polyhead.kernels.resources import Blocks, launch_fitting
@@ -36,13 +37,17 @@ _WIDE_BLOCKS: dict[Pass, Blocks] = {
     "logsumexp": Blocks(32, 16, 16, 2),
     "output": Blocks(16, 16, 16, 2),
     "statistics": Blocks(16, 16, 16, 2),
-    "delta": Blocks(16, 8, 16, 2),
+    "delta": Blocks(8, 16, 16, 1),
     "query": Blocks(8, 16, 16, 1),
     "key": Blocks(16, 8, 16, 2),
     "value": Blocks(16, 16, 16, 2),
 }
+# The same with half the rows, where there are so few that multiprocessors would be left without any.
+_LOW_BLOCKS: dict[Pass, Blocks] = {"output": Blocks(16, 16, 8, 3), "delta": Blocks(16, 16, 8, 3)}
 _WIDE = 16 * 64
 _SMALLEST = 8  # rows or columns of a tile
+_WAVES = 2  # programs for each multiprocessor that the log-sum-exp is cut into, where keys allow it
+_SHORTEST_PART = 256  # keys: what a program brings of its rows is as much as 64 keys
 
 
 class Problem(NamedTuple):
@@ -87,12 +92,35 @@ class Problem(NamedTuple):
         return logits, weights
 
 
+def _chosen_blocks(problem: Problem, name: Pass) -> Blocks:
+    if problem.is_wide:
+        return _WIDE_BLOCKS[name]
+    blocks = _BLOCKS[name]
+    if name not in _LOW_BLOCKS:
+        return blocks
+    programs = problem.query.shape[0] * blocks_of(problem.query.shape[2], blocks.rows)
+    # Of unequal programs that all start together, as under a causal edge, the longest is the time of all.
+    unequal = problem.mask.right is not None and problem.mask.left is None
+    fits = programs * (1 if unequal else 2) <= multiprocessors(problem.query.get_device())
+    return _LOW_BLOCKS[name] if fits else blocks
+
+
 def _launch(
-    kernel: Any, name: Pass, problem: Problem, count: int, by_column: bool, *arguments: Any, **sizes: Any
+    kernel: Any,
+    name: Pass,
+    problem: Problem,
+    count: int,
+    by_column: bool,
+    *arguments: Any,
+    parts: int = 1,
+    **sizes: Any,
 ) -> int:
-    """Start a kernel over `count` rows or columns of each sequence; how many of its programs a sequence has."""
+    """Start a kernel over `count` rows or columns of each sequence; how many blocks of them a sequence has.
+
+    Each block is as many programs as there are `parts`.
+    """
     key_width, value_width = problem.widths
-    first = (_WIDE_BLOCKS if problem.is_wide else _BLOCKS)[name]
+    first = _chosen_blocks(problem, name)
     batch, device = problem.query.shape[0], problem.query.get_device() if problem.query.is_cuda else None
     widths = {"BLOCK_KEY": key_width, "BLOCK_VALUE": value_width}
     widths |= {"DIM_KEY": problem.query.shape[3], "DIM_VALUE": problem.value.shape[3]}
@@ -101,7 +129,7 @@ def _launch(
     def launch(blocks: Blocks) -> None:
         if "PARTS" in kernel.arg_names:
             constants["PARTS"] = max(1, min(blocks.warps, blocks.rows * blocks.columns // 16))
-        kernel[(batch * blocks_of(count, blocks.columns if by_column else blocks.rows),)](
+        kernel[(parts * batch * blocks_of(count, blocks.columns if by_column else blocks.rows),)](
             *arguments,
             HEADS=problem.heads,
             BLOCK_M=blocks.rows,
@@ -132,18 +160,20 @@ def forward(problem: Problem, *, split: bool) -> tuple[Tensor, Tensor]:
     logits_mix, weights_mix = problem.mixes
     rest = (mask, poison, problem.shape)
     strides = (query.stride()[:3], key.stride()[:3])
-    queries = query.shape[2]
+    queries, parts = query.shape[2], _parts(problem)
+    of_parts = logsumexp.new_empty(parts, *logsumexp.shape)
     _launch(
         logsumexp_kernel,
         "logsumexp",
         problem,
         queries,
         False,
-        *(query, key, logits_mix, logsumexp),
+        *(query, key, logits_mix, of_parts, parts, of_parts.stride(0)),
         *rest,
         *strides,
         scale,
         SPLIT=split,
+        parts=parts,
     )
     _launch(
         output_kernel,
@@ -151,7 +181,7 @@ def forward(problem: Problem, *, split: bool) -> tuple[Tensor, Tensor]:
         problem,
         queries,
         False,
-        *(query, key, value, logits_mix, weights_mix, logsumexp, output),
+        *(query, key, value, logits_mix, weights_mix, of_parts, parts, of_parts.stride(0), logsumexp, output),
         *rest,
         *strides,
         *(value.stride()[:3], output.stride()[:3]),
@@ -159,6 +189,18 @@ def forward(problem: Problem, *, split: bool) -> tuple[Tensor, Tensor]:
         SPLIT=split,
     )
     return output, logsumexp
+
+
+def _parts(problem: Problem) -> int:
+    """How many programs share the keys of a block of rows while their log-sum-exp is found."""
+    batch, _, queries, _ = problem.query.shape
+    rows = _chosen_blocks(problem, "logsumexp").rows
+    left, right = problem.mask.left, problem.mask.right
+    reach = problem.key.shape[2]
+    if left is not None and right is not None:
+        reach = min(reach, left + right + rows)
+    wanted = _WAVES * multiprocessors(problem.query.get_device()) // (batch * blocks_of(queries, rows))
+    return max(1, min(wanted, reach // _SHORTEST_PART))
 
 
 def statistics(

@@ -6,7 +6,9 @@ With scores J, mixed logits L, weights W = softmax(L), mixed weights U, and dX t
     dA = J^T dL    dB = W^T dU    dQ = dJ K                        dK = dJ^T Q            dV = U^T dO
 
 Unlike in plain attention `delta` is no product of output and gradient, because O holds mixed weights; a pass finds it.
-The gradients of the mixes are sums over all pairs: every program leaves its own, which are then added in one order.
+It takes X[g, h] = sum over keys of W_g dU_h for each row: delta_g is the sum of B[g, h] X[g, h] over h, and dB the sum
+of X over all rows. The gradients of the mixes are sums over all pairs: every program leaves its own, which are then
+added in one order.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from polyhead.kernels.mask_tiles import key_positions, key_spans, query_position
 from polyhead.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.kernels.talking_tiles import (
     batched_dot,
+    broken_pairs,
     by_head,
     by_pair,
     columns_by_head,
@@ -44,11 +47,11 @@ def _crossed(pairs_a, pairs_b, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _store_mix(ptr, parts, HEADS: tl.constexpr):
+def _store_mix(ptr, share, HEADS: tl.constexpr):
     """This program's share of the gradient of a mix, to [programs, HEADS, HEADS]."""
     first, second = tl.arange(0, HEADS)[:, None], tl.arange(0, HEADS)[None, :]
     base = ptr + tl.program_id(0).to(tl.int64) * HEADS * HEADS
-    tl.store(base + first * HEADS + second, tl.sum(parts, 0))
+    tl.store(base + first * HEADS + second, share)
 
 
 @triton.jit
@@ -77,7 +80,6 @@ def delta_kernel(
     BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
     blocks = tl.cdiv(shape.queries, BLOCK_M)
@@ -91,11 +93,9 @@ def delta_kernel(
         ptr_grad, strides_grad, i_batch, offs_m, shape.queries, shape.heads, 1, DIM_VALUE, BLOCK_VALUE, HEADS
     )
     logits_mix = mix_matrix(ptr_logits_mix, False, HEADS)
-    weights_mix_back = mix_matrix(ptr_weights_mix, True, HEADS)
     positions_m = query_positions(mask, i_batch, offs_m, shape.queries)
     logsumexp = row_logsumexp(ptr_logsumexp, i_batch, offs_m, shape, HEADS)
-    delta = tl.zeros([HEADS, BLOCK_M, BLOCK_N], tl.float32)  # apart by column until the end
-    grad_mix = tl.zeros([PARTS, HEADS, HEADS], tl.float32)
+    crossed = tl.zeros([BLOCK_M, HEADS, HEADS], tl.float32)
     kept, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
     for step in tl.range(0, kept + stop - start, BLOCK_N):
         offs_n = tl.where(step < kept, step, step - kept + start) + tl.arange(0, BLOCK_N)
@@ -117,16 +117,15 @@ def delta_kernel(
         scores = batched_dot(tile_query, tile_key) * (scale * LOG2E)
         positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
         visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
-        logits = mixed_logits(
-            scores, logits_mix, visible, poison, i_batch, offs_m, offs_n, shape, DTYPE, False, BLOCK_M, BLOCK_N
-        )
-        weights = weights_of(logits, logsumexp, visible, poison)
-        grad_mixed = by_pair(batched_dot(tile_grad, tile_value), DTYPE)
-        grad_weights = by_head(mixed(weights_mix_back, grad_mixed), BLOCK_M, BLOCK_N)
-        delta += weights * grad_weights
-        grad_mix += _crossed(by_pair(weights, DTYPE), grad_mixed, PARTS)
-    store_row_values(ptr_delta, tl.sum(delta, 2), i_batch, offs_m, shape, HEADS)
-    _store_mix(ptr_grad_weights_mix, grad_mix, HEADS)
+        broken = broken_pairs(poison, i_batch, offs_m, offs_n, shape)
+        logits = mixed_logits(scores, logits_mix, visible, broken, DTYPE, False)
+        weights = weights_of(logits, logsumexp[:, :, None], visible, poison).to(DTYPE)
+        grad_mixed = batched_dot(tile_grad, tile_value).to(DTYPE)
+        crossed += batched_dot(tl.permute(weights, (1, 0, 2)), tl.permute(grad_mixed, (1, 2, 0)))
+    weights_mix_back = mix_matrix(ptr_weights_mix, True, HEADS).to(tl.float32)
+    delta = tl.sum(crossed * weights_mix_back[None, :, :], 2)  # [BLOCK_M, HEADS]
+    store_row_values(ptr_delta, tl.trans(delta), i_batch, offs_m, shape, HEADS)
+    _store_mix(ptr_grad_weights_mix, tl.sum(crossed, 0), HEADS)
 
 
 @triton.jit
@@ -200,13 +199,12 @@ def query_kernel(
         scores = batched_dot(tile_query, tile_key) * (scale * LOG2E)
         positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
         visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
-        logits = mixed_logits(
-            scores, logits_mix, visible, poison, i_batch, offs_m, offs_n, shape, DTYPE, False, BLOCK_M, BLOCK_N
-        )
-        weights = weights_of(logits, logsumexp, visible, poison)
+        broken = broken_pairs(poison, i_batch, offs_m, offs_n, shape)
+        logits = mixed_logits(scores, logits_mix, visible, broken, DTYPE, False)
+        weights = weights_of(logits, logsumexp[:, :, None], visible, poison)
         grad_mixed = by_pair(batched_dot(tile_grad, tile_value), DTYPE)
         grad_weights = by_head(mixed(weights_mix_back, grad_mixed), BLOCK_M, BLOCK_N)
-        grad_logits = grad_logits_of(weights, grad_weights, delta, visible, poison)
+        grad_logits = grad_logits_of(weights, grad_weights, delta[:, :, None], visible, poison)
         pairs = by_pair(grad_logits, DTYPE)
         grad_mix += _crossed(by_pair(scores, DTYPE), pairs, PARTS)
         grad_scores = by_head((mixed(logits_mix_back, pairs) * scale).to(DTYPE), BLOCK_M, BLOCK_N)
@@ -223,4 +221,4 @@ def query_kernel(
         BLOCK_KEY,
         HEADS,
     )
-    _store_mix(ptr_grad_logits_mix, grad_mix * LN2, HEADS)  # the scores are in powers of two
+    _store_mix(ptr_grad_logits_mix, tl.sum(grad_mix, 0) * LN2, HEADS)  # the scores are in powers of two

@@ -1,4 +1,9 @@
-"""Talking heads, forward: one kernel for the log-sum-exp of every mixed map, one for the output; nothing of size n²."""
+"""Talking heads, forward: one kernel for the log-sum-exp of every mixed map, one for the output; nothing of size n².
+
+A program of the first has so many rows that there may be fewer programs than multiprocessors, and under a causal edge
+the longest would be the time of all. So the keys of a block of rows are cut into parts, each a program of its own; the
+second kernel puts their log-sum-exps together.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,20 @@ from polyhead.kernels.mask_tiles import key_positions, key_spans, query_position
 from polyhead.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.kernels.talking_tiles import (
     batched_dot,
+    broken_pairs,
     by_head,
     by_pair,
     columns_by_head,
+    in_powers_of_two,
     mix_matrix,
     mixed,
     mixed_logits,
-    row_logsumexp,
     rows_by_head,
     seen,
     store_by_head,
     store_row_values,
     weights_of,
+    whole_logsumexp,
 )
 
 
@@ -29,7 +36,9 @@ def logsumexp_kernel(
     ptr_query,
     ptr_key,
     ptr_logits_mix,
-    ptr_logsumexp,
+    ptr_parts,
+    parts,
+    stride_part,
     mask,
     poison,
     shape,
@@ -43,11 +52,14 @@ def logsumexp_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    """The log-sum-exp of some rows over one part of the keys they see, float32 [parts, batch, heads, queries]."""
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
     blocks = tl.cdiv(shape.queries, BLOCK_M)
-    i_batch = tl.program_id(0) // blocks
+    i_part = tl.program_id(0) % parts
+    i_rows = tl.program_id(0) // parts
+    i_batch = i_rows // blocks
     # The last rows see the most under a causal edge, and start first.
-    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    first_row = (blocks - 1 - i_rows % blocks) * BLOCK_M
     offs_m = first_row + tl.arange(0, BLOCK_M)
     # [HEADS, BLOCK_M, BLOCK_KEY]
     tile_query = rows_by_head(
@@ -60,7 +72,9 @@ def logsumexp_kernel(
     largest = tl.full([HEADS, BLOCK_M, BLOCK_N // 2], -1e30, tl.float32)
     total = tl.zeros([HEADS, BLOCK_M, BLOCK_N // 2], tl.float32)
     kept, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
-    for step in tl.range(0, kept + stop - start, BLOCK_N):
+    steps = kept + stop - start
+    length = tl.cdiv(tl.cdiv(steps, BLOCK_N), parts) * BLOCK_N
+    for step in tl.range(i_part * length, tl.minimum(i_part * length + length, steps), BLOCK_N):
         offs_n = tl.where(step < kept, step, step - kept + start) + tl.arange(0, BLOCK_N)
         # [HEADS, BLOCK_KEY, BLOCK_N]
         tile_key = columns_by_head(
@@ -69,9 +83,8 @@ def logsumexp_kernel(
         scores = batched_dot(tile_query, tile_key) * (scale * LOG2E)
         positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
         visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
-        logits = mixed_logits(
-            scores, mix, visible, poison, i_batch, offs_m, offs_n, shape, DTYPE, SPLIT, BLOCK_M, BLOCK_N
-        )
+        broken = broken_pairs(poison, i_batch, offs_m, offs_n, shape)
+        logits = mixed_logits(scores, mix, visible, broken, DTYPE, SPLIT)
         logits = tl.reshape(logits, [HEADS, BLOCK_M, BLOCK_N // 2, 2])
         higher = tl.maximum(largest, tl.max(logits, 3))
         total = total * tl.exp2(largest - higher) + tl.sum(tl.exp2(logits - higher[:, :, :, None]), 3)
@@ -80,7 +93,7 @@ def logsumexp_kernel(
     whole = tl.sum(total * tl.exp2(largest - top[:, :, None]), 2)
     result = (top + tl.log2(tl.where(whole == 0.0, 1.0, whole))) * LN2
     result = tl.where(whole == 0.0, -float("inf"), result)
-    store_row_values(ptr_logsumexp, result, i_batch, offs_m, shape, HEADS)
+    store_row_values(ptr_parts + i_part.to(tl.int64) * stride_part, result, i_batch, offs_m, shape, HEADS)
 
 
 @triton.jit
@@ -90,6 +103,9 @@ def output_kernel(
     ptr_value,
     ptr_logits_mix,
     ptr_weights_mix,
+    ptr_parts,
+    parts,
+    stride_part,
     ptr_logsumexp,
     ptr_output,
     mask,
@@ -109,6 +125,7 @@ def output_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    """The output of some rows, and their log-sum-exp of all parts."""
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
     blocks = tl.cdiv(shape.queries, BLOCK_M)
     i_batch = tl.program_id(0) // blocks
@@ -120,7 +137,9 @@ def output_kernel(
     logits_mix = mix_matrix(ptr_logits_mix, False, HEADS)
     weights_mix = mix_matrix(ptr_weights_mix, False, HEADS)
     positions_m = query_positions(mask, i_batch, offs_m, shape.queries)
-    logsumexp = row_logsumexp(ptr_logsumexp, i_batch, offs_m, shape, HEADS)
+    whole = whole_logsumexp(ptr_parts, parts, stride_part, i_batch, offs_m, shape, BLOCK_M, HEADS)
+    store_row_values(ptr_logsumexp, whole, i_batch, offs_m, shape, HEADS)
+    logsumexp = in_powers_of_two(whole)
     # [HEADS, BLOCK_M, BLOCK_VALUE]
     output = tl.zeros([HEADS, BLOCK_M, BLOCK_VALUE], tl.float32)
     kept, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
@@ -145,10 +164,9 @@ def output_kernel(
         scores = batched_dot(tile_query, tile_key) * (scale * LOG2E)
         positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
         visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
-        logits = mixed_logits(
-            scores, logits_mix, visible, poison, i_batch, offs_m, offs_n, shape, DTYPE, SPLIT, BLOCK_M, BLOCK_N
-        )
-        weights = weights_of(logits, logsumexp, visible, poison)
+        broken = broken_pairs(poison, i_batch, offs_m, offs_n, shape)
+        logits = mixed_logits(scores, logits_mix, visible, broken, DTYPE, SPLIT)
+        weights = weights_of(logits, logsumexp[:, :, None], visible, poison)
         heads = by_head(mixed(weights_mix, by_pair(weights, DTYPE)).to(DTYPE), BLOCK_M, BLOCK_N)
         output += batched_dot(heads, tile_value)
     store_by_head(

@@ -16,6 +16,7 @@ from polyhead.kernels.mask_tiles import key_ordinals, key_positions, key_spans, 
 from polyhead.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.kernels.talking_tiles import (
     batched_dot,
+    broken_pairs,
     by_head,
     by_pair,
     columns_by_head,
@@ -112,10 +113,9 @@ def statistics_kernel(
         positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
         visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
         there = visible[None, :, :]
-        logits = mixed_logits(
-            scores, logits_mix, visible, poison, i_batch, offs_m, offs_n, shape, DTYPE, True, BLOCK_M, BLOCK_N
-        )
-        weights = weights_of(logits, logsumexp, visible, poison)
+        broken = broken_pairs(poison, i_batch, offs_m, offs_n, shape)
+        logits = mixed_logits(scores, logits_mix, visible, broken, DTYPE, True)
+        weights = weights_of(logits, logsumexp[:, :, None], visible, poison)
         distance = positions_n[None, :] - positions_m[:, None]
         away = distance.to(tl.float32)[None, :, :]
         if (results.max_logit is not None) or (results.confidence is not None):

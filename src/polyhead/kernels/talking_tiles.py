@@ -87,8 +87,29 @@ def row_values(ptr, i_batch, offs_m, shape, other, HEADS: tl.constexpr):
 @triton.jit
 def row_logsumexp(ptr, i_batch, offs_m, shape, HEADS: tl.constexpr):
     """The log-sum-exp of rows in powers of two, 0 where a row sees nothing: [HEADS, rows]."""
-    logsumexp = row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS)
+    return in_powers_of_two(row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS))
+
+
+@triton.jit
+def in_powers_of_two(logsumexp):
+    """A log-sum-exp as weights are taken with it, 0 where a row sees nothing."""
     return tl.where(logsumexp == -float("inf"), 0.0, logsumexp * LOG2E)
+
+
+@triton.jit
+def whole_logsumexp(ptr_parts, parts, stride_part, i_batch, offs_m, shape, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
+    """The log-sum-exp of rows over all parts of their keys, [HEADS, rows]; -inf where a row sees nothing."""
+    # Two passes and no running sum: a single part comes back as it is.
+    top = tl.full([HEADS, BLOCK_M], -float("inf"), tl.float32)
+    for i_part in range(parts):
+        ptr = ptr_parts + i_part * stride_part
+        top = tl.maximum(top, row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS))
+    top = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.zeros([HEADS, BLOCK_M], tl.float32)
+    for i_part in range(parts):
+        ptr = ptr_parts + i_part * stride_part
+        total += tl.exp(row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS) - top)
+    return top + tl.log(total)
 
 
 @triton.jit
@@ -134,41 +155,38 @@ def mixed(mix, pairs):
 
 
 @triton.jit
-def mixed_logits(
-    tile_scores,
-    mix,
-    visible,
-    poison,
-    i_batch,
-    offs_m,
-    offs_n,
-    shape,
-    DTYPE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The logits of every softmax, float32 [HEADS, BLOCK_M, BLOCK_N], -inf where hidden.
+def mixed_logits(tile_scores, mix, visible, broken, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
+    """The logits of every softmax, float32 of the scores' shape, -inf where hidden, `broken` (if not None) added.
 
     SPLIT mixes what rounding the scores to 16 bits leaves as well, for who reads the logits themselves.
     """
     logits = mixed(mix, by_pair(tile_scores, DTYPE))
     if SPLIT:
         logits += mixed(mix, by_pair(tile_scores - tile_scores.to(DTYPE).to(tl.float32), DTYPE))
-    logits = by_head(logits, BLOCK_M, BLOCK_N)
-    if poison.key is not None:
-        ptr = poison.key + i_batch.to(tl.int64) * shape.keys + offs_n
-        logits += tl.load(ptr, mask=offs_n < shape.keys, other=0.0)[None, None, :]
-    if poison.query is not None:
-        ptr = poison.query + i_batch.to(tl.int64) * shape.queries + offs_m
-        logits += tl.load(ptr, mask=offs_m < shape.queries, other=0.0)[None, :, None]
+    logits = by_head(logits, tile_scores.shape[1], tile_scores.shape[2])
+    if broken is not None:
+        logits += broken[None, :, :]
     return tl.where(visible[None, :, :], logits, -float("inf"))
 
 
 @triton.jit
+def broken_pairs(poison, i_batch, offs_m, offs_n, shape):
+    """NaN where a row or a column had NaN or Inf, else 0: [BLOCK_M, BLOCK_N], the same for all heads. Or None."""
+    broken = None
+    if poison.key is not None:
+        ptr = poison.key + i_batch.to(tl.int64) * shape.keys + offs_n
+        broken = tl.load(ptr, mask=offs_n < shape.keys, other=0.0)[None, :]
+    if poison.query is not None:
+        ptr = poison.query + i_batch.to(tl.int64) * shape.queries + offs_m
+        of_rows = tl.load(ptr, mask=offs_m < shape.queries, other=0.0)[:, None]
+        broken = of_rows if broken is None else broken + of_rows
+    return broken
+
+
+@triton.jit
 def weights_of(logits, logsumexp, visible, poison):
-    """The weights of every softmax, float32 [HEADS, BLOCK_M, BLOCK_N], 0 where hidden."""
-    weights = tl.exp2(logits - logsumexp[:, :, None])
+    """The weights of every softmax, float32, 0 where hidden; the log-sum-exp has an axis of 1 for the columns."""
+    weights = tl.exp2(logits - logsumexp)
     if (poison.key is not None) or (poison.query is not None):
         weights = tl.where(visible[None, :, :], weights, 0.0)  # a row that is NaN hides nothing from itself
     return weights
@@ -176,8 +194,8 @@ def weights_of(logits, logsumexp, visible, poison):
 
 @triton.jit
 def grad_logits_of(weights, grad_weights, delta, visible, poison):
-    """W (dW - delta), and 0 where hidden."""
-    grad = weights * (grad_weights - delta[:, :, None])
+    """W (dW - delta), and 0 where hidden; `delta` as the log-sum-exp."""
+    grad = weights * (grad_weights - delta)
     if (poison.key is not None) or (poison.query is not None):
         grad = tl.where(visible[None, :, :], grad, 0.0)
     return grad
