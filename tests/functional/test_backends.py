@@ -326,7 +326,6 @@ OTHERS: dict[str, Callable[[], Mask | None]] = {
     "documents": lambda: Mask.window(256) & Mask.documents(torch.empty(2, 8192, dtype=torch.int64, device="cuda")),
     "dense": lambda: Mask.window(256) & Mask.dense(torch.empty(1, 1, 1, 8192, dtype=torch.bool, device="cuda")),
     "bias": lambda: Mask.window(256) & Mask.bias(torch.empty(1, 1, 1, 8192, device="cuda")),
-    "table": lambda: Mask.window(256) & Mask.relative(torch.empty(4, 9, device="cuda"), 4),
 }
 
 
@@ -398,6 +397,123 @@ def test_a_long_window_is_the_same_from_our_kernel_and_from_pytorch() -> None:
     for actual, expected in zip(ours, theirs, strict=True):
         scale = float(expected.detach().float().abs().max())
         torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0.02 * scale)
+
+
+# ---- biases by distance, which PyTorch is handed pair by pair
+
+BY_DISTANCE = "it would be handed the bias of every pair, and our kernel reads it by distance"
+
+
+def near(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> tuple[torch.Tensor, ...]:
+    return far(device, dtype, queries=19, keys=23, dim=dim)
+
+
+def table(heads: int = 4, *, learned: bool = False, device: str = "cuda") -> Mask:
+    return Mask.relative(torch.empty(heads, 41, device=device, requires_grad=learned), 22)
+
+
+BIASED: dict[str, Callable[[], Mask]] = {
+    "fixed": table,
+    "learned": lambda: table(learned=True),
+    "one for all heads": lambda: table(1),
+    "causal": lambda: table(learned=True) & Mask.causal(),
+    "window": lambda: table() & Mask.window(5),
+    "first keys": lambda: table() & Mask.window(5, sinks=2),
+    "positions": lambda: table() & Mask.positions(*(torch.empty(1, n, dtype=torch.int64) for n in (19, 23))),
+    "dense": lambda: table() & Mask.dense(torch.empty(1, 1, 1, 23, dtype=torch.bool, device="cuda")),
+    "another bias": lambda: table() & Mask.bias(torch.empty(1, 1, 1, 23, device="cuda")),
+}
+
+
+@pytest.mark.parametrize("mask", BIASED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_auto_leaves_a_bias_by_distance_on_a_gpu_to_our_kernel(a_gpu: None, mask: str, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        explanation = explain(*near(dtype=dtype), mask=BIASED[mask]())
+    assert explanation.chosen == "fused"
+    assert explanation["sdpa"].supported
+    assert explanation["sdpa"].avoided == BY_DISTANCE
+    assert BY_DISTANCE in str(explanation)
+
+
+def test_the_gradient_of_a_bias_by_distance_is_left_to_our_kernel_where_it_is_learned_and_large(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = near()
+    pairs = query.shape[0] * query.shape[1] * 19 * 23
+    for least, chosen in ((pairs, "fused"), (pairs + 1, "sdpa")):
+        monkeypatch.setattr(window_rule, "MOST_LEARNED_PAIRS", least)
+        assert explain(query, key, value, mask=table(learned=True)).chosen == chosen
+        assert explain(query, key, value, mask=table()).chosen == "fused"
+        assert explain(query.clone().requires_grad_(), key, value, mask=table()).chosen == "sdpa"
+
+
+def test_a_bias_of_every_pair_stays_with_pytorch(a_gpu: None) -> None:
+    explanation = explain(*near(), mask=Mask.bias(torch.empty(1, 4, 19, 23, device="cuda")))
+    assert (explanation.chosen, explanation["sdpa"].avoided) == ("sdpa", "")
+
+
+def test_a_bias_by_distance_that_our_kernel_cannot_serve_or_was_not_timed_in_stays_with_pytorch(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert explain(*near(dtype=torch.float32), mask=table()).chosen == "sdpa"
+    assert explain(*near("cpu"), mask=table(device="cpu")).chosen == "sdpa"
+    assert explain(*near(dim=320), mask=table()).chosen == "sdpa"
+    assert explain(*near(), mask=table() & table()).chosen == "sdpa"
+    monkeypatch.setattr(fused, "capability", lambda device: (7, 5))
+    assert explain(*near(), mask=table()).chosen == "sdpa"
+
+
+def test_the_gradient_of_a_table_is_left_to_pytorch_where_it_must_be_the_same_at_every_run(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_rule, "MOST_LEARNED_PAIRS", 0)
+    assert explain(*near(), mask=table(learned=True)).chosen == "fused"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert explain(*near(), mask=table(learned=True)).chosen == "sdpa"
+    assert explain(*near(), mask=table()).chosen == "fused"
+
+
+def test_an_exported_bias_by_distance_stays_with_pytorch(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+    assert explain(*near(), mask=table()).chosen == "sdpa"
+
+
+def test_a_bias_by_distance_goes_to_our_kernel_in_a_compiled_program_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the rule held for a CPU, and the formula were our kernel."""
+    monkeypatch.setattr(window_rule, "DEVICE", "cpu")
+    monkeypatch.setattr(window_rule, "DTYPES", (torch.float32,))
+    monkeypatch.setitem(backends._RUN, "fused", backends._RUN["reference"])
+    monkeypatch.setitem(backends._REASONS, "fused", lambda request: [])
+    monkeypatch.setattr(fused, "unsupported_reasons", lambda request: [])
+    torch.compiler.reset()
+
+    def compute(query: torch.Tensor, key: torch.Tensor, by_distance: torch.Tensor) -> Any:
+        return attention(query, key, key, mask=Mask.causal() & Mask.relative(by_distance, 22))
+
+    given = Q, K, torch.randn(6, 41)
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    results = [compute(*given), compiled(*given)]
+    assert [result.backend for result in results] == ["reference", "reference"]
+    torch.testing.assert_close(results[1].output, results[0].output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_bias_by_distance_is_the_same_from_our_kernel_and_from_pytorch(learned: bool) -> None:
+    query, key, value = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    by_distance = torch.randn(4, 1023, device="cuda", requires_grad=learned)
+    leaves = [x.requires_grad_() for x in (query, key, value)] + ([by_distance] if learned else [])
+
+    def call(backend: str) -> list[torch.Tensor]:
+        mask = Mask.causal() & Mask.relative(by_distance, 511)
+        output = attention(query, key, value, mask=mask, backend=backend).output
+        return [output, *torch.autograd.grad(output.float().square().sum(), leaves)]
+
+    ours, theirs = call("fused"), call("sdpa")
+    for actual, expected in zip(ours, theirs, strict=True):
+        scale = float(expected.detach().float().abs().max())
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0.03 * scale)
 
 
 # ---- the explanation itself

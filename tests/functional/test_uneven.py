@@ -1,7 +1,9 @@
-"""Attention over uneven groups equals attention over keys and values that are repeated, and repeats none itself."""
+"""Attention over uneven groups equals attention over a key and a value for each head, in one call or by group size."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,17 +11,35 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyhead import Mask, attention
 from polyhead.errors import BackendUnsupported, MaskError, ShapeError
 from polyhead.functional import uneven
-from polyhead.functional.uneven import groups_of, select_heads, uneven_attention
+from polyhead.functional.uneven import MANY_QUERIES, calls_of, groups_of, one_group_of, select_heads, uneven_attention
 from tests.functional.oracle import ON_THE_CPU
 
 BATCH, QUERIES, KEYS, DIM, VALUE, KV_HEADS = 2, 5, 11, 7, 3, 4
 MAP = (2, 0, 2, 3, 1, 2, 0)
 HEADS = len(MAP)
 DOUBLE = torch.float64
+# From how many queries on there is one call, and for how many keys a query.
+WAYS = {"one call": (0, 1 << 40), "by group size": (1 << 40, 0)}
+
+
+def take(way: str, patch: pytest.MonkeyPatch) -> None:
+    for name, limit in zip(("MANY_QUERIES", "KEYS_A_QUERY"), WAYS[way], strict=True):
+        patch.setattr(uneven, name, limit)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        take(request.param, patch)
+        yield request.param
+
+
+both_ways = pytest.mark.usefixtures("way")
 
 
 def randn(*shape: int) -> Tensor:
@@ -54,6 +74,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@both_ways
 @pytest.mark.parametrize("backend", ["auto", *ON_THE_CPU])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_equals_repeated_keys_in_output_and_gradient(name: str, backend: str) -> None:
@@ -70,6 +91,7 @@ def test_it_equals_repeated_keys_in_output_and_gradient(name: str, backend: str)
     close(torch.autograd.grad(ours, learned, toward), torch.autograd.grad(theirs, learned, toward))
 
 
+@both_ways
 def test_all_that_is_told_is_in_the_order_of_the_query_heads() -> None:
     tensors = inputs()
     asked: dict[str, Any] = {"weights": True, "logsumexp": True, "statistics": True, "sinks": randn(HEADS)}
@@ -88,17 +110,26 @@ def test_any_map_will_do(readers: list[int]) -> None:
     numbers = sorted(set(readers))
     key_heads = tuple(numbers.index(x) for x in readers)
     tensors = inputs(key_heads)
-    close(uneven_attention(*tensors, key_heads).output, repeated(*tensors, key_heads).output)
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            take(way, patch)
+            close(uneven_attention(*tensors, key_heads).output, repeated(*tensors, key_heads).output)
 
 
-def test_there_is_one_call_for_each_group_size_and_no_key_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """The tensors of every call of `attention`."""
+    found = []
 
     def recorded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        calls.append((query, key, value))
+        found.append((query, key, value))
         return attention(query, key, value, **options)
 
     monkeypatch.setattr(uneven, "attention", recorded)
+    return found
+
+
+def test_few_queries_are_one_call_for_each_group_size_and_no_key_twice(calls: list[tuple[Tensor, ...]]) -> None:
     query, key, value = inputs()
     uneven_attention(query, key, value, MAP)
     assert [(q.shape[1], k.shape[1], v.shape[1]) for q, k, v in calls] == [(2, 2, 2), (2, 1, 1), (3, 1, 1)]
@@ -107,19 +138,150 @@ def test_there_is_one_call_for_each_group_size_and_no_key_twice(monkeypatch: pyt
     assert all(v.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() for _, _, v in calls)
 
 
+def test_many_queries_are_one_call_in_which_each_key_has_as_many_readers(calls: list[tuple[Tensor, ...]]) -> None:
+    key_heads = (0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2)
+    query, key, value = randn(2, 12, MANY_QUERIES, 7), randn(2, 3, 11, 7), randn(2, 3, 11, 5)
+    close(uneven_attention(query, key, value, key_heads).output, repeated(query, key, value, key_heads).output)
+    ((taken, keys, values),) = calls
+    assert taken is query  # they are in the order of their key heads
+    assert torch.equal(keys, key[:, [0, 0, 1, 2, 2, 2]])
+    assert torch.equal(values, value[:, [0, 0, 1, 2, 2, 2]])
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "number"), [(127, 127, 3), (128, 128, 1), (128, 512, 1), (128, 513, 3), (4096, 4096, 1)]
+)
+def test_it_is_one_call_where_queries_are_many_and_keys_not_many_more(queries: int, keys: int, number: int) -> None:
+    assert len(calls_of(MAP, queries, keys)) == number
+
+
+def test_even_groups_out_of_order_are_one_call_without_a_copy_of_keys(
+    way: str, calls: list[tuple[Tensor, ...]]
+) -> None:
+    query, key, value = inputs((1, 1, 0, 0))
+    close(uneven_attention(query, key, value, (1, 1, 0, 0)).output, repeated(query, key, value, (1, 1, 0, 0)).output)
+    ((_, keys, values),) = calls
+    assert keys is key
+    assert values is value
+
+
+class Operators(TorchDispatchMode):
+    """How often each operator ran; views, which move nothing, are left out."""
+
+    VIEWS = ("slice", "split", "expand", "transpose", "view", "_unsafe_view", "unsqueeze", "detach", "alias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name not in self.VIEWS and "attention" not in name:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+IN_ORDER = (0,) * 8 + (1,) * 4 + (2,) * 2 + (3,) * 2
+OUT_OF_ORDER = (2, 0, 1, 0, 0, 3, 0, 1, 0, 0, 3, 1, 0, 2, 0, 1)
+
+
+@pytest.mark.parametrize(("key_heads", "moved"), [(IN_ORDER, 0), (OUT_OF_ORDER, 2)], ids=["in order", "out of order"])
+@pytest.mark.parametrize("by_token", [True, False])
+def test_a_backward_fills_nothing_with_zeros_and_adds_no_slices(
+    key_heads: tuple[int, ...], moved: int, by_token: bool
+) -> None:
+    """A copy of keys and one of values, and of queries and outputs that are not in order; two heads are repeated."""
+    sizes = [(2, MANY_QUERIES, heads, 8) for heads in (16, 4, 4)]
+    sizes = sizes if by_token else [(batch, heads, rows, dim) for batch, rows, heads, dim in sizes]
+    leaves = [torch.randn(size).requires_grad_() for size in sizes]
+    query, key, value = (x.transpose(1, 2) if by_token else x for x in leaves)
+    with Operators() as forward:
+        output = uneven_attention(query, key, value, key_heads).output
+    assert forward.found == {"cat": 2 + moved}
+    # What lay token by token still does, so that a layer puts the heads of a token side by side for nothing.
+    assert output.transpose(1, 2).is_contiguous() or not by_token
+    toward = torch.randn_like(output)
+    with Operators() as backward:
+        torch.autograd.grad(output, leaves, toward)
+    assert backward.found == {"cat": 2 + moved, "sum": 2 * 2}
+
+
+@both_ways
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 11), (2, 0, 11), (2, 5, 0), (1, 1, 1)])
+def test_nothing_and_one_are_sizes_too(batch: int, queries: int, keys: int) -> None:
+    leaves = [randn(batch, HEADS, queries, DIM), randn(batch, 4, keys, DIM), randn(batch, 4, keys, VALUE)]
+    leaves = [x.requires_grad_() for x in leaves]
+    ours, theirs = (f(*leaves, MAP, statistics=True) for f in (uneven_attention, repeated))
+    close(ours.output, theirs.output)
+    close(dict(ours.statistics.items()), dict(theirs.statistics.items()))
+    toward = torch.randn_like(ours.output)
+    close(torch.autograd.grad(ours.output, leaves, toward), torch.autograd.grad(theirs.output, leaves, toward))
+
+
+@both_ways
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_it_is_differentiated_twice_and_transformed() -> None:
+    tensors = inputs()
+
+    def ours(*x: Tensor) -> Tensor:
+        return uneven_attention(*x, MAP, backend="reference").output.square().sum()
+
+    def theirs(*x: Tensor) -> Tensor:
+        return repeated(*x, backend="reference").output.square().sum()
+
+    arguments = (0, 1, 2)
+    close(*(torch.func.grad(f, arguments)(*tensors) for f in (ours, theirs)))
+    many = [torch.stack([x, x.flip(0)]) for x in tensors]
+    close(*(torch.func.vmap(torch.func.grad(f, arguments))(*many) for f in (ours, theirs)))
+    close(*(torch.func.jvp(f, tensors, tensors) for f in (ours, theirs)))
+    few = [x[:1, :, :3, :2].clone().requires_grad_() for x in tensors]
+    assert torch.autograd.gradgradcheck(lambda *x: uneven_attention(*x, MAP, backend="reference").output, few)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("queries", [7, MANY_QUERIES])
+def test_it_compiles_in_one_graph(queries: int, dynamic: bool) -> None:
+    sizes = [(BATCH, HEADS, queries, DIM), (BATCH, 4, queries, DIM), (BATCH, 4, queries, DIM)]
+    leaves = [randn(*size).requires_grad_() for size in sizes]
+
+    def ours(*tensors: Tensor) -> Tensor:
+        return uneven_attention(*tensors, MAP, mask=Mask.causal(), finite=True).output
+
+    theirs = repeated(*leaves, mask=Mask.causal())
+    compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*leaves)
+    close(compiled, theirs.output)
+    toward = torch.randn_like(compiled)
+    close(torch.autograd.grad(compiled, leaves, toward), torch.autograd.grad(theirs.output, leaves, toward))
+
+
 def test_groups_are_those_of_the_map() -> None:
     assert [(g.heads, g.key_heads) for g in groups_of(MAP)] == [((4, 3), (1, 3)), ((1, 6), (0,)), ((0, 2, 5), (2,))]
     (even,) = groups_of((1, 1, 0, 0))
     assert (even.heads, even.key_heads) == ((2, 3, 0, 1), (0, 1))
+    one = one_group_of(MAP)
+    assert (one.heads, one.key_heads) == ((1, 6, 4, 0, 2, 5, 3), (0, 0, 1, 2, 2, 2, 3))
 
 
-@pytest.mark.parametrize("heads", [(0,), (0, 1, 2, 3, 4), (1, 3), (4, 2, 0), (0, 1, 3, 2), (2, 2)])
+@pytest.mark.parametrize("heads", [(0,), (0, 1, 2, 3, 4), (1, 3), (4, 2, 0), (0, 1, 3, 2), (2, 2), (3, 3, 0, 3)])
 def test_heads_are_selected_in_order(heads: tuple[int, ...]) -> None:
-    x = randn(2, 5, 3)
-    assert torch.equal(select_heads(x, heads), x[:, list(heads)])
-    assert torch.equal(select_heads(x.transpose(0, 1), heads, 0), x.transpose(0, 1)[list(heads)])
+    x = randn(2, 5, 3).requires_grad_()
+    for ours, theirs in (
+        (select_heads(x, heads), x[:, list(heads)]),
+        (select_heads(x.transpose(0, 1), heads, 0), x.transpose(0, 1)[list(heads)]),
+    ):
+        assert torch.equal(ours, theirs)
+        toward = torch.randn_like(theirs)
+        close(torch.autograd.grad(ours, x, toward), torch.autograd.grad(theirs, x, toward))
 
 
+@pytest.mark.parametrize("heads", [(4, 2, 0, 1, 3), (0, 0, 1, 2)])
+def test_a_copy_of_heads_lies_as_they_do(heads: tuple[int, ...]) -> None:
+    x = randn(2, 3, 5, 7)
+    assert select_heads(x.transpose(1, 2), heads).transpose(1, 2).is_contiguous()
+    assert select_heads(x, tuple(min(head, 2) for head in heads)).is_contiguous()
+
+
+@both_ways
 def test_seeded_dropout_is_replayed_and_differs_between_groups() -> None:
     query, key, value = inputs((0, 1, 1))
     query[:, 1], key[:, 1], value[:, 1] = query[:, 0], key[:, 0], value[:, 0]
@@ -127,6 +289,20 @@ def test_seeded_dropout_is_replayed_and_differs_between_groups() -> None:
         first, again = (uneven_attention(query, key, value, (0, 1, 1), dropout=0.5, seed=seed).output for _ in range(2))
         assert torch.equal(first, again)
         assert (first[:, 0] - first[:, 1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("seed", [31, torch.tensor([31])], ids=["int", "tensor"])
+def test_seeded_dropout_of_one_call_is_that_of_heads_in_the_order_of_their_keys(
+    seed: int | Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take("one call", monkeypatch)
+    query, key, value = (x.requires_grad_() for x in inputs())
+    order = sorted(range(HEADS), key=MAP.__getitem__)
+    ours = uneven_attention(query, key, value, MAP, dropout=0.5, seed=seed).output[:, order]
+    theirs = repeated(query[:, order], key, value, tuple(sorted(MAP)), dropout=0.5, seed=seed).output
+    close(ours, theirs)
+    toward, leaves = torch.randn_like(ours), (query, key, value)
+    close(torch.autograd.grad(ours, leaves, toward), torch.autograd.grad(theirs, leaves, toward))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +321,7 @@ def test_a_wrong_map_is_refused(key_heads: Any, words: str) -> None:
         uneven_attention(*inputs(), key_heads)
 
 
+@both_ways
 def test_wrong_tensors_are_refused_as_attention_refuses_them() -> None:
     query, key, value = inputs()
     with pytest.raises(ShapeError, match=r"got shapes \[7, 5, 7\]"):

@@ -21,6 +21,7 @@ from polyhead import (
     PreallocatedCache,
 )
 from polyhead.errors import CheckpointError, OptionError, ShapeError
+from polyhead.functional import uneven
 from polyhead.layers import AttentionConfig, GroupedHeadsConfig, MultiHeadConfig, build_attention, config_of
 from polyhead.layers.positions import ALiBi, Learned, Rotary, T5Bias
 from polyhead.observatory.wiring import find_wiring
@@ -54,6 +55,16 @@ def pair(**options: Any) -> tuple[MultiHeadAttention, MultiHeadAttention]:
     return layer, twin
 
 
+@pytest.fixture(params=[(0, 1 << 40), (1 << 40, 0)], ids=["one call", "by group size"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From how many queries on there is one call, and for how many keys a query."""
+    for name, limit in zip(("MANY_QUERIES", "KEYS_A_QUERY"), request.param, strict=True):
+        monkeypatch.setattr(uneven, name, limit)
+
+
+both_ways = pytest.mark.usefixtures("way")
+
+
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
@@ -70,6 +81,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@both_ways
 @pytest.mark.parametrize("name", OPTIONS)
 def test_outputs_and_gradients_are_those_of_repeated_keys(name: str, x: Tensor) -> None:
     layer, twin = pair(**OPTIONS[name]())
@@ -93,6 +105,7 @@ def test_outputs_and_gradients_are_those_of_repeated_keys(name: str, x: Tensor) 
         close(own, summed.index_add(0, torch.tensor(MAP), many.view(HEADS, size, EMBED)).flatten(0, 1), 1e-10)
 
 
+@both_ways
 def test_weights_and_statistics_are_in_the_users_order(x: Tensor) -> None:
     layer, twin = pair(causal=True)
     asked = {"weights": True, "statistics": True, "logsumexp": True}
@@ -102,6 +115,7 @@ def test_weights_and_statistics_are_in_the_users_order(x: Tensor) -> None:
     close(dict(ours.statistics.items()), dict(theirs.statistics.items()))
 
 
+@both_ways
 def test_cross_attention_and_a_memory(x: Tensor) -> None:
     layer, twin = pair()
     source = torch.randn(BATCH, 7, EMBED, dtype=DOUBLE)
@@ -110,6 +124,7 @@ def test_cross_attention_and_a_memory(x: Tensor) -> None:
     close(layer(x, memory).output, twin(x, source).output)
 
 
+@both_ways
 @pytest.mark.parametrize(
     ("kind", "own"),
     [(GrowingCache, {}), (PreallocatedCache, {"capacity": 17}), (PagedCache, {"num_pages": 19, "page_size": 4})],
@@ -123,6 +138,7 @@ def test_a_cache_keeps_each_key_head_once(kind: type[KVCache], own: dict[str, in
     assert cache.view().key.shape[1] == KV_HEADS
 
 
+@both_ways
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_on_a_gpu_are_those_of_repeated_keys_within_the_error_budget(dtype: torch.dtype) -> None:
@@ -133,6 +149,7 @@ def test_groups_on_a_gpu_are_those_of_repeated_keys_within_the_error_budget(dtyp
     assert_within_error_budget(layer(x).output, exact=exact, plain=twin(x, backend="reference").output)
 
 
+@both_ways
 def test_who_watches_sees_heads_in_the_users_order(x: Tensor) -> None:
     layer, twin = pair(causal=True)
     profiles, wirings = [], []
@@ -181,6 +198,7 @@ CONFIGS = {
 }
 
 
+@both_ways
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_goes_through_json_and_counts(name: str) -> None:
     config = CONFIGS[name]
@@ -214,6 +232,7 @@ def test_a_checkpoint_of_another_map_is_refused() -> None:
         MultiHeadAttention(24, 6, num_kv_heads=3).load_state_dict(saved)
 
 
+@both_ways
 def test_it_compiles_in_one_graph() -> None:
     layer = pair(causal=True, positions=Rotary(HEAD_DIM))[0].float()
     x = torch.randn(BATCH, LENGTH, EMBED)

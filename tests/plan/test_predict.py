@@ -16,6 +16,7 @@ import polyhead
 from polyhead.errors import OptionError
 from polyhead.functional import fused, sdpa
 from polyhead.layers import MultiHeadConfig
+from polyhead.layers.positions.config import ALiBiConfig
 from polyhead.plan import Workload, estimate_memory
 from polyhead.plan.layer_work import layer_work
 from polyhead.plan.timing.correction import Correction
@@ -267,6 +268,24 @@ def test_memory_has_a_mask_tensor_where_attention_is_handed_one(heads, expected)
     assert (route(core, "cuda") == "masked") == expected
     assert (estimate_memory(config, work).total > estimate_memory(plain, work).total) == expected
     assert estimate_memory(config, work, device="cpu").total > estimate_memory(plain, work, device="cpu").total
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("dim", [64, 320])
+def test_memory_has_a_bias_of_every_pair_where_attention_is_handed_one(monkeypatch, dim, dtype):
+    monkeypatch.setattr(sdpa, "kernel", lambda request: "efficient")
+    monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with FakeTensorMode():
+        x, table = torch.empty(2, 4, 4096, dim, device="cuda", dtype=dtype), torch.empty(4, 8191, device="cuda")
+        said = polyhead.explain(x, x, x, mask=polyhead.Mask.relative(table, 4095))
+    assert (said.chosen == "sdpa") == (dtype is F32 or dim == 320)
+    config = MultiHeadConfig(4 * dim, 4, positions=ALiBiConfig(), finite=True)
+    plain, work = dataclasses.replace(config, positions=None), Workload(4096, batch=2)
+    biased, without = (estimate_memory(x, work, dtype=dtype).activations for x in (config, plain))
+    of_pairs = 4 * 4096**2 * dtype.itemsize
+    assert (biased - without > 0.5 * of_pairs) == (said.chosen == "sdpa")
 
 
 def test_a_window_that_would_be_served_otherwise_now_is_no_sample_of_how_it_is(machine):

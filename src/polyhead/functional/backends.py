@@ -10,7 +10,7 @@ from polyhead.functional import blockwise, fused, reference, sdpa
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.tracing import EXPORTED, is_exporting
 from polyhead.functional.visibility import Visibility
-from polyhead.functional.window_rule import is_mask_too_large, is_window_too_large
+from polyhead.functional.window_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,8 @@ def _sdpa_avoided(request: AttentionRequest) -> str:
         return f"its mask would be materialised, {size / 2**30:.1f} GiB"
     if _hides_too_much(request, visibility) and not fused.unsupported_reasons(request):
         return "it computes every pair that the window hides, and our kernel skips them"
+    if _adds_by_distance(request, visibility) and not fused.unsupported_reasons(request):
+        return "it would be handed the bias of every pair, and our kernel reads it by distance"
     return ""
 
 
@@ -141,6 +143,21 @@ def _hides_too_much(request: AttentionRequest, visibility: Visibility) -> bool:
     query, (batch, heads, _, queries, keys) = request.query, request.sizes
     sizes = (batch, heads, queries, keys, query.shape[-1])
     return is_window_too_large(query.device.type, query.dtype, *sizes) and visibility.is_window
+
+
+def _adds_by_distance(request: AttentionRequest, visibility: Visibility) -> bool:
+    """Whether something is added to the logits that PyTorch had better not be handed pair by pair."""
+    if not len(visibility.relative_biases):
+        return False
+    query, (batch, heads, _, queries, keys) = request.query, request.sizes
+    training = request.needs_grad
+    return is_bias_read_by_distance(
+        query.device.type,
+        query.dtype,
+        training=training,
+        learned=training and any(term.table.requires_grad for term in visibility.relative_biases),
+        pairs=batch * heads * queries * keys,
+    )
 
 
 def _kernel(backend: str, request: AttentionRequest) -> str:

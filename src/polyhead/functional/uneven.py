@@ -1,13 +1,19 @@
-"""Attention in which key heads have different numbers of query heads: one call of `attention` for each group size.
+"""Attention in which key heads have different numbers of query heads: one call of `attention` where queries are many.
 
-Query heads are taken in the order of the key heads they read, and what comes back is put into the caller's order. Key
-heads of one size that do not lie at equal distances are put together once; none is ever repeated.
+Query heads are taken in the order of the key heads they read, and what comes back is put into the caller's order. For
+one call, key heads are repeated until each has as many readers as the next: several calls of few heads each would leave
+much of a machine idle, and what they are slices of costs more in a backward than the copies. Where few queries meet
+many keys, the copies would cost more than the attention: then there is one call for each group size, and none is
+repeated.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +33,16 @@ if TYPE_CHECKING:
 
 # What of a cache has an axis of key heads.
 _OF_HEADS = ("key", "value", "key_scale", "value_scale")
+# Key heads are repeated for one call from so many queries on, and for so many keys a query at most: a copy costs by the
+# key, what it spares by the query.
+MANY_QUERIES, KEYS_A_QUERY = 128, 4
 # Groups must not drop the same weights: each has a seed of its own, this far from the one before.
 _SEED_STEP = 0x9E3779B97F4A7C15 >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The key heads that so many query heads read each, and those query heads in the same order."""
+    """Key heads that as many query heads read each, and those query heads in the same order."""
 
     heads: tuple[int, ...]
     key_heads: tuple[int, ...]
@@ -55,6 +64,24 @@ def groups_of(key_heads: Sequence[int]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+def one_group_of(key_heads: Sequence[int]) -> Group:
+    """All heads of such a map as one group, in which key heads of many readers stand more than once.
+
+    >>> one_group_of((0, 1, 1, 1, 1, 0))
+    Group(heads=(0, 5, 1, 2, 3, 4), key_heads=(0, 1, 1))
+    """
+    heads = sorted(range(len(key_heads)), key=key_heads.__getitem__)
+    share = math.gcd(*Counter(key_heads).values())
+    return Group(tuple(heads), tuple(key_heads[head] for head in heads[::share]))
+
+
+def calls_of(key_heads: Sequence[int], queries: int, keys: int) -> tuple[Group, ...]:
+    """The groups that are a call of `attention` each, with so many queries and keys."""
+    if queries >= MANY_QUERIES and keys <= KEYS_A_QUERY * queries:
+        return (one_group_of(key_heads),)
+    return groups_of(key_heads)
+
+
 def uneven_attention(
     query: Float[Tensor, "batch heads queries head_dim"],
     key: Float[Tensor, "batch kv_heads keys head_dim"],
@@ -70,8 +97,9 @@ def uneven_attention(
     """`attention` in which query head i reads key head `key_heads[i]`, so that groups may be of any sizes.
 
     Output, log-sum-exp, weights and statistics are in the order of the query heads. The options are those of
-    `attention`. Dropout with a seed is a function of it here too, but heads are numbered within their group. `backend`
-    of the result names all that served, where groups were served by several.
+    `attention`. Dropout with a seed is a function of it here too, but heads are numbered as they are taken: in the
+    order of their key heads, and where there is a call for each group size, within their group. `backend` of the result
+    names all that served, where groups were served by several.
 
     >>> query, key = torch.randn(2, 5, 7, 16), torch.randn(2, 2, 7, 16)
     >>> uneven_attention(query, key, key, (0, 0, 1, 0, 0)).output.shape
@@ -80,7 +108,7 @@ def uneven_attention(
     if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (query, key, value)):
         return attention(query, key, value, mask=mask, scale=scale, sinks=sinks, seed=seed, **options)  # says why not
     num_heads = query.shape[1]
-    groups = groups_of(checked_key_heads(key_heads, num_heads, key.shape[1]))
+    groups = calls_of(checked_key_heads(key_heads, num_heads, key.shape[1]), query.shape[2], key.shape[2])
     if value.shape[1] != key.shape[1]:
         raise ShapeError(f"key and value must have the same heads, got {key.shape[1]} and {value.shape[1]}")
     results = []
@@ -151,7 +179,9 @@ def _in_order(results: Sequence[AttentionOutput], groups: Sequence[Group]) -> At
 
     def together(parts: Sequence[Tensor | None]) -> Tensor | None:
         there = [x for x in parts if x is not None]
-        return select_heads(torch.cat(there, 1), places) if len(there) == len(parts) else None
+        if len(there) < len(parts):
+            return None
+        return select_heads(there[0] if len(there) == 1 else torch.cat(there, 1), places)
 
     told = [result.statistics for result in results]
     statistics = None
@@ -171,12 +201,23 @@ def _in_order(results: Sequence[AttentionOutput], groups: Sequence[Group]) -> At
 def select_heads(x: Tensor, heads: Sequence[int], axis: int = 1) -> Tensor:
     """Some heads of a tensor in the order given: a view where they stand at equal distances, else one copy.
 
-    Slices alone, so that no index has to reach a device.
+    Views alone are put together, so that no index has to reach a device. The copy lies as `x` does, and its backward is
+    one copy too, beside a sum for every head that is repeated.
     """
     runs = _runs(heads)
     if len(runs) == 1:
         return _sliced(x, runs[0], axis)
-    return torch.cat([_sliced(x, run, axis) for run in runs], axis)
+    if axis + 1 < x.ndim and x.stride(axis) < x.stride(axis + 1):  # the heads of a token lie side by side
+        return select_heads(x.transpose(axis, axis + 1), heads, axis + 1).transpose(axis, axis + 1)
+    # The backward of a slice fills all of `x` with zeros; that of a split is one `cat`, that of an expansion one sum.
+    parts, others = x.split(1, axis), [-1] * (x.ndim - axis - 1)
+    times = [(head, len(list(same))) for head, same in groupby(heads)]
+    return torch.cat([parts[head].expand(*[-1] * axis, count, *others) for head, count in times], axis)
+
+
+def is_view_of(heads: Sequence[int]) -> bool:
+    """Whether `select_heads` gives such heads without a copy."""
+    return len(_runs(heads)) == 1
 
 
 def _sliced(x: Tensor, run: range, axis: int) -> Tensor:

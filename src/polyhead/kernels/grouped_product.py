@@ -358,7 +358,7 @@ def _choose_tile(dtype: torch.dtype, short: bool, inner: int, columns: int) -> T
     if dtype is torch.float32:
         tile = Tile(64, 64, 32, 4, 2)
     elif short:
-        tile = Tile(128, 128, max(16, power_of_two(inner)), 8, 3)
+        tile = Tile(128, 64, max(16, power_of_two(inner)), 8, 3)
     else:
         tile = Tile(128, 128, 64, 8, 3) if columns >= 128 else Tile(128, 64, 64, 4, 4)
     return _cut(tile, columns=columns)

@@ -14,6 +14,7 @@ from polyhead.plan.memory.layers import after_heads, before_heads, heads_of, rec
 from polyhead.plan.memory.recorder import Heads, Recorder
 from polyhead.plan.memory.tape import Block
 from polyhead.plan.memory.tiles import talking_tiles
+from polyhead.plan.memory.uneven import record_heads
 
 
 @record_layer.register
@@ -37,7 +38,7 @@ def record_grouped(config: GroupedHeadsConfig, call: Recorder) -> Block:
         return call.linear(up, layout.embed_dim, hidden)
 
     query, key, value = before_heads(config, call)
-    heads = record_attention(call, query, key, value, heads_of(layout))
+    heads = record_heads(call, query, key, value, heads_of(layout), layout.key_heads)
     return after_heads(config, call, heads, combine)
 
 
@@ -48,7 +49,7 @@ def record_differential(config: DifferentialConfig, call: Recorder) -> Block:
     query, key, value = before_heads(config, call)
     halves = [tape.views(block, block.gradient_size // 2, block.gradient_size // 2) for block in (query, key)]
     maps = replace(heads_of(layout), head_dim=layout.head_dim // 2)
-    first, second = (record_attention(call, q, k, value, maps) for q, k in zip(*halves, strict=True))
+    first, second = (record_heads(call, q, k, value, maps, layout.key_heads) for q, k in zip(*halves, strict=True))
     numbers = call.tokens * layout.num_heads * layout.value_dim
     difference = tape.step(first, second, gives=call.size(numbers), keeps=(second,), gradient_work=call.size(numbers))
     # Rows that lie token by token are normed without a copy; a GPU copies others, and later their gradient.
@@ -118,7 +119,7 @@ def record_head_mix(config: HeadMixConfig, call: Recorder) -> Block:
         return found
 
     query, key, value = before_heads(config, call)
-    outputs = record_attention(call, query, key, value, heads_of(layout))
+    outputs = record_heads(call, query, key, value, heads_of(layout), layout.key_heads)
     return after_heads(config, call, outputs, combine)
 
 

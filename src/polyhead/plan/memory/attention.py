@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyhead.functional.fused import LARGEST_DIM
-from polyhead.functional.window_rule import is_mask_too_large, is_window_too_large
+from polyhead.functional.window_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
 from polyhead.plan.memory.recorder import INDEX, Heads, Recorder
 from polyhead.plan.memory.tape import Block
 from polyhead.plan.memory.tiles import record_tiles
@@ -26,7 +26,7 @@ def record_attention(call: Recorder, query: Block, key: Block, value: Block, hea
     # NaN and Inf are taken out of keys and values, and put back where a row sees them; our kernel does so as it writes.
     sources = _sources(call, key, value, heads)
     bare = _attended(call, query, *sources, heads)
-    if call.form == "fused" and _is_skipped(call, heads):
+    if call.form == "fused" and _is_ours(call, heads):
         tape.let_go(*sources)
         return bare
     output = tape.step(bare, gives=bare.size, is_passed_on=True)
@@ -53,14 +53,17 @@ def _attended(call: Recorder, query: Block, key: Block, value: Block, heads: Hea
         return record_tiles(call, query, key, value, heads)
     work, read = call.asked.work, (query, key, value)
     rows, seen = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
-    has_mask = mask_size > 0 and not (call.special or is_mask_too_large(mask_size) or _is_skipped(call, heads))
+    is_ours = _is_ours(call, heads)
+    has_mask = mask_size > 0 and not (call.special or is_mask_too_large(mask_size) or is_ours)
     mask = _mask_tensor(call, heads.queries) if has_mask else None
+    table = _table(call, heads.queries) if is_ours and call.bias is not None else None
     gradient_work, width = 0, heads.value_dim
     is_opened = mask is not None and call.bias is not None and (call.asked.mask is not None or call.is_dense)
     if is_opened:  # rows that see nothing are opened, and selected away afterwards
         read = (call.copied(query, rows * heads.head_dim), key, value)
-    if call.on_gpu and _is_skipped(call, heads):
-        gradient_work = 4 * rows
+    if is_ours:
+        # What all keys of a row share; and of a table, its gradient in float64 beside the one that is passed on.
+        gradient_work = 4 * rows + (0 if table is None else 2 * table.gradient_size)
     elif call.on_gpu:
         # The gradient of the queries is added up in float32, those of shared keys are made for every head.
         if heads.queries != heads.keys:
@@ -74,22 +77,32 @@ def _attended(call: Recorder, query: Block, key: Block, value: Block, heads: Hea
             read = (call.copied(read[0], rows * width), call.copied(key, seen * width), value)
         else:
             read = (read[0], key, call.copied(value, seen * width))
-    tensors = (*read, *(() if mask is None else (_over_batch(call, mask),)))
+    tensors = (*read, *(() if mask is None else (_over_batch(call, mask),)), *(() if table is None else (table,)))
     options = {"keeps_result": True, "own": 4 * rows, "gradient_work": gradient_work}
     output = call.tape.step(*tensors, gives=call.size(rows * width), keeps=tensors, **options)  # type: ignore[arg-type]
     if is_opened:
         bare, output = output, call.copied(output, rows * width)
         call.tape.let_go(bare)
-    call.tape.let_go(*(block.root for block in tensors if block not in (query, key, value)))
+    call.tape.let_go(*(block.root for block in tensors if block not in (query, key, value, table)))
     # Heads lie as the queries do; what was padded lies head by head, or is a part of what the kernel gave.
     output.is_apart = query.is_apart or (not call.on_gpu and heads.head_dim != heads.value_dim)
     return output
 
 
-def _is_skipped(call: Recorder, heads: Heads) -> bool:
-    """Whether our kernels take a window as it is, because they skip the pairs that it hides."""
+def _is_ours(call: Recorder, heads: Heads) -> bool:
+    """Whether our kernels take what PyTorch's would need a mask tensor for: a window, or a bias by distance."""
     work, mask = call.asked.work, call.asked.mask
-    if call.bias is not None or mask is None or mask.left is None or max(heads.head_dim, heads.value_dim) > LARGEST_DIM:
+    if call.reads_cache or max(heads.head_dim, heads.value_dim) > LARGEST_DIM:
+        return False
+    if call.bias is not None:
+        return not call.is_dense and is_bias_read_by_distance(
+            call.device,
+            call.asked.dtype,
+            training=call.tape.training,
+            learned=call.bias == "learned",
+            pairs=work.batch * heads.queries * work.queries * work.keys,
+        )
+    if mask is None or mask.left is None:
         return False
     sizes = (work.batch, heads.queries, work.queries, work.keys, heads.head_dim)
     return is_window_too_large(call.device, call.asked.dtype, *sizes)
@@ -124,6 +137,21 @@ def _mask_tensor(call: Recorder, heads: int) -> Block:
         tape.step(gives=pairs, work=(INDEX + 2) * pairs)
         made = tape.step(gives=call.size(pairs))
     if not learned:
+        made.gradient_size = 0
+    return made
+
+
+def _table(call: Recorder, heads: int) -> Block:
+    """A bias by distance as our kernels read it: a number for every head and distance, in float32."""
+    work, learned = call.asked.work, call.bias == "learned"
+    before, after = max(0, work.keys - 1), max(0, work.queries - 1)
+    if call.farthest is not None:
+        before, after = min(before, call.farthest), min(after, call.farthest)
+    size = call.wide(heads * (before + 1 + after))
+    # Distances from a centre that is learned, and their squares, are kept; what is fixed is kept for the next call.
+    made = call.tape.step(gives=size, own=2 * size if learned else 0)
+    if not learned:
+        call.tape.last(size)
         made.gradient_size = 0
     return made
 

@@ -134,13 +134,9 @@ def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[
 
     >>> from polyhead.layers.config import MultiHeadConfig
     >>> memory_doubts(MultiHeadConfig(512, 8)), memory_doubts(MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,)))
-    ((), ('memory is not counted to 5% for key heads with different numbers of readers: ...',))
+    ((), ('memory of key heads with different numbers of readers is held to 5% on a CPU; ...',))
     """
     doubts = _unmeasured(config) if device == "cuda" else []
-    if getattr(config.layout, "key_heads", None) is not None:  # type: ignore[attr-defined]
-        doubts.append(
-            "memory is not counted to 5% for key heads with different numbers of readers: what is copied for each group"
-        )
     if isinstance(config, RoutedConfig) and config.top_k is None:
         doubts.append(
             f"memory of routed heads is that of the {config.most_heads} heads that a token takes at most; "
@@ -158,6 +154,11 @@ def _unmeasured(config: AttentionConfig) -> list[str]:
         named = kind if "head" in kind else f"{kind} heads"
         doubts.append(
             f"memory of {named} over a cache, prompts and decoding, is held to 5% on a CPU; "
+            "on a GPU it has not been measured"
+        )
+    if getattr(config.layout, "key_heads", None) is not None:  # type: ignore[attr-defined]
+        doubts.append(
+            "memory of key heads with different numbers of readers is held to 5% on a CPU; "
             "on a GPU it has not been measured"
         )
     return doubts

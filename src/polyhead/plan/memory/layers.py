@@ -13,9 +13,9 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.config import AttentionConfig, HeadsConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
-from polyhead.plan.memory.attention import record_attention
 from polyhead.plan.memory.recorder import Heads, Recorder
 from polyhead.plan.memory.tape import Block
+from polyhead.plan.memory.uneven import record_heads
 
 
 @singledispatch
@@ -31,7 +31,7 @@ def record_layer(config: AttentionConfig, call: Recorder) -> Block:
 def record_multi_head(config: MultiHeadConfig, call: Recorder) -> Block:
     layout = config.layout
     query, key, value = before_heads(config, call)
-    heads = record_attention(call, query, key, value, heads_of(layout))
+    heads = record_heads(call, query, key, value, heads_of(layout), layout.key_heads)
     return after_heads(config, call, heads)
 
 

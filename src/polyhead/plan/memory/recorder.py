@@ -43,6 +43,7 @@ class Recorder:
     x: Block
     bias: Bias = None  # whether positions add to the logits, and learn to
     is_dense: bool = False  # whether that is written down for every pair, and not by distance
+    farthest: int | None = None  # the distance from which on what is added by distance stays the same
     special: bool = False  # whether there is what PyTorch's kernels do not have: sinks, a softcap, dropout on a CPU
     written: list[int] = field(default_factory=list)  # bytes of the weights of each attention that writes them down
 
@@ -56,7 +57,8 @@ class Recorder:
         special |= device == "cpu" and asked.work.training and getattr(config, "dropout", 0.0) > 0
         x = tape.given(asked.tokens * width * asked.dtype.itemsize)
         is_dense = isinstance(positions, QuadraticRelative2DConfig)
-        return cls(asked, form, device, tape, x, bias, is_dense, special)
+        farthest = positions.max_distance if isinstance(positions, T5BiasConfig) else None
+        return cls(asked, form, device, tape, x, bias, is_dense, farthest, special)
 
     @property
     def on_gpu(self) -> bool:
