@@ -112,6 +112,12 @@ def poisoned_memory() -> Iterator[None]:
 
         return fresh
 
+    if torch.cuda.is_available():
+        # Dynamo makes a table of torch's functions when it is imported, which must not be one of these: to what the
+        # same process compiles later the true ones would be strangers. Without a GPU no process does both.
+        from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+        get_torch_obj_rule_map()
     with (
         mock.patch.object(torch, "empty", poisoned(torch.empty)),
         mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),

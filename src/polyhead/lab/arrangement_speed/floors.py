@@ -168,8 +168,14 @@ def _gated_by_head(layer: Any, x: Tensor, core: Core) -> Tensor:
 
 def _uneven(layer: Any, x: Tensor, core: Core) -> Tensor:
     """Each head with a copy of the key and value that it reads, which is what a core of even groups needs."""
-    readers = torch.tensor(layer.layout.key_heads, device=x.device)
+    readers = _index(layer.layout.key_heads, x.device)
     return _plain(layer, x, lambda q, k, v: core(q, k[:, readers], v[:, readers]))
+
+
+@functools.cache
+def _index(key_heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once: nothing may come from the host while a graph is captured."""
+    return torch.tensor(key_heads, device=device)
 
 
 def _convolutional(layer: Any, x: Tensor, core: Core) -> Tensor:

@@ -133,8 +133,9 @@ def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[
     """Why `estimate_memory` may be further off than 5% for such a layer there, in words; none where tests hold it.
 
     >>> from polyhead.layers.config import MultiHeadConfig
-    >>> memory_doubts(MultiHeadConfig(512, 8)), memory_doubts(MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,)))
-    ((), ('memory of key heads with different numbers of readers is held to 5% on a CPU; ...',))
+    >>> uneven = MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,), causal=True)
+    >>> memory_doubts(MultiHeadConfig(512, 8)), memory_doubts(uneven)
+    ((), ('memory of key heads with different numbers of readers over a cache, prompts and decoding, ...',))
     """
     doubts = _unmeasured(config) if device == "cuda" else []
     if isinstance(config, RoutedConfig) and config.top_k is None:
@@ -149,16 +150,14 @@ def _unmeasured(config: AttentionConfig) -> list[str]:
     """What no measurement on a GPU holds. Elsewhere it is held to 5%: prompts of multi-head attention, and every
     arrangement's forward and training step.
     """
-    doubts, kind = [], str(config.to_dict()["kind"]).replace("_", " ")
-    if not isinstance(config, MultiHeadConfig) and getattr(config, "causal", False):
-        named = kind if "head" in kind else f"{kind} heads"
-        doubts.append(
-            f"memory of {named} over a cache, prompts and decoding, is held to 5% on a CPU; "
-            "on a GPU it has not been measured"
-        )
-    if getattr(config.layout, "key_heads", None) is not None:  # type: ignore[attr-defined]
-        doubts.append(
-            "memory of key heads with different numbers of readers is held to 5% on a CPU; "
-            "on a GPU it has not been measured"
-        )
-    return doubts
+    kind = str(config.to_dict()["kind"]).replace("_", " ")
+    named = kind if "head" in kind else f"{kind} heads"
+    is_uneven = getattr(config.layout, "key_heads", None) is not None  # type: ignore[attr-defined]
+    if not getattr(config, "causal", False) or (isinstance(config, MultiHeadConfig) and not is_uneven):
+        return []
+    if isinstance(config, MultiHeadConfig):
+        named = "key heads with different numbers of readers"
+    return [
+        f"memory of {named} over a cache, prompts and decoding, is held to 5% on a CPU; "
+        "on a GPU it has not been measured"
+    ]
