@@ -128,6 +128,10 @@ def test_pytorch_s_grouped_product_gives_the_same_numbers(monkeypatch):
             torch.testing.assert_close(one, other)
 
 
+def test_plain_pytorch_weighs_no_rows_inside_a_product():
+    assert not row_products.weighs_rows(torch.randn(4, 2), torch.randn(3, 2, 2), torch.randn(4))
+
+
 def test_shapes_that_do_not_fit_are_refused():
     groups = RowGroups.of(choices(), MATRICES)
     stack = torch.randn(MATRICES, INNER, OUTER)

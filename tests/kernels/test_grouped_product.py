@@ -22,7 +22,7 @@ LARGE = [(700, 4, 16, 512, 128), (700, 4, 16, 128, 512), (90, 5, 70, 264, 72), (
 
 def check_all(device: str, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, used_share: float | None) -> None:
     """Outputs and gradients of both products, within the error budget, and NaN where nobody is to look."""
-    from polyhead.functional.row_products import RowGroups, spread_product, summed_product
+    from polyhead.functional.row_products import RowGroups, spread_product, summed_product, weighs_rows
 
     tokens, slots, matrices, inner, outer = sizes
     chosen = torch.rand(tokens, matrices).argsort(-1)[:, :slots].to(device)
@@ -45,6 +45,11 @@ def check_all(device: str, sizes: tuple[int, int, int, int, int], dtype: torch.d
             found = _differentiated(lambda a, b, *_, p=product: p(a, b, groups), hidden, stack, poison)
         for name, one, wanted, loose in zip(("product", "left", "matrices"), found, exact, plain, strict=True):
             assert_within_error_budget(one, exact=wanted, plain=loose, name=f"{product.__name__}, {name}")
+    factors = torch.rand(tokens * slots).to(device, dtype)
+    with torch.no_grad(), poisoned_memory():
+        assert weighs_rows(rows, stack, factors)
+        weighed = summed_product(torch.where(away[:, None], torch.nan, rows), stack, groups, factors)
+        assert weighed.equal(summed_product(rows * factors[:, None], stack, groups))
 
 
 def _differentiated(call, left: Tensor, stack: Tensor, gradient: Tensor, *more: object) -> tuple[Tensor, ...]:

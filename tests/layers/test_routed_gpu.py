@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from polyhead import Mask, PreallocatedCache, RoutedHeads
+from polyhead.layers import routed_heads
 from polyhead.layers.positions import Rotary
 from polyhead.layers.routed_heads import RoutedOutput
 from polyhead.layers.routing import Routing
@@ -150,6 +152,18 @@ def test_a_mask_over_a_cache_is_that_of_the_full_forward(options, dtype):
     real = result.routing.real
     assert real.sum(-1).tolist() == [5, 1]
     torch.testing.assert_close(result.output[real], full[:, 35:][real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@shapes
+def test_heads_weighed_inside_the_output_product_are_the_same(options, dtype):
+    layer, x = make(options, dtype), tokens(dtype)
+    gate = torch.rand(layer.layout.num_heads, device="cuda", dtype=dtype)
+    for given in ({}, {"head_gate": gate}):
+        with torch.no_grad():
+            inside = layer(x, **given).output
+            with mock.patch.object(routed_heads, "weighs_rows", return_value=False):
+                assert layer(x, **given).output.equal(inside)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

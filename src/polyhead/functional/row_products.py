@@ -70,10 +70,30 @@ def spread_product(x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
     return _spread(x, matrices, groups.order, groups.ends, groups.slots, groups.complete)
 
 
-def summed_product(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-    """Each token's sum of rows[r] @ matrices[i] over its rows: [rows, in] to [tokens, out]."""
+def summed_product(rows: Tensor, matrices: Tensor, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
+    """Each token's sum of rows[r] @ matrices[i] over its rows: [rows, in] to [tokens, out].
+
+    Row r is taken times factors[r], if there are any, which only what `weighs_rows` can do.
+    """
     _check(rows, matrices, rows.shape[0], groups)
-    return _summed(rows, matrices, groups.order, groups.ends, groups.slots, groups.complete)
+    if factors is None:
+        return _summed(rows, matrices, groups.order, groups.ends, groups.slots, groups.complete)
+    from polyhead.kernels import grouped_product
+
+    return grouped_product.summed(rows, matrices, groups.order, groups.ends, groups.slots, groups.complete, factors)
+
+
+def weighs_rows(rows: Tensor, matrices: Tensor, factors: Tensor) -> bool:
+    """Whether `summed_product` can weigh rows as it multiplies them, which spares a tensor of weighed rows.
+
+    A backward reads that tensor, and compilers and those who count know no kernel that does both.
+    """
+    given = (rows, matrices, factors)
+    if torch.compiler.is_compiling() or is_transformed() or is_watched() or type(rows) is not Tensor or rows.is_meta:
+        return False
+    if rows.dtype is not matrices.dtype or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        return False
+    return _kernels_take(rows)
 
 
 def _check(given: Tensor, matrices: Tensor, rows: int, groups: RowGroups) -> None:

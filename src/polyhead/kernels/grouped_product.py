@@ -146,6 +146,7 @@ def _short_kernel(
     stack,
     result,
     groups,
+    ptr_factors,
     inner,
     columns,
     span,
@@ -157,7 +158,7 @@ def _short_kernel(
     BLOCK_GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """A block of rows with the whole of a short inner axis, along `span` columns."""
+    """A block of rows with the whole of a short inner axis, along `span` columns; each row times its factor, if any."""
     spans = tl.cdiv(columns, span)
     i_program = tl.program_id(0)
     i_group, first, stop = _find_rows(groups, i_program // spans, BLOCK_M, BLOCK_GROUPS, STEPS)
@@ -172,6 +173,9 @@ def _short_kernel(
     # [BLOCK_M, BLOCK_K]
     ptr_left = left.pointer + (given.to(tl.int64) * left.stride_row)[:, None] + offs_k[None, :]
     tile_left = tl.load(ptr_left, mask=mask_m[:, None] & (offs_k < inner)[None, :], other=0.0)
+    if ptr_factors is not None:
+        factors = tl.load(ptr_factors + rows, mask=mask_m, other=0.0).to(tl.float32)
+        tile_left = (tile_left.to(tl.float32) * factors[:, None]).to(tile_left.dtype)
     start = (i_program % spans) * span
     ptr_matrix = stack.pointer + i_group.to(tl.int64) * stack.stride + offs_k.to(tl.int64)[:, None] * stack.stride_row
     ptr_result = result.pointer + (rows.to(tl.int64) * result.stride_row)[:, None]
@@ -265,11 +269,19 @@ def spread(x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots: int,
     return result
 
 
-def summed(rows: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool) -> Tensor:
-    """Each token's sum of rows[r] @ matrices[i] over its rows, added up in float32."""
+def summed(
+    rows: Tensor,
+    matrices: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    slots: int,
+    complete: bool,
+    factors: Tensor | None = None,
+) -> Tensor:
+    """Each token's sum of rows[r] @ matrices[i] over its rows, added up in float32; row r times factors[r], if any."""
     tokens, columns = order.shape[0] // slots, matrices.shape[2]
     found = rows.new_empty(order.shape[0], columns)
-    _multiply(rows, matrices, order, ends, slots, found, by_token=False)
+    _multiply(rows, matrices, order, ends, slots, found, by_token=False, factors=factors)
     result = rows.new_empty(tokens, columns)
     if not result.numel():
         return result
@@ -316,7 +328,15 @@ def outer(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, resu
 
 
 def _multiply(
-    left: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots: int, result: Tensor, *, by_token: bool
+    left: Tensor,
+    matrices: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    slots: int,
+    result: Tensor,
+    *,
+    by_token: bool,
+    factors: Tensor | None = None,
 ) -> None:
     """Write left[r // slots] @ matrices[i] (or left[r] @ ..., if not `by_token`) into the rows that meet a matrix."""
     rows, inner, columns = order.shape[0], matrices.shape[1], matrices.shape[2]
@@ -327,6 +347,8 @@ def _multiply(
     groups = Groups(order, ends, ends.shape[0], slots)
     # In float32 the tile of a whole inner axis takes more registers than there are.
     short = inner <= _SHORT and left.dtype is not torch.float32
+    if factors is not None:
+        left, factors = (left, factors.contiguous()) if short else (left * factors[:, None], None)
     wide = _choose_tile(left.dtype, short, inner, columns)
 
     def launch(tile: Tile) -> None:
@@ -344,12 +366,12 @@ def _multiply(
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
-        given = (_lying(left), stack, Matrix(result, 0, result.stride(0), 1), groups, inner, columns)
+        given = (_lying(left), stack, Matrix(result, 0, result.stride(0), 1), groups)
         if short:
             span = _span(columns, tile.columns, blocks, _WAVES * multiprocessors(left.get_device()))
-            _short_kernel[(blocks * blocks_of(columns, span),)](*given, span, **shared)
+            _short_kernel[(blocks * blocks_of(columns, span),)](*given, factors, inner, columns, span, **shared)
         else:
-            _long_kernel[(blocks * blocks_of(columns, tile.columns),)](*given, **shared)
+            _long_kernel[(blocks * blocks_of(columns, tile.columns),)](*given, inner, columns, **shared)
 
     launch_fitting(launch, wide, Tile.smaller, lambda: ("grouped", left.device.index, left.dtype, short, wide))
 

@@ -15,7 +15,7 @@ from polyhead.functional import Attended, AttentionOutput, Statistics, attention
 from polyhead.functional.decode import decode_runs_on
 from polyhead.functional.gates import gate_factors
 from polyhead.functional.ragged import ragged_attention
-from polyhead.functional.row_products import RowGroups, spread_product, summed_product
+from polyhead.functional.row_products import RowGroups, spread_product, summed_product, weighs_rows
 from polyhead.functional.visibility import resolve
 from polyhead.layers import checks
 from polyhead.layers.chosen_rows import RowsByHead, by_head, factors_of, reshaped, result_by_head, rows_by_slot
@@ -430,9 +430,14 @@ class RoutedHeads(nn.Module):
             if gate is not None:
                 full = gate_factors(gate, batch, self.layout.num_heads, queries)
                 factors = factors * factors_of(full, routing, per_head).to(heads.dtype)
-        rows = heads.permute(0, 3, 2, 1, 4) * factors[..., None]
+        rows = heads.permute(0, 3, 2, 1, 4)
+        each: Tensor | None = None
+        if factors.shape[-1] == 1 and weighs_rows(rows, self.output_weight, factors):
+            each = factors.flatten()
+        else:
+            rows = rows * factors[..., None]
         rows, weight = _as_cast(rows.flatten(3).flatten(0, 2), self.output_weight)
-        output = summed_product(rows, weight, groups).view(batch, queries, self.layout.embed_dim)
+        output = summed_product(rows, weight, groups, each).view(batch, queries, self.layout.embed_dim)
         return output if self.output_bias is None else output + self.output_bias.to(output.dtype)
 
     def _tell(

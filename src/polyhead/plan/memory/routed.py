@@ -54,10 +54,12 @@ def record_routed(config: RoutedConfig, call: Recorder) -> Block:
         sorting = order if config.shape == "full" else tape.step(gives=INDEX * rows * per_head)
         outputs = _chosen_rows(config, call, query, key, value, rows * per_head, sorting)
     width_of_rows = per_head * layout.value_dim
-    weighed = tape.step(outputs, factors, gives=call.size(rows * width_of_rows), keeps=(outputs, factors))
-    weighed.is_apart = outputs.is_apart
+    weighed = outputs
+    if tape.training or not call.on_gpu:  # else our kernel weighs them as it multiplies
+        weighed = tape.step(outputs, factors, gives=call.size(rows * width_of_rows), keeps=(outputs, factors))
+        weighed.is_apart = outputs.is_apart
     flat = call.flattened(weighed, weighed.size)
-    if flat is not weighed:
+    if flat is not weighed and weighed is not outputs:
         tape.let_go(weighed)
     output = tape.step(
         flat,
