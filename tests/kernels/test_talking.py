@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyhead import Mask
+from polyhead.errors import BackendUnsupported
 from polyhead.functional.talking import mixed_weights, talking_attention
 from tests.error_budget import assert_within_error_budget
 from tests.functional.talking_formula import mixed, plain_talking, talking_maps
@@ -165,6 +166,19 @@ def check_poison(device: str, *, small: bool = True) -> None:
     assert not rows[0, :, :7].any()
     assert not rows[0, :, 19:].any()
     assert not rows[1].any()
+
+
+def check_second_derivative(device: str) -> None:
+    tensors, _ = SMALL["causal"].tensors(torch.float16, device)
+    query, key, value, before, after = (x.requires_grad_() for x in tensors)
+    output = talking_attention(query, key, value, logits_mix=before, weights_mix=after, backend="fused").output
+    (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+    with pytest.raises(BackendUnsupported, match='no second derivative; backend="reference" has one'):
+        torch.autograd.grad(gradient.sum(), key)
+
+
+def test_in_the_interpreter_a_second_derivative_is_refused() -> None:
+    in_the_interpreter(check_second_derivative, "cpu")
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -14,7 +14,7 @@ from polyhead.functional.kernel_masks import mask_reasons, pack
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.statistics import RowStatistics
 from polyhead.functional.talking_request import Cleaned, TalkingRequest, cleaned
-from polyhead.functional.tracing import TRANSFORMED, is_transformed
+from polyhead.functional.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.outputs import output_like
@@ -68,10 +68,13 @@ def run(request: TalkingRequest) -> AttentionOutput:
     plain, clean, mask = _taken(request)
     asked = plain.statistics
     split = asked is not None or plain.logsumexp
-    output, logsumexp = _forward_operator(*_arguments(request, clean, mask), split)
+    # Calling an operator takes as much Python as launching a kernel, and twice that where gradients are recorded.
+    traced = is_traced(plain.query)
+    forward = _forward_operator if traced else _Recorded.apply if request.needs_grad else _forward
+    output, logsumexp = forward(*_arguments(request, clean, mask), split)
     rows = None
     if asked is not None:
-        found = _statistics_operator(
+        found = (_statistics_operator if traced else _statistics)(
             *(x.detach() if isinstance(x, Tensor) else x for x in _arguments(request, clean, mask)),
             logsumexp.detach(),
             ",".join(asked.names),
@@ -86,8 +89,10 @@ def run(request: TalkingRequest) -> AttentionOutput:
 def mixed_weights(request: TalkingRequest) -> CombinedWeights:
     _, clean, mask = _taken(request)
     arguments = _arguments(request, clean, mask)
-    _, logsumexp = _forward_operator(*arguments, True)
-    return CombinedWeights(*_statistics_operator(*arguments, logsumexp, ",".join(COMBINED), 1, 0))
+    traced = is_traced(request.plain.query)
+    _, logsumexp = (_forward_operator if traced else _forward)(*arguments, True)
+    tell = _statistics_operator if traced else _statistics
+    return CombinedWeights(*tell(*arguments, logsumexp, ",".join(COMBINED), 1, 0))
 
 
 def _taken(request: TalkingRequest) -> tuple[AttentionRequest, Cleaned, MaskArguments]:
@@ -224,12 +229,27 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any
     grads: Sequence[Tensor | None] = [None] * 5
     if grad is not None:
         rest = (scale, inputs[5:], numbers, given, query_poison, key_poison)
-        grads = _backward_operator(*inputs[:5], *rest, grad, logsumexp)
+        backward = _backward_operator if torch.is_grad_enabled() or is_traced(inputs[0]) else _backward
+        grads = backward(*inputs[:5], *rest, grad, logsumexp)
     return *grads, *([None] * 7)
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise BackendUnsupported("fused", ['our kernels have no second derivative; backend="reference" has one'])
+
+
+class _Recorded(torch.autograd.Function):
+    """The same on the tape of plain PyTorch. With a `setup_context` PyTorch would read the signature in every call."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*arguments)
+        _remember(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _differentiate(ctx, *grads)
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_remember)
