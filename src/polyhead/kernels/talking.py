@@ -37,7 +37,7 @@ _WIDE_BLOCKS: dict[Pass, Blocks] = {
     "logsumexp": Blocks(32, 16, 16, 2),
     "output": Blocks(16, 16, 16, 2),
     "statistics": Blocks(16, 16, 16, 2),
-    "delta": Blocks(8, 16, 16, 1),
+    "delta": Blocks(16, 8, 16, 2),
     "query": Blocks(8, 16, 16, 1),
     "key": Blocks(16, 8, 16, 2),
     "value": Blocks(16, 16, 16, 2),
@@ -258,7 +258,8 @@ def backward(problem: Problem, grad: Tensor, logsumexp: Tensor) -> tuple[Tensor,
     if problem.is_wide:
         launches = (("key", True, False), ("value", False, True))
     for name, of_key, of_value in launches:
-        _launch(key_value_kernel, name, problem, keys, True, *into_keys, OF_KEY=of_key, OF_VALUE=of_value)
+        options = {"OF_KEY": of_key, "OF_VALUE": of_value, "TURNED": not problem.is_wide}
+        _launch(key_value_kernel, name, problem, keys, True, *into_keys, **options)
     if heads != key.shape[1]:
         groups = (key.shape[1], heads // key.shape[1])
         grad_key, grad_value = (x.unflatten(1, groups).sum(2).to(query.dtype) for x in (grad_key, grad_value))

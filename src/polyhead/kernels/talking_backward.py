@@ -80,6 +80,7 @@ def delta_kernel(
     BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
     blocks = tl.cdiv(shape.queries, BLOCK_M)
@@ -95,7 +96,15 @@ def delta_kernel(
     logits_mix = mix_matrix(ptr_logits_mix, False, HEADS)
     positions_m = query_positions(mask, i_batch, offs_m, shape.queries)
     logsumexp = row_logsumexp(ptr_logsumexp, i_batch, offs_m, shape, HEADS)
-    crossed = tl.zeros([BLOCK_M, HEADS, HEADS], tl.float32)
+    # Crossing the heads of each row takes 16 columns at least, the depth of a matrix unit; with fewer the gradient is
+    # mixed back, and heads are crossed over all pairs.
+    BY_ROW: tl.constexpr = BLOCK_N >= 16
+    if BY_ROW:
+        crossed = tl.zeros([BLOCK_M, HEADS, HEADS], tl.float32)
+    else:
+        weights_mix_back = mix_matrix(ptr_weights_mix, True, HEADS)
+        crossed = tl.zeros([PARTS, HEADS, HEADS], tl.float32)
+        by_column = tl.zeros([HEADS, BLOCK_M, BLOCK_N], tl.float32)  # delta, apart until the end
     kept, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
     for step in tl.range(0, kept + stop - start, BLOCK_N):
         offs_n = tl.where(step < kept, step, step - kept + start) + tl.arange(0, BLOCK_N)
@@ -119,12 +128,21 @@ def delta_kernel(
         visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
         broken = broken_pairs(poison, i_batch, offs_m, offs_n, shape)
         logits = mixed_logits(scores, logits_mix, visible, broken, DTYPE, False)
-        weights = weights_of(logits, logsumexp[:, :, None], visible, poison).to(DTYPE)
-        grad_mixed = batched_dot(tile_grad, tile_value).to(DTYPE)
-        crossed += batched_dot(tl.permute(weights, (1, 0, 2)), tl.permute(grad_mixed, (1, 2, 0)))
-    weights_mix_back = mix_matrix(ptr_weights_mix, True, HEADS).to(tl.float32)
-    delta = tl.sum(crossed * weights_mix_back[None, :, :], 2)  # [BLOCK_M, HEADS]
-    store_row_values(ptr_delta, tl.trans(delta), i_batch, offs_m, shape, HEADS)
+        weights = weights_of(logits, logsumexp[:, :, None], visible, poison)
+        grad_mixed = batched_dot(tile_grad, tile_value)
+        if BY_ROW:
+            left = tl.permute(weights.to(DTYPE), (1, 0, 2))
+            crossed += batched_dot(left, tl.permute(grad_mixed.to(DTYPE), (1, 2, 0)))
+        else:
+            pairs = by_pair(grad_mixed, DTYPE)
+            by_column += weights * by_head(mixed(weights_mix_back, pairs), BLOCK_M, BLOCK_N)
+            crossed += _crossed(by_pair(weights, DTYPE), pairs, PARTS)
+    if BY_ROW:
+        weights_mix = mix_matrix(ptr_weights_mix, True, HEADS).to(tl.float32)
+        delta = tl.trans(tl.sum(crossed * weights_mix[None, :, :], 2))
+    else:
+        delta = tl.sum(by_column, 2)
+    store_row_values(ptr_delta, delta, i_batch, offs_m, shape, HEADS)
     _store_mix(ptr_grad_weights_mix, tl.sum(crossed, 0), HEADS)
 
 

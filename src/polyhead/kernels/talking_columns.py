@@ -1,7 +1,8 @@
 """Talking heads, backward by columns: the gradients of keys and values, formulas as in `talking_backward`.
 
-All is turned: scores are [HEADS, BLOCK_N, BLOCK_M] and sums [HEADS, channels, BLOCK_N], so that both products of a tile
-of queries, or of gradients, read it as it lies.
+TURNED, scores are [HEADS, BLOCK_N, BLOCK_M] and sums [HEADS, channels, BLOCK_N], so that both products of a tile of
+queries, or of gradients, read it as it lies. That takes 16 columns at least, the rows of a matrix unit; narrower tiles
+are not turned.
 """
 
 from __future__ import annotations
@@ -28,6 +29,45 @@ from polyhead.kernels.talking_tiles import (
     store_by_head,
     weights_of,
 )
+
+
+@triton.jit
+def _tile(
+    ptr,
+    strides,
+    i_batch,
+    offs,
+    limit,
+    num_heads,
+    group,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some tokens of every head, [HEADS, tokens, BLOCK], or as COLUMNS [HEADS, BLOCK, tokens]."""
+    if COLUMNS:
+        tile = columns_by_head(ptr, strides, i_batch, offs, limit, num_heads, group, DIM, BLOCK, HEADS)
+    else:
+        tile = rows_by_head(ptr, strides, i_batch, offs, limit, num_heads, group, DIM, BLOCK, HEADS)
+    return tile
+
+
+@triton.jit
+def _product(tile_a, tile_b, TURNED: tl.constexpr):
+    """a b, or b^T a^T of what is already transposed."""
+    return batched_dot(tile_b, tile_a) if TURNED else batched_dot(tile_a, tile_b)
+
+
+@triton.jit
+def _transposed(tile, TURNED: tl.constexpr):
+    return tl.trans(tile) if TURNED else tile
+
+
+@triton.jit
+def _over_columns(rows, TURNED: tl.constexpr):
+    """A number of each row, [HEADS, BLOCK_M], beside scores."""
+    return rows[:, None, :] if TURNED else rows[:, :, None]
 
 
 @triton.jit
@@ -61,6 +101,7 @@ def key_value_kernel(
     BLOCK_N: tl.constexpr,
     OF_KEY: tl.constexpr,
     OF_VALUE: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Gradients of a block of keys and values, each or both, for every query head: [batch, heads, keys, dim]."""
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
@@ -68,66 +109,56 @@ def key_value_kernel(
     i_batch = tl.program_id(0) // blocks
     first_column = tl.program_id(0) % blocks * BLOCK_N
     offs_n = first_column + tl.arange(0, BLOCK_N)
-    # [HEADS, BLOCK_N, BLOCK_KEY]
-    tile_key = rows_by_head(
-        ptr_key, strides_key, i_batch, offs_n, shape.keys, shape.heads, shape.group, DIM_KEY, BLOCK_KEY, HEADS
-    )
+    # The first and the second axis of scores.
+    FIRST: tl.constexpr = BLOCK_N if TURNED else BLOCK_M
+    SECOND: tl.constexpr = BLOCK_M if TURNED else BLOCK_N
+    sizes_n = (shape.keys, shape.heads, shape.group)
+    sizes_m = (shape.queries, shape.heads, 1)
+    tile_key = _tile(ptr_key, strides_key, i_batch, offs_n, *sizes_n, DIM_KEY, BLOCK_KEY, HEADS, not TURNED)
     logits_mix = mix_matrix(ptr_logits_mix, False, HEADS)
     if OF_KEY:
-        tile_value = rows_by_head(
-            ptr_value,
-            strides_value,
-            i_batch,
-            offs_n,
-            shape.keys,
-            shape.heads,
-            shape.group,
-            DIM_VALUE,
-            BLOCK_VALUE,
-            HEADS,
+        tile_value = _tile(
+            ptr_value, strides_value, i_batch, offs_n, *sizes_n, DIM_VALUE, BLOCK_VALUE, HEADS, not TURNED
         )
         logits_mix_back = mix_matrix(ptr_logits_mix, True, HEADS)
         weights_mix_back = mix_matrix(ptr_weights_mix, True, HEADS)
-        grad_key = tl.zeros([HEADS, BLOCK_KEY, BLOCK_N], tl.float32)
+        grad_key = tl.zeros([HEADS, BLOCK_KEY, BLOCK_N] if TURNED else [HEADS, BLOCK_N, BLOCK_KEY], tl.float32)
     if OF_VALUE:
         weights_mix = mix_matrix(ptr_weights_mix, False, HEADS)
-        grad_value = tl.zeros([HEADS, BLOCK_VALUE, BLOCK_N], tl.float32)
+        grad_value = tl.zeros([HEADS, BLOCK_VALUE, BLOCK_N] if TURNED else [HEADS, BLOCK_N, BLOCK_VALUE], tl.float32)
     positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
     start, stop = query_span(mask, i_batch, first_column, shape.queries, shape.keys, BLOCK_N, BLOCK_M)
     for first_row in tl.range(start, stop, BLOCK_M):
         offs_m = first_row + tl.arange(0, BLOCK_M)
-        # [HEADS, BLOCK_KEY, BLOCK_M] and [HEADS, BLOCK_VALUE, BLOCK_M]
-        tile_query = columns_by_head(
-            ptr_query, strides_query, i_batch, offs_m, shape.queries, shape.heads, 1, DIM_KEY, BLOCK_KEY, HEADS
-        )
-        tile_grad = columns_by_head(
-            ptr_grad, strides_grad, i_batch, offs_m, shape.queries, shape.heads, 1, DIM_VALUE, BLOCK_VALUE, HEADS
-        )
+        tile_query = _tile(ptr_query, strides_query, i_batch, offs_m, *sizes_m, DIM_KEY, BLOCK_KEY, HEADS, TURNED)
+        tile_grad = _tile(ptr_grad, strides_grad, i_batch, offs_m, *sizes_m, DIM_VALUE, BLOCK_VALUE, HEADS, TURNED)
         logsumexp = row_logsumexp(ptr_logsumexp, i_batch, offs_m, shape, HEADS)
         positions_m = query_positions(mask, i_batch, offs_m, shape.queries)
-        scores = batched_dot(tile_key, tile_query) * (scale * LOG2E)
-        visible = tl.trans(seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape))
+        scores = _product(tile_query, tile_key, TURNED) * (scale * LOG2E)
+        visible = _transposed(seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape), TURNED)
         broken = broken_pairs(poison, i_batch, offs_m, offs_n, shape)
         if broken is not None:
-            broken = tl.trans(broken)
+            broken = _transposed(broken, TURNED)
         logits = mixed_logits(scores, logits_mix, visible, broken, DTYPE, False)
-        weights = weights_of(logits, logsumexp[:, None, :], visible, poison)
+        weights = weights_of(logits, _over_columns(logsumexp, TURNED), visible, poison)
         if OF_VALUE:
-            heads = by_head(mixed(weights_mix, by_pair(weights, DTYPE)).to(DTYPE), BLOCK_N, BLOCK_M)
-            grad_value += batched_dot(tile_grad, tl.permute(heads, (0, 2, 1)))
+            heads = by_head(mixed(weights_mix, by_pair(weights, DTYPE)).to(DTYPE), FIRST, SECOND)
+            grad_value += _product(tl.permute(heads, (0, 2, 1)), tile_grad, TURNED)
         if OF_KEY:
             delta = row_values(ptr_delta, i_batch, offs_m, shape, 0.0, HEADS)
-            grad_mixed = by_pair(batched_dot(tile_value, tile_grad), DTYPE)
-            grad_weights = by_head(mixed(weights_mix_back, grad_mixed), BLOCK_N, BLOCK_M)
-            grad_logits = grad_logits_of(weights, grad_weights, delta[:, None, :], visible, poison)
+            grad_mixed = by_pair(_product(tile_grad, tile_value, TURNED), DTYPE)
+            grad_weights = by_head(mixed(weights_mix_back, grad_mixed), FIRST, SECOND)
+            grad_logits = grad_logits_of(weights, grad_weights, _over_columns(delta, TURNED), visible, poison)
             pairs = by_pair(grad_logits, DTYPE)
-            grad_scores = by_head((mixed(logits_mix_back, pairs) * scale).to(DTYPE), BLOCK_N, BLOCK_M)
-            grad_key += batched_dot(tile_query, tl.permute(grad_scores, (0, 2, 1)))
+            grad_scores = by_head((mixed(logits_mix_back, pairs) * scale).to(DTYPE), FIRST, SECOND)
+            grad_key += _product(tl.permute(grad_scores, (0, 2, 1)), tile_query, TURNED)
     if OF_KEY:
+        if TURNED:
+            grad_key = tl.permute(grad_key, (0, 2, 1))
         store_by_head(
             ptr_grad_key,
             strides_grad_key,
-            tl.permute(grad_key, (0, 2, 1)),
+            grad_key,
             i_batch,
             offs_n,
             shape.keys,
@@ -137,10 +168,12 @@ def key_value_kernel(
             HEADS,
         )
     if OF_VALUE:
+        if TURNED:
+            grad_value = tl.permute(grad_value, (0, 2, 1))
         store_by_head(
             ptr_grad_value,
             strides_grad_value,
-            tl.permute(grad_value, (0, 2, 1)),
+            grad_value,
             i_batch,
             offs_n,
             shape.keys,
