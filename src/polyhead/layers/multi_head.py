@@ -24,6 +24,7 @@ from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
 from polyhead.layers.steps import Asked, decoded, first_position, normed, own_mask, split_heads
+from polyhead.layers.taps import check_arrangement, draw_taps
 from polyhead.layers.torch_exchange import copy_from, options_of, to_torch
 from polyhead.masks import Mask
 
@@ -178,9 +179,8 @@ class MultiHeadAttention(nn.Module):
         With init="conv" all but the key projection becomes that of a fresh convolution, its positions included.
         """
         if self.init == "conv":
-            from polyhead.layers.convolutional import reset_to_convolution  # which stands on this module
-
-            reset_to_convolution(self)
+            check_arrangement(self, MultiHeadAttention)
+            draw_taps(self)
             return
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.gate_proj):
             if linear is None:
