@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyhead import Explanation, Mask, attention, explain
 from polyhead.errors import BackendUnsupported, OptionError
-from polyhead.functional import BACKENDS, backends, fused, sdpa, window_rule
+from polyhead.functional import BACKENDS, backends, fused, mask_rule, sdpa
 from tests.functional.oracle import ON_THE_CPU, normal
 
 Q, K, V = normal(2, 6, 19, 8, seed=1).float(), normal(2, 2, 23, 8, seed=2).float(), normal(2, 2, 23, 11, seed=3).float()
@@ -223,9 +223,9 @@ def test_auto_avoids_a_mask_that_would_be_too_large(
     monkeypatch: pytest.MonkeyPatch, mask: Mask | None, elements: int, item: int
 ) -> None:
     size = elements * item
-    monkeypatch.setattr(window_rule, "LARGEST_MASK", size)
+    monkeypatch.setattr(mask_rule, "LARGEST_MASK", size)
     assert explain(Q, K, K, mask=mask).chosen == "sdpa"
-    monkeypatch.setattr(window_rule, "LARGEST_MASK", size - 1)
+    monkeypatch.setattr(mask_rule, "LARGEST_MASK", size - 1)
     explanation = explain(Q, K, K, mask=mask)
     if mask is None:
         return
@@ -272,7 +272,7 @@ def _request_of(mask: Mask) -> Any:
     ids=repr,
 )
 def test_a_causal_self_attention_needs_no_mask_tensor(monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
-    monkeypatch.setattr(window_rule, "LARGEST_MASK", 0)
+    monkeypatch.setattr(mask_rule, "LARGEST_MASK", 0)
     x = torch.randn(2, 6, 23, 8)
     assert explain(x, K, K, mask=mask).chosen == "sdpa"
     assert explain(x[:, :, :1], K, K, mask=Mask.causal()).chosen == "sdpa"
@@ -361,9 +361,9 @@ def test_an_exported_window_stays_with_pytorch(a_gpu: None, monkeypatch: pytest.
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_choice_is_the_same_in_a_compiled_program(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
     """As if the rule held for a CPU and for less work, and the formula were our kernel."""
-    monkeypatch.setattr(window_rule, "DEVICE", "cpu")
-    monkeypatch.setattr(window_rule, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(window_rule, "LARGEST_WINDOWED", 2 * 6 * 19 * 23 * 8)
+    monkeypatch.setattr(mask_rule, "DEVICE", "cpu")
+    monkeypatch.setattr(mask_rule, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(mask_rule, "LARGEST_WINDOWED", 2 * 6 * 19 * 23 * 8)
     monkeypatch.setitem(backends._RUN, "fused", backends._RUN["reference"])
     monkeypatch.setitem(backends._REASONS, "fused", lambda request: [])
     monkeypatch.setattr(fused, "unsupported_reasons", lambda request: [])
@@ -442,7 +442,7 @@ def test_the_gradient_of_a_bias_by_distance_is_left_to_our_kernel_where_it_is_le
     query, key, value = near()
     pairs = query.shape[0] * query.shape[1] * 19 * 23
     for least, chosen in ((pairs, "fused"), (pairs + 1, "sdpa")):
-        monkeypatch.setattr(window_rule, "MOST_LEARNED_PAIRS", least)
+        monkeypatch.setattr(mask_rule, "MOST_LEARNED_PAIRS", least)
         assert explain(query, key, value, mask=table(learned=True)).chosen == chosen
         assert explain(query, key, value, mask=table()).chosen == "fused"
         assert explain(query.clone().requires_grad_(), key, value, mask=table()).chosen == "sdpa"
@@ -467,7 +467,7 @@ def test_a_bias_by_distance_that_our_kernel_cannot_serve_or_was_not_timed_in_sta
 def test_the_gradient_of_a_table_is_left_to_pytorch_where_it_must_be_the_same_at_every_run(
     a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window_rule, "MOST_LEARNED_PAIRS", 0)
+    monkeypatch.setattr(mask_rule, "MOST_LEARNED_PAIRS", 0)
     assert explain(*near(), mask=table(learned=True)).chosen == "fused"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert explain(*near(), mask=table(learned=True)).chosen == "sdpa"
@@ -481,8 +481,8 @@ def test_an_exported_bias_by_distance_stays_with_pytorch(a_gpu: None, monkeypatc
 
 def test_a_bias_by_distance_goes_to_our_kernel_in_a_compiled_program_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the rule held for a CPU, and the formula were our kernel."""
-    monkeypatch.setattr(window_rule, "DEVICE", "cpu")
-    monkeypatch.setattr(window_rule, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(mask_rule, "DEVICE", "cpu")
+    monkeypatch.setattr(mask_rule, "DTYPES", (torch.float32,))
     monkeypatch.setitem(backends._RUN, "fused", backends._RUN["reference"])
     monkeypatch.setitem(backends._REASONS, "fused", lambda request: [])
     monkeypatch.setattr(fused, "unsupported_reasons", lambda request: [])

@@ -128,8 +128,16 @@ def test_pytorch_s_grouped_product_gives_the_same_numbers(monkeypatch):
             torch.testing.assert_close(one, other)
 
 
-def test_plain_pytorch_weighs_no_rows_inside_a_product():
-    assert not row_products.weighs_rows(torch.randn(4, 2), torch.randn(3, 2, 2), torch.randn(4))
+def test_rows_that_no_kernel_weighs_are_weighed_before_and_their_factors_learn():
+    groups = RowGroups.of(choices(), MATRICES)
+    stack = torch.randn(MATRICES, INNER, OUTER, dtype=DOUBLE)
+    rows = torch.randn(TOKENS * SLOTS, INNER, dtype=DOUBLE)
+    factors = torch.rand(TOKENS * SLOTS, dtype=DOUBLE, requires_grad=True)
+    assert not row_products.weighs_rows(rows, stack, factors)
+    ours = summed_product(rows, stack, groups, factors)
+    theirs = summed_product(rows * factors[:, None], stack, groups)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad(x.sum(), factors)[0] for x in (ours, theirs)))
 
 
 def test_shapes_that_do_not_fit_are_refused():

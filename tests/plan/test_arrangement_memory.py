@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyhead.functional import window_rule
+from polyhead.functional import mask_rule
 from polyhead.layers import (
     AttentionConfig,
     CollaborativeConfig,
@@ -363,7 +363,7 @@ def test_memory_of_a_bias_by_distance_grows_with_the_tokens_and_not_with_their_s
 
 
 def test_keys_and_values_are_copied_on_a_gpu_where_something_is_added_to_the_logits(monkeypatch):
-    monkeypatch.setattr(window_rule, "MOST_LEARNED_PAIRS", 0)
+    monkeypatch.setattr(mask_rule, "MOST_LEARNED_PAIRS", 0)
     work = Workload.training_step(TOKENS, batch=BATCH)
 
     def added(dtype: torch.dtype, **options: Any) -> int:

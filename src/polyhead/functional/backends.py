@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.functional import blockwise, fused, reference, sdpa
+from polyhead.functional.mask_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
 from polyhead.functional.request import AttentionOutput, AttentionRequest
 from polyhead.functional.tracing import EXPORTED, is_exporting
 from polyhead.functional.visibility import Visibility
-from polyhead.functional.window_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
 
 
 @dataclass(frozen=True, slots=True)

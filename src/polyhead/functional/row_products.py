@@ -71,20 +71,20 @@ def spread_product(x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
 
 
 def summed_product(rows: Tensor, matrices: Tensor, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
-    """Each token's sum of rows[r] @ matrices[i] over its rows: [rows, in] to [tokens, out].
-
-    Row r is taken times factors[r], if there are any, which only what `weighs_rows` can do.
-    """
+    """Each token's sum of rows[r] @ matrices[i] over its rows, each times factors[r]: [rows, in] to [tokens, out]."""
     _check(rows, matrices, rows.shape[0], groups)
+    of_groups = (groups.order, groups.ends, groups.slots, groups.complete)
     if factors is None:
-        return _summed(rows, matrices, groups.order, groups.ends, groups.slots, groups.complete)
+        return _summed(rows, matrices, *of_groups)
+    if not weighs_rows(rows, matrices, factors):
+        return _summed(rows * factors[:, None], matrices, *of_groups)
     from polyhead.kernels import grouped_product
 
-    return grouped_product.summed(rows, matrices, groups.order, groups.ends, groups.slots, groups.complete, factors)
+    return grouped_product.summed(rows, matrices, *of_groups, factors)
 
 
 def weighs_rows(rows: Tensor, matrices: Tensor, factors: Tensor) -> bool:
-    """Whether `summed_product` can weigh rows as it multiplies them, which spares a tensor of weighed rows.
+    """Whether `summed_product` weighs rows as it multiplies them, and so needs no tensor of weighed rows.
 
     A backward reads that tensor, and compilers and those who count know no kernel that does both.
     """
@@ -149,14 +149,14 @@ def _outer_rows(
 
     `turned`, it lies in memory as its transpose: a gradient in another layout than its weight's would be copied.
     """
+    if not _kernels_take(x) and _grouped_mm_takes(x, rows):
+        left, right = x[order // slots], rows[order]
+        return F.grouped_mm(right.T, left, offs=ends).mT if turned else F.grouped_mm(left.T, right, offs=ends)
     result = _outer_result(x, rows, order, ends, slots, complete, turned)
     if _kernels_take(x):
         from polyhead.kernels import grouped_product
 
         return grouped_product.outer(x, rows, order, ends, slots, result)
-    if _grouped_mm_takes(x, rows):
-        left, right = x[order // slots], rows[order]
-        return F.grouped_mm(right.T, left, offs=ends).mT if turned else F.grouped_mm(left.T, right, offs=ends)
     result.zero_()
     for index, matrix in _parts(order, ends, result):
         matrix.copy_(x[index // slots].T @ rows[index])

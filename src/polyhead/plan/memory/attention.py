@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyhead.functional.fused import LARGEST_DIM
-from polyhead.functional.window_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
+from polyhead.functional.mask_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
 from polyhead.plan.memory.recorder import INDEX, Heads, Recorder
 from polyhead.plan.memory.tape import Block
 from polyhead.plan.memory.tiles import record_tiles

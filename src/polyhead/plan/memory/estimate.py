@@ -150,12 +150,13 @@ def _unmeasured(config: AttentionConfig) -> list[str]:
     """What no measurement on a GPU holds. Elsewhere it is held to 5%: prompts of multi-head attention, and every
     arrangement's forward and training step.
     """
+    if not getattr(config, "causal", False):
+        return []
     kind = str(config.to_dict()["kind"]).replace("_", " ")
     named = kind if "head" in kind else f"{kind} heads"
-    is_uneven = getattr(config.layout, "key_heads", None) is not None  # type: ignore[attr-defined]
-    if not getattr(config, "causal", False) or (isinstance(config, MultiHeadConfig) and not is_uneven):
-        return []
     if isinstance(config, MultiHeadConfig):
+        if config.layout.key_heads is None:
+            return []
         named = "key heads with different numbers of readers"
     return [
         f"memory of {named} over a cache, prompts and decoding, is held to 5% on a CPU; "

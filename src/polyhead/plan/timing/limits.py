@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from polyhead.functional.fused import LARGEST_DIM
-from polyhead.functional.window_rule import is_mask_too_large, is_window_too_large
+from polyhead.functional.mask_rule import is_mask_too_large, is_window_too_large
 from polyhead.plan.timing.machine import Device, Machine, Route
 from polyhead.plan.work import AttentionCore, Piece, Product, Traffic
 

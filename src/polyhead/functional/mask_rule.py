@@ -1,4 +1,4 @@
-"""Where `auto` leaves PyTorch's kernels though they could serve: said once, for who chooses and for who predicts it.
+"""Masks with which `auto` leaves PyTorch's kernels though they could serve: said once, for who chooses and predicts.
 
 PyTorch knows no window. One is a mask tensor to it, which takes memory, and every pair that it hides is computed. Nor
 does it know a bias by distance: that is a number for every head and pair, and so is its gradient.
