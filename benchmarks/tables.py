@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import recorded
 from benchmarks.plan_tables import accuracy_section
 from benchmarks.surgery_tables import quality_section
 from polyhead.lab.arrangement_speed import floors
@@ -31,16 +32,18 @@ ARRANGEMENTS = "arrangements-"
 TRAINING = "training-"
 SURGERY = "surgery-"
 PLAN = "plan-"
+RECORDED = "recorded-"
 MARKS = re.compile(r"(<!-- *figures: *begin *-->).*?(<!-- *figures: *end *-->)", re.DOTALL)
 COMPARED_MARKS = re.compile(r"(<!-- *compared: *begin *-->).*?(<!-- *compared: *end *-->)", re.DOTALL)
 TRAINING_MARKS = re.compile(r"(<!-- *training: *begin *-->).*?(<!-- *training: *end *-->)", re.DOTALL)
 QUALITY_MARKS = re.compile(r"(<!-- *quality: *begin *-->).*?(<!-- *quality: *end *-->)", re.DOTALL)
+RECORDED_MARKS = re.compile(r"(<!-- *recorded: *begin *-->).*?(<!-- *recorded: *end *-->)", re.DOTALL)
 COLUMNS = "| ours | against | theirs | ours / theirs [95%] | bound |"
 
 
 def performance_page(page: str, results: Path = RESULTS) -> str:
     """docs/performance.md with everything between its two marks made anew from the layer's results."""
-    others = (STATISTICS, INSPECTION, VIEWER, ARRANGEMENTS, SURGERY, PLAN)
+    others = (STATISTICS, INSPECTION, VIEWER, ARRANGEMENTS, SURGERY, PLAN, RECORDED)
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
     return _between_marks(page, paths, "batch x n x d_model x heads")
 
@@ -84,7 +87,16 @@ def plan_page(page: str, results: Path = RESULTS) -> str:
     return _filled(page, MARKS, "figures", "\n".join(sections)) if sections else page
 
 
+def attention_page(page: str, results: Path = RESULTS) -> str:
+    """docs/attention.md, from what `python -m benchmarks.recorded` measured."""
+    sections = [
+        _recorded(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob(f"{RECORDED}*"))
+    ]
+    return _filled(page, RECORDED_MARKS, "recorded", "\n".join(sections)) if sections else page
+
+
 PAGES = {
+    "attention.md": attention_page,
     "performance.md": performance_page,
     "statistics.md": statistics_page,
     "inspecting.md": inspection_page,
@@ -106,6 +118,23 @@ def _filled(page: str, marks: re.Pattern[str], name: str, content: str) -> str:
     if len(marks.findall(page)) != 1:
         raise ValueError(f"a page of figures has the marks {name}: begin and {name}: end, once each")
     return marks.sub(lambda found: f"{found[1]}\n\n{content}{found[2]}", page)
+
+
+def _recorded(result: dict[str, Any]) -> str:
+    """Each contender's time over cuDNN's, a line a shape."""
+    names = (recorded.AUTO, recorded.FUSED, recorded.STATISTICS, recorded.FLASH, recorded.EFFICIENT)
+    lines = [
+        f"{result['machine']['gpu']}, torch {result['versions']['torch']}, commit {result['commit']}; shapes: batch, "
+        "heads, KV heads, tokens, head_dim (/value_dim).",
+        "",
+        "| shape | cuDNN | " + " | ".join(name.removeprefix("polyhead, ") for name in names) + " |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for row in result["rows"]:
+        times = row["median_ms"]
+        ratios = (f"{times[name] / times[recorded.CUDNN]:.2f}" if name in times else "-" for name in names)
+        lines.append(f"| {row['shape']} | {times[recorded.CUDNN]:.3g} ms | " + " | ".join(ratios) + " |")
+    return "\n".join([*lines, ""])
 
 
 def _compared(result: dict[str, Any]) -> str:

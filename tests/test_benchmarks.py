@@ -433,6 +433,12 @@ def test_the_page_of_statistics_holds_the_figures_that_were_measured(project_roo
     assert tables.statistics_page(page) == page, "run python -m benchmarks.tables"
 
 
+def test_the_page_of_attention_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    assert list(tables.RESULTS.glob(f"{tables.RECORDED}*.json"))
+    page = (project_root / "docs" / "attention.md").read_text(encoding="utf-8")
+    assert tables.attention_page(page) == page, "run python -m benchmarks.tables"
+
+
 def test_the_page_of_inspections_holds_the_figures_that_were_measured(project_root: Path) -> None:
     assert list(tables.RESULTS.glob(f"{tables.INSPECTION}*.json"))
     page = (project_root / "docs" / "inspecting.md").read_text(encoding="utf-8")

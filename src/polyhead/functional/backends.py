@@ -21,6 +21,7 @@ class Choice:
     supported: bool
     reasons: tuple[str, ...] = ()  # why it cannot serve
     kernel: str = ""  # what would run
+    backward: str = ""  # what would compute the gradients; empty where none are recorded
     avoided: str = ""  # why `auto` would rather take another, though it could serve
 
 
@@ -41,12 +42,18 @@ class Explanation:
     def kernel(self) -> str:
         return self[self.chosen].kernel
 
+    @property
+    def backward(self) -> str:
+        """The kernel that would compute the gradients; empty where none are recorded."""
+        return self[self.chosen].backward
+
     def __str__(self) -> str:
         lines = []
         for choice in self.choices:
             mark = "->" if choice.backend == self.chosen else "  "
-            said = choice.avoided or choice.kernel if choice.supported else "no: " + "; ".join(choice.reasons)
-            lines.append(f"{mark} {choice.backend:<10} {said}")
+            text = choice.avoided or choice.kernel if choice.supported else "no: " + "; ".join(choice.reasons)
+            backward = f"; backward: {choice.backward}" if choice.backward and not choice.avoided else ""
+            lines.append(f"{mark} {choice.backend:<10} {text}{backward}")
         return "\n".join(lines)
 
 
@@ -107,7 +114,8 @@ def explain(request: AttentionRequest) -> Explanation:
         reasons = _REASONS[backend](request)
         kernel = "" if reasons else _kernel(backend, request)
         avoided = "" if reasons else _avoided(backend, request)
-        choices.append(Choice(backend, not reasons, tuple(reasons), kernel, avoided))
+        backward = "" if reasons or not request.needs_grad else _backward(backend, request)
+        choices.append(Choice(backend, not reasons, tuple(reasons), kernel, backward, avoided))
     return Explanation(choose(request), tuple(choices))
 
 
@@ -167,5 +175,13 @@ def _kernel(backend: str, request: AttentionRequest) -> str:
     if backend == "fused":
         return fused.kernel(request)
     return {"blockwise": "tiles of plain PyTorch, online softmax", "reference": "the formula, weights materialised"}[
+        backend
+    ]
+
+
+def _backward(backend: str, request: AttentionRequest) -> str:
+    if backend == "sdpa":
+        return f"PyTorch's {sdpa.kernel(request)} kernel"
+    return {"fused": "our kernel", "blockwise": "tiles, computed again", "reference": "autograd of the formula"}[
         backend
     ]

@@ -1,8 +1,8 @@
 """Our own kernels as a backend: what they can serve, the operators that torch.compile and export see, and the gradient.
 
-The forward is one kernel. Its gradient comes from cuDNN's backward where that computes the same function, fed our
-output and log-sum-exp, and from our own kernel elsewhere. What a maximum passes on belongs to one key a row, and is
-gathered and scattered here.
+The forward is one kernel. The gradient of plain heads comes from cuDNN's backward on plans of our own, fed our output
+and log-sum-exp, and from our own kernel elsewhere. What a maximum passes on belongs to one key a row, and is gathered
+and scattered here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import BackendUnsupported
+from polyhead.functional import cudnn_backward
 from polyhead.functional.dropout import draw_seed
 from polyhead.functional.guard import without_broken
 from polyhead.functional.kernel_masks import mask_reasons, pack, shared_strides
@@ -26,8 +27,6 @@ from polyhead.kernels.mask_arguments import MaskArguments
 from polyhead.kernels.outputs import output_like
 
 LARGEST_DIM = 256
-# False leaves every gradient to our own kernel.
-CUDNN_BACKWARD = True
 
 _MAXIMA = ("max_logit", "max_abs_logit", "confidence")
 _MASK_TENSORS = (
@@ -486,33 +485,36 @@ def _backward(
     inner_query, key, value, grad_output = (_with_dense_rows(x) for x in (inner_query, key, value, grad_output))
     plain = softcap is None and sinks is None and head_scale is None and bias is None and table is None and not dropout
     if plain and not len(row_gradients) and _cudnn_serves(query, key, value, mask):
-        found = _cudnn_backward(grad_output, inner_query, key, value, output, logsumexp, scale, mask)
-        grads: list[Tensor | None] = [*found, None, None, None]
+        grads: list[Tensor | None] = [
+            *_cudnn_gradients(grad_output, inner_query, key, value, output, logsumexp, scale, mask),
+            *(None, None, None),
+        ]
     else:
         from polyhead.kernels.backward import backward
 
-        results = backward(
-            grad_output,
-            inner_query,
-            key,
-            value,
-            output,
-            logsumexp,
-            scale=scale,
-            head_scale=inner_scale,
-            softcap=softcap,
-            sinks=sinks,
-            mask=mask,
-            dropout=dropout,
-            seed=seed,
-            row_gradients=row_gradients,
-            row_values={name: x for name, x in row_values.items() if name in row_gradients},
-            sink_keys=sink_keys,
-            window=window,
-            bias_shape=tuple(bias.shape) if bias is not None and need_bias else None,
-            table_shape=tuple(table.shape) if table is not None and need_table else None,
-        )
-        grads = [*results]
+        grads = [
+            *backward(
+                grad_output,
+                inner_query,
+                key,
+                value,
+                output,
+                logsumexp,
+                scale=scale,
+                head_scale=inner_scale,
+                softcap=softcap,
+                sinks=sinks,
+                mask=mask,
+                dropout=dropout,
+                seed=seed,
+                row_gradients=row_gradients,
+                row_values={name: x for name, x in row_values.items() if name in row_gradients},
+                sink_keys=sink_keys,
+                window=window,
+                bias_shape=tuple(bias.shape) if bias is not None and need_bias else None,
+                table_shape=tuple(table.shape) if table is not None and need_table else None,
+            )
+        ]
     if len(peaks.weights):
         factor = scale if inner_scale is None else scale * inner_scale.float()[:, None]
         grads = peaks.added(grads, inner_query, key, factor, softcap, mask)
@@ -634,27 +636,25 @@ class _Peaks:
 
 
 def _cudnn_serves(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments) -> bool:
-    """Whether cuDNN's backward computes the gradient of this very function."""
+    """Whether cuDNN's backward computes the gradient of this very function, and is worth it."""
     is_whole = mask.left is None and mask.right is None
     is_causal = mask.left is None and mask.right == 0 and query.shape[2] == key.shape[2]
     dim = query.shape[-1]
     return (
-        CUDNN_BACKWARD
-        and query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
+        query.dtype in (torch.float16, torch.bfloat16)
         and (is_whole or is_causal)
         and all(getattr(mask, name) is None for name in _MASK_TENSORS if name not in ("poison", "key_ordinal"))
         and dim == value.shape[-1]
         and dim <= 128
         and dim % 8 == 0
-        and min(query.shape[2], key.shape[2]) > 1
         and torch.backends.cudnn.enabled
         and torch.backends.cudnn.is_available()
-        and not torch.are_deterministic_algorithms_enabled()
+        and cudnn_backward.is_worth_it(query, key)
+        and cudnn_backward.serves(query)
     )
 
 
-def _cudnn_backward(
+def _cudnn_gradients(
     grad_output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -663,40 +663,16 @@ def _cudnn_backward(
     logsumexp: Tensor,
     scale: float,
     mask: MaskArguments,
-) -> list[Tensor]:
-    """cuDNN's backward after our forward: it wants nothing of its own forward but output and log-sum-exp.
-
-    The seed and offset of its dropout are not read at a rate of 0; sequence offsets are for nested tensors, and their
-    absence says that these are not.
-    """
-    if mask.poison is not None:
-        # A row that saw a NaN would carry it, as 0 * NaN, to keys it does not see. It gets its NaN back below.
-        is_broken = logsumexp.isnan()
-        output = torch.where(is_broken[..., None], 0.0, output)
-        logsumexp = torch.where(is_broken, torch.inf, logsumexp)
-    # PyTorch keeps cuDNN's plans by the layout of query, key and value, and takes for granted that the output and its
-    # gradient have that of the query. Another would be read wrongly, here or in a later call with such inputs.
-    output, grad_output = _laid_out_like(output, query), _laid_out_like(grad_output, query)
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    queries, keys = query.shape[2], key.shape[2]
-    grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad_output,
-        query,
-        key,
-        value,
-        output,
-        logsumexp[..., None],
-        unused,
-        unused,
-        None,
-        None,
-        None,
-        queries,
-        keys,
-        0.0,
-        mask.right is not None,
-        scale=scale,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cuDNN's backward after our forward: of a forward it needs nothing but output and log-sum-exp."""
+    is_causal = mask.right is not None
+    if mask.poison is None:
+        return cudnn_backward.backward(grad_output, query, key, value, output, logsumexp, is_causal, scale)
+    # A row that saw a NaN would carry it, as 0 * NaN, to keys it does not see. It gets its NaN back below.
+    is_broken = logsumexp.isnan()
+    output = torch.where(is_broken[..., None], 0.0, output)
+    logsumexp = torch.where(is_broken, torch.inf, logsumexp)
+    grad_query, grad_key, grad_value = cudnn_backward.backward(
+        grad_output, query, key, value, output, logsumexp, is_causal, scale
     )
-    if mask.poison is not None:
-        grad_query = torch.where(is_broken[..., None], torch.nan, grad_query)
-    return [grad_query, grad_key, grad_value]
+    return torch.where(is_broken[..., None], torch.nan, grad_query), grad_key, grad_value

@@ -8,7 +8,6 @@ never touches the values.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass, replace
 
@@ -16,17 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import flash_sdp_enabled
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polyhead.functional.gradient_layout import keep_gradient_layout
 from polyhead.functional.guard import over_heads, without_broken
 from polyhead.functional.request import AttentionOutput, AttentionRequest
+from polyhead.functional.scaled_dot_product import kernel_name, records_gradients, scaled_dot_product
 from polyhead.functional.tiled_softmax import attend
 from polyhead.functional.tiles import prepare
 from polyhead.functional.tracing import TRANSFORMED, is_forward_mode, is_transformed
 from polyhead.functional.visibility import Visibility
-
-_KERNELS = {backend.value: name.removesuffix("_ATTENTION").lower() for name, backend in SDPBackend.__members__.items()}
 
 
 def unsupported_reasons(request: AttentionRequest) -> list[str]:
@@ -111,7 +107,7 @@ def kernel(request: AttentionRequest) -> str:
             mask.requires_grad_(torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors))
             call.mask = mask.expand(batch, heads, queries, keys)
     _suit(call)
-    return _KERNELS[_choice(call, request.dropout)]
+    return call.kernel(request.dropout)
 
 
 def run(request: AttentionRequest) -> AttentionOutput:
@@ -125,20 +121,16 @@ def run(request: AttentionRequest) -> AttentionOutput:
 
 def _output(request: AttentionRequest) -> Tensor:
     call = _prepare(request)
-    # Of nothing cuDNN's attention makes no tensor at all; the formula costs nothing there.
-    of_nothing = call.query.is_cuda and not (call.query.numel() and call.key.numel())
-    with sdpa_kernel(SDPBackend.MATH) if of_nothing else contextlib.nullcontext():
-        output = F.scaled_dot_product_attention(
-            call.query,
-            call.key,
-            call.value,
-            call.mask,
-            request.dropout,
-            call.causal,
-            scale=call.scale,
-            enable_gqa=call.grouped,
-        )
-    output = keep_gradient_layout(output)
+    output = scaled_dot_product(
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        request.dropout,
+        call.causal,
+        scale=call.scale,
+        grouped=call.grouped,
+    )
     value_dim = request.value.shape[-1]
     if output.shape[-1] != value_dim:
         output = output[..., :value_dim]
@@ -155,7 +147,6 @@ def straight(
     """Self-attention, causal or over everything, of tensors a layer has just made and need not check again.
 
     None where PyTorch would not take a fused kernel. At small sizes the checks of `attention` cost more than it does.
-    Whoever calls this concatenates the heads, and their gradient comes back in the layout of the output.
     """
     grouped = key.shape[1] != query.shape[1]
     if query.is_cpu:
@@ -163,16 +154,12 @@ def straight(
             return None
     elif not query.numel():
         return None  # `attention` knows what to do about it
-    elif not _is_flash_sure(query) and not torch._fused_sdp_choice(
-        query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
-    ):
+    elif not _is_flash_sure(query) and kernel_name(query, key, value, None, 0.0, causal, grouped=grouped) == "math":
         return None
-    if not causal:
-        if scale is None and not grouped:
-            return F.scaled_dot_product_attention(query, key, value)
-        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
-    key, value, poison = (key, value, None) if finite else without_broken(key, value)
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    poison = None
+    if causal and not finite:
+        key, value, poison = without_broken(key, value)
+    output = scaled_dot_product(query, key, value, None, 0.0, causal, scale=scale, grouped=grouped)
     if poison is None:
         return output
     return output + over_heads(poison.cumsum(-1), query.shape[1])[..., None].to(output.dtype)
@@ -204,6 +191,11 @@ class _Call:
     filled_rows: Tensor | None = None  # [batch or 1, heads or 1, queries, 1]: False where a row attends to nothing
     poison: Tensor | None = None  # [batch, heads, queries or 1]: NaN where a row sees a broken key, 0 elsewhere
 
+    def kernel(self, dropout: float = 0.0) -> str:
+        return kernel_name(
+            self.query, self.key, self.value, self.mask, dropout, self.causal, scale=self.scale, grouped=self.grouped
+        )
+
 
 def _prepare(request: AttentionRequest) -> _Call:
     query, key, value = request.query, request.key, request.value
@@ -224,22 +216,24 @@ def _suit(call: _Call) -> None:
         _pad_to_one_width(call)
     call.query, call.key, call.value = (_with_dense_rows(x) for x in (call.query, call.key, call.value))
     call.mask = None if call.mask is None else _with_dense_rows(call.mask)
-    if call.grouped and not call.query.is_cpu and not torch.compiler.is_compiling() and _choice(call) == 0:
+    if call.grouped and not call.query.is_cpu and _leaves_grouped_heads(call):
         heads = call.query.shape[1]
         repeated = replace(call, key=over_heads(call.key, heads), value=over_heads(call.value, heads), grouped=False)
-        if _choice(repeated) != 0:
+        if torch.compiler.is_compiling() or repeated.kernel() != "math":
             call.key, call.value, call.grouped = repeated.key, repeated.value, False
+
+
+def _leaves_grouped_heads(call: _Call) -> bool:
+    """Whether PyTorch would take its math path for fewer KV heads than query heads."""
+    if torch.compiler.is_compiling():
+        # The choice cannot be traced. Without cuDNN, flash takes no mask and the efficient kernel no groups.
+        return call.mask is not None and records_gradients(call.query, call.key, call.value, call.mask)
+    return call.kernel() == "math"
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
     """The fused kernels want the last axis to lie together in memory; without, PyTorch silently takes its math path."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _choice(call: _Call, dropout: float = 0.0) -> int:
-    return torch._fused_sdp_choice(
-        call.query, call.key, call.value, call.mask, dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
-    )
 
 
 def _pad_to_one_width(call: _Call) -> None:

@@ -7,6 +7,7 @@ construction. A call that PyTorch would refuse is handed to PyTorch, so its word
 from __future__ import annotations
 
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.functional import attention
-from polyhead.functional.gradient_layout import keep_gradient_layout
+from polyhead.functional.scaled_dot_product import scaled_dot_product, without_cudnn
 from polyhead.layers.torch_steps import (
     is_autocast,
     is_finite,
@@ -143,9 +144,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         # PyTorch trusts the hint and leaves the mask unread where its kernel can be causal by itself.
         causal = is_causal and not native and key_padding_mask is None and not need_weights
         if not self._fits(query, key, value, key_padding_mask, attn_mask, is_causal and not native, causal):
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+            # Only subclasses of tensors get there with gradients; what else does not fit is refused or runs without.
+            with without_cudnn() if torch.is_grad_enabled() and not query.is_nested else nullcontext():
+                return super().forward(
+                    query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+                )
         if causal:
             attn_mask, masked = None, False
         if attn_mask is not None and key_padding_mask is not None and attn_mask.dtype is not key_padding_mask.dtype:
@@ -176,7 +179,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif finite:
             # The kernel that `attention` would take, without its precautions: they have been taken above.
             bias = torch_bias(q, k, attn_mask, key_padding_mask, False) if masked else None
-            output = keep_gradient_layout(F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal))
+            output = scaled_dot_product(q, k, v, bias, 0.0, causal)
         else:
             mask = torch_mask(q, k, attn_mask, key_padding_mask, causal)
             output = attention(q, k, v, mask=mask, dropout=dropout).output

@@ -13,6 +13,7 @@ from polyhead.analysis.importance.measuring import Heads, Layers, Place, checked
 from polyhead.analysis.importance.overlap import GradientOverlap
 from polyhead.analysis.importance.result import Importance, merged
 from polyhead.errors import OptionError
+from polyhead.functional.scaled_dot_product import without_cudnn
 from polyhead.observatory import Session, observe
 
 Plan = tuple[tuple[Place, ...], RowLosses]
@@ -55,7 +56,7 @@ def gradient_scores(
             if plan is None:
                 plan = look(model, asked, batch, layers, heads)
                 plans = {**plans, shape: plan} if shape is not None else plans
-            with torch.enable_grad(), observe(model, statistics=False) as session:
+            with torch.enable_grad(), without_cudnn(), observe(model, statistics=False) as session:
                 parts.append(_of_one(session, model, asked, batch, plan, overlap))
             if progress is not None:
                 progress(len(parts), number)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.functional.scaled_dot_product import without_cudnn
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.layers import AttentionLayer
 from polyhead.surgery.calibration.lending import evaluating
@@ -126,14 +127,15 @@ def _gradients(
             undo.callback(model.get_submodule(layer.output).register_forward_hook(listen(layer)).remove)
         for batch in batches:
             probes.clear()
-            with torch.enable_grad():
+            with torch.enable_grad(), without_cudnn():
                 value = loss(model, batch)
             if not probes or value.numel() != 1 or not value.requires_grad:
                 raise OptionError(
                     "a loss calls the model and gives one number with a gradient, got "
                     + ("a loss that calls no attention layer" if not probes else f"a tensor {list(value.shape)}")
                 )
-            gradients = torch.autograd.grad(value, [probe for _, _, probe in probes], allow_unused=True)
+            with without_cudnn():  # checkpointed activations are computed again
+                gradients = torch.autograd.grad(value, [probe for _, _, probe in probes], allow_unused=True)
             for (path, given, probe), gradient in zip(probes, gradients, strict=True):
                 yield path, given, torch.zeros_like(probe) if gradient is None else gradient
             seen = True
