@@ -17,6 +17,7 @@ SCREENSHOTS ?= build/screenshots
 BENCH_FLAGS ?=
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 16
+GPU_SECONDS ?= 0
 RECORD ?= benchmarks/results/gpu-suite-cuda-nvidia-h200.json
 
 VENV := .venv
@@ -42,7 +43,7 @@ test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests a
 test-gpu: ## run the tests that need a CUDA device, and write a record of the run
 	@PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -p tests.gpu_suite \
 		-o addopts="--import-mode=importlib --strict-markers" -q -n $(GPU_JOBS) --dist worksteal \
-		--gpu-record $(RECORD) $(PYTEST_FLAGS) tests
+		--gpu-record $(RECORD) --gpu-seconds $(GPU_SECONDS) $(PYTEST_FLAGS) tests
 
 lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/ruff check .

@@ -31,6 +31,8 @@ from tests.gpu_record import ROOT, sources, sources_hash
 MARK = "mark.gpu"
 MOST_RESERVED = 2 << 30  # bytes of GPU memory that a worker keeps from one test to the next
 LOGS = "POLYHEAD_GPU_SUITE_LOGS"  # the folder where workers write what they compiled
+BEGAN = "POLYHEAD_GPU_SUITE_BEGAN"
+OUT_OF_TIME = "out of time"
 
 
 @functools.cache
@@ -42,6 +44,7 @@ def has_gpu_tests(path: Path) -> bool:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("GPU suite")
     group.addoption("--gpu-record", type=Path, help="write a record of the run to this file")
+    group.addoption("--gpu-seconds", type=float, default=None, help="start no test after so many seconds")
     group.addoption("--gpu-commit", default=None, help="the commit that is tested, where git cannot be asked")
 
 
@@ -60,12 +63,21 @@ def pytest_configure(config: pytest.Config) -> None:
         _compile_each_kernel_once(Path(os.environ[LOGS]))
         return
     os.environ.setdefault(LOGS, tempfile.mkdtemp(prefix="gpu-suite-"))
+    os.environ[BEGAN] = str(time.time())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # nobody debugs here, and it takes time
     # Otherwise the compiler of each worker starts a process a core.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if config.getoption("numprocesses", None) is None:
         _compile_each_kernel_once(Path(os.environ[LOGS]))
     config.pluginmanager.register(Report(config), "gpu-suite-report")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--gpu-seconds")
+    if limit and time.time() - float(os.environ[BEGAN]) > limit:
+        pytest.skip(OUT_OF_TIME)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -158,9 +170,9 @@ class Report:
         if report.failed:
             self.outcomes[report.nodeid] = "failed" if report.when == "call" else "error"
         elif report.skipped:
-            self.outcomes.setdefault(report.nodeid, "skipped")
-            if isinstance(report.longrepr, tuple):
-                self.reasons[report.longrepr[2]] += 1
+            reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+            self.outcomes.setdefault(report.nodeid, "not run" if reason == OUT_OF_TIME else "skipped")
+            self.reasons[reason] += 1
         elif report.when == "call":
             self.outcomes.setdefault(report.nodeid, "passed")
 
@@ -179,9 +191,9 @@ class Report:
             "commit": self.config.getoption("--gpu-commit") or _commit(),
             "sources": sources_hash(),
             "source files": len(sources()),
-            "full": exit_status in (0, 1) and not chosen and paths == [ROOT / "tests"],
+            "full": exit_status in (0, 1) and not chosen and not counts["not run"] and paths == [ROOT / "tests"],
             "green": exit_status == 0 and bool(counts["passed"]) and not counts["failed"] and not counts["error"],
-            "counts": {name: counts[name] for name in ("passed", "failed", "error", "skipped")},
+            "counts": {name: counts[name] for name in ("passed", "failed", "error", "skipped", "not run")},
             "failures": sorted(name for name, outcome in self.outcomes.items() if outcome in ("failed", "error")),
             "skipped": dict(self.reasons.most_common()),
             "seconds": round(time.perf_counter() - self.began),
