@@ -49,7 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    return True if collection_path.is_file() and not has_gpu_tests(collection_path) else None
+    files = collection_path.rglob("*.py") if collection_path.is_dir() else [collection_path]
+    return None if any(map(has_gpu_tests, files)) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -108,7 +109,8 @@ def _compile_each_kernel_once(logs: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             waited = time.perf_counter() - began
             hits: list[bool] = []
-            listener, triton.knobs.compilation.listener = triton.knobs.compilation.listener, _Hits(hits)
+            listener = getattr(triton.knobs.compilation, "listener", None)
+            triton.knobs.compilation.listener = _Hits(hits)
             try:
                 kernel = original(src, target=target, options=options, **rest)
             finally:

@@ -8,6 +8,9 @@ made on the CPU.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +20,12 @@ import torch
 import triton
 from torch import Tensor
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_iter, tree_map
 from triton.backends.compiler import GPUTarget
+
+import polyhead.functional
 
 CAPABILITY = (9, 0)
 SHARED_MEMORY, MULTIPROCESSORS, MEMORY = 232448, 132, 150_000_000_000  # those of an H200
@@ -149,6 +155,7 @@ def _properties(device: object = None) -> SimpleNamespace:
         minor=0,
         total_memory=MEMORY,
         multi_processor_count=MULTIPROCESSORS,
+        shared_memory_per_block=49152,
         shared_memory_per_block_optin=SHARED_MEMORY,
         shared_memory_per_multiprocessor=233472,
         L2_cache_size=60 << 20,
@@ -199,6 +206,12 @@ _FUNCTIONS: dict[str, Any] = {
 @contextlib.contextmanager
 def pretend_cuda() -> Iterator[None]:
     """Let torch and Triton find an H200 that computes nothing."""
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "a CUDA device is there, and what is kept of it would be mixed up: set CUDA_VISIBLE_DEVICES="
+        )
+    for module in pkgutil.iter_modules(polyhead.functional.__path__):
+        importlib.import_module(f"polyhead.functional.{module.name}")
     get_torch_obj_rule_map()  # what imports Dynamo keeps tables of torch's functions, and should find the true ones
     with contextlib.ExitStack() as stack:
         for name, replacement in _FUNCTIONS.items():
@@ -208,5 +221,24 @@ def pretend_cuda() -> Iterator[None]:
         # A compiled program reaches the same operators, and these the same kernels.
         stack.enter_context(mock.patch.object(torch, "compile", lambda model=None, **options: model))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _Driver()))
+        # Whatever torch calls from below, operators and gradients, is called without the mode that called torch.
+        stack.enter_context(
+            mock.patch.object(
+                torch.autograd, "_engine_run_backward", _under_the_mode(torch.autograd._engine_run_backward)
+            )
+        )
+        for operator in list(OPDEFS.values()):
+            if operator._qualname.startswith("polyhead::"):
+                served = {device: _under_the_mode(body) for device, body in operator._backend_fns.items()}
+                stack.enter_context(mock.patch.dict(operator._backend_fns, served))
         stack.enter_context(PretendCuda())
         yield
+
+
+def _under_the_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with PretendCuda():
+            return function(*args, **kwargs)
+
+    return called
