@@ -15,6 +15,10 @@ JOBS ?= 2
 PYTEST_FLAGS ?=
 SCREENSHOTS ?= build/screenshots
 BENCH_FLAGS ?=
+GPU_PYTHON ?= python3
+GPU_JOBS ?= 16
+GPU_SECONDS ?= 0
+RECORD ?= benchmarks/results/gpu-suite-cuda-nvidia-h200.json
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,10 +28,10 @@ SOURCES := pyproject.toml constraints.txt
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	$(BIN)/python -m pip install --quiet --quiet
 
-.PHONY: help demo test lint bench frontend system system-python system-compiler system-browser system-node clean
+.PHONY: help demo test test-gpu lint bench frontend system system-python system-compiler system-browser system-node clean
 
 help: ## show the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.installed-demo ## see what every head of a real model does, in the terminal and as a page
 	@$(BIN)/polyhead inspect --html polyhead-report.html
@@ -35,10 +39,17 @@ demo: $(VENV)/.installed-demo ## see what every head of a real model does, in th
 test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests and the examples in docstrings
 	@OMP_NUM_THREADS=1 POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
 
+# With the interpreter that is there and what is installed beside it: a CUDA build of torch is not what .venv has.
+test-gpu: ## run the tests that need a CUDA device, and write a record of the run
+	@PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -p tests.gpu_suite \
+		-o addopts="--import-mode=importlib --strict-markers" -q -n $(GPU_JOBS) --dist worksteal \
+		--gpu-record $(RECORD) --gpu-seconds $(GPU_SECONDS) $(PYTEST_FLAGS) tests
+
 lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tests.gpu_record
 
 bench: $(VENV)/.installed-dev | system-compiler ## measure against the contenders
 	@$(BIN)/python -m benchmarks $(BENCH_FLAGS)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu_suite import MARK, has_gpu_tests
+
 # A machine that only measures may lack hypothesis; the tests that use it then fail by themselves, the others run.
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
@@ -36,8 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_data = pytest.mark.skip(reason="needs real text: POLYHEAD_DATA does not name a folder")
     has_gpu, has_data = torch.cuda.is_available(), _data_dir() is not None
     for item in items:
-        if not has_gpu and item.get_closest_marker("gpu"):
-            item.add_marker(no_gpu)
+        if item.get_closest_marker("gpu"):
+            if not has_gpu_tests(item.path):
+                raise pytest.UsageError(f"make test-gpu would miss {item.nodeid}: write its {MARK} in {item.path.name}")
+            if not has_gpu:
+                item.add_marker(no_gpu)
         if not has_data and item.get_closest_marker("data"):
             item.add_marker(no_data)
 

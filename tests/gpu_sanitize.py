@@ -22,7 +22,12 @@ from torch import Tensor
 
 import polyhead
 from polyhead import BlockMap, Mask
+from polyhead.functional.decode import CacheArguments, decode
+from polyhead.functional.ragged import RaggedRows, ragged_attention
+from polyhead.functional.row_products import RowGroups, spread_product, summed_product
 from polyhead.functional.statistics import NAMES
+from polyhead.functional.talking import mixed_weights, talking_attention
+from polyhead.kernels.row_reduction import reduce_rows
 
 STATISTICS = tuple(name for name in NAMES if name != "learned_sink_mass")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -92,6 +97,68 @@ def broken_keys() -> list[Tensor]:
     return [result[:, :, :130]]
 
 
+def talked(heads: int, mask: Mask | None) -> list[Tensor]:
+    tensors = [normal(2, h, 67, 40) for h in (heads, heads // 2, heads // 2)] + [normal(heads, heads) for _ in range(2)]
+    for x in tensors:
+        x.requires_grad_()
+    query, key, value, *mixes = tensors
+    mixing = dict(zip(("logits_mix", "weights_mix"), mixes, strict=True))
+    output = talking_attention(query, key, value, mask=mask, backend="fused", **mixing).output
+    grads = torch.autograd.grad(output.float().square().sum(), tensors)
+    detached = {name: x.detach() for name, x in mixing.items()}
+    mixed = mixed_weights(query.detach(), key.detach(), mask=mask, backend="fused", **detached)
+    with torch.no_grad():
+        rows = talking_attention(query, key, value, mask=mask, statistics="entropy", backend="fused", **detached)
+    assert rows.statistics is not None
+    assert rows.statistics.entropy is not None
+    return [output, *grads, rows.statistics.entropy, mixed.signed_mass, mixed.absolute_mass, mixed.largest_weight]
+
+
+def ragged(dtype: torch.dtype, dim: int, mask: Mask | None) -> list[Tensor]:
+    """Rows of two heads, none of a third, all of a fourth, and padding behind them."""
+    counts = torch.tensor([90, 0, 131, 101])
+    positions = torch.cat([torch.arange(int(count)) * 131 // max(int(count), 1) for count in counts])
+    rows = RaggedRows(
+        torch.cat([positions, torch.zeros(9, dtype=torch.int64)]).cuda(),
+        torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int().cuda(),
+        131,
+    )
+    tensors = [normal(331, dim, dtype=dtype), *(normal(1, 2, 131, dim, dtype=dtype) for _ in range(2))]
+    for x in tensors:
+        x.requires_grad_()
+    result = ragged_attention(*tensors, rows, mask=mask, statistics="entropy", backend="fused")
+    assert result.statistics is not None
+    assert result.statistics.entropy is not None
+    loss = result.output.float().square().sum() + result.statistics.entropy.sum()
+    return [result.output, *torch.autograd.grad(loss, tensors)]
+
+
+def decoded_latents(dims: tuple[int, int], group: int, queries: int) -> list[Tensor]:
+    held = normal(2, 131, 2, dims[0]).transpose(1, 2)
+    cache = CacheArguments(held, held[..., : dims[1]], torch.tensor([131, 67], device="cuda").int(), shared=True)
+    query = normal(2, 2 * group, queries, dims[0])
+    output, logsumexp, rows = decode(query, cache, scale=0.1, right=0, names=("max_logit", "entropy"))
+    return [output, logsumexp, *rows.values()]
+
+
+def multiplied(inner: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+    """Rows times the matrix that each has chosen; some have chosen none."""
+    groups = RowGroups.of(torch.randint(0, 5, (67, 3), device="cuda"), 5, torch.rand(67, 3, device="cuda") < 0.6)
+    found = []
+    for product, rows in ((spread_product, 67), (summed_product, 67 * 3)):
+        left, stack = normal(rows, inner, dtype=dtype).requires_grad_(), normal(5, inner, 24, dtype=dtype)
+        stack.requires_grad_()
+        result = product(left, stack, groups)
+        found += [result, *torch.autograd.grad(result.float().square().sum(), (left, stack))]
+    return found
+
+
+def reduced_in_chunks() -> list[Tensor]:
+    entropy, keys = (torch.rand(3, 4, 2003, device="cuda") + 1 for _ in range(2))
+    state = [torch.zeros(1, 4, dtype=torch.float64, device="cuda") for _ in range(4)]
+    return [reduce_rows([entropy], keys, None, state, heads=range(4), share=0, learned_sinks=False, chunks=3)]
+
+
 @triton.jit
 def _planted_kernel(ptr, size, BLOCK: tl.constexpr):
     tl.store(ptr + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) <= size)
@@ -126,6 +193,17 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "rows reduced": lambda: watched(False),
     "rows reduced, left-padded": lambda: watched(True),
     "broken keys": broken_keys,
+    "masses": lambda: forward_and_backward(BF16, 64, Mask.causal(), (*FEW, "self_mass", "sink_mass", "window_mass")),
+    "talking, 6 heads, causal": lambda: talked(6, Mask.causal()),
+    "talking, 32 heads": lambda: talked(32, None),
+    "ragged, hopper, causal, 64": lambda: ragged(BF16, 64, Mask.causal()),
+    "ragged, portable, window, fp32, 40": lambda: ragged(FP32, 40, BAND),
+    "latents": lambda: decoded_latents((40, 32), 3, 3),
+    "latents, hopper": lambda: decoded_latents((576, 512), 17, 1),
+    "grouped products, short": lambda: multiplied(40),
+    "grouped products, long": lambda: multiplied(260),
+    "grouped products, fp32": lambda: multiplied(40, FP32),
+    "rows reduced in chunks": reduced_in_chunks,
 }  # fmt: skip
 
 

@@ -1,0 +1,198 @@
+"""What every GPU test launches: kernels, what they are compiled for, and how often that is the same.
+
+    python -O -m pytest --assert=plain -p tests.gpu_launches --launches before.jsonl --gpu
+    python -m tests.gpu_launches before.jsonl after.jsonl
+
+The first runs the GPU tests under `tests.pretend_cuda` on any machine: no kernel runs, and with -O no assertion is made
+of the numbers that are missing, so that a test goes on to its last launch. The second compares two such lists.
+
+A *variant* is a kernel with its constexpr arguments, dtypes, present and absent tensors, warps and stages. Triton also
+compiles anew for integers that are 1 or multiples of 16 and for pointers that are aligned: a *specialisation* is a
+variant with these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import error_budget
+
+OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")
+
+
+class Launch(NamedTuple):
+    kernel: str
+    variant: str
+    specialisation: str
+
+
+def launch_of(fn: Any, compile: dict[str, Any]) -> Launch:
+    """Describe what Triton's `jit_cache_hook` and `jit_post_compile_hook` are called with."""
+    function = fn.jit_function
+    parameters = {p.name: p for p in function.params}
+    constants = compile["constants"]
+    types = {name: _plain(kind, (i,), constants) for i, (name, kind) in enumerate(compile["signature"].items())}
+    for (i, *path), value in constants.items():
+        name = function.arg_names[i]
+        if parameters[name].is_constexpr and not path:
+            types[name] = str(getattr(value, "value", value))
+    options = {name: compile[name] for name in OPTIONS if compile.get(name) is not None}
+    variant = json.dumps([types, options], sort_keys=True)
+    return Launch(f"{function.module}.{function.fn.__name__}", variant, str(compile["key"]))
+
+
+def _plain(kind: Any, path: tuple[int, ...], constants: dict[Any, Any]) -> Any:
+    """A type without what an integer or a pointer happens to be: widths, the value 1 and alignment."""
+    if isinstance(kind, tuple):
+        return [_plain(part, (*path, i), constants) for i, part in enumerate(kind)]
+    if kind == "constexpr":
+        value = constants.get(path)
+        return "int" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return "int" if kind in ("i32", "i64", "u64") else str(kind)
+
+
+# --- as a plugin of pytest
+
+TIME_LIMIT = 60  # seconds of a test, most of which are some formula's
+
+
+class Recorder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen: set[Launch] = set()
+        self.aside = False  # in a call that stands for another
+
+    def hook(self, *, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
+        if not self.aside:
+            self.seen.add(launch_of(fn, compile))
+        return True  # neither compile nor launch
+
+    def run_reference(self, request: Any) -> Any:
+        """What the reference returns, without its numbers: from our own kernels, which compute nothing here."""
+        from polyhead.functional import fused
+
+        self.aside = True
+        try:
+            return replace(fused.run(request), backend="reference")
+        finally:
+            self.aside = False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.seen.clear()
+        result = yield
+        with self.path.open("a") as file:
+            file.write(json.dumps({"test": item.nodeid, "launches": sorted(self.seen), "outcome": self.outcome}) + "\n")
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        signal.signal(signal.SIGALRM, _late)
+        signal.alarm(TIME_LIMIT)
+        self.outcome = "passed"
+        try:
+            return (yield)
+        except BaseException as error:
+            self.outcome = f"{type(error).__name__}: {error}"[:300]
+            raise
+        finally:
+            signal.alarm(0)
+
+
+def _no_formula(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> error_budget.Formula:
+    """The shapes of the formula, and its inputs behind them."""
+    inputs = [x for x in (query, key, value, *options.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+    nothing = sum((x.flatten()[:1].sum().to(query.dtype) for x in inputs), query.new_zeros(())) * 0
+    rows = query.shape[:3]
+    output, weights = ((nothing + query.new_zeros(*rows, n)) for n in (value.shape[3], key.shape[2]))
+    return error_budget.Formula(output, nothing + query.new_zeros(rows), weights)
+
+
+def _late(*signal: object) -> None:
+    raise TimeoutError(f"took more than {TIME_LIMIT} s")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--launches", type=Path, help="where the launches of each test are written, as JSON lines")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from triton import knobs
+
+    from polyhead.functional import backends
+    from tests.pretend_cuda import pretend_cuda
+
+    path = config.getoption("--launches")
+    if path is None:
+        raise pytest.UsageError("name the file to write with --launches")
+    path.write_text("")
+    recorder = Recorder(path)
+    pretending = pretend_cuda()
+    pretending.__enter__()
+    config.add_cleanup(lambda: pretending.__exit__(None, None, None))
+    knobs.runtime.jit_cache_hook = recorder.hook
+    # What raises by itself where a number is not the right one, and what takes most of the time.
+    torch.testing.assert_close = lambda *args, **options: None
+    error_budget.assert_within_error_budget = lambda *args, **options: None
+    error_budget.plain_formula = _no_formula
+    backends._RUN["reference"] = recorder.run_reference
+    config.pluginmanager.register(recorder)
+
+
+# --- the comparison
+
+
+def read(path: Path) -> dict[str, list[Launch]]:
+    lines = map(json.loads, path.read_text().splitlines())
+    return {line["test"]: [Launch(*launch) for launch in line["launches"]] for line in lines}
+
+
+def summary(tests: dict[str, list[Launch]]) -> dict[str, dict[str, int]]:
+    """By kernel: how many variants and specialisations there are."""
+    variants, specialisations = defaultdict(set), defaultdict(set)
+    for launches in tests.values():
+        for launch in launches:
+            variants[launch.kernel].add(launch.variant)
+            specialisations[launch.kernel].add(launch[1:])
+    return {
+        kernel: {"variants": len(variants[kernel]), "specialisations": len(specialisations[kernel])}
+        for kernel in sorted(variants)
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lists", type=Path, nargs="+", help="a list, or one from before and one from after a change")
+    arguments = parser.parse_args()
+    lists = [read(path) for path in arguments.lists]
+    for path, tests in zip(arguments.lists, lists, strict=True):
+        by_kernel = summary(tests)
+        total = Counter()
+        print(f"{path}: {len(tests)} tests")
+        for kernel, counts in by_kernel.items():
+            total.update(counts)
+            print(f"  {kernel:62} {counts['variants']:5} variants {counts['specialisations']:5} specialisations")
+        print(f"  {'all':62} {total['variants']:5} variants {total['specialisations']:5} specialisations")
+    if len(lists) < 2:
+        return 0
+    before, after = ({launch[:2] for launches in tests.values() for launch in launches} for tests in lists)
+    for kernel, variant in sorted(before - after):
+        print(f"LOST  {kernel}  {variant}")
+    print(f"{len(before - after)} variants lost, {len(after - before)} new")
+    return int(bool(before - after))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

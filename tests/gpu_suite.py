@@ -1,0 +1,230 @@
+"""All GPU tests in a few minutes: a plugin of pytest that `make test-gpu` loads.
+
+    python3 -m pytest -p tests.gpu_suite -o addopts=--import-mode=importlib -n 16 --dist worksteal tests
+
+Files without a GPU test are not imported. Most of the time goes to Triton's compiler, so every worker compiles what its
+own tests need, and a kernel that another worker is compiling is waited for and read from Triton's cache on disk. With
+`--gpu-record FILE` a record is written for `tests.gpu_record` to read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu_record import ROOT, sources, sources_hash
+
+MARK = "mark.gpu"
+MOST_RESERVED = 2 << 30  # bytes of GPU memory that a worker keeps from one test to the next
+LOGS = "POLYHEAD_GPU_SUITE_LOGS"  # the folder where workers write what they compiled
+BEGAN = "POLYHEAD_GPU_SUITE_BEGAN"
+OUT_OF_TIME = "out of time"
+
+
+@functools.cache
+def has_gpu_tests(path: Path) -> bool:
+    """Whether a file marks tests for a GPU; `tests/conftest.py` sees to it that none is marked from elsewhere."""
+    return path.suffix == ".py" and MARK in path.read_text()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("GPU suite")
+    group.addoption("--gpu-record", type=Path, help="write a record of the run to this file")
+    group.addoption("--gpu-seconds", type=float, default=None, help="start no test after so many seconds")
+    group.addoption("--gpu-commit", default=None, help="the commit that is tested, where git cannot be asked")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    files = collection_path.rglob("*.py") if collection_path.is_dir() else [collection_path]
+    return None if any(map(has_gpu_tests, files)) else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others = [item for item in items if item.get_closest_marker("gpu") is None]
+    items[:] = [item for item in items if item.get_closest_marker("gpu") is not None]
+    config.hook.pytest_deselected(items=others)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        _compile_each_kernel_once(Path(os.environ[LOGS]))
+        return
+    os.environ.setdefault(LOGS, tempfile.mkdtemp(prefix="gpu-suite-"))
+    os.environ[BEGAN] = str(time.time())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # nobody debugs here, and it takes time
+    # Otherwise the compiler of each worker starts a process a core.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if config.getoption("numprocesses", None) is None:
+        _compile_each_kernel_once(Path(os.environ[LOGS]))
+    config.pluginmanager.register(Report(config), "gpu-suite-report")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--gpu-seconds")
+    if limit and time.time() - float(os.environ[BEGAN]) > limit:
+        pytest.skip(OUT_OF_TIME)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Give memory back after a large test: the workers share one GPU."""
+    result = yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_RESERVED:
+        torch.cuda.empty_cache()
+    return result
+
+
+# --- compiling
+
+
+def _compile_each_kernel_once(logs: Path) -> None:
+    """Let Triton wait for the process that compiles the same kernel, and write down how long each one took."""
+    import triton
+
+    original = triton.compiler.compile
+    log = logs / f"{os.getpid()}.jsonl"
+
+    @functools.wraps(original)
+    def compile_once(src: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
+        told = f"{src.hash()} {sorted((options or {}).items())}" if hasattr(src, "hash") else repr(src)
+        began = time.perf_counter()
+        with (logs / f"{hashlib.sha256(told.encode()).hexdigest()}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            waited = time.perf_counter() - began
+            hits: list[bool] = []
+            listener = getattr(triton.knobs.compilation, "listener", None)
+            triton.knobs.compilation.listener = _Hits(hits)
+            try:
+                kernel = original(src, target=target, options=options, **rest)
+            finally:
+                triton.knobs.compilation.listener = listener
+        seconds = time.perf_counter() - began - waited
+        function = getattr(src, "fn", None)
+        name = f"{function.module}.{function.fn.__name__}" if function is not None else str(src)
+        line = {"kernel": name, "seconds": seconds, "waited": waited, "cached": any(hits)}
+        line["test"] = os.environ.get("PYTEST_CURRENT_TEST", "")
+        with log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return kernel
+
+    triton.compiler.compile = compile_once
+
+
+class _Hits:
+    """Triton's listener: whether a kernel was found in the cache."""
+
+    def __init__(self, hits: list[bool]) -> None:
+        self.hits = hits
+
+    def __call__(self, *, cache_hit: bool, **rest: Any) -> None:
+        self.hits.append(cache_hit)
+
+
+def compiled(logs: Path) -> dict[str, Any]:
+    """What the workers compiled, by kernel: how many and for how many seconds."""
+    lines = [json.loads(line) for file in logs.glob("*.jsonl") for line in file.read_text().splitlines()]
+    fresh = [line for line in lines if not line["cached"]]
+    by_kernel: dict[str, list[float]] = defaultdict(list)
+    for line in fresh:
+        by_kernel[line["kernel"]].append(line["seconds"])
+    return {
+        "kernels": len(fresh),
+        "seconds": round(sum(line["seconds"] for line in fresh)),
+        "waited": round(sum(line["waited"] for line in lines)),
+        "by kernel": {
+            name: [len(times), round(sum(times), 1), round(max(times), 1)] for name, times in sorted(by_kernel.items())
+        },
+    }
+
+
+# --- the record
+
+
+class Report:
+    """Counts what the workers report, and writes the record at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.began = time.perf_counter()
+        self.outcomes: dict[str, str] = {}
+        self.seconds: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if report.failed:
+            self.outcomes[report.nodeid] = "failed" if report.when == "call" else "error"
+        elif report.skipped:
+            reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+            self.outcomes.setdefault(report.nodeid, "not run" if reason == OUT_OF_TIME else "skipped")
+            self.reasons[reason] += 1
+        elif report.when == "call":
+            self.outcomes.setdefault(report.nodeid, "passed")
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        path = self.config.getoption("--gpu-record")
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.record(int(exitstatus)), indent=1, ensure_ascii=False) + "\n")
+
+    def record(self, exit_status: int) -> dict[str, Any]:
+        counts = Counter(self.outcomes.values())
+        chosen = any(self.config.getoption(name) for name in ("keyword", "markexpr", "deselect"))
+        paths = [Path(argument).resolve() for argument in self.config.args]
+        return {
+            "commit": self.config.getoption("--gpu-commit") or _commit(),
+            "sources": sources_hash(),
+            "source files": len(sources()),
+            "full": exit_status in (0, 1) and not chosen and not counts["not run"] and paths == [ROOT / "tests"],
+            "green": exit_status == 0 and bool(counts["passed"]) and not counts["failed"] and not counts["error"],
+            "counts": {name: counts[name] for name in ("passed", "failed", "error", "skipped", "not run")},
+            "failures": sorted(name for name, outcome in self.outcomes.items() if outcome in ("failed", "error")),
+            "skipped": dict(self.reasons.most_common()),
+            "seconds": round(time.perf_counter() - self.began),
+            "workers": self.config.getoption("numprocesses", None) or 0,
+            "compiled": compiled(Path(os.environ[LOGS])),
+            "slowest": {name: round(seconds, 1) for name, seconds in self.seconds.most_common(25)},
+            "machine": _machine(),
+        }
+
+
+def _commit() -> str:
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("" if not changed.stdout.strip() else " and changes")
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device",
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "platform": platform.platform(),
+    }

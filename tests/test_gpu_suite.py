@@ -1,0 +1,180 @@
+"""What `make test-gpu` collects and records, and when `make lint` warns; none of it needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import gpu_record, gpu_suite
+from tests.gpu_record import RECORD, ROOT, sources, sources_hash, warning
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A source tree with a kernel, a caller in another package, and a file that has nothing to do with either."""
+    files = {
+        "kernels/forward.py": "x = 1\n",
+        "functional/sdpa.py": "y = 1\n",
+        "layers/decode.py": "def f():\n    from polyhead.kernels import forward\n",
+        "layers/words.py": '"""Of polyhead.kernels this file only speaks."""\n',
+        "cli/main.py": "import os\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "src/polyhead" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def write(tree: Path, **changes: Any) -> None:
+    record = {"commit": "abc", "sources": sources_hash(tree), "full": True, "green": True, "counts": {"passed": 7}}
+    path = tree / RECORD
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record | changes))
+
+
+def test_kernels_and_who_calls_them_are_the_sources(tree: Path) -> None:
+    names = [path.relative_to(tree / "src/polyhead").as_posix() for path in sources(tree)]
+    assert names == ["functional/sdpa.py", "kernels/forward.py", "layers/decode.py"]
+    ours = {path.relative_to(ROOT / "src/polyhead").as_posix() for path in sources()}
+    assert {"kernels/forward.py", "functional/sdpa.py", "functional/decode.py"} < ours
+    assert "cli/main.py" not in ours
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "counts"),
+    [
+        ("kernels/forward.py", "x = 2\n", True),
+        ("kernels/new.py", "", True),
+        ("functional/sdpa.py", "y = 1\n\n", True),
+        ("functional/sdpa.py", "y = 1\r\n", False),
+        ("layers/decode.py", "import polyhead.kernels.forward\n", True),
+        ("layers/words.py", "z = 1\n", False),
+        ("cli/main.py", "", False),
+    ],
+)
+def test_the_hash_changes_with_them_alone(tree: Path, name: str, text: str, counts: bool) -> None:
+    before = sources_hash(tree)
+    (tree / "src/polyhead" / name).write_bytes(text.encode())
+    assert (sources_hash(tree) != before) is counts
+
+
+def test_a_full_green_record_of_the_same_sources_says_nothing(tree: Path) -> None:
+    write(tree)
+    assert warning(tree) is None
+
+
+def test_every_other_record_is_warned_of(tree: Path) -> None:
+    assert "is missing" in str(warning(tree))
+    write(tree, green=False, counts={"passed": 5, "failed": 2})
+    assert str(warning(tree)).startswith("5 passed, 2 failed in")
+    write(tree, full=False, counts={"passed": 5, "not run": 2})
+    assert "not run to their end (5 passed, 2 not run)" in str(warning(tree))
+    write(tree)
+    (tree / "src/polyhead/kernels/forward.py").write_text("x = 3\n")
+    assert "have changed since" in str(warning(tree))
+
+
+def test_lint_only_warns(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu_record, "warning", lambda: "it is not known")
+    assert gpu_record.main() == 0
+    assert capsys.readouterr().err == "warning: it is not known\n"
+
+
+def test_only_files_with_gpu_tests_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "some").mkdir()
+    (tmp_path / "none").mkdir()
+    marked, plain, page = tmp_path / "some/test_a.py", tmp_path / "none/test_b.py", tmp_path / "none/page.md"
+    marked.write_text("@pytest.mark.gpu\ndef test_a(): ...\n")
+    plain.write_text("def test_b(): ...\n")
+    page.write_text("pytest.mark.gpu\n")
+    ignored = [path for path in (marked, plain, page, marked.parent, plain.parent) if ignores(path)]
+    assert ignored == [plain, page, plain.parent]
+
+
+def ignores(path: Path) -> bool:
+    return gpu_suite.pytest_ignore_collect(path) is True
+
+
+def reported(name: str, outcome: str, when: str = "call", reason: str = "") -> Any:
+    longrepr = ("file", 1, f"Skipped: {reason}") if reason else None
+    flags = {"failed": outcome == "failed", "skipped": outcome == "skipped"}
+    return SimpleNamespace(nodeid=name, duration=1.0, when=when, longrepr=longrepr, **flags)
+
+
+class Config:
+    """What a record asks of pytest's configuration."""
+
+    def __init__(self, args: list[str] | None = None, **options: Any) -> None:
+        self.args = args or [str(ROOT / "tests")]
+        self.options = {"--gpu-commit": "abc", "numprocesses": 16, **options}
+
+    def getoption(self, name: str, default: Any = None) -> Any:
+        return self.options.get(name, default)
+
+
+def record_of(reports: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> dict[str, Any]:
+    monkeypatch.setenv(gpu_suite.LOGS, str(tmp_path))
+    report = gpu_suite.Report(Config(**options))  # type: ignore[arg-type]
+    for one in reports:
+        report.pytest_runtest_logreport(one)
+    return report.record(int(any(x.failed for x in reports)))
+
+
+def test_a_record_counts_every_test_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = {"kernel": "k", "seconds": 2.0, "waited": 0.5, "cached": False, "test": "a"}
+    (tmp_path / "1.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'cached': True})}\n")
+    reports = [
+        *(reported("a", "passed", when) for when in ("setup", "call", "teardown")),
+        reported("b", "failed"),
+        reported("c", "passed"),
+        reported("c", "failed", "teardown"),
+        reported("d", "skipped", "setup", "needs a Hopper GPU"),
+    ]
+    record = record_of(reports, monkeypatch, tmp_path)
+    assert record["counts"] == {"passed": 1, "failed": 1, "error": 1, "skipped": 1, "not run": 0}
+    assert record["failures"] == ["b", "c"]
+    assert record["skipped"] == {"needs a Hopper GPU": 1}
+    assert (record["full"], record["green"], record["commit"]) == (True, False, "abc")
+    assert record["compiled"] == {"kernels": 1, "seconds": 2, "waited": 1, "by kernel": {"k": [1, 2.0, 2.0]}}
+    assert record["sources"] == sources_hash()
+
+
+def test_only_all_tests_run_to_their_end_are_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    passed = reported("a", "passed")
+    assert record_of([passed], monkeypatch, tmp_path)["full"]
+    assert record_of([passed], monkeypatch, tmp_path)["green"]
+    for options in ({"keyword": "decode"}, {"deselect": ["b"]}, {"args": ["tests/kernels"]}):
+        assert not record_of([passed], monkeypatch, tmp_path, **options)["full"], options
+    late = reported("b", "skipped", "setup", gpu_suite.OUT_OF_TIME)
+    found = record_of([passed, late], monkeypatch, tmp_path)
+    assert not found["full"]
+    assert found["counts"]["not run"] == 1
+    assert not record_of([], monkeypatch, tmp_path)["green"]
+
+
+def test_a_kernel_is_compiled_once_and_written_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+
+    from tests.gpu_sanitize import _planted_kernel
+
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(triton.compiler, "compile", triton.compiler.compile)
+    gpu_suite._compile_each_kernel_once(tmp_path / "logs")
+    signature = {"ptr": "*fp32", "size": "i32", "BLOCK": "constexpr"}
+    for _ in range(2):
+        source = triton.compiler.ASTSource(_planted_kernel, signature, {"BLOCK": 64})
+        triton.compiler.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    (log,) = (tmp_path / "logs").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["cached"] for line in lines] == [False, True]
+    assert {line["kernel"] for line in lines} == {"tests.gpu_sanitize._planted_kernel"}
+    assert len(list((tmp_path / "logs").glob("*.lock"))) == 1
+    assert gpu_suite.compiled(tmp_path / "logs")["kernels"] == 1
