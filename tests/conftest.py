@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.budget_report import pytest_configure  # noqa: F401, a hook
+
 # A machine that only measures may lack hypothesis; the tests that use it then fail by themselves, the others run.
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
