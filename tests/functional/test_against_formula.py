@@ -140,28 +140,31 @@ def assert_within_budgets(
     assert_draws_within_error_budget(samples, factor=factor)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("backend", OURS)
 def test_our_backends_stay_within_the_error_budget(backend: str, mask: str, dtype: torch.dtype) -> None:
-    queries, keys = 29, 41
+    queries, keys = 19, 31
     who = MASKS[mask](queries, keys)
     assert_within_budgets(fixed_scene(queries, keys, who), backend, dtype)
     assert_within_budgets(everything_scene(queries, keys, who), backend, dtype, everything=True)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", SDPA_FACTOR, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_pytorchs_kernel_stays_within_its_documented_factor(mask: str, dtype: torch.dtype) -> None:
-    for queries, keys in ((29, 41), (37, 37)):
+    for queries, keys in ((19, 31), (23, 23)):
         scene = fixed_scene(queries, keys, MASKS[mask](queries, keys))
         assert_within_budgets(scene, "sdpa", dtype, factor=SDPA_FACTOR[dtype])
 
 
+@pytest.mark.numerics
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", SDPA_FACTOR, ids=str)
 def test_pytorchs_kernel_stays_within_its_factor_under_a_bias_and_a_scale_a_head(dtype: torch.dtype) -> None:
-    scene = replace(everything_scene(29, 41, Who(causal=True)), sinks=None, softcap=None)
+    scene = replace(everything_scene(19, 31, Who(causal=True)), sinks=None, softcap=None)
     samples = []
     for some in (scene.redrawn(ORDERS), scene.reordered()):
         plain, actual = some.to(dtype).formula(), some.to(dtype).run("sdpa")

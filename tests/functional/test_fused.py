@@ -310,17 +310,20 @@ def check_layouts(device: str) -> None:
     assert narrow.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_in_the_interpreter_any_scene_keeps_to_the_budget(dtype: torch.dtype) -> None:
     in_the_interpreter(check_scenes, dtype, 10)
 
 
+@pytest.mark.numerics
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_in_the_interpreter_any_order_of_the_keys_keeps_to_the_budget(dtype: torch.dtype) -> None:
     in_the_interpreter(check_orders, dtype)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_every_statistic_passes_its_gradient_on() -> None:
     in_the_interpreter(check_each_statistic, "cpu")
     in_the_interpreter(check_zero_scale, "cpu")

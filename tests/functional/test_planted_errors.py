@@ -101,11 +101,13 @@ def check(dtype: torch.dtype) -> None:
         assert_within_budgets(scene, "blockwise", dtype, everything=everything)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_without_an_error_the_same_scenes_stay_within_the_budget(dtype: torch.dtype) -> None:
     check(dtype)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("error", PLANTED)
 def test_a_planted_error_exceeds_the_budget(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, right, wrong, dtype = PLANTED[error]

@@ -103,6 +103,7 @@ def test_outputs_and_every_gradient_are_those_of_the_formula(name: str, backend:
         )
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_dtype_keeps_to_the_error_budget(backend: str, dtype: torch.dtype) -> None:

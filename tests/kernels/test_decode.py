@@ -329,6 +329,7 @@ def check_all(dtype: torch.dtype, device: str) -> None:
         check(case, dtype, device)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_in_the_interpreter_every_layout_gives_the_formula(dtype: torch.dtype) -> None:
     in_the_interpreter(check_all, dtype, "cpu")

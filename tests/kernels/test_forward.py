@@ -395,25 +395,30 @@ def check_strides(device: str, blocks: tuple[int, int, int, int] | None = SMALL)
         assert found.statistics["entropy"].equal(expected.statistics["entropy"])
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", HALVES_AND_SINGLES, ids=str)
 def test_in_the_interpreter_every_option_keeps_to_the_bounds(dtype: torch.dtype) -> None:
     in_the_interpreter(check_all, flags(), [dtype], "cpu")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_all_sizes_keep_to_the_bounds() -> None:
     in_the_interpreter(check_all, sizes(), HALVES_AND_SINGLES, "cpu")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_tensor_descriptors_give_the_same() -> None:
     cases = {"causal": scene(dims=(16, 8), who=Who(causal=True)), "dims of 40 and 72": sizes()["dims of 40 and 72"]}
     in_the_interpreter(check_all, cases, HALVES_AND_SINGLES, "cpu", descriptors=True)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_the_tiles_of_a_gpu_keep_to_the_bounds() -> None:
     case = scene(queries=70, keys=141, who=Who(causal=True))
     in_the_interpreter(check, "causal", case, torch.float16, "cpu", None)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_dropout_leaves_the_weights_it_should() -> None:
     case = scene(batch=2, who=Who(causal=True))
     in_the_interpreter(check, "dropout", case, torch.float32, "cpu", rate=0.3)
@@ -427,6 +432,7 @@ def test_in_the_interpreter_ties_go_to_the_lowest_key() -> None:
     in_the_interpreter(check_ties, "cpu")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_extreme_rows_keep_to_the_bounds() -> None:
     in_the_interpreter(check_extremes, "cpu")
 

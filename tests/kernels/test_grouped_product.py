@@ -90,6 +90,7 @@ def check_layer() -> None:
 KINDS = [(torch.float16, 0.4), (torch.float32, 0.4), (torch.float16, None)]
 
 
+@pytest.mark.numerics
 def test_products_and_gradients_in_the_interpreter():
     for index, sizes in enumerate(SIZES.values()):
         in_the_interpreter(check_all, "cpu", sizes, *KINDS[index % len(KINDS)])

@@ -287,11 +287,13 @@ IN_FLOAT32 = (
 IN_FLOAT16 = ("sinks", "right padding")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_every_way_through_the_kernels_keeps_to_the_bounds() -> None:
     in_the_interpreter(check_cases, IN_FLOAT32, [torch.float32], "cpu")
     in_the_interpreter(check_cases, IN_FLOAT16, [torch.float16], "cpu")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_statistics_keep_to_the_bounds() -> None:
     in_the_interpreter(check_rows, cases()["sinks"], "cpu")
     in_the_interpreter(check_rows, cases()["left padding"], "cpu", torch.float16)

@@ -185,6 +185,7 @@ def test_in_the_interpreter_a_second_derivative_is_refused() -> None:
     in_the_interpreter(check_second_derivative, "cpu")
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", SMALL)
 def test_in_the_interpreter_outputs_and_gradients_keep_to_the_bounds(name: str) -> None:
     in_the_interpreter(check, name, SMALL[name], torch.float16, "cpu")
@@ -195,6 +196,7 @@ def test_in_the_interpreter_what_is_told_of_the_maps_is_right(name: str) -> None
     in_the_interpreter(check_told, SMALL[name], torch.float16, "cpu")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_the_tiles_of_a_gpu_and_poison_do_as_they_should() -> None:
     in_the_interpreter(check, "causal", SMALL["causal"], torch.float16, "cpu", small=False)
     wide = Case(8, 4, 11, 19, (128, 70), mask=Mask.causal())

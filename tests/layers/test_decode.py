@@ -291,16 +291,19 @@ def check_all(kinds: Sequence[str], cases: Sequence[str], dtype: torch.dtype) ->
             check(kind, CASES[case], dtype, "cpu")
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", CACHES)
 def test_in_the_interpreter_every_step_gives_the_formula(kind: str) -> None:
     in_the_interpreter(check_all, [kind], list(CASES), torch.float32)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_half_precision_does_too() -> None:
     cases = ["grouped", "window with kept keys", "ragged", "everything"]
     in_the_interpreter(check_all, list(CACHES), cases, torch.float16)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_the_backend_may_be_named() -> None:
     in_the_interpreter(check, "paged", CASES["statistics"], torch.float32, "cpu", backend="fused")
 
@@ -344,6 +347,7 @@ def check_walk(kind: str, device: str) -> None:
         go(1)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", CACHES)
 def test_in_the_interpreter_steps_go_on_after_whatever_is_done_to_a_cache(kind: str) -> None:
     in_the_interpreter(check_walk, kind, "cpu")
@@ -497,6 +501,7 @@ def check_lengths_of_the_callers() -> None:
         step(layer, x, cache, GrowingCache(), "nothing before", backend="auto", mask=Mask.lengths([5, 2]))
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_a_callers_lengths_are_served_too() -> None:
     in_the_interpreter(check_lengths_of_the_callers)
 

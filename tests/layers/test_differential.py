@@ -199,6 +199,7 @@ def test_gradients_are_those_of_the_formula(x: Tensor) -> None:
         close(found, wanted, 1e-9)
 
 
+@pytest.mark.numerics
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

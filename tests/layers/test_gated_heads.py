@@ -67,6 +67,7 @@ def test_the_gate_reads_the_queries_side_of_a_cross_attention(gate: str, x: Tens
     close(layer(x, source).output, formula(layer, x, heads_of(layer, x, source)))
 
 
+@pytest.mark.numerics
 @every_gate
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # Said once by PyTorch on a CPU without bfloat16 instructions.

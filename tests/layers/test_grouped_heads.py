@@ -104,6 +104,7 @@ def test_attention_to_a_source_is_the_formula(x: Tensor) -> None:
     close(layer(x, layer.remember(source)).output, formula(layer, heads_of(layer, x, source)))
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # Said once by PyTorch on a CPU without bfloat16 instructions.
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")

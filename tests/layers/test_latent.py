@@ -151,6 +151,7 @@ def differentiated(output: Tensor, x: Tensor, layer: LatentAttention, toward: Te
     return dict(zip(names, [output.detach(), *gradients], strict=True))
 
 
+@pytest.mark.numerics
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_and_gradients_stay_within_the_error_budget(dtype: torch.dtype, form: str) -> None:

@@ -511,6 +511,7 @@ BUDGET: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("options", BUDGET)
 def test_bfloat16_outputs_and_gradients_stay_within_the_error_budget(options: str, device: str) -> None:

@@ -119,6 +119,7 @@ def dense_twin(layer: RoutedHeads) -> MultiHeadAttention:
     return twin
 
 
+@pytest.mark.numerics
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", DENSE)

@@ -100,6 +100,7 @@ def test_cross_attention_padding_and_gates_are_as_in_multi_head_attention(x: Ten
     close(layer(x, head_gate=gate).output, layer.out_proj(heads.transpose(1, 2).flatten(2)))
 
 
+@pytest.mark.numerics
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # a CPU without bfloat16 instructions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_new_layer_is_multi_head_attention_within_the_error_budget(dtype: torch.dtype) -> None:
