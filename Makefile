@@ -28,10 +28,10 @@ SOURCES := pyproject.toml constraints.txt
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	$(BIN)/python -m pip install --quiet --quiet
 
-.PHONY: help demo test test-gpu lint bench frontend system system-python system-compiler system-browser system-node clean
+.PHONY: help demo test test-gpu test-numerics lint bench frontend system system-python system-compiler system-browser system-node clean
 
 help: ## show the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: $(VENV)/.installed-demo ## see what every head of a real model does, in the terminal and as a page
 	@$(BIN)/polyhead inspect --html polyhead-report.html
@@ -44,6 +44,15 @@ test-gpu: ## run the tests that need a CUDA device, and write a record of the ru
 	@PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -p tests.gpu_suite \
 		-o addopts="--import-mode=importlib --strict-markers" -q -n $(GPU_JOBS) --dist worksteal \
 		--gpu-record $(RECORD) --gpu-seconds $(GPU_SECONDS) $(PYTEST_FLAGS) tests
+
+# Whatever holds results to an error budget, and the share of it that each result uses. Needs no environment of its own:
+# make test-numerics NUMERICS_PYTHON=python3 JOBS=16
+NUMERICS_PYTHON ?= $(BIN)/python
+BUDGETS ?= build/budgets.jsonl
+test-numerics: ## run the tests of rounding errors; BUDGETS names the record of shares
+	@mkdir -p $(dir $(BUDGETS))
+	@POLYHEAD_BUDGETS=$(BUDGETS) $(NUMERICS_PYTHON) -m pytest -q -p no:benchmark -p no:cacheprovider -n $(JOBS) \
+		--dist worksteal -m "numerics and not gpu" $(PYTEST_FLAGS) $$(grep -rl --include='test_*.py' mark.numerics tests)
 
 lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.budget_report import pytest_configure  # noqa: F401, a hook
 from tests.gpu_suite import MARK, has_gpu_tests
 
 # A machine that only measures may lack hypothesis; the tests that use it then fail by themselves, the others run.

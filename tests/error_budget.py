@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tests.budget_report import record
+
 DRAWS = 8  # of one problem, where the errors of a single one would be left to chance
+ORDERS = 32  # of the keys, queries and channels of one problem: the orders of summation of as many machines
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,74 @@ def plain_formula(
     return Formula(_product(kept, value), logsumexp, weights)
 
 
+def key_orders(keys: int, orders: int = ORDERS) -> Tensor:
+    """Random permutations of keys, [orders, keys]."""
+    return torch.rand(orders, keys, generator=torch.Generator().manual_seed(orders)).argsort(-1)
+
+
+def token_orders(x: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """[batch, tokens, channels] in several orders of the tokens, one sequence after the other, and who then sees whom.
+
+    `visible` is [tokens, tokens]; of each sequence in each order it becomes [batch * orders, tokens, tokens].
+    """
+    orders = key_orders(x.shape[1]).to(x.device)
+    return x[:, orders].flatten(0, 1), visible[orders[:, :, None], orders[:, None]].repeat(len(x), 1, 1)
+
+
+def output_in_orders(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    exact: Tensor,
+    *,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    **options: Any,
+) -> Compared:
+    """The output of the plain formula over several orders of the keys, beside the exact one; ours is not among them."""
+    orders = key_orders(key.shape[2]).to(key.device)
+
+    def ordered(x: Tensor | None, axis: int) -> Tensor | None:
+        """Every order of one sequence after the other."""
+        if x is None:
+            return None
+        x = x.expand(len(query), *x.shape[1:])
+        return torch.cat([x.index_select(axis, order) for order in orders])
+
+    plain = plain_formula(
+        query.repeat(len(orders), 1, 1, 1),
+        *(ordered(x, 2) for x in (key, value)),
+        visible=ordered(visible, 3),
+        bias=ordered(bias, 3),
+        **options,
+    )
+    return Compared(None, exact.repeat(len(orders), 1, 1, 1), plain.output)
+
+
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """A matrix product rounded once; its own sums are wide, as they are in every matrix unit."""
     if left.dtype in (torch.bfloat16, torch.float16):
         return (left.float() @ right.float()).to(left.dtype)
     return left @ right
+
+
+class Compared(NamedTuple):
+    """One result: ours, what is exact, and what the plain formula gives.
+
+    Without ours it adds to the estimate of what the plain formula loses, and to nothing else.
+    """
+
+    actual: Tensor | None
+    exact: Tensor
+    plain: Tensor
+
+
+class Used(NamedTuple):
+    """The share of the budget that was used, the budget and the error."""
+
+    share: float
+    bound: float
+    error: float
 
 
 def assert_within_error_budget(
@@ -86,46 +153,52 @@ def assert_within_error_budget(
 
     `plain` carries the dtype of the inputs. Infinities must stand where the exact ones do.
     """
-    share, bound, error = budget_used(actual, exact=exact, plain=plain, factor=factor, name=name)
-    assert share <= 1, f"{name}: error {error:.3e} exceeds {bound:.3e}, the budget at factor {factor}"
+    assert_draws_within_error_budget([{name: Compared(actual, exact, plain)}], factor=factor)
 
 
-class Compared(NamedTuple):
-    """One result: ours, what is exact, and what the plain formula gives."""
-
-    actual: Tensor
-    exact: Tensor
-    plain: Tensor
-
-
-def assert_draws_within_error_budget(draws: Sequence[Mapping[str, Compared]], *, name: str = "") -> None:
-    """One budget for all draws of a problem, for each of its results by name.
+def assert_draws_within_error_budget(
+    draws: Sequence[Mapping[str, Compared]], *, factor: float = 2, name: str = ""
+) -> None:
+    """One budget for all draws and all orders of a problem, for each of its results by name.
 
     Both errors of a budget are maxima. Over a few numbers, or where a single row loses far more than the others, each
-    is left to chance, and so is their ratio; over all draws they are maxima of as many more numbers. Draws differ in
-    nothing but their numbers: beside a problem that loses more, the errors of another would not be seen.
+    is left to chance, and so is their ratio: another CPU adds in another order. Over all draws and orders they are
+    maxima of as many more numbers. Draws differ in nothing but their numbers, and orders (of keys, queries and
+    channels) in nothing at all: beside a problem that loses more, the errors of another would not be seen.
     """
-    for what in draws[0]:
-        actual, exact, plain = (torch.stack(same) for same in zip(*(draw[what] for draw in draws), strict=True))
-        assert_within_error_budget(actual, exact=exact, plain=plain, name=f"{name}: {what}" if name else what)
+    for what in dict.fromkeys(what for draw in draws for what in draw):
+        where = f"{name}: {what}" if name else what
+        samples = [draw[what] for draw in draws if what in draw]
+        share, bound, error = budget_used(*samples, factor=factor, name=where)
+        numbers = sum(x.actual.numel() for x in samples if x.actual is not None)
+        kind = str(samples[0].plain.dtype).removeprefix("torch.")
+        record(name=where, dtype=kind, numbers=numbers, error=error, bound=bound, share=share)
+        assert share <= 1, f"{where}: error {error:.3e} exceeds {bound:.3e}, the budget at factor {factor}"
 
 
-def budget_used(
-    actual: Tensor, *, exact: Tensor, plain: Tensor, factor: float = 2, name: str = "result"
-) -> tuple[float, float, float]:
-    """The share of the budget that was used, the budget and the error."""
-    assert exact.dtype is torch.float64, f"{name}: what is exact is float64, got {exact.dtype}"
-    assert actual.shape == exact.shape == plain.shape, (
-        f"{name}: shapes {list(actual.shape)}, {list(exact.shape)} and {list(plain.shape)} differ"
-    )
-    actual, exact, plain = actual.detach(), exact.detach(), plain.detach()
-    infinite = exact.isinf()
-    assert torch.equal(actual.double()[infinite], exact[infinite]), f"{name}: infinities stand elsewhere"
-    actual, exact, loose = (x.double()[~infinite] for x in (actual, exact, plain))
+def budget_used(*samples: Compared, factor: float = 2, name: str = "result") -> Used:
+    """How much of one budget some samples use."""
+    errors, plain_errors, sizes = [0.0], [0.0], [0.0]
+    for actual, exact, plain in samples:
+        assert exact.dtype is torch.float64, f"{name}: what is exact is float64, got {exact.dtype}"
+        finite = ~exact.isinf()
+        errors.append(0.0 if actual is None else _largest_error(actual, exact, finite, name))
+        loose = plain.detach().double()[finite]
+        assert plain.shape == exact.shape, f"{name}: shapes {list(exact.shape)} and {list(plain.shape)} differ"
+        assert loose.isfinite().all(), f"{name}: the plain formula overflows in {plain.dtype}, so it sets no budget"
+        right = exact.detach()[finite]
+        if right.numel():
+            plain_errors.append(float((loose - right).abs().max()))
+            sizes.append(float(right.abs().max()))
+    error = max(errors)
+    bound = factor * max(plain_errors) + 2 * torch.finfo(samples[0].plain.dtype).eps * max(sizes)
+    return Used(error / bound if bound else math.inf if error else 0.0, bound, error)
+
+
+def _largest_error(actual: Tensor, exact: Tensor, finite: Tensor, name: str) -> float:
+    assert actual.shape == exact.shape, f"{name}: shapes {list(actual.shape)} and {list(exact.shape)} differ"
+    actual, exact = actual.detach().double(), exact.detach()
+    assert torch.equal(actual[~finite], exact[~finite]), f"{name}: infinities stand elsewhere"
+    actual, exact = actual[finite], exact[finite]
     assert actual.isfinite().all(), f"{name}: {int((~actual.isfinite()).sum())} elements are not finite"
-    assert loose.isfinite().all(), f"{name}: the plain formula overflows in {plain.dtype}, so it sets no budget"
-    if not exact.numel():
-        return 0.0, 0.0, 0.0
-    error, plain_error = (float((x - exact).abs().max()) for x in (actual, loose))
-    bound = factor * plain_error + 2 * torch.finfo(plain.dtype).eps * float(exact.abs().max())
-    return (error / bound if bound else float(error > 0)), bound, error
+    return float((actual - exact).abs().max()) if exact.numel() else 0.0

@@ -25,7 +25,7 @@ from torch import Tensor
 from polyhead import Mask, Statistics, attention
 from polyhead.functional.statistics import NAMES
 from polyhead.functional.visibility import resolve
-from tests.error_budget import budget_used, plain_formula
+from tests.error_budget import Compared, budget_used, plain_formula
 
 FEW = ("max_logit", "entropy", "reach")
 ALL = tuple(name for name in NAMES if name != "learned_sink_mass")
@@ -171,7 +171,7 @@ def check(case: Case) -> dict[str, float]:
     used = {}
     for name in ("output", "query", "key", "value"):
         if name in exact and name in plain:
-            used[name], _, _ = budget_used(ours[name], exact=exact[name], plain=plain[name], name=name)
+            used[name], _, _ = budget_used(Compared(ours[name], exact[name], plain[name]), name=name)
     key_norm = case.key.double().norm(dim=-1).amax()
     logit = 1e-5 * variant.dims[0] ** -0.5 * (case.query.double().norm(dim=-1) * key_norm)
     for name in ("logsumexp", *variant.names):

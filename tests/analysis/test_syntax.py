@@ -252,6 +252,15 @@ def test_intervals_are_those_of_the_books():
     torch.testing.assert_close(high - low, 2 * 1.959963984540054 * error)
 
 
+@pytest.mark.parametrize("texts", [0, 1, 2, 7, 40, 500])
+def test_the_interval_of_a_column_does_not_depend_on_how_many_columns_there_are(texts):
+    sums = torch.rand(texts, 67, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    counts = torch.arange(texts, dtype=torch.float64)[:, None] + 1
+    for some in (1, 3, 8, 30):
+        for all_of_them, alone in zip(ratio_of_sums(sums, counts), ratio_of_sums(sums[:, :some], counts), strict=True):
+            assert torch.equal(all_of_them[:some].nan_to_num(-1), alone.nan_to_num(-1))
+
+
 def planted_spans(texts, chosen: list[int | None]) -> Observations:
     """A head for each choice: its pronouns look at the antecedent (1), the distractor (2), or everywhere (None)."""
     gatherer = texts.gatherer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from polyhead import AttentionOutput, Mask, attention
 from polyhead.functional import BACKENDS
-from tests.error_budget import Formula, plain_formula
+from tests.error_budget import DRAWS, ORDERS, Formula, plain_formula
 
 # `fused` needs a GPU or Triton's interpreter, and has tests of its own.
 ON_THE_CPU = tuple(name for name in BACKENDS if name != "fused")
@@ -73,8 +74,8 @@ class Who:
             return i + self.key_lengths[b] - (queries if real is None else real[b]), j, j
         return i + keys - queries, j, j
 
-    def sees(self, b: int, h: int, i: int, j: int, queries: int, keys: int) -> bool:
-        """Whether query i of head h may attend to key j in sequence b."""
+    def sees(self, b: int, i: int, j: int, queries: int, keys: int) -> bool:
+        """Whether query i may attend to key j in sequence b, a dense mask apart."""
         query, key, rank = self.place(b, i, j, queries, keys)
         if self.causal and key > query:
             return False
@@ -95,26 +96,19 @@ class Who:
             theirs = mine if self.key_documents is None else self.key_documents[b % len(self.key_documents)]
             if mine[i] < 0 or mine[i] != theirs[j]:
                 return False
-        if self.key_positions is not None and key < 0:
-            return False
-        if self.dense is not None:
-            own = self.dense
-            return bool(own[b % own.shape[0], h % own.shape[1], i % own.shape[2], j])
-        return True
+        return self.key_positions is None or key >= 0
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019, a handful of answers that one test asks for again and again
     def visible(self, batch: int, heads: int, queries: int, keys: int) -> Tensor:
         """Boolean [batch, heads, queries, keys], asked pair by pair."""
-        apart = 1 if self.dense is None or self.dense.shape[1] == 1 else heads
+        visible = self._seen(batch, queries, keys)[:, None].expand(batch, heads, queries, keys)
+        return visible.clone() if self.dense is None else visible & self.dense
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019, a handful of answers that one test asks for again and again
+    def _seen(self, batch: int, queries: int, keys: int) -> Tensor:
         table = [
-            [
-                [[self.sees(b, h, i, j, queries, keys) for j in range(keys)] for i in range(queries)]
-                for h in range(apart)
-            ]
-            for b in range(batch)
+            [[self.sees(b, i, j, queries, keys) for j in range(keys)] for i in range(queries)] for b in range(batch)
         ]
-        shaped = torch.tensor(table, dtype=torch.bool).reshape(batch, apart, queries, keys)
-        return shaped.expand(batch, heads, queries, keys).clone()
+        return torch.tensor(table, dtype=torch.bool).reshape(batch, queries, keys)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019
     def distances(self, batch: int, queries: int, keys: int) -> Tensor:
@@ -124,6 +118,19 @@ class Who:
         ]
         steps = torch.tensor(places, dtype=torch.int64).reshape(batch, queries, keys, 3)
         return steps[..., 1] - steps[..., 0]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs(Who):
+    """Who sees whom, given for every pair of every head as `dense`, and key position minus query position."""
+
+    apart: Tensor | None = None  # [batch, heads, queries, keys], as `dense`
+
+    def visible(self, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+        return self.dense
+
+    def distances(self, batch: int, queries: int, keys: int) -> Tensor:
+        return self.apart
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,10 @@ class Scene:
     @property
     def mask(self) -> Mask | None:
         mask = self.who.mask()
+        if isinstance(self.who, Pairs) and self.table is not None:
+            # No mask has a distance that differs by head, so the table is one more bias here, which does not learn.
+            term = replace(self, table=self.table.detach(), bias=None)._added()
+            return mask & Mask.bias(term if self.bias is None else self.bias + term)
         if self.bias is not None:
             mask = mask & Mask.bias(self.bias)
         if self.table is not None:
@@ -178,8 +189,8 @@ class Scene:
             inputs = {name: x.to(device) if isinstance(x, Tensor | Mask) else x for name, x in inputs.items()}
         return attention(**inputs, backend=backend, **options)
 
-    def formula(self, keep: Tensor | None = None, rate: float = 0.0) -> Formula:
-        """The formula in the scene's own dtype, over the mask that was asked pair by pair."""
+    def _added(self) -> Tensor | None:
+        """What is added to the logits, [batch, heads, queries, keys], 0 where a bias hides."""
         batch, heads, queries, keys = self.sizes
         added: Tensor | None = None
         if self.bias is not None:
@@ -187,20 +198,91 @@ class Scene:
         if self.table is not None:
             place = self.who.distances(batch, queries, keys) + self.zero
             place = place.clamp(0, self.table.shape[1] - 1)
-            term = self.table[:, place].transpose(0, 1)  # [batch, heads or 1, queries, keys]
+            if place.ndim == 4:
+                term = self.table[torch.arange(heads)[:, None, None], place]
+            else:
+                term = self.table[:, place].transpose(0, 1)  # [batch, heads or 1, queries, keys]
             added = term if added is None else added + term
+        return added
+
+    def redrawn(self, draws: int = DRAWS) -> Scene:
+        """Several draws of this scene beside each other as more heads, the first of them this one.
+
+        The others have its numbers in another order, so that they are as large; scales stay. Everybody sees whom they
+        see here.
+        """
+        generator = torch.Generator().manual_seed(draws)
+
+        def shuffled(x: Tensor) -> Tensor:
+            return x.flatten()[torch.randperm(x.numel(), generator=generator)].view_as(x)
+
+        heads = self.sizes[1]
+        bias = None if self.bias is None else self.bias.expand(-1, heads, -1, -1)
+        table = None if self.table is None else self.table.expand(heads, -1)
+        own = replace(self, bias=bias, table=table)
+        fresh = {name: x for name, x in own.learned.items() if name != "scale"}
+        all_draws = [own] + [replace(own, **{name: shuffled(x) for name, x in fresh.items()}) for _ in range(1, draws)]
+        return beside(all_draws)
+
+    def reordered(self, orders: int = ORDERS) -> Scene:
+        """This scene in several orders of its keys, queries and channels, beside each other as more heads."""
+        batch, heads, queries, keys = self.sizes
+        generator = torch.Generator().manual_seed(orders)
+
+        def permutations(size: int) -> list[Tensor]:
+            return [torch.randperm(size, generator=generator) for _ in range(orders)]
+
+        rows, columns = permutations(queries), permutations(keys)
+        channels, value_channels = permutations(self.query.shape[3]), permutations(self.value.shape[3])
+
+        def ordered(x: Tensor, second: list[Tensor], third: list[Tensor]) -> Tensor:
+            """Of [batch, heads, ...], each order's."""
+            parts = []
+            for some, others in zip(second, third, strict=True):
+                part = x if x.shape[2] == 1 else x[:, :, some]
+                parts.append(part[..., others])
+            return torch.cat(parts, 1)
+
+        apart = self.who.distances(batch, queries, keys)
+        apart = apart if apart.ndim == 4 else apart[:, None].expand(-1, heads, -1, -1)
+        bias = None if self.bias is None else ordered(self.bias.expand(-1, heads, -1, -1), rows, columns)
+        return replace(
+            self,
+            query=ordered(self.query, rows, channels),
+            key=ordered(self.key, columns, channels),
+            value=ordered(self.value, columns, value_channels),
+            bias=bias,
+            table=None if self.table is None else self.table.expand(heads, -1).repeat(orders, 1),
+            sinks=None if self.sinks is None else self.sinks.repeat(orders),
+            scale=self.scale.repeat(orders) if isinstance(self.scale, Tensor) else self.scale,
+            who=Pairs(dense=ordered(self.visible(), rows, columns), apart=ordered(apart, rows, columns)),
+        )
+
+    def formula(self, keep: Tensor | None = None, rate: float = 0.0) -> Formula:
+        """The formula in the scene's own dtype, over the mask that was asked pair by pair."""
         return plain_formula(
             self.query,
             self.key,
             self.value,
             visible=self.visible(),
-            bias=added,
+            bias=self._added(),
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
             keep=keep,
             rate=rate,
         )
+
+
+def beside(scenes: Sequence[Scene]) -> Scene:
+    """Scenes that differ in their numbers alone, as the heads of one."""
+    first = scenes[0]
+    axes = {"query": 1, "key": 1, "value": 1, "bias": 1, "table": 0, "sinks": 0, "scale": 0}
+    joined = {name: torch.cat([getattr(x, name) for x in scenes], axes[name]) for name in first.learned}
+    dense = first.who.dense
+    if dense is None or dense.shape[1] == 1:
+        return replace(first, **joined)
+    return replace(first, **joined, who=replace(first.who, dense=dense.repeat(1, len(scenes), 1, 1)))
 
 
 def result_and_gradients(

@@ -11,19 +11,23 @@ from torch import Tensor
 
 from polyhead import explain
 from polyhead.functional import tiles
-from tests.error_budget import Formula, assert_within_error_budget
-from tests.functional.oracle import ON_THE_CPU, Scene, Who, normal, result_and_gradients, scenes
+from tests.error_budget import ORDERS, Compared, Formula, assert_draws_within_error_budget
+from tests.functional.oracle import ON_THE_CPU, Pairs, Scene, Who, normal, result_and_gradients, scenes
 
 OURS = ("reference", "blockwise")
-# The factor PyTorch's CPU kernel needs in place of our 2, as measured over these scenes and rounded up.
-SDPA_FACTOR = {torch.float32: 2.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+# The factor PyTorch's CPU kernel needs in place of our 2, as measured over these scenes and rounded up. In float32 it
+# needs up to 2.0 for the gradient of queries, which leaves no room for another machine.
+SDPA_FACTOR = {torch.float32: 3.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles, skipped tiles and partial tiles already at the sizes of these tests."""
-    monkeypatch.setattr(tiles, "TILE_COLUMNS", 7)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
+    """Several tiles, skipped tiles, partial tiles and parts already at the sizes of these tests."""
+
+    def tile_sizes(pairs: int, *sizes: int, in_parts: bool = True) -> tuple[int, int, int]:
+        return 16, 7, max(1, 2 * pairs // 3) if in_parts else pairs
+
+    monkeypatch.setattr(tiles, "tile_sizes", tile_sizes)
 
 
 def serves(scene: Scene, backend: str) -> bool:
@@ -114,63 +118,58 @@ def everything_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
 
 
 def assert_within_budgets(
-    draws: list[Scene], backend: str, dtype: torch.dtype, *, factor: float = 2, everything: bool = False
+    scene: Scene, backend: str, dtype: torch.dtype, *, factor: float = 2, everything: bool = False
 ) -> None:
-    """Several draws are held against the budget together: by luck the plain formula may lose nothing in one of them."""
+    """Several draws, under the mask as it is, and several orders of one of them are held to one budget."""
 
-    def computed(dtype: torch.dtype, backend: str | None = None) -> dict[str, Tensor]:
-        return stacked(
-            [result_and_gradients(scene.to(dtype), backend, everything=everything) for scene in draws], everything
-        )
-
-    exact, plain, actual = computed(torch.float64), computed(dtype), computed(dtype, backend)
-    for name in exact:
-        if name.startswith("gradient"):
-            assert actual[name].dtype is dtype
-        assert_within_error_budget(actual[name], exact=exact[name], plain=plain[name], factor=factor, name=name)
-    assert exact.keys() == plain.keys() == actual.keys()
-
-
-def stacked(results: list[Formula], everything: bool) -> dict[str, Tensor]:
-    parts = []
-    for result in results:
-        part = {"output": result.output}
+    def results(scene: Scene, backend: str | None = None) -> dict[str, Tensor]:
+        found = result_and_gradients(scene, backend, everything=everything)
+        parts = {"output": found.output}
         if everything:
-            part |= {"log-sum-exp": result.logsumexp, "weights": result.weights}
-        parts.append(part | {f"gradient of {name}": grad for name, grad in result.gradients.items()})
-    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+            parts |= {"log-sum-exp": found.logsumexp, "weights": found.weights}
+        return parts | {f"gradient of {name}": grad for name, grad in found.gradients.items()}
+
+    samples = []
+    for some in (scene.redrawn(ORDERS), scene.reordered()):
+        exact, plain, actual = results(some), results(some.to(dtype)), results(some.to(dtype), backend)
+        assert exact.keys() == plain.keys() == actual.keys()
+        assert all(x.dtype is dtype for name, x in actual.items() if name.startswith("gradient"))
+        if isinstance(some.who, Pairs):
+            actual["gradient of table"] = None  # it does not learn where distances differ by head
+        samples.append({name: Compared(actual[name], exact[name], plain[name]) for name in exact})
+    assert_draws_within_error_budget(samples, factor=factor)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("backend", OURS)
 def test_our_backends_stay_within_the_error_budget(backend: str, mask: str, dtype: torch.dtype) -> None:
-    queries, keys = 29, 41
+    queries, keys = 19, 31
     who = MASKS[mask](queries, keys)
-    assert_within_budgets([fixed_scene(queries, keys, who)], backend, dtype)
-    draws = [
-        everything_scene(queries, keys, who, seed) for seed in ((0, 10, 20, 30, 40) if dtype is torch.float32 else (0,))
-    ]
-    assert_within_budgets(draws, backend, dtype, everything=True)
+    assert_within_budgets(fixed_scene(queries, keys, who), backend, dtype)
+    assert_within_budgets(everything_scene(queries, keys, who), backend, dtype, everything=True)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", SDPA_FACTOR, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_pytorchs_kernel_stays_within_its_documented_factor(mask: str, dtype: torch.dtype) -> None:
-    for queries, keys in ((29, 41), (37, 37)):
-        who = MASKS[mask](queries, keys)
-        draws = [fixed_scene(queries, keys, who, seed) for seed in range(0, 40, 10)]
-        assert_within_budgets(draws, "sdpa", dtype, factor=SDPA_FACTOR[dtype])
+    for queries, keys in ((19, 31), (23, 23)):
+        scene = fixed_scene(queries, keys, MASKS[mask](queries, keys))
+        assert_within_budgets(scene, "sdpa", dtype, factor=SDPA_FACTOR[dtype])
 
 
+@pytest.mark.numerics
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", SDPA_FACTOR, ids=str)
 def test_pytorchs_kernel_stays_within_its_factor_under_a_bias_and_a_scale_a_head(dtype: torch.dtype) -> None:
-    draws = [replace(everything_scene(29, 41, Who(causal=True), seed), sinks=None, softcap=None) for seed in range(4)]
-    exact = torch.stack([scene.formula().output for scene in draws])
-    plain = torch.stack([scene.to(dtype).formula().output for scene in draws])
-    actual = torch.stack([scene.to(dtype).run("sdpa").output for scene in draws])
-    assert_within_error_budget(actual, exact=exact, plain=plain, factor=SDPA_FACTOR[dtype])
+    scene = replace(everything_scene(19, 31, Who(causal=True)), sinks=None, softcap=None)
+    samples = []
+    for some in (scene.redrawn(ORDERS), scene.reordered()):
+        plain, actual = some.to(dtype).formula(), some.to(dtype).run("sdpa")
+        samples.append({"output": Compared(actual.output, some.formula().output, plain.output)})
+    assert_draws_within_error_budget(samples, factor=SDPA_FACTOR[dtype])
 
 
 def test_every_parameter_of_an_attention_has_its_gradient_in_blockwise() -> None:

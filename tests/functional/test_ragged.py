@@ -43,6 +43,7 @@ def test_any_rows_under_any_mask_are_those_of_the_whole_attention(
     check("any", Chosen(whole, which, by_head, padding), backend, torch.float64)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("backend", PLAIN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_keeps_to_the_error_budget(backend: str, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from polyhead import AttentionOutput, Mask, RowStatistics, attention
 from polyhead.errors import BackendUnsupported, DeviceError, DtypeError, MaskError, OptionError, ShapeError
 from polyhead.functional import talking_blockwise, tiles
 from polyhead.functional.talking import mixed_weights, talking_attention
-from tests.error_budget import assert_within_error_budget
+from tests.error_budget import DRAWS, Compared, assert_draws_within_error_budget, token_orders
 from tests.functional.talking_formula import mixed, plain_talking, talking_maps, visible
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 6, 3, 23, 29, 5, 7
@@ -29,14 +29,17 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
-def inputs(queries: int = QUERIES, keys: int = KEYS, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
+def inputs(
+    queries: int = QUERIES, keys: int = KEYS, heads: int = HEADS, kv_heads: int = KV_HEADS, draw: int = 0
+) -> list[Tensor]:
     """Query, key, value and mixes that are far from doing nothing."""
+    seed = 10 * draw
     return [
-        normal(BATCH, heads, queries, DIM, seed=1),
-        normal(BATCH, kv_heads, keys, DIM, seed=2),
-        normal(BATCH, kv_heads, keys, VALUE_DIM, seed=3),
-        normal(heads, heads, seed=4) * 0.7,
-        normal(heads, heads, seed=5) * 0.7,
+        normal(BATCH, heads, queries, DIM, seed=seed + 1),
+        normal(BATCH, kv_heads, keys, DIM, seed=seed + 2),
+        normal(BATCH, kv_heads, keys, VALUE_DIM, seed=seed + 3),
+        normal(heads, heads, seed=seed + 4) * 0.7,
+        normal(heads, heads, seed=seed + 5) * 0.7,
     ]
 
 
@@ -100,18 +103,36 @@ def test_outputs_and_every_gradient_are_those_of_the_formula(name: str, backend:
         )
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_dtype_keeps_to_the_error_budget(backend: str, dtype: torch.dtype) -> None:
-    tensors = [x.to(dtype) for x in inputs(keys=QUERIES, heads=12, kv_heads=12)]
-    grad = normal(BATCH, 12, QUERIES, VALUE_DIM, seed=6).to(dtype)
-    mask = Mask.causal()
+    samples = []
+    for draw in range(DRAWS):
+        tensors = [x.to(dtype) for x in inputs(keys=QUERIES, heads=12, kv_heads=12, draw=draw)]
+        grad = normal(BATCH, 12, QUERIES, VALUE_DIM, seed=6 + 10 * draw).to(dtype)
+        samples.append(compared(tensors, grad, Mask.causal(), backend))
+        assert all(x.actual is not None and x.actual.dtype is dtype for x in samples[-1].values())
+    # In other orders of queries and keys, all of them at once; the mixes' gradients are sums over all sequences.
+    (query, visible), (key, _), (value, _), (grad, _) = (orders_of(x) for x in (*tensors[:3], grad))
+    found = compared([query, key, value, *tensors[3:]], grad, Mask.dense(visible[:, None]), backend)
+    samples.append({part: x for part, x in found.items() if not part.endswith("mix")})
+    assert_draws_within_error_budget(samples)
+
+
+def compared(tensors: Sequence[Tensor], grad: Tensor, mask: Mask, backend: str) -> dict[str, Compared]:
     exact = differentiated(lambda *x: plain_talking(*x, mask=mask), [x.double() for x in tensors], grad.double())
     plain = differentiated(lambda *x: plain_talking(*x, mask=mask), tensors, grad)
     found = differentiated(lambda *x: talk(x, mask=mask, backend=backend).output, tensors, grad)
-    for part, expected in exact.items():
-        assert found[part].dtype is dtype
-        assert_within_error_budget(found[part], exact=expected, plain=plain[part], name=part)
+    return {part: Compared(found[part], expected, plain[part]) for part, expected in exact.items()}
+
+
+def orders_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[batch, heads, tokens, dim] in several orders of the tokens, and who sees whom under a causal mask."""
+    _, heads, tokens, dim = x.shape
+    edge = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    ordered, visible = token_orders(x.transpose(1, 2).flatten(2), edge)
+    return ordered.unflatten(2, (heads, dim)).transpose(1, 2), visible
 
 
 @pytest.mark.parametrize("heads", [8, 12, 16, 32])

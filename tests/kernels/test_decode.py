@@ -17,7 +17,7 @@ from polyhead.functional import decode as decoding
 from polyhead.functional.decode import CacheArguments, decode, decode_reasons, plan_blocks, plan_splits
 from polyhead.functional.statistics import NAMES
 from polyhead.functional.visibility import resolve
-from tests.error_budget import Compared, assert_draws_within_error_budget, plain_formula
+from tests.error_budget import Compared, assert_draws_within_error_budget, output_in_orders, plain_formula
 from tests.kernels.interpreted import in_the_interpreter
 
 ALL = tuple(name for name in NAMES if name != "learned_sink_mass")
@@ -206,8 +206,9 @@ class Scene:
         return scale if self.head_scale is None else scale * self.head_scale.to(dtype)
 
 
-def compared(scene: Scene, dtype: torch.dtype) -> tuple[Compared, Tensor, dict[str, Tensor], AttentionOutput]:
-    """The output beside the formula's, the log-sum-exp and the statistics that were found, and what is exact."""
+def compared(scene: Scene, dtype: torch.dtype) -> tuple[list[Compared], Tensor, dict[str, Tensor], AttentionOutput]:
+    """The output beside the formula's, that of the formula in other orders of the keys, the log-sum-exp and the
+    statistics that were found, and what is exact."""
     case = scene.case
     with poisoned():
         output, logsumexp, found = scene.run()
@@ -228,27 +229,28 @@ def compared(scene: Scene, dtype: torch.dtype) -> tuple[Compared, Tensor, dict[s
     assert visibility is not None
     everything = (0, queries), (0, scene.keys)
     visible = visibility.allowed_tile(*everything)
-    plain = plain_formula(
-        scene.query,
-        scene.key.to(dtype),
-        scene.value.to(dtype),
-        visible=visible,
-        bias=visibility.bias_tile(*everything, torch.float64),
-        scale=scene.scale(dtype),
-        softcap=case.softcap,
-        sinks=scene.sinks,
-    )
+    inputs = scene.query, scene.key.to(dtype), scene.value.to(dtype)
+    options = {
+        "visible": visible,
+        "bias": visibility.bias_tile(*everything, torch.float64),
+        "scale": scene.scale(dtype),
+        "softcap": case.softcap,
+        "sinks": scene.sinks,
+    }
+    plain = plain_formula(*inputs, **options)
     assert output.dtype is dtype
     assert output.transpose(1, 2).is_contiguous()
-    return Compared(output, exact.output, plain.output), logsumexp, found, exact
+    outputs = [Compared(output, exact.output, plain.output), output_in_orders(*inputs, exact.output, **options)]
+    return outputs, logsumexp, found, exact
 
 
 def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Scene, draws: int = 1) -> None:
     """Outputs within one error budget for all draws of the case, and what else is told within bounds, of the first."""
     scene = kind(case, dtype, device)
-    output, logsumexp, found, exact = compared(scene, dtype)
-    others = (compared(kind(case, dtype, device, seed=11 + draw), dtype)[0] for draw in range(1, draws))
-    assert_draws_within_error_budget([{"output": x} for x in (output, *others)], name=f"{case} in {dtype}")
+    outputs, logsumexp, found, exact = compared(scene, dtype)
+    for draw in range(1, draws):
+        outputs += compared(kind(case, dtype, device, seed=11 + draw), dtype)[0]
+    assert_draws_within_error_budget([{"output": x} for x in outputs], name=f"{case} in {dtype}")
     # Log-sum-exp and largest logit are float32 whatever the inputs are, so the size of the logits bounds their error.
     bound = 1e-5 * (1 + logit_bound(scene))
     assert_close(logsumexp, exact.logsumexp, bound, f"log-sum-exp of {case} in {dtype}")
@@ -327,6 +329,7 @@ def check_all(dtype: torch.dtype, device: str) -> None:
         check(case, dtype, device)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_in_the_interpreter_every_layout_gives_the_formula(dtype: torch.dtype) -> None:
     in_the_interpreter(check_all, dtype, "cpu")

@@ -118,10 +118,12 @@ def check_small_machine() -> None:
     assert tried == [(64, 128), (32, 128), (16, 128), (16, 64)]
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_latents_give_the_formula() -> None:
     in_the_interpreter(check_all)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_broken_latents_tracing_and_small_machines() -> None:
     in_the_interpreter(check_broken_values, torch.float32, "cpu")
     in_the_interpreter(check_operator, "cpu")

@@ -18,7 +18,7 @@ from polyhead.functional.kernel_masks import pack
 from polyhead.functional.statistics import NAMES
 from polyhead.functional.visibility import resolve
 from polyhead.kernels.mask_arguments import MaskArguments
-from tests.error_budget import assert_within_error_budget
+from tests.error_budget import DRAWS, Compared, assert_draws_within_error_budget
 from tests.functional.oracle import Scene, Who, normal
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
 
@@ -225,21 +225,30 @@ def check(
     """Output and log-sum-exp within the error budget, statistics within theirs."""
     name = f"{name}, {dtype}"
     case = case.to(dtype)
-    batch, heads, queries, keys = case.sizes
-    keep = keep_tile(torch.tensor([SEED]), rate, batch, heads, (0, queries), (0, keys)) if rate else None
     exact_case = case.to(torch.float64)
     exact = exact_case.run("reference", statistics=Statistics(sink_keys=SINK_KEYS, window=WINDOW))
-    output = exact_case.formula(keep=keep, rate=rate).output
-    plain = case.formula(keep=keep, rate=rate)
     with tiles(blocks):
         found = run(case, device, rate=rate, **options)
     assert found.output.dtype is dtype
     assert found.logsumexp.dtype is torch.float32
-    assert_within_error_budget(found.output, exact=output, plain=plain.output, name=f"{name}: output")
-    assert_within_error_budget(found.logsumexp, exact=exact.logsumexp, plain=plain.logsumexp, name=f"{name}: sum")
+    samples = [by_formula(case, rate), by_formula(case.reordered(DRAWS), rate)]
+    for part, actual in (("output", found.output), ("logsumexp", found.logsumexp)):
+        samples[0][part] = samples[0][part]._replace(actual=actual)
+    assert_draws_within_error_budget(samples, name=name)
     assert exact.statistics is not None
     check_statistics(name, found.statistics, exact.statistics, bounds(exact_case))
     check_indices(name, exact_case, found)
+
+
+def by_formula(case: Scene, rate: float) -> dict[str, Compared]:
+    """What the formula gives exactly and in the dtype of the case."""
+    batch, heads, queries, keys = case.sizes
+    keep = keep_tile(torch.tensor([SEED]), rate, batch, heads, (0, queries), (0, keys)) if rate else None
+    exact, plain = (x.formula(keep=keep, rate=rate) for x in (case.to(torch.float64), case))
+    return {
+        "output": Compared(None, exact.output, plain.output),
+        "logsumexp": Compared(None, exact.logsumexp, plain.logsumexp),
+    }
 
 
 def logits_of(case: Scene) -> Tensor:
@@ -386,25 +395,30 @@ def check_strides(device: str, blocks: tuple[int, int, int, int] | None = SMALL)
         assert found.statistics["entropy"].equal(expected.statistics["entropy"])
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", HALVES_AND_SINGLES, ids=str)
 def test_in_the_interpreter_every_option_keeps_to_the_bounds(dtype: torch.dtype) -> None:
     in_the_interpreter(check_all, flags(), [dtype], "cpu")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_all_sizes_keep_to_the_bounds() -> None:
     in_the_interpreter(check_all, sizes(), HALVES_AND_SINGLES, "cpu")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_tensor_descriptors_give_the_same() -> None:
     cases = {"causal": scene(dims=(16, 8), who=Who(causal=True)), "dims of 40 and 72": sizes()["dims of 40 and 72"]}
     in_the_interpreter(check_all, cases, HALVES_AND_SINGLES, "cpu", descriptors=True)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_the_tiles_of_a_gpu_keep_to_the_bounds() -> None:
     case = scene(queries=70, keys=141, who=Who(causal=True))
     in_the_interpreter(check, "causal", case, torch.float16, "cpu", None)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_dropout_leaves_the_weights_it_should() -> None:
     case = scene(batch=2, who=Who(causal=True))
     in_the_interpreter(check, "dropout", case, torch.float32, "cpu", rate=0.3)
@@ -418,6 +432,7 @@ def test_in_the_interpreter_ties_go_to_the_lowest_key() -> None:
     in_the_interpreter(check_ties, "cpu")
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_extreme_rows_keep_to_the_bounds() -> None:
     in_the_interpreter(check_extremes, "cpu")
 

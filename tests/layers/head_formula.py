@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from polyhead import MultiHeadAttention
+from polyhead import Mask, MultiHeadAttention
+from tests.error_budget import token_orders
 
 
 def project(layer: MultiHeadAttention, name: str, x: Tensor) -> Tensor:
@@ -39,6 +40,12 @@ def heads_of(
         weights = torch.softmax(logits, -1)
         heads.append(torch.where(weights.isnan(), 0.0, weights) @ v)
     return heads
+
+
+def causal_orders(x: Tensor) -> list[tuple[Tensor, Tensor, Mask]]:
+    """Tokens, who sees whom and the mask that says so: in the order of the tokens, and in several others at once."""
+    others, visible = token_orders(x, earlier(x.shape[1]))
+    return [(x, earlier(x.shape[1]), Mask.causal()), (others, visible, Mask.dense(visible[:, None]))]
 
 
 def earlier(length: int) -> Tensor:

@@ -31,7 +31,7 @@ from polyhead.functional.request import AttentionOutput
 from polyhead.functional.visibility import resolve
 from polyhead.layers import multi_head, steps
 from polyhead.layers.positions import ALiBi, Positions, Rotary, T5Bias
-from tests.error_budget import assert_within_error_budget, plain_formula
+from tests.error_budget import Compared, assert_draws_within_error_budget, output_in_orders, plain_formula
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
 from tests.kernels.test_decode import assert_close
 from tests.waiting import waiting_is_an_error
@@ -244,18 +244,13 @@ def compare(
     bias = None if visibility is None else visibility.bias_tile(*everything, torch.float64)
     seen = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=query.device) if visible is None else visible
     clean = [x.masked_fill(~seen.any(2).any(1)[:, None, :, None], 0.0) for x in (key, value)]
-    plain = plain_formula(
-        query.nan_to_num(0.0),
-        *clean,
-        visible=visible,
-        bias=bias,
-        scale=options["scale"],
-        softcap=options["softcap"],
-        sinks=sinks,
-    )
+    inputs = query.nan_to_num(0.0), *clean
+    given = {"visible": visible, "bias": bias, "sinks": sinks, **{x: options[x] for x in ("scale", "softcap")}}
+    plain = plain_formula(*inputs, **given)
     if layer.gate_proj is None:
         heads_out = result.output.unflatten(-1, (heads, -1)).transpose(1, 2)
-        assert_within_error_budget(heads_out, exact=exact.output, plain=plain.output, name=name)
+        outputs = [Compared(heads_out, exact.output, plain.output), output_in_orders(*inputs, exact.output, **given)]
+        assert_draws_within_error_budget([{"output": x} for x in outputs], name=name)
     else:  # gates round as well, and come after the same heads either way
         size = 4 * torch.finfo(dtype).eps * float(formula.output.double().abs().max())
         assert_close(result.output, formula.output.double(), size, name)
@@ -296,16 +291,19 @@ def check_all(kinds: Sequence[str], cases: Sequence[str], dtype: torch.dtype) ->
             check(kind, CASES[case], dtype, "cpu")
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", CACHES)
 def test_in_the_interpreter_every_step_gives_the_formula(kind: str) -> None:
     in_the_interpreter(check_all, [kind], list(CASES), torch.float32)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_half_precision_does_too() -> None:
     cases = ["grouped", "window with kept keys", "ragged", "everything"]
     in_the_interpreter(check_all, list(CACHES), cases, torch.float16)
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_the_backend_may_be_named() -> None:
     in_the_interpreter(check, "paged", CASES["statistics"], torch.float32, "cpu", backend="fused")
 
@@ -349,6 +347,7 @@ def check_walk(kind: str, device: str) -> None:
         go(1)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", CACHES)
 def test_in_the_interpreter_steps_go_on_after_whatever_is_done_to_a_cache(kind: str) -> None:
     in_the_interpreter(check_walk, kind, "cpu")
@@ -502,6 +501,7 @@ def check_lengths_of_the_callers() -> None:
         step(layer, x, cache, GrowingCache(), "nothing before", backend="auto", mask=Mask.lengths([5, 2]))
 
 
+@pytest.mark.numerics
 def test_in_the_interpreter_a_callers_lengths_are_served_too() -> None:
     in_the_interpreter(check_lengths_of_the_callers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 import polyhead
 from polyhead import GrowingCache, Mask, MultiHeadAttention, PreallocatedCache
 from polyhead.layers.positions import Rotary
-from tests.error_budget import assert_within_error_budget
-from tests.layers.head_formula import earlier, heads_of, project
+from tests.error_budget import Compared, assert_draws_within_error_budget
+from tests.layers.head_formula import causal_orders, earlier, heads_of, project
 
 BATCH, LENGTH, KEYS, EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 3, 11, 13, 23, 6, 2, 10, 7
 DOUBLE = torch.float64
@@ -66,19 +67,20 @@ def test_the_gate_reads_the_queries_side_of_a_cross_attention(gate: str, x: Tens
     close(layer(x, source).output, formula(layer, x, heads_of(layer, x, source)))
 
 
+@pytest.mark.numerics
 @every_gate
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # Said once by PyTorch on a CPU without bfloat16 instructions.
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @torch.no_grad()
 def test_rounding_stays_within_the_error_budget(dtype: torch.dtype, gate: str, x: Tensor) -> None:
-    layer, rounded = make(gate, causal=True).to(dtype), x.to(dtype)
-    visible = earlier(LENGTH)
-    actual = layer(rounded).output
-    plain = formula(layer, rounded, heads_of(layer, rounded, visible=visible))
-    layer.double()
-    exact = formula(layer, rounded.double(), heads_of(layer, rounded.double(), visible=visible))
-    assert_within_error_budget(actual, exact=exact, plain=plain)
+    layer = make(gate).to(dtype)
+    wide, samples = copy.deepcopy(layer).double(), []
+    for tokens, visible, mask in causal_orders(x.to(dtype)):
+        plain = formula(layer, tokens, heads_of(layer, tokens, visible=visible))
+        exact = formula(wide, tokens.double(), heads_of(wide, tokens.double(), visible=visible))
+        samples.append({"output": Compared(layer(tokens, mask=mask).output, exact, plain)})
+    assert_draws_within_error_budget(samples)
 
 
 @every_gate

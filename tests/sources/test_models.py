@@ -270,7 +270,7 @@ def test_a_model_without_its_tokenizer_is_refused(tmp_path):
         load_model(tmp_path)
 
 
-def test_places_that_hold_no_model_are_refused(tmp_path):
+def test_places_that_hold_no_model_are_refused(tmp_path, monkeypatch):
     with pytest.raises(OptionError, match=r"must hold a config\.json, got .* without one$"):
         load_model(tmp_path)
     (tmp_path / "small.gguf").touch()
@@ -281,6 +281,9 @@ def test_places_that_hold_no_model_are_refused(tmp_path):
         load_model(tmp_path)
     with pytest.raises(OptionError, match=r"got the file .*config\.json; name the folder it lies in"):
         load_model(tmp_path / "config.json")
+    # A name is first looked for as a folder, from the working directory on.
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     for name in (str(tmp_path / "nowhere"), "three/part/name", "a b", "../up", ""):
         with pytest.raises(OptionError, match=r"a folder, a \.gguf file or a name on the hub"):
             load_model(name)

@@ -82,9 +82,18 @@ def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float = Z) -> tuple[
     variance of a ratio). NaN where there is nothing to count, and an interval of NaN for fewer than two texts.
     """
     texts = sums.shape[0]
-    total = counts.sum(0).to(torch.float64)
-    ratio = sums.sum(0) / torch.where(total > 0, total, torch.nan)
+    total = _sum_in_order(counts).to(torch.float64)
+    ratio = _sum_in_order(sums) / torch.where(total > 0, total, torch.nan)
     apart = sums - ratio * counts
     factor = texts / (texts - 1) if texts > 1 else torch.nan
-    reach = deviations * (factor * apart.square().sum(0)).sqrt() / total
+    reach = deviations * (factor * _sum_in_order(apart.square())).sqrt() / total
     return ratio, ratio - reach, ratio + reach
+
+
+def _sum_in_order(x: Tensor) -> Tensor:
+    """Sum over the first axis, one row after the other.
+
+    `Tensor.sum` groups rows by how many columns there are and by the width of the CPU's vectors, so that the sum of
+    one column would depend on its neighbours and on the machine.
+    """
+    return x.cumsum(0)[-1] if len(x) else x.sum(0)

@@ -165,5 +165,8 @@ def _by_group(left: Tensor, right: Tensor) -> Tensor:
     kv_heads = right.shape[1]
     if heads == kv_heads:
         return left @ right
+    if torch.is_grad_enabled() and right.requires_grad:
+        # The gradient of the right-hand side is a sum over rows: one for each head loses less than one for the group.
+        return (left.unflatten(1, (kv_heads, -1)) @ right[:, :, None]).flatten(1, 2)
     folded = left.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
     return (folded @ right).view(batch, heads, rows, right.shape[3])

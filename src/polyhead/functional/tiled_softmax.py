@@ -299,7 +299,8 @@ def _backward(
     grad_query, grad_key = torch.empty_like(query), torch.zeros_like(key)
     grad_value = None if value is None else torch.zeros_like(value)
     grad_biases = [
-        torch.zeros_like(x) if need and x is not None else None for x, need in zip(biases, needed[4:], strict=True)
+        torch.zeros_like(x, dtype=_sum_dtype(x, found.logsumexp)) if need and x is not None else None
+        for x, need in zip(biases, needed[4:], strict=True)
     ]
     visibility = _over_biases(tiling, biases)
     tiling = tiling.working()
@@ -317,8 +318,17 @@ def _backward(
             None if grad_value is None else grad_value[part.batch, part.kv_heads],
             slices_of_biases(visibility, grad_biases, part),
         )
-    results = [grad_query, grad_key, grad_value, grad_sinks, *grad_biases]
+    rounded = [
+        None if grad is None or x is None else grad.to(x.dtype) for grad, x in zip(grad_biases, biases, strict=True)
+    ]
+    results = [grad_query, grad_key, grad_value, grad_sinks, *rounded]
     return [grad if need else None for grad, need in zip(results, needed, strict=True)]
+
+
+def _sum_dtype(bias: Tensor, like: Tensor) -> torch.dtype:
+    """The dtype in which a bias's gradient is summed: float64 where rows or all pairs of a distance add up in it."""
+    is_long = bias.ndim == 2 or bias.shape[2] == 1  # a table, or one row for all queries
+    return torch.float64 if is_long and bias.device.type != "mps" else like.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -413,7 +423,8 @@ def _grad_sinks(
     result = share * flow
     if "learned_sink_mass" in arrived:
         result = result + arrived["learned_sink_mass"] * known["learned_sink_mass"]
-    return result.sum((0, 2))
+    wide = torch.float64 if result.device.type != "mps" else result.dtype
+    return result.sum((0, 2), dtype=wide).to(sinks.dtype)
 
 
 def _backward_tiles(

@@ -120,7 +120,10 @@ class Visibility:
             tile = _cut(bias, rows, columns).to(dtype)
             result = tile if result is None else result + tile
         for term in self.relative_biases:
-            tile = term.table.to(dtype)[:, self.relative_index(term, rows, columns)]  # [heads, (batch,) rows, columns]
+            # All pairs of a distance add up in the gradient of its column, so on the tape that sum is a wide one.
+            is_summed = torch.is_grad_enabled() and term.table.requires_grad and term.table.device.type != "mps"
+            table = term.table.to(torch.float64 if is_summed else dtype)
+            tile = table[:, self.relative_index(term, rows, columns)].to(dtype)  # [heads, (batch,) rows, columns]
             tile = tile[None] if tile.ndim == 3 else tile.transpose(0, 1)
             result = tile if result is None else result + tile
         return result
