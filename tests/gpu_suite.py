@@ -49,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if not collection_path.is_relative_to(ROOT / "tests"):
+        return None
     files = collection_path.rglob("*.py") if collection_path.is_dir() else [collection_path]
     return None if any(map(has_gpu_tests, files)) else True
 
