@@ -120,8 +120,10 @@ class Visibility:
             tile = _cut(bias, rows, columns).to(dtype)
             result = tile if result is None else result + tile
         for term in self.relative_biases:
-            # All pairs of a distance add up in the gradient of its column, so on the tape that sum is a wide one.
-            is_summed = torch.is_grad_enabled() and term.table.requires_grad and term.table.device.type != "mps"
+            # All pairs of a distance add up in the gradient of its column, so on the tape a sum in float32 is made a
+            # wide one; in half precision the weights are coarser than the sum, and the tile is what takes the memory.
+            is_summed = torch.is_grad_enabled() and term.table.requires_grad and dtype is torch.float32
+            is_summed = is_summed and term.table.device.type != "mps"
             table = term.table.to(torch.float64 if is_summed else dtype)
             tile = table[:, self.relative_index(term, rows, columns)].to(dtype)  # [heads, (batch,) rows, columns]
             tile = tile[None] if tile.ndim == 3 else tile.transpose(0, 1)
