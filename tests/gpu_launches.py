@@ -1,10 +1,13 @@
 """What every GPU test launches: kernels, what they are compiled for, and how often that is the same.
 
-    python -O -m pytest --assert=plain -p tests.gpu_launches --launches before.jsonl --gpu
+    export PYTHONOPTIMIZE=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=src:.
+    python -m pytest -p tests.gpu_suite -p tests.gpu_launches --launches before.jsonl -n 16 --dist worksteal \\
+        --assert=plain -W ignore::pytest.PytestConfigWarning -o addopts=--import-mode=importlib -q tests
     python -m tests.gpu_launches before.jsonl after.jsonl
 
-The first runs the GPU tests under `tests.pretend_cuda` on any machine: no kernel runs, and with -O no assertion is made
-of the numbers that are missing, so that a test goes on to its last launch. The second compares two such lists.
+The first runs the GPU tests under `tests.pretend_cuda` on any machine: no kernel runs, and PYTHONOPTIMIZE keeps
+assertions from being made of the numbers that are missing, so that a test goes on to its last launch. The second
+compares two such lists, and fails if a variant is lost.
 
 A *variant* is a kernel with its constexpr arguments, dtypes, present and absent tensors, warps and stages. Triton also
 compiles anew for integers that are 1 or multiples of 16 and for pointers that are aligned: a *specialisation* is a
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections import Counter, defaultdict
@@ -72,6 +76,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.seen: set[Launch] = set()
+        self.outcome = "passed"
         self.aside = False  # in a call that stands for another
 
     def hook(self, *, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
@@ -93,8 +98,9 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.seen.clear()
         result = yield
-        with self.path.open("a") as file:
-            file.write(json.dumps({"test": item.nodeid, "launches": sorted(self.seen), "outcome": self.outcome}) + "\n")
+        line = json.dumps({"test": item.nodeid, "launches": sorted(self.seen), "outcome": self.outcome}) + "\n"
+        with self.path.open("ab", buffering=0) as file:  # several workers write to it, each a line at once
+            file.write(line.encode())
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -137,7 +143,9 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--launches")
     if path is None:
         raise pytest.UsageError("name the file to write with --launches")
-    path.write_text("")
+    if not hasattr(config, "workerinput"):
+        path.write_text("")
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # of which Triton would warn
     recorder = Recorder(path)
     pretending = pretend_cuda()
     pretending.__enter__()
