@@ -23,7 +23,7 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,9 +90,17 @@ class Recorder:
 
         self.aside = True
         try:
-            return replace(fused.run(request), backend="reference")
+            with torch.no_grad():
+                result = replace(fused.run(request), backend="reference")
         finally:
             self.aside = False
+        given = [getattr(x, part.name) for x in (request, request.visibility) if x is not None for part in fields(x)]
+        nothing = _nothing([x for x in given if isinstance(x, Tensor) and x.requires_grad])
+        found = {name: x + nothing.to(x.dtype) for name, x in _tensors(result).items()}
+        if result.statistics is not None:
+            rows = {name: x + nothing.to(x.dtype) for name, x in result.statistics.items()}
+            found["statistics"] = replace(result.statistics, **rows)
+        return replace(result, **found)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -117,11 +125,20 @@ class Recorder:
             signal.alarm(0)
 
 
+def _tensors(result: Any) -> dict[str, Tensor]:
+    named = {part.name: getattr(result, part.name) for part in fields(result)}
+    return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
+
+def _nothing(inputs: list[Tensor]) -> Tensor:
+    """Zero, with all of these behind it on the tape."""
+    return sum((x.flatten()[:1].sum().double() for x in inputs), torch.zeros((), dtype=torch.float64)) * 0
+
+
 def _no_formula(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> error_budget.Formula:
     """The shapes of the formula, and its inputs behind them."""
     inputs = [x for x in (query, key, value, *options.values()) if isinstance(x, Tensor) and x.is_floating_point()]
-    nothing = sum((x.flatten()[:1].sum().to(query.dtype) for x in inputs), query.new_zeros(())) * 0
-    rows = query.shape[:3]
+    nothing, rows = _nothing(inputs).to(query.dtype), query.shape[:3]
     output, weights = ((nothing + query.new_zeros(*rows, n)) for n in (value.shape[3], key.shape[2]))
     return error_budget.Formula(output, nothing + query.new_zeros(rows), weights)
 
