@@ -32,6 +32,7 @@ class WatchedCall(Protocol):
     mask: Mask | None
     tokens: Tokens | Tensor | None
     sinks_in_view: Tensor | None
+    differentiable: bool  # whether its statistics are computed with gradients, in a recomputation as well
 
     def tell(self, attended: Attended) -> None: ...
 
