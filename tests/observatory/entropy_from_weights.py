@@ -47,7 +47,7 @@ def head_means(weights: Tensor, real: Tensor | None = None, *, learned_sinks: bo
 
 def gradients(result: Tensor, model: nn.Module) -> dict[str, Tensor]:
     """Of a sum with a different factor for each element, so that no two heads can be exchanged."""
-    factors = torch.arange(1, result.numel() + 1, dtype=result.dtype)
+    factors = torch.arange(1, result.numel() + 1, dtype=result.dtype, device=result.device)
     parameters = dict(model.named_parameters())
     loss = (result.flatten() * factors).sum()
     found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)

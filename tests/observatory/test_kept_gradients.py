@@ -9,7 +9,9 @@ from torch import nn
 
 import polyhead
 from polyhead import Mask
+from polyhead.layers.positions import Rotary, T5Bias
 from polyhead.layers.torch_compat import MultiheadAttention
+from tests.error_budget import DRAWS, Compared, assert_draws_within_error_budget
 from tests.huggingface import models
 from tests.observatory.entropy_from_weights import (
     assert_close,
@@ -109,6 +111,10 @@ OURS = {
     "collaborative": lambda: polyhead.CollaborativeAttention(WIDTH, HEADS, causal=True),
     "talking": lambda: polyhead.TalkingHeads(WIDTH, HEADS, causal=True),
     "routed": lambda: polyhead.RoutedHeads(WIDTH, HEADS, top_k=2, causal=True),
+    "routed, with keys of their own": lambda: polyhead.RoutedHeads(WIDTH, HEADS, shape="full", top_k=2, causal=True),
+    "routed by their probability": lambda: polyhead.RoutedHeads(WIDTH, HEADS, top_p=0.6, causal=True),
+    "learned biases": lambda: polyhead.MultiHeadAttention(WIDTH, HEADS, positions=T5Bias(HEADS)),
+    "rotated": lambda: polyhead.MultiHeadAttention(WIDTH, HEADS, positions=Rotary(WIDTH // HEADS), causal=True),
 }
 
 
@@ -116,14 +122,17 @@ OURS = {
 def test_in_layers_of_ours_it_is_that_of_the_formula(kind):
     layer = disturbed(OURS[kind]().double())
     x, mask = noise(BATCH, TOKENS, WIDTH), Mask.lengths(LENGTHS)
-    plain = layer(x, mask=mask, weights=True, statistics="visible_keys", backend="reference")
-    assert plain.weights.requires_grad
-    rows = entropy(plain.weights, learned_sinks=kind == "sinks")  # [batch, heads, queries]
+    # Chosen rows have no matrix of weights; what the formula gives of them is tested against one by itself.
+    has_weights = kind not in ("routed, with keys of their own", "routed by their probability")
+    names = ("visible_keys",) if has_weights else ("visible_keys", "entropy")
+    plain = layer(x, mask=mask, weights=has_weights, statistics=names, backend="reference")
+    rows = entropy(plain.weights, learned_sinks=kind == "sinks") if has_weights else plain.statistics.entropy
+    assert rows.requires_grad  # [batch, heads, queries]
     seen = plain.statistics.visible_keys > 0  # of routed heads, those of the tokens that chose them
     expected = torch.stack([rows[:, head][seen[:, head]].mean() for head in range(rows.shape[1])])
     with polyhead.observe(layer, statistics="entropy", keep_statistics=True) as session:
         result = layer(x, mask=mask)
-        assert result.statistics is None  # the caller has not asked
+        assert result.statistics is None  # the caller has requested none
         mean = session.statistics.mean("entropy")
         (site,) = session.statistics.values()
         assert torch.equal(site.tokens, seen)
@@ -220,6 +229,33 @@ def test_read_from_the_weights_that_a_model_returns_it_is_theirs():
             mean = session.statistics.mean("entropy")
     assert_close(mean, expected)
     assert_same_gradients(gradients(mean, model), gradients(expected, model))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_in_float32_it_stays_within_the_error_budget(name, device):
+    exact_model = build(name)
+    model = models.build(FAMILIES[name], dtype=torch.float32)
+    model.load_state_dict(exact_model.state_dict())
+    exact_model.load_state_dict(model.state_dict())  # the same numbers, which float32 can hold
+    mask = padded()
+    draws = []
+    for seed in range(DRAWS):
+        inputs = {"input_ids": models.tokens(seed=seed), "attention_mask": mask}
+        found = []
+        for eager in (exact_model, model.cpu()):
+            with softmax_of_its_input():
+                weights = eager(**inputs, output_attentions=True).attentions
+            found.append(flat(gradients(torch.cat([head_means(x, mask.bool()) for x in weights]), eager)))
+        with polyhead.observe(model.to(device), statistics="entropy", keep_statistics=True) as session:
+            model(**{key: x.to(device) for key, x in inputs.items()})
+            actual = flat(gradients(session.statistics.mean("entropy"), model)).cpu()
+        draws.append({"gradients": Compared(actual, *found)})
+    assert_draws_within_error_budget(draws, name=name)
+
+
+def flat(found: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.flatten() for x in found.values()])
 
 
 NAMES = (

@@ -227,6 +227,18 @@ def test_a_checkpointed_layer_keeps_its_gradients(kind, every):
     assert_same_gradients(results[1][1], results[0][1])
 
 
+def test_a_model_that_is_checkpointed_as_a_whole_keeps_its_gradients():
+    model, x = Stack().double(), noise(BATCH, TOKENS, WIDTH).double()
+    found = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        with polyhead.observe(model, **KEEP) as session:
+            run(x)
+            mean = session.statistics.mean("entropy")
+            found.append(gradients(mean, model))  # a statistic alone computes its layers again
+            assert torch.equal(session.statistics.mean("entropy"), mean)  # no forward has begun
+    assert_same_gradients(found[1], found[0])
+
+
 def test_reentrant_checkpointing_leaves_no_gradient_and_is_refused():
     model = build().train()
     model.gradient_checkpointing_enable({"use_reentrant": True})

@@ -15,7 +15,7 @@ from polyhead.functional import RowStatistics
 from polyhead.functional.row_reduction import SHARE
 from polyhead.observatory.rows import hidden_by_bias
 from polyhead.observatory.statistics import NAMES, AttentionSite, stack_order
-from polyhead.observatory.watching import WatchedCall
+from polyhead.observatory.watching import WatchedCall, is_recomputed
 
 Key = tuple[str, str]  # the path and the kind of a site, as `Session.gates` has it
 _COUNT = "visible_keys"
@@ -215,18 +215,23 @@ class Keeper:
             yield
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
+        if is_recomputed():
+            return
         self._latest = object()
         self._running.append(self._latest)
         self._release("the last forward of the model did not reach its end")
 
     def _succeed(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if is_recomputed():
+            return
         if len(self._running) and self._running[-1] is self._latest:
             self._missing = ""
         else:
             self._release("the model was called inside its own forward, and rows of one call only can be kept")
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        del self._running[-1:]
+        if not is_recomputed():
+            del self._running[-1:]
 
     def _leave(self) -> None:
         self._running.clear()

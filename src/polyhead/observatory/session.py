@@ -24,7 +24,7 @@ from polyhead.observatory.kept_statistics import Keeper, KeptStatistics
 from polyhead.observatory.observations import Observations
 from polyhead.observatory.rows import Tokens, hidden_by_bias
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
-from polyhead.observatory.watching import Place
+from polyhead.observatory.watching import Place, is_recomputed
 
 _UNANNOUNCED = transformers_models.Arrival()
 
@@ -307,7 +307,7 @@ class Session:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
         # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
-        again = torch._C._current_graph_task_id() != -1
+        again = is_recomputed()
         counts = not again and self._calls[site] % self.every == 0
         self._calls[site] += not again
         if not counts and not torch.is_grad_enabled() and self._keeper is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from polyhead.functional import Attended, Statistics
@@ -18,6 +19,11 @@ class Place:
     """Where weights are listed in an output: `attentions.3` is that of the fourth layer. No module stands for it."""
 
     name: str
+
+
+def is_recomputed() -> bool:
+    """Whether a backward is running, in which a checkpointed layer is computed again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class WatchedCall(Protocol):
