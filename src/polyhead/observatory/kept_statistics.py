@@ -222,16 +222,17 @@ class Keeper:
         self._release("the last forward of the model did not reach its end")
 
     def _succeed(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if is_recomputed():
-            return
-        if len(self._running) and self._running[-1] is self._latest:
+        if not is_recomputed() and self._running[-1:] == [self._latest]:
             self._missing = ""
-        else:
-            self._release("the model was called inside its own forward, and rows of one call only can be kept")
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not is_recomputed():
-            del self._running[-1:]
+        if is_recomputed():
+            return
+        ended = self._running.pop() if len(self._running) else None
+        if ended is not self._latest:
+            self._release("the model was called inside its own forward, and rows of one call only can be kept")
+        elif self._missing:  # it has raised
+            self._release(self._missing)
 
     def _leave(self) -> None:
         self._running.clear()
