@@ -312,7 +312,7 @@ def test_statistics_that_were_not_requested_are_refused():
             _ = rows.entropie
         with pytest.raises(OptionError, match=r"got 'layers.7' for the sites \('layers.0', 'self'\)"):
             _ = session.statistics["layers.7"]
-    for options, words in (({"statistics": False}, "got True with statistics=False"), ({}, "got 'yes'")):
+    for options, words in (({"statistics": False}, "got True with the statistics none"), ({}, "got 'yes'")):
         with pytest.raises(OptionError, match=words):
             polyhead.observe(model, keep_statistics=True if options else "yes", **options)
 

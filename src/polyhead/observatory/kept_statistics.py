@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from polyhead.errors import GradientError, OptionError
 from polyhead.functional import RowStatistics
 from polyhead.functional.row_reduction import SHARE
-from polyhead.observatory.rows import hidden_by_bias
-from polyhead.observatory.statistics import NAMES, AttentionSite, stack_order
+from polyhead.observatory.rows import corrected, hidden_by_bias
+from polyhead.observatory.statistics import NAMES, AttentionSite, Wanted, stack_order
 from polyhead.observatory.watching import WatchedCall, is_recomputed
 
 Key = tuple[str, str]  # the path and the kind of a site, as `Session.gates` has it
+NOT_REQUESTED = (
+    "statistics are kept only when requested, got a session without; make it with observe(model, keep_statistics=True)"
+)
 _COUNT = "visible_keys"
 
 
@@ -40,25 +43,16 @@ class _Call:
         real = call.tokens if call.tokens is None or isinstance(call.tokens, Tensor) else call.tokens.real()
         return cls(rows, real, hidden_by_bias(call.mask), call.sinks_in_view, call.learned_sinks)
 
-    def keys(self) -> Tensor:
-        assert self.rows.visible_keys is not None
-        return self.rows.visible_keys if self.hidden is None else self.rows.visible_keys - self.hidden
-
     def values(self, name: str) -> Tensor:
         """[batch, heads, queries]."""
-        if name == _COUNT:
-            return self.keys()
         if name == SHARE:
-            most = (self.keys() + int(self.learned_sinks)).clamp_min(2.0).log()
-            return self.values("entropy") / most
-        tensor: Tensor = getattr(self.rows, name)
-        if name == "sink_mass" and self.sinks_in_view is not None:
-            return torch.where(self.sinks_in_view[:, None, None], tensor, 0.0)
+            return self.values("entropy") / (self.values(_COUNT) + int(self.learned_sinks)).clamp_min(2.0).log()
+        tensor: Tensor = getattr(corrected(self.rows, self.hidden, self.sinks_in_view), name)
         return tensor
 
     def counted(self, name: str) -> Tensor:
         """The rows of a mean, [batch, heads, queries]: tokens that see a key, or several for a share of an entropy."""
-        keys = self.keys()
+        keys = self.values(_COUNT)
         counted = keys + int(self.learned_sinks) > 1 if name == SHARE else keys > 0
         counted = counted & (keys > 0)
         return counted if self.real is None else counted & self.real[:, None]
@@ -203,6 +197,17 @@ class Keeper:
         self._running: list[object] = []  # the forwards that have begun, one inside the other
         self._latest: object = None  # the forward that the rows are of
         self._missing = "no forward of the model has ended yet"
+
+    @classmethod
+    def requested(cls, keep: object, wanted: Wanted) -> Self | None:
+        """The meaning of the `keep_statistics` argument of `observe`; None where nothing is kept."""
+        if not isinstance(keep, bool) or (keep and not len(wanted.names)):
+            named = ", ".join(wanted.names) or "none"
+            raise OptionError(
+                "keep_statistics is True or False, and True keeps the statistics that are named, "
+                f"got {keep!r} with the statistics {named}"
+            )
+        return cls() if keep else None
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
@@ -20,9 +20,9 @@ from polyhead.observatory import adapters as adapting
 from polyhead.observatory import own_weights, torch_modules, transformers_models
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
-from polyhead.observatory.kept_statistics import Keeper, KeptStatistics
+from polyhead.observatory.kept_statistics import NOT_REQUESTED, Keeper, KeptStatistics
 from polyhead.observatory.observations import Observations
-from polyhead.observatory.rows import Tokens, hidden_by_bias
+from polyhead.observatory.rows import Tokens, corrected, hidden_by_bias
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
 from polyhead.observatory.watching import Place, is_recomputed
 
@@ -113,17 +113,9 @@ class Call:
         real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
-            self.session.add(self, self._corrected(rows), real)
+            self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), real)
         if self.whole:
             self.session.gather(self.site, attended, real)
-
-    def _corrected(self, rows: RowStatistics) -> RowStatistics:
-        if self.sinks_in_view is not None and rows.sink_mass is not None:
-            rows = replace(rows, sink_mass=torch.where(self.sinks_in_view[:, None, None], rows.sink_mass, 0.0))
-        hidden = None if self.mask is None else hidden_by_bias(self.mask)
-        if hidden is not None and rows.visible_keys is not None:
-            rows = replace(rows, visible_keys=rows.visible_keys - hidden)
-        return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,12 +166,7 @@ class Session:
         if via_weights:
             self.wanted = own_weights.without_logits(self.wanted, statistics)
         self.via_weights = via_weights
-        if not isinstance(keep_statistics, bool) or (keep_statistics and not len(self.wanted.names)):
-            raise OptionError(
-                "keep_statistics is True or False, and True keeps the statistics that are named, "
-                f"got {keep_statistics!r} with statistics={statistics!r}"
-            )
-        self._keeper = Keeper() if keep_statistics else None
+        self._keeper = Keeper.requested(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
         self.gatherers = _distinct(gather)
         self.every = every
@@ -397,10 +384,7 @@ class Session:
     def statistics(self) -> KeptStatistics:
         """The rows of the last forward with their gradients, site by site; for `observe(keep_statistics=True)`."""
         if self._keeper is None:
-            raise OptionError(
-                "statistics are kept only when requested, got a session without; "
-                "make it with observe(model, keep_statistics=True)"
-            )
+            raise OptionError(NOT_REQUESTED)
         return self._keeper.read()
 
     @property
