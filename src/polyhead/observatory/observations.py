@@ -11,7 +11,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.observatory.gathering import Gathered
 from polyhead.observatory.head_profile import HeadProfile
-from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
+from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted, stack_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,8 +41,8 @@ class Observations:
     @property
     def profile(self) -> HeadProfile:
         """One row a head, stack by stack and layer by layer. This is where a device is waited for."""
-        stacks = list(dict.fromkeys((x.site.stack, x.site.kind) for x in self.sites))
-        sites = sorted(self.sites, key=lambda x: (stacks.index((x.site.stack, x.site.kind)), x.site.layer))
+        order = stack_order(x.site for x in self.sites)
+        sites = sorted(self.sites, key=lambda x: order[x.site])
         names = [name for name in self.wanted.names if any(name in site.columns for site in self.sites)]
         rows = [(site.site, head) for site in sites for head in site.heads]
         computed = [(site.compute(), len(site.heads)) for site in sites]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
@@ -20,10 +20,11 @@ from polyhead.observatory import adapters as adapting
 from polyhead.observatory import own_weights, torch_modules, transformers_models
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
+from polyhead.observatory.kept_statistics import NOT_REQUESTED, Keeper, KeptStatistics
 from polyhead.observatory.observations import Observations
-from polyhead.observatory.rows import Tokens, hidden_by_bias
+from polyhead.observatory.rows import Tokens, corrected, hidden_by_bias
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
-from polyhead.observatory.watching import Place
+from polyhead.observatory.watching import Place, is_recomputed
 
 _UNANNOUNCED = transformers_models.Arrival()
 
@@ -38,6 +39,7 @@ def observe(
     every: int = 1,
     via_weights: bool = False,
     adapters: adapting.Adapters | None = None,
+    keep_statistics: bool = False,
 ) -> Session:
     """Gather statistics of every head of `model` while it runs inside a `with` block.
 
@@ -55,6 +57,8 @@ def observe(
             for models that compute attention by themselves. Slow, and the memory grows with the square of the context;
             logits, and what heads write, are not known then.
         adapters: for attention modules of your own, by path or class; see `polyhead.observatory.Adapter`.
+        keep_statistics: keep the rows of each forward, with their gradients, as `session.statistics` until the next
+            forward begins: to train on them. All else that a session gathers is detached.
 
     Only real tokens count: no padding, no row that sees no key. The model's weights, mode, configuration and hooks are
     afterwards what they were, also after an exception. Inside the block nothing runs compiled.
@@ -75,6 +79,7 @@ def observe(
         every=every,
         via_weights=via_weights,
         adapters=adapters,
+        keep_statistics=keep_statistics,
     )
 
 
@@ -93,8 +98,13 @@ class Call:
     learned_sinks: bool = False
     mask: Mask | None = None
     sinks_in_view: Tensor | None = None  # [batch]; False where the first keys of the sequence are no longer there
+    differentiable: bool = False
+    keeper: Keeper | None = None
 
     def tell(self, attended: Attended) -> None:
+        if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
+            heads = self.session._heads_of(self.site)
+            self.keeper.add(self, heads, self.columns, attended.result.statistics)
         if self.counts:
             with torch.no_grad():
                 self._told(attended)
@@ -103,17 +113,9 @@ class Call:
         real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
-            self.session.add(self, self._corrected(rows), real)
+            self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), real)
         if self.whole:
             self.session.gather(self.site, attended, real)
-
-    def _corrected(self, rows: RowStatistics) -> RowStatistics:
-        if self.sinks_in_view is not None and rows.sink_mass is not None:
-            rows = replace(rows, sink_mass=torch.where(self.sinks_in_view[:, None, None], rows.sink_mass, 0.0))
-        hidden = None if self.mask is None else hidden_by_bias(self.mask)
-        if hidden is not None and rows.visible_keys is not None:
-            rows = replace(rows, visible_keys=rows.visible_keys - hidden)
-        return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +137,9 @@ class Session:
     a factor for each head, by the path and the kind of a site: [heads], [batch, heads] or [batch, heads, queries]. 0
     takes a head out, and a gradient with respect to a gate says what a little less of that head would do. Statistics
     are of the heads before their gates.
+
+    `observations` and `profile` are sums over many forwards, detached as they are added: a loss made of them trains
+    nothing. `statistics` are those of one forward, with their gradients.
     """
 
     def __init__(
@@ -148,6 +153,7 @@ class Session:
         every: int = 1,
         via_weights: bool = False,
         adapters: adapting.Adapters | None = None,
+        keep_statistics: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"observe takes a torch.nn.Module, got {type(model).__name__}")
@@ -160,6 +166,7 @@ class Session:
         if via_weights:
             self.wanted = own_weights.without_logits(self.wanted, statistics)
         self.via_weights = via_weights
+        self._keeper = Keeper.requested(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
         self.gatherers = _distinct(gather)
         self.every = every
@@ -213,6 +220,8 @@ class Session:
             # A compiled graph has no place for what is told beside its result.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(self._forget)
+            if self._keeper is not None:
+                undo.enter_context(self._keeper.watching(self.model))
             if len(self._asking):
                 undo.enter_context(transformers_models.switched(self.model, self._asking))
                 for module in self._asking:
@@ -285,13 +294,15 @@ class Session:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
         # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
-        again = torch._C._current_graph_task_id() != -1
+        again = is_recomputed()
         counts = not again and self._calls[site] % self.every == 0
         self._calls[site] += not again
-        if not counts and not torch.is_grad_enabled():
+        if not counts and not torch.is_grad_enabled() and self._keeper is None:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         whole = len(self.gatherers) > 0
-        return Call(self, site, columns, plan.asked, tokens, counts, whole, gate, learned_sinks)
+        call = Call(self, site, columns, plan.asked, tokens, counts, whole, gate, learned_sinks)
+        call.differentiable, call.keeper = self._keeper is not None, None if again else self._keeper
+        return call
 
     def _plan(self, module: nn.Module | Place, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
         name = module.name if isinstance(module, Place) else self._names[id(module)]
@@ -370,8 +381,18 @@ class Session:
         self._taken_up = set(self._gathered)
 
     @property
+    def statistics(self) -> KeptStatistics:
+        """The rows of the last forward with their gradients, site by site; for `observe(keep_statistics=True)`."""
+        if self._keeper is None:
+            raise OptionError(NOT_REQUESTED)
+        return self._keeper.read()
+
+    @property
     def profile(self) -> HeadProfile:
-        """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic."""
+        """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic.
+
+        Its numbers are detached; `statistics` has those that can be differentiated.
+        """
         return self.observations.profile
 
     def __repr__(self) -> str:

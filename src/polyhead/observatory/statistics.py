@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -44,6 +44,13 @@ class AttentionSite:
     stack: str
     layer: int
     num_heads: int
+
+
+def stack_order(sites: Iterable[AttentionSite]) -> dict[AttentionSite, tuple[int, int]]:
+    """Keys that sort sites stack by stack, in the order in which the stacks come, and layer by layer."""
+    sites = tuple(sites)
+    stacks = list(dict.fromkeys((site.stack, site.kind) for site in sites))
+    return {site: (stacks.index((site.stack, site.kind)), site.layer) for site in sites}
 
 
 @dataclass(frozen=True, slots=True)
