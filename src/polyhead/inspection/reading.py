@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,14 @@ class Reader:
         """How often each token occurs, [vocabulary]."""
         ids = torch.tensor([token for context in self.contexts for token in context.ids])
         return torch.bincount(ids, minlength=len(self.classes))
+
+    @property
+    def digest(self) -> str:
+        """The whole text as the model reads it, in short: it decides which tokens count as rare, for example."""
+        seen = hashlib.blake2b(digest_size=16)
+        for context in self.contexts:
+            seen.update(f"{context.document},{context.piece},{context.ids},{context.special};".encode())
+        return seen.hexdigest()
 
     @property
     def unknown(self) -> float:
