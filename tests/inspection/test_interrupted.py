@@ -258,8 +258,8 @@ def test_a_run_goes_on_with_all_of_its_text_alone(begun, text, tmp_path):
     """Also the part that was not read yet: it decides which tokens are rare."""
     settings, folder = begun
     longer = text_folder(tmp_path / "longer")
-    last = sorted(longer.iterdir())[-1]
-    last.write_text(last.read_text() + " w1 w2 w3 w4 w5 w6 w7 w8 w9" * 3)
+    late = longer / "3.txt"
+    late.write_text("w1 " + late.read_text())
     with pytest.raises(OptionError, match="only with the text"):
         read(dataclasses.replace(settings, text=str(longer)), folder, resume=True)
 

@@ -53,6 +53,27 @@ def device_or_gpu(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def check_device(device: str | None) -> str:
+    """The device to run on; refused where PyTorch knows none of that name, or has none here."""
+    from polyhead.sources.models import checked_device
+
+    return str(checked_device(device_or_gpu(device)))
+
+
+def check_positive(option: str, number: float | None, *, zero: bool = False) -> None:
+    """That a number is more than 0, or `zero` as well."""
+    if number is not None and not (number > 0 or (zero and number == 0)):
+        raise OptionError(f"{option} must be {'0 or more' if zero else 'more than 0'}, got {number:g}")
+
+
+def check_text(text: str | None, field: str) -> None:
+    """That there is such a text; it is read later."""
+    from polyhead.sources import read_texts
+
+    if text is not None:
+        read_texts(text, field=field)
+
+
 def part_of(text: str) -> tuple[int, int]:
     """Which of several processes this is, counted from 0, and how many there are.
 

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from polyhead.errors import OptionError
@@ -46,6 +46,20 @@ def held(folder: Path) -> Iterator[None]:
     """Make the folder and let no other process keep a run there meanwhile; a process that is killed lets go."""
     check_place(folder, "the folder of a run")
     folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.callback(_remove_if_empty, folder)
+        stack.enter_context(_locked(folder))
+        yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """A run that has kept nothing leaves no folder behind."""
+    with suppress(OSError):  # there is something in it
+        folder.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -175,6 +175,7 @@ class Session:
             elif isinstance(layer, str) and layer not in dict(model.named_modules()):
                 raise OptionError(f"layers are numbers or paths of the model's modules, got {layer!r}")
         self._find_modules()
+        _check_numbers(self.layers, self._names, (*self._asking, *self._layers, *self._adapted))
         self._staging = Staging(dropped=self._drop)
         self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
         self.notes = Notes()
@@ -336,7 +337,7 @@ class Session:
         sites = self._staging.current.sites
         found = sites.get((name, kind))
         if found is None:
-            stack = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+            stack = _stack_of(name)
             layer = sum((site.stack, site.kind) == (stack, kind) for site in sites.values())
             found = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads)
         return found
@@ -410,6 +411,21 @@ def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
         if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
             raise OptionError(f"layers are numbers from 0 on or paths of modules, got {layer!r}")
     return chosen
+
+
+def _stack_of(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _check_numbers(
+    layers: frozenset[int | str] | None, names: Mapping[int, str], watched: Sequence[nn.Module]
+) -> None:
+    """Refuse numbers of layers that no stack of the model has; of a model that returns weights it is known later."""
+    deepest = max(Counter(_stack_of(names[id(module)]) for module in watched).values(), default=None)
+    beyond = sorted(x for x in layers or () if isinstance(x, int) and deepest is not None and x >= deepest)
+    if beyond:
+        got = ", ".join(map(str, beyond))
+        raise OptionError(f"layers count from 0 in each stack, here to {deepest - 1}, got {got}")
 
 
 def _chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:

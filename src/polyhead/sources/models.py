@@ -63,7 +63,7 @@ def load_model(
     otherwise.
     """
     place = _find(name)
-    device = _checked_device(device)
+    device = checked_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if dtype != "saved" and not dtype.is_floating_point:
         raise OptionError(f"a model is loaded in a floating-point dtype, got {dtype}")
@@ -89,6 +89,20 @@ def load_model(
         main_input=model.main_input_name,
         trained_context=_trained_context(model, tokenizer),
     )
+
+
+def read_config(name: str | os.PathLike[str] | None = None, *, trust_remote_code: bool = False) -> Any | None:
+    """The configuration of the model called `name`, without its weights; None for a GGUF file, which has none."""
+    place = _find(name)
+    _check_transformers()
+    if place.gguf_file is not None:
+        return None
+    import transformers
+
+    if place.is_local and not (Path(place.location) / "config.json").is_file():
+        return None  # said by `load_model`
+    with quiet(progress=False), describe_failure(place.name, place.location, local=place.is_local):
+        return transformers.AutoConfig.from_pretrained(place.location, trust_remote_code=trust_remote_code)
 
 
 def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
@@ -199,13 +213,16 @@ def _read_stock(
     return model
 
 
-def _checked_device(device: torch.device | str) -> torch.device:
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device that can be used here."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
         raise DeviceError(f"a device is named like cpu, cuda or cuda:1, got {device!r}") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"the device {found} needs a GPU that PyTorch can use, got none: use cpu")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}, got {found}")
     return found
 
 
