@@ -62,6 +62,15 @@ ContextLength = Annotated[
     ),
 ]
 Tokens = Annotated[int, typer.Option(metavar="N", help="How many tokens of the text to read, at most.")]
+ResumeIn = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="DIR",
+        help="Keep what is done in this folder, step by step; the same command given again goes on from there.",
+        show_default=False,
+    ),
+]
 SavedDtype = Annotated[
     str | None,
     typer.Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from polyhead.sources import (
     special_tokens,
     token_classes,
 )
+from polyhead.sources.batching import digest_of
 
 # Intervals are over documents; a text of fewer is taken as one of as many documents as it has contexts.
 FEW_DOCUMENTS = 10
@@ -82,10 +82,7 @@ class Reader:
     @property
     def digest(self) -> str:
         """The whole text as the model reads it, in short: it decides which tokens count as rare, for example."""
-        seen = hashlib.blake2b(digest_size=16)
-        for context in self.contexts:
-            seen.update(f"{context.document},{context.piece},{context.ids},{context.special};".encode())
-        return seen.hexdigest()
+        return digest_of(self.contexts)
 
     @property
     def unknown(self) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from polyhead.errors import OptionError
 
@@ -88,3 +89,14 @@ def sweep(folder: Path, name: str) -> None:
         if len(left.name) == len(name) + 18:  # as `saving.write_whole` names it
             with suppress(OSError):
                 left.unlink()
+
+
+def check_origin(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with another model, another text or other options than a run began with."""
+    changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    if changed:
+        got = ", ".join(f"{name} {now.get(name)!r} for {before.get(name)!r}" for name in changed)
+        raise OptionError(
+            f"a run goes on with the model, text and options it began with, got {got} in {path}; begin again in "
+            "another folder"
+        )

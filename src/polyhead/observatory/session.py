@@ -417,9 +417,7 @@ def _stack_of(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def _check_numbers(
-    layers: frozenset[int | str] | None, names: Mapping[int, str], watched: Sequence[nn.Module]
-) -> None:
+def _check_numbers(layers: frozenset[int | str] | None, names: Mapping[int, str], watched: Sequence[nn.Module]) -> None:
     """Refuse numbers of layers that no stack of the model has; of a model that returns weights it is known later."""
     deepest = max(Counter(_stack_of(names[id(module)]) for module in watched).values(), default=None)
     beyond = sorted(x for x in layers or () if isinstance(x, int) and deepest is not None and x >= deepest)
