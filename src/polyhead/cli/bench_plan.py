@@ -53,12 +53,15 @@ def plan(
 
     from polyhead.errors import OptionError
     from polyhead.lab import plan_accuracy
+    from polyhead.observatory.run_folder import check_file
     from polyhead.plan.timing.machine import Machine
 
     try:
+        if output is not None:
+            check_file(output, "--output")
         calibrated = Machine.load(machine)
     except OptionError as error:
-        raise typer.BadParameter(str(error), param_hint="--machine") from None
+        raise typer.BadParameter(str(error), param_hint="--output or --machine") from None
     if times is not None:
         facts, outcomes = _predicted_again(times, calibrated)
         if output is not None:

@@ -33,6 +33,8 @@ def compare(
     from polyhead.inspection import load_inspection
 
     console = Console(highlight=False)
+    if most < 1:
+        raise typer.BadParameter(f"differences to show are 1 or more, got {most}", param_hint="--most")
     try:
         one, other = load_inspection(before), load_inspection(after)
         found = compared(one, other)

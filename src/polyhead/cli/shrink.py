@@ -20,7 +20,9 @@ from polyhead.cli.edit_options import (
     SavedDtype,
     SavedForm,
     Tokens,
+    check_criterion,
     check_output,
+    check_reading,
 )
 from polyhead.cli.edited_model import open_model, show_preview, write_edited
 from polyhead.cli.judging import judge_of, weighting_of
@@ -137,6 +139,8 @@ def shrink(
         check_output(output, form, preview=preview, replace=replace)
         _check(text, metric, wanted, measured=measured)
         _check_ways(form, criterion, search=search, measured=measured)
+        check_criterion(criterion)
+        check_reading(text, field, context, tokens)
         if resume is not None:
             stack.enter_context(held(resume))
         loaded = open_model(

@@ -47,7 +47,7 @@ from polyhead.observatory.run_folder import held, sweep
 from polyhead.observatory.token_sample import TokenSample
 from polyhead.sources import LoadedModel, load_model
 from polyhead.sources.fingerprint import model_digest
-from polyhead.sources.models import read_config
+from polyhead.sources.models import check_layers
 from polyhead.sources.segments import Segments
 from polyhead.version import VERSION
 
@@ -85,8 +85,8 @@ def inspect_model(
     An interrupt (Ctrl-C) ends the reading: what was gathered until then is the result, and it says so. A batch counts
     as a whole or not at all, whatever ends the reading, so that a run that goes on equals one that was never stopped.
     """
-    if loaded is None:
-        _check_layers(settings)
+    if loaded is None and settings.layers is not None:
+        check_layers(settings.model, settings.layers, trust_remote_code=settings.trust_remote_code)
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(held(folder))
@@ -114,21 +114,6 @@ def _inspected(
     questions = Questions(settings, loaded, Reader.of(loaded, settings), report)
     run = _Run(settings, loaded, questions.reader, questions, folder, report, save_seconds)
     return run.run(resume, began)
-
-
-def _check_layers(settings: Settings) -> None:
-    """Refuse layers that the model's configuration does not have, before its weights are read."""
-    if settings.layers is None:
-        return
-    config = read_config(settings.model, trust_remote_code=settings.trust_remote_code)
-    names = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
-    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
-    counts = [getattr(part, name, None) for part in parts if part is not None for name in names]
-    known = [count for count in counts if isinstance(count, int)]
-    if known and (beyond := [layer for layer in settings.layers if layer >= max(known)]):
-        raise OptionError(
-            f"{settings.model or 'minilm'} has layers 0 to {max(known) - 1}, got {', '.join(map(str, beyond))}"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -46,7 +46,10 @@ def check_file(file: Path, option: str) -> None:
 def held(folder: Path) -> Iterator[None]:
     """Make the folder and let no other process keep a run there meanwhile; a process that is killed lets go."""
     check_place(folder, "the folder of a run")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"a run is kept in a folder, got {folder}, which cannot be made: {error.strerror}") from None
     with ExitStack() as stack:
         stack.callback(_remove_if_empty, folder)
         stack.enter_context(_locked(folder))

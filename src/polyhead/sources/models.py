@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ Kind = Literal["causal", "masked", "decoder", "encoder", "encoder-decoder"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel")
 
 
@@ -103,6 +104,18 @@ def read_config(name: str | os.PathLike[str] | None = None, *, trust_remote_code
         return None  # said by `load_model`
     with quiet(progress=False), describe_failure(place.name, place.location, local=place.is_local):
         return transformers.AutoConfig.from_pretrained(place.location, trust_remote_code=trust_remote_code)
+
+
+def check_layers(
+    name: str | os.PathLike[str] | None, layers: Iterable[int], *, trust_remote_code: bool = False
+) -> None:
+    """Refuse numbers of layers that a model does not have by its configuration, before its weights are read."""
+    config = read_config(name, trust_remote_code=trust_remote_code)
+    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", {}))]
+    counts = [getattr(part, count, None) for part in parts if part is not None for count in _LAYER_COUNTS]
+    known = [count for count in counts if isinstance(count, int)]
+    if known and (beyond := sorted({layer for layer in layers if layer >= max(known)})):
+        raise OptionError(f"{name or 'minilm'} has layers 0 to {max(known) - 1}, got {', '.join(map(str, beyond))}")
 
 
 def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
