@@ -1,4 +1,4 @@
-"""Every command refuses what cannot be, in words, before any weight of a model is read and before anything is written."""
+"""Every command refuses what cannot be, in words, before a weight of a model is read and before anything is written."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ REFUSED: list[tuple[list[str], str]] = [
     (["compare", "none", "none", "--most", "0"], "differences to show are 1 or more, got 0"),
     (["syntax", "MODEL"], "a treebank is needed"),
     (["syntax", "MODEL", "--treebank", "none.conllu"], "none.conllu"),
-    ([*SYNTAX, "--sentences", "0"], "0 is not in the range"),
-    ([*SYNTAX, "--together", "0"], "0 is not in the range"),
-    ([*SYNTAX, "--batch", "0"], "0 is not in the range"),
-    ([*SYNTAX, "--minimum", "0"], "0 is not in the range"),
-    ([*SYNTAX, "--seed", "-1"], "-1 is not in the range"),
+    ([*SYNTAX, "--sentences", "0"], "'--sentences'"),
+    ([*SYNTAX, "--together", "0"], "'--together'"),
+    ([*SYNTAX, "--batch", "0"], "'--batch'"),
+    ([*SYNTAX, "--minimum", "0"], "'--minimum'"),
+    ([*SYNTAX, "--seed", "-1"], "'--seed'"),
     ([*SYNTAX, "--device", "abacus"], "a device is named like"),
     ([*SYNTAX, "--output", "table.txt"], "must end in .json or .parquet"),
     ([*SYNTAX, "--output", "none/table.json"], "there is no folder none"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of
+from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of, writable_file
 from polyhead.cli.telling import errors_told
 from polyhead.errors import OptionError
 
@@ -37,7 +37,11 @@ def surgery(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where finished points are kept, a line each; a run goes on there."),
+        typer.Option(
+            metavar="FILE",
+            help="Where finished points are kept, a line each; a run goes on there.",
+            callback=writable_file,
+        ),
     ] = None,
     part: Annotated[
         str | None, typer.Option(metavar="tuned|curves", help="Ways at the shares that matter, or all curves; both.")
@@ -80,7 +84,6 @@ def surgery(
 
     from polyhead.lab.surgery_quality.measuring import Bench
     from polyhead.lab.surgery_quality.points import append_result, check_alike, is_done, read_results
-    from polyhead.observatory.run_folder import check_file
 
     if timed:
         _time(output, commit, quick=quick)
@@ -90,7 +93,6 @@ def surgery(
             raise OptionError("points are measured on a text and kept in a file, got no --text or no --output")
         if part is not None and part not in PARTS:
             raise OptionError(f"a part is {' or '.join(PARTS)}, got {part!r}")
-        check_file(output, "--output")
         wanted = _shares(shares)
         number, of = part_of(share)
         for option, value in (("--calibration", calibration), ("--rows", rows), ("--minutes", minutes)):

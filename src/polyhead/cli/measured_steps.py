@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from polyhead.cli.telling import errors_told
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -24,11 +22,7 @@ def run_and_keep(steps: Sequence[Step], facts: dict[str, object], output: Path |
     from rich.console import Console
 
     from polyhead.lab.measuring import results
-    from polyhead.observatory.run_folder import check_file
 
-    if output is not None:
-        with errors_told("bench"):
-            check_file(output, "--output")
     progress, console = Console(stderr=True, highlight=False), Console(highlight=False)
     rows: list[Row] = []
     began = time.perf_counter()

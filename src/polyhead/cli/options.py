@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from polyhead.errors import OptionError
 
+
+def writable_file(file: Path | None) -> Path | None:
+    """A file that results can be written to, or None."""
+    from polyhead.observatory.run_folder import check_file
+
+    if file is not None:
+        try:
+            check_file(file, "--output")
+        except OptionError as error:
+            raise typer.BadParameter(str(error)) from None
+    return file
+
+
 DTYPES = ("float32", "bfloat16", "float16")
 
+ResultFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.", callback=writable_file),
+]
 Language = Annotated[
     str, typer.Option(metavar="en|zh", help="The language that the page opens in; a reader can switch.")
 ]
