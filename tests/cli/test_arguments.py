@@ -26,6 +26,8 @@ def made(tmp_path_factory) -> Path:
     (folder / "FULL" / "mine.txt").write_text("mine")
     (folder / "RUN").mkdir()
     (folder / "RUN" / "observations.safetensors").write_bytes(b"a run")
+    (folder / "OLD").mkdir()
+    (folder / "OLD" / "inspection.json").write_text("{}")
     (folder / "bank.conllu").write_text("1\ta\ta\tX\t_\t_\t0\troot\t_\t_\n\n")
     return folder
 
@@ -72,6 +74,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*INSPECT, "--save", "FILE/x"], "is a file; name another place"),
     ([*INSPECT, "--save", "FILE"], "--save names a folder, got FILE"),
     ([*INSPECT, "--save", "RUN"], "holds a run already"),
+    ([*INSPECT, "--save", "OLD"], "holds a run already"),
     ([*INSPECT, "--save-seconds", "-1"], "--save-seconds must be 0 or more, got -1"),
     ([*INSPECT, "--save-seconds", "nan"], "--save-seconds must be 0 or more"),
     ([*INSPECT, "--html", "TEXT"], "a page is one file, got the folder TEXT"),

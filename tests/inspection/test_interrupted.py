@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from polyhead.errors import OptionError
-from polyhead.inspection import Settings, inspect_model, running
+from polyhead.inspection import Settings, files, inspect_model, load_inspection, running, save_inspection
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.observatory import read_facts
 from polyhead.observatory.run_folder import held
 from polyhead.observatory.session import Call
 from polyhead.sources import load_model
-from tests.inspection.small_models import MAKERS, model_folder, text_folder
+from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")
 ERRORS = {
@@ -280,5 +280,20 @@ def test_one_process_at_a_time_keeps_a_run_in_a_folder(begun):
     assert not list(folder.glob(".*"))
 
 
-def test_the_models_of_these_tests_are_known():
-    assert set(CALLS) <= set(MAKERS)
+def test_no_table_is_read_with_the_rest_of_an_earlier_one(begun, monkeypatch):
+    """The interrupted run was saved; while the finished one is written over it, the process ends."""
+    settings, folder = begun
+    save_inspection(folder, read(settings, folder, resume=True))
+    assert load_inspection(folder).facts["interrupted"] is False
+    written = files.write_whole
+
+    def write(path: Path, content: bytes) -> None:
+        if path.name == files.REST:
+            raise KeyboardInterrupt
+        written(path, content)
+
+    monkeypatch.setattr(files, "write_whole", write)
+    with pytest.raises(KeyboardInterrupt):
+        save_inspection(folder, read(settings, folder, resume=True))
+    with pytest.raises(OptionError, match="the run is not finished; go on with --resume"):
+        load_inspection(folder)

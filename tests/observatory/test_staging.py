@@ -269,6 +269,26 @@ def test_gradients_and_checkpointed_layers_count_once(monkeypatch):
     assert session.profile["tokens"].tolist() == [2 * BATCH * TOKENS] * LAYERS * HEADS
 
 
+def test_a_session_that_has_counted_does_not_take_up_another_one():
+    model = Blocks()
+    with torch.no_grad(), polyhead.observe(model) as session:
+        model(HIDDEN)
+    with pytest.raises(OptionError, match="before it has its own"):
+        session.go_on_from(session.observations)
+    assert session.profile["tokens"].tolist() == [BATCH * TOKENS] * LAYERS * HEADS
+
+
+def test_a_session_is_of_one_model_whose_heads_stay():
+    layer, other = polyhead.MultiHeadAttention(WIDTH, 2), polyhead.MultiHeadAttention(WIDTH, 4)
+    with torch.no_grad(), polyhead.observe(layer) as session:
+        layer(HIDDEN)
+    again = polyhead.observe(other)
+    again.go_on_from(session.observations)
+    with torch.no_grad(), again, pytest.raises(OptionError, match="got 4 heads at 'MultiHeadAttention', which had 2"):
+        other(HIDDEN)
+    assert again.profile["tokens"].tolist() == [BATCH * TOKENS] * 2
+
+
 @pytest.mark.parametrize("layers", [[3], [0, 3], [99]])
 def test_layers_that_the_model_does_not_have_are_refused(layers):
     with pytest.raises(OptionError, match="here to 2, got"):

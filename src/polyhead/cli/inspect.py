@@ -147,6 +147,7 @@ def inspect(
     from rich.console import Console
 
     from polyhead.inspection import Settings, inspect_model, save_inspection
+    from polyhead.inspection.files import OBSERVATIONS, REST
     from polyhead.observatory.run_folder import check_place
 
     if resume is not None:
@@ -183,7 +184,7 @@ def inspect(
             )
         )
         check_text(settings.text, settings.field)
-        if save is not None and (save / "observations.safetensors").exists():
+        if save is not None and any((save / name).exists() for name in (OBSERVATIONS, REST)):
             raise typer.BadParameter(
                 f"{save} holds a run already; go on with --resume {save}, or name another folder", param_hint="--save"
             )

@@ -340,6 +340,11 @@ class Session:
             stack = _stack_of(name)
             layer = sum((site.stack, site.kind) == (stack, kind) for site in sites.values())
             found = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads)
+        if found.num_heads != num_heads:
+            raise OptionError(
+                f"a session goes on with the same model, got {num_heads} heads at {name!r}, which had "
+                f"{found.num_heads}; observe the edited model in a session of its own"
+            )
         return found
 
     def _is_chosen(self, site: AttentionSite) -> bool:
@@ -371,6 +376,8 @@ class Session:
         for site in observations.calls:
             if sites.setdefault((site.name, site.kind), site) != site:
                 raise OptionError(f"a session goes on with the same model, got one in which {site.name!r} is another")
+        if len(self._staging.counted.sites):
+            raise OptionError("a session takes up others' observations before it has its own, got one that has some")
         names = {gatherer.name for gatherer in self.gatherers}
         if others := {name for values in observations.gathered.values() for name in values} - names:
             raise OptionError(
