@@ -33,6 +33,8 @@ def compare(
     from polyhead.inspection import load_inspection
 
     console = Console(highlight=False)
+    if most < 1:
+        raise typer.BadParameter(f"differences to show are 1 or more, got {most}", param_hint="--most")
     try:
         one, other = load_inspection(before), load_inspection(after)
         found = compared(one, other)
@@ -45,7 +47,10 @@ def compare(
             f"both inspections have the columns {', '.join(sorted(names))}; got {statistic!r}", param_hint="--statistic"
         )
     for label, inspection in (("A", one), ("B", other)):
-        console.print(f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens", markup=False)
+        stopped = ", interrupted before the end of its text" if inspection.facts.get("interrupted") else ""
+        console.print(
+            f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens{stopped}", markup=False
+        )
     beyond = found.beyond(statistic)
     asked = [change for change in found.changes if statistic is None or change.name == statistic]
     console.print(

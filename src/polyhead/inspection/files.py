@@ -34,7 +34,11 @@ PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of 
 
 
 def save_inspection(folder: Path, inspection: Inspection) -> None:
-    """Write an inspection; the JSON file comes last, so that where it is, the others are."""
+    """Write an inspection; the JSON file comes last, so that where it is, the others are.
+
+    The one of an earlier time goes first: were it still there when this is interrupted, it would be read with the
+    table of another.
+    """
     from safetensors.torch import save as serialise
 
     sites = list(
@@ -46,6 +50,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
         for site, found in inspection.relations.items()
         for name, matrix in found.items()
     }
+    (folder / REST).unlink(missing_ok=True)
     write_whole(folder / TABLE, _parquet(inspection.table))
     write_whole(folder / MATRICES, serialise(matrices))
     write_whole(folder / PICTURES, serialise(_pictures(inspection, index)))

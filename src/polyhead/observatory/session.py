@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +23,7 @@ from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.kept_statistics import NOT_REQUESTED, Keeper, KeptStatistics
 from polyhead.observatory.observations import Observations
 from polyhead.observatory.rows import Tokens, corrected, hidden_by_bias
+from polyhead.observatory.staging import Staging, Tally, around
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
 from polyhead.observatory.watching import Place, is_recomputed
 
@@ -60,8 +61,10 @@ def observe(
         keep_statistics: keep the rows of each forward, with their gradients, as `session.statistics` until the next
             forward begins: to train on them. All else that a session gathers is detached.
 
-    Only real tokens count: no padding, no row that sees no key. The model's weights, mode, configuration and hooks are
-    afterwards what they were, also after an exception. Inside the block nothing runs compiled.
+    Only real tokens count: no padding, no row that sees no key. A call of the model counts as a whole, when it has
+    ended: one that raises or is interrupted counts nowhere, whichever layers it had reached. The model's weights, mode,
+    configuration and hooks are afterwards what they were, also after an exception. Inside the block nothing runs
+    compiled.
 
     >>> import torch, polyhead
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True)
@@ -179,12 +182,9 @@ class Session:
             elif isinstance(layer, str) and layer not in dict(model.named_modules()):
                 raise OptionError(f"layers are numbers or paths of the model's modules, got {layer!r}")
         self._find_modules()
-        self._sites: dict[tuple[str, str], AttentionSite] = {}
+        _check_numbers(self.layers, self._names, (*self._asking, *self._layers, *self._adapted))
+        self._staging = Staging(dropped=self._drop)
         self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
-        self._calls: Counter[AttentionSite] = Counter()
-        self._statistics: dict[AttentionSite, SiteStatistics] = {}
-        self._gathered: dict[AttentionSite, dict[str, Gathered]] = {}
-        self._taken_up: set[AttentionSite] = set()  # whose values lie where an earlier session left them
         self.notes = Notes()
         self.gates: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[int, Tokens] = {}
@@ -234,6 +234,8 @@ class Session:
                 undo.enter_context(adapting.watched(module, adapter, self))
             if len(self._returning):
                 undo.enter_context(own_weights.read(self.model, self._returning, self))
+            watched = (*self._asking, *self._layers, *self._adapted, *self._returning)
+            undo.enter_context(self._staging.watching(around(self.model, watched)))
             self._undo = undo.pop_all()
         return self
 
@@ -249,6 +251,11 @@ class Session:
         self._starts.clear()
         self._arrivals.clear()
         self._plans.clear()  # by modules, which may be others when it is entered again
+
+    def _drop(self) -> None:
+        """Forget what a call has left that raised: the sites that it was the first to reach are not known."""
+        self._plans.clear()
+        self._arrivals.clear()
 
     # ---- what the watched modules call
 
@@ -295,8 +302,9 @@ class Session:
         # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
         # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
         again = is_recomputed()
-        counts = not again and self._calls[site] % self.every == 0
-        self._calls[site] += not again
+        calls = self._staging.current.calls
+        counts = not again and calls[site] % self.every == 0
+        calls[site] += not again
         if not counts and not torch.is_grad_enabled() and self._keeper is None:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         whole = len(self.gatherers) > 0
@@ -316,30 +324,38 @@ class Session:
 
     def add(self, call: Call, rows: RowStatistics, real: Tensor | None) -> None:
         """Reduce the rows of a call, where they lie, and add them to what its site has gathered."""
-        there = self._statistics.get(call.site)
+        statistics = self._staging.current.statistics
+        there = statistics.get(call.site)
         if there is None:
             assert rows.visible_keys is not None
             device = rows.visible_keys.device
             there = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
-        self._statistics[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
+        statistics[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
 
     def gather(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
         """Show one attention to all that gather."""
-        there, device = self._gathered.get(site), attended.query.device
-        if there is None or site in self._taken_up:
+        tally = self._staging.current
+        there, device = tally.gathered.get(site), attended.query.device
+        if there is None or site in tally.taken_up:
             made = {gatherer.name: gatherer.empty(site, device) for gatherer in self.gatherers}
             empty = {name: value for name, value in made.items() if value is not None}
             there = empty if there is None else {name: _moved(there[name], empty[name], device) for name in there}
-            self._taken_up.discard(site)
-        self._gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
+            tally.taken_up.discard(site)
+        tally.gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
 
     def _site(self, name: str, num_heads: int, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"
-        found = self._sites.get((name, kind))
+        sites = self._staging.current.sites
+        found = sites.get((name, kind))
         if found is None:
-            stack = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-            layer = sum((site.stack, site.kind) == (stack, kind) for site in self._sites.values())
-            found = self._sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads)
+            stack = _stack_of(name)
+            layer = sum((site.stack, site.kind) == (stack, kind) for site in sites.values())
+            found = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads)
+        if found.num_heads != num_heads:
+            raise OptionError(
+                f"a session goes on with the same model, got {num_heads} heads at {name!r}, which had "
+                f"{found.num_heads}; observe the edited model in a session of its own"
+            )
         return found
 
     def _is_chosen(self, site: AttentionSite) -> bool:
@@ -356,8 +372,10 @@ class Session:
 
     @property
     def observations(self) -> Observations:
-        calls = {site: self._calls[site] for site in self._sites.values()}
-        return Observations(self.wanted, tuple(self._statistics.values()), dict(self._gathered), calls)
+        """All calls of the model that have ended; not what a running call adds."""
+        found = self._staging.counted
+        calls = {site: found.calls[site] for site in found.sites.values()}
+        return Observations(self.wanted, tuple(found.statistics.values()), dict(found.gathered), calls)
 
     def go_on_from(self, observations: Observations) -> None:
         """Take up what an earlier session of the same model had gathered, as if this one had gathered it itself."""
@@ -365,9 +383,12 @@ class Session:
             raise OptionError(
                 f"a session goes on with the statistics it began with, got {observations.wanted} for {self.wanted}"
             )
+        sites = dict(self._staging.counted.sites)
         for site in observations.calls:
-            if self._sites.setdefault((site.name, site.kind), site) != site:
+            if sites.setdefault((site.name, site.kind), site) != site:
                 raise OptionError(f"a session goes on with the same model, got one in which {site.name!r} is another")
+        if len(self._staging.counted.sites):
+            raise OptionError("a session takes up others' observations before it has its own, got one that has some")
         names = {gatherer.name for gatherer in self.gatherers}
         if others := {name for values in observations.gathered.values() for name in values} - names:
             raise OptionError(
@@ -375,10 +396,9 @@ class Session:
                 f"for values of {', '.join(sorted(others))}"
             )
         self._plans.clear()
-        self._calls = Counter(observations.calls)
-        self._statistics = {x.site: x for x in observations.sites}
-        self._gathered = {site: dict(values) for site, values in observations.gathered.items()}
-        self._taken_up = set(self._gathered)
+        gathered = {site: dict(values) for site, values in observations.gathered.items()}
+        statistics = {x.site: x for x in observations.sites}
+        self._staging.counted = Tally(sites, Counter(observations.calls), statistics, gathered, set(gathered))
 
     @property
     def statistics(self) -> KeptStatistics:
@@ -396,7 +416,7 @@ class Session:
         return self.observations.profile
 
     def __repr__(self) -> str:
-        heads = sum(site.num_heads for site in self._sites.values() if self._is_chosen(site))
+        heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
         how = f"; {own_weights.COST}" if self.via_weights else ""
         return f"Session({type(self.model).__name__}, {heads} heads seen{how})"
 
@@ -419,6 +439,19 @@ def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
         if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
             raise OptionError(f"layers are numbers from 0 on or paths of modules, got {layer!r}")
     return chosen
+
+
+def _stack_of(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _check_numbers(layers: frozenset[int | str] | None, names: Mapping[int, str], watched: Sequence[nn.Module]) -> None:
+    """Refuse numbers of layers that no stack of the model has; of a model that returns weights it is known later."""
+    deepest = max(Counter(_stack_of(names[id(module)]) for module in watched).values(), default=None)
+    beyond = sorted(x for x in layers or () if isinstance(x, int) and deepest is not None and x >= deepest)
+    if beyond:
+        got = ", ".join(map(str, beyond))
+        raise OptionError(f"layers count from 0 in each stack, here to {deepest - 1}, got {got}")
 
 
 def _chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:
