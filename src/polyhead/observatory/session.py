@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.functional import Attended, RowStatistics, Statistics
-from polyhead.geometry import HeadId
+from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.masks import Mask
 from polyhead.observatory import adapters as adapting
 from polyhead.observatory import own_weights, torch_modules, transformers_models
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.observations import Observations
+from polyhead.observatory.origins import is_edited, origins_of
 from polyhead.observatory.rows import Tokens, hidden_by_bias
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
 from polyhead.observatory.watching import Place
@@ -196,6 +197,11 @@ class Session:
             self._returning = own_weights.returning_models(self.model)
             if not len(self._returning):
                 raise OptionError(own_weights.why_not(self.model))
+            if is_edited(self.model):
+                raise OptionError(
+                    "via_weights does not know which module a weight is of, and the heads of this model were edited, "
+                    "so that their numbers say nothing; observe it without via_weights"
+                )
             return
         self._asking = transformers_models.asking_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._asking)
@@ -295,7 +301,8 @@ class Session:
 
     def _plan(self, module: nn.Module | Place, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
         name = module.name if isinstance(module, Place) else self._names[id(module)]
-        site = self._site(name, num_heads, cross=cross)
+        origins = None if isinstance(module, Place) else origins_of(self.model, name, module, num_heads)
+        site = self._site(name, num_heads, origins, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
         asked = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
@@ -322,13 +329,18 @@ class Session:
             self._taken_up.discard(site)
         self._gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
 
-    def _site(self, name: str, num_heads: int, *, cross: bool) -> AttentionSite:
+    def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"
         found = self._sites.get((name, kind))
         if found is None:
             stack = ".".join("*" if part.isdecimal() else part for part in name.split("."))
             layer = sum((site.stack, site.kind) == (stack, kind) for site in self._sites.values())
-            found = self._sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads)
+            found = self._sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads, origins)
+        elif found.origins != origins:
+            raise OptionError(
+                f"a session gathers of the same heads throughout, got {name!r}, which was edited since it began or "
+                "goes on from another edit; begin anew with polyhead.observe(model)"
+            )
         return found
 
     def _is_chosen(self, site: AttentionSite) -> bool:
