@@ -335,3 +335,25 @@ def test_origins_of_a_site_are_of_its_heads():
     assert AttentionSite.from_dict({**site, **told}).to_dict() == {**site, **told}
     with pytest.raises(OptionError, match="each of the 3 heads"):
         AttentionSite.from_dict({**site, "num_heads": 3, **told})
+
+
+@pytest.mark.parametrize("form", ["uneven", "padded"])
+def test_a_head_of_a_group_that_lost_another_is_itself_in_every_column(form, text, tmp_path):
+    """Query heads of one key head, of which one is gone: keys and values are still those that each head read."""
+    whole = model_folder(tmp_path / "llama", "llama")
+    model = load_model(whole).model
+    apply(model, [PruneHeads(0, (0,)), PruneHeads(1, (2, 3))])
+    save(model, tmp_path / "pruned", form=form, tokenizer=SideFiles(whole))
+    one, other = (
+        inspect_model(Settings(str(folder), str(text), context=64, batch_tokens=400, chance=False))
+        for folder in (whole, tmp_path / "pruned")
+    )
+    found = compare(one, other)
+    assert [str(x) for x in found.only_before] == ["0.0 removed", "1.2 removed", "1.3 removed"]
+    # Its share of what the layer writes, and what the loss makes of it, depend on the others.
+    of_others = {"contribution_share", "total_correlation", "gradient", "taylor", "copying"}
+    alone = [x for x in found.changes if x.head[0].layer == 0 and x.name not in of_others]
+    assert {x.name for x in alone} >= {"entropy", "qk_top_share", "ov_top_share", "contribution", "effective_rank"}
+    assert {x.head[1] for x in alone} == {1, 2, 3}
+    for change in alone:
+        assert change.after == pytest.approx(change.before, rel=2e-4, abs=1e-6), change
