@@ -88,8 +88,8 @@ def test_heads_that_say_the_same_are_told_within_and_across_layers():
         (
             "gradient",
             "language",
-            "the loss hangs most on layer 1 head 2: its slope is 0.5, 5 times the middle head",
-            "损失最依赖第 1 层第 2 头：斜率为 0.5，是中位的头的 5 倍",
+            "the loss hangs most on layer 1 head 2: its slope is 0.5 nats a token, 5 times the middle head",
+            "损失最依赖第 1 层第 2 头：斜率为每个词元 0.5 奈特，是中位的头的 5 倍",
         ),
     ],
 )

@@ -210,6 +210,8 @@ def inspect(
 def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     """The summary: where it came from, the picture, the findings."""
     from polyhead.cli.heads_picture import legend, picture
+    from polyhead.inspection.identity import edits_of
+    from polyhead.inspection.vocabulary import column_of
 
     facts = found.facts
     console.print(
@@ -217,6 +219,9 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         f"{facts['context']}; {len(found.table)} heads; {facts['seconds']:.0f} s",
         markup=False,
     )
+    edits = edits_of(found.table.sites)
+    if edits is not None:
+        console.print(f"Edited, by the heads of the original: {edits.en}", markup=False, soft_wrap=True)
     if found.settings.via_weights:
         from polyhead.observatory.own_weights import COST
 
@@ -233,6 +238,11 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print(f"Left out: {reason}", style="yellow", markup=False)
     if table:
         console.print(str(found.table), markup=False, soft_wrap=True)
+        for name in found.table.names:
+            column = column_of(name, facts.get("loss"))
+            unit = column.unit.en
+            told = f"{name}: {column.label.en}{f' ({unit})' if unit and unit not in column.label.en else ''}"
+            console.print(told, style="dim", markup=False, soft_wrap=True)
         _show_top_keys(found, console)
     for drawn in picture(found):
         console.print()
@@ -251,7 +261,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
 
 
 def _show_top_keys(found: Inspection, console: Console) -> None:
-    from polyhead.inspection.heads import named
+    from polyhead.inspection.identity import described
 
     if not len(found.top_keys):
         return
@@ -263,7 +273,7 @@ def _show_top_keys(found: Inspection, console: Console) -> None:
             console.print(stack, markup=False)
         for number, keys in enumerate(heads):
             told = "  ".join(f"{_printable(key.text)} {key.share:.0%}" for key in keys[:TOP_KEYS])
-            console.print(f"{named((site, number)):>5}: {told}", markup=False, soft_wrap=True)
+            console.print(f"{described((site, number)):>5}: {told}", markup=False, soft_wrap=True)
 
 
 def _printable(text: str) -> str:

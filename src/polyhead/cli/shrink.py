@@ -128,7 +128,7 @@ def shrink(
 
     from polyhead.observatory.run_folder import held
     from polyhead.surgery import apply
-    from polyhead.surgery.choosing.budgets import Target
+    from polyhead.surgery.choosing.budgets import Target, check_target
     from polyhead.surgery.choosing.uniform import uniform_layouts
     from polyhead.surgery.repair.as_if import GivenOutputs
 
@@ -151,6 +151,7 @@ def shrink(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
+        check_target(wanted, loaded.model)
         layouts = None
         if form == "uniform":
             with working("Find the layouts that its class can hold"):

@@ -202,7 +202,8 @@ def _show_shares(shares: Shares) -> None:
     for circle in CIRCLES:
         for entry in shares.of(circle)[:MOST_INSIDE]:
             interval = "-" if math.isnan(entry.low) else f"{entry.low:.3f}-{entry.high:.3f}"
-            place = f"{entry.layer}.{entry.head}"
+            moved = entry.original_head != str(entry.head)
+            place = f"{entry.layer}.{entry.head}" + (f" (originally {entry.original_head})" if moved else "")
             drawn.add_row(circle, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
     console.print(f"\nThe {MOST_INSIDE} heads that keep most of their attention inside:")
     _wide(console).print(drawn)

@@ -58,7 +58,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
         "format": FORMAT,
         "settings": inspection.settings.to_dict(),
         "facts": dict(inspection.facts),
-        "sites": [asdict(site) for site in sites],
+        "sites": [site.to_dict() for site in sites],
         "statistics": inspection.table.names,
         "roles": [
             {"site": index[x.site], "head": x.head, "scores": [asdict(score) for score in x.scores]}
@@ -117,7 +117,7 @@ def load_inspection(folder: Path) -> Inspection:
             f"this version reads inspections of format {FORMAT}, got {rest['format']} in {folder}; "
             "inspect the model again, with `polyhead inspect --save` and another folder"
         )
-    sites = [AttentionSite(**site) for site in rest["sites"]]
+    sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
     matrices: dict[AttentionSite, dict[str, Tensor]] = {}
     for name, matrix in load_file(folder / MATRICES).items():
         number, _, what = name.partition(".")
@@ -207,7 +207,7 @@ def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> He
     columns = {
         name: torch.tensor([_number(x) for x in found[name].to_pylist()], dtype=torch.float64)
         for name in found.column_names
-        if name not in ("site", "kind", "stack", "layer", "head")
+        if name not in ("site", "kind", "stack", "layer", "head", "original_head")
     }
     return HeadProfile(rows, tuple(found["head"].to_pylist()), names, columns)
 

@@ -43,6 +43,7 @@ from polyhead.observatory import (
 )
 from polyhead.observatory.evidence import EvidenceGatherer
 from polyhead.observatory.evidence_tokens import Meaning, rare_tokens
+from polyhead.observatory.origins import is_edited
 from polyhead.observatory.run_folder import held, sweep
 from polyhead.observatory.token_sample import TokenSample
 from polyhead.sources import LoadedModel, load_model
@@ -294,6 +295,7 @@ class _Run:
             "model": str(self.loaded),
             "name": self.settings.model or self.loaded.name,
             "kind": self.loaded.kind,
+            **_sizes(self.loaded.model),
             "documents": len(self.reader.documents),
             "contexts": len(self.reader.contexts),
             "context": self.reader.context,
@@ -310,3 +312,10 @@ class _Run:
                 "python": platform.python_version(),
             },
         }
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    """By what another run is known to be of the same heads."""
+    config = model.config.get_text_config()
+    sizes = {name: getattr(config, name, None) for name in ("model_type", "hidden_size", "num_hidden_layers")}
+    return {**sizes, "edited": is_edited(model)}

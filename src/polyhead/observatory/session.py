@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.functional import Attended, RowStatistics, Statistics
-from polyhead.geometry import HeadId
+from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.masks import Mask
 from polyhead.observatory import adapters as adapting
 from polyhead.observatory import own_weights, torch_modules, transformers_models
@@ -22,6 +22,7 @@ from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
 from polyhead.observatory.kept_statistics import NOT_REQUESTED, Keeper, KeptStatistics
 from polyhead.observatory.observations import Observations
+from polyhead.observatory.origins import is_edited, origins_of
 from polyhead.observatory.rows import Tokens, corrected, hidden_by_bias
 from polyhead.observatory.staging import Staging, Tally, around
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
@@ -203,6 +204,11 @@ class Session:
             self._returning = own_weights.returning_models(self.model)
             if not len(self._returning):
                 raise OptionError(own_weights.why_not(self.model))
+            if is_edited(self.model):
+                raise OptionError(
+                    "via_weights does not know which module a weight is of, and the heads of this model were edited, "
+                    "so that their numbers say nothing; observe it without via_weights"
+                )
             return
         self._asking = transformers_models.asking_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._asking)
@@ -314,7 +320,8 @@ class Session:
 
     def _plan(self, module: nn.Module | Place, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
         name = module.name if isinstance(module, Place) else self._names[id(module)]
-        site = self._site(name, num_heads, cross=cross)
+        origins = None if isinstance(module, Place) else origins_of(self.model, name, module, num_heads)
+        site = self._site(name, num_heads, origins, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
         asked = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
@@ -343,18 +350,19 @@ class Session:
             tally.taken_up.discard(site)
         tally.gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
 
-    def _site(self, name: str, num_heads: int, *, cross: bool) -> AttentionSite:
+    def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"
         sites = self._staging.current.sites
         found = sites.get((name, kind))
         if found is None:
             stack = _stack_of(name)
             layer = sum((site.stack, site.kind) == (stack, kind) for site in sites.values())
-            found = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads)
-        if found.num_heads != num_heads:
+            found = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads, origins)
+        if found.num_heads != num_heads or found.origins != origins:
             raise OptionError(
-                f"a session goes on with the same model, got {num_heads} heads at {name!r}, which had "
-                f"{found.num_heads}; observe the edited model in a session of its own"
+                f"a session gathers of the same heads throughout, got {num_heads} heads at {name!r}, which had "
+                f"{found.num_heads} or other ones: it was edited since the session began, or goes on from another "
+                "edit; observe the edited model in a session of its own"
             )
         return found
 

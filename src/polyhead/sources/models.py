@@ -85,7 +85,7 @@ def load_model(
         model=model,
         tokenizer=tokenizer,
         name=place.name,
-        kind=_kind(model),
+        kind=kind_of(model),
         origin=place.origin,
         main_input=model.main_input_name,
         trained_context=_trained_context(model, tokenizer),
@@ -366,7 +366,8 @@ def _tokenizer_rule(name: str, got: str) -> str:
     )
 
 
-def _kind(model: Any) -> Kind:
+def kind_of(model: Any) -> Kind:
+    """The kind of a model of transformers."""
     from transformers.models.auto import modeling_auto as auto
 
     config = model.config
