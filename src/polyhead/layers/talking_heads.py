@@ -47,6 +47,8 @@ class TalkingHeads(MultiHeadAttention):
     # Told the mixed weights of every call, where `combined_weights` asks for them.
     _mixed_listener: list[CombinedWeights] | None = None
 
+    _may_be_plain = False
+
     def __init__(
         self,
         embed_dim: int,
@@ -68,7 +70,6 @@ class TalkingHeads(MultiHeadAttention):
         super().__init__(embed_dim, num_heads, device=device, dtype=dtype, **options)
         if isinstance(self.positions, BiasesLogits):
             refuse_biases(type(self.positions).__name__)
-        self._has_plain_heads = False
         self.logits_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
         self.weights_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
 

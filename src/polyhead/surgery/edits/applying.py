@@ -280,8 +280,7 @@ def _set_ours(layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> Non
     assert isinstance(module, MultiHeadAttention)
     options = {**vars(MultiHeadConfig.of(module)), **dict.fromkeys(("key_heads", "num_kv_heads")), **layout.to_dict()}
     built = MultiHeadConfig(**options).build(device="meta")
-    for name in ("layout", "_has_plain_heads"):
-        _set(module, name, getattr(built, name), back)
+    _set(module, "layout", built.layout, back)
     _lay_out(module)
 
 
