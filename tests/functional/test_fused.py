@@ -18,7 +18,7 @@ from polyhead import AttentionOutput, Mask, Statistics, attention, explain
 from polyhead.errors import BackendUnsupported
 from polyhead.functional import fused
 from polyhead.functional.statistics import NAMES
-from tests.error_budget import DRAWS, ORDERS, Compared, assert_draws_within_error_budget, assert_within_error_budget
+from tests.error_budget import DRAWS, ORDERS, Compared, assert_draws_within_error_budget
 from tests.functional.oracle import Pairs, Scene, Who, normal, result_and_gradients
 from tests.functional.test_hidden_values import break_hidden, with_options
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory

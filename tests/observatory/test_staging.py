@@ -284,7 +284,7 @@ def test_a_session_is_of_one_model_whose_heads_stay():
         layer(HIDDEN)
     again = polyhead.observe(other)
     again.go_on_from(session.observations)
-    with torch.no_grad(), again, pytest.raises(OptionError, match="got 4 heads at 'MultiHeadAttention', which had 2"):
+    with torch.no_grad(), again, pytest.raises(OptionError, match="got 4 heads in 'MultiHeadAttention', which had 2"):
         other(HIDDEN)
     assert again.profile["tokens"].tolist() == [BATCH * TOKENS] * 2
 

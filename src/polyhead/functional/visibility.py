@@ -123,7 +123,12 @@ class Visibility:
             table = _narrowed(term.table, dtype)
             # All pairs of a distance add up in the gradient of its column, so on the tape a sum in float32 is made a
             # wide one; in half precision the weights are coarser than the sum, and the tile is what takes the memory.
-            if torch.is_grad_enabled() and table.requires_grad and dtype is torch.float32 and table.device.type != "mps":
+            if (
+                torch.is_grad_enabled()
+                and table.requires_grad
+                and dtype is torch.float32
+                and table.device.type != "mps"
+            ):
                 table = table.double()
             tile = table[:, self.relative_index(term, rows, columns)].to(dtype)  # [heads, (batch,) rows, columns]
             tile = tile[None] if tile.ndim == 3 else tile.transpose(0, 1)

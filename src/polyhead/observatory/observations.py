@@ -29,6 +29,11 @@ class Observations:
         found = {(x.site.name, x.site.kind): x for x in self.sites}
         for site in other.sites:
             name = (site.site.name, site.site.kind)
+            if name in found and found[name].site != site.site:
+                raise OptionError(
+                    f"only observations of one model can be merged, got {name[0]!r} as {found[name].site} and as "
+                    f"{site.site}; layers are numbered in the order of their first call"
+                )
             found[name] = found[name].merge(site) if name in found else site
         gathered = {site: dict(values) for site, values in self.gathered.items()}
         for place, values in other.gathered.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +24,14 @@ from polyhead.observatory.kept_statistics import NOT_REQUESTED, Keeper, KeptStat
 from polyhead.observatory.observations import Observations
 from polyhead.observatory.origins import is_edited, origins_of
 from polyhead.observatory.rows import Tokens, corrected, hidden_by_bias
+from polyhead.observatory.session_limits import (
+    OneThread,
+    check_heads,
+    check_numbers,
+    check_paths,
+    stack_of,
+    with_the_same_modules,
+)
 from polyhead.observatory.staging import Staging, Tally, around
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
 from polyhead.observatory.watching import Place, is_recomputed
@@ -183,7 +191,9 @@ class Session:
             elif isinstance(layer, str) and layer not in dict(model.named_modules()):
                 raise OptionError(f"layers are numbers or paths of the model's modules, got {layer!r}")
         self._find_modules()
-        _check_numbers(self.layers, self._names, (*self._asking, *self._layers, *self._adapted))
+        attending = [self._names[id(module)] for module in (*self._asking, *self._layers, *self._adapted)]
+        check_numbers(self.layers or (), attending)
+        check_paths(() if via_weights else self.layers or (), attending)
         self._staging = Staging(dropped=self._drop)
         self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
         self.notes = Notes()
@@ -192,6 +202,7 @@ class Session:
         self._latest: dict[str, Tokens | Tensor | None] = {}
         self._arrivals: dict[int, transformers_models.Arrival] = {}
         self._undo: ExitStack | None = None
+        self._thread = OneThread()
 
     def _find_modules(self) -> None:
         modules = self.model.named_modules()
@@ -240,6 +251,9 @@ class Session:
                 undo.enter_context(adapting.watched(module, adapter, self))
             if len(self._returning):
                 undo.enter_context(own_weights.read(self.model, self._returning, self))
+            else:
+                attending = (*self._asking, *self._layers, *self._adapted)
+                undo.enter_context(with_the_same_modules(self.model, attending))
             watched = (*self._asking, *self._layers, *self._adapted, *self._returning)
             undo.enter_context(self._staging.watching(around(self.model, watched)))
             self._undo = undo.pop_all()
@@ -250,12 +264,13 @@ class Session:
     ) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.close()
+            undo.__exit__(kind, error, trace)
 
     def _forget(self) -> None:
         self._latest.clear()
         self._starts.clear()
         self._arrivals.clear()
+        self._thread.forget()
         self._plans.clear()  # by modules, which may be others when it is entered again
 
     def _drop(self) -> None:
@@ -293,6 +308,7 @@ class Session:
         learned_sinks: bool = False,
     ) -> Call | None:
         """How to watch one call of a module; None where it is not one of those asked for."""
+        self._thread.check()
         plan = self._plans.get((id(module), num_heads, cross, learned_sinks))
         if plan is None:
             plan = self._plan(module, num_heads, cross=cross, learned_sinks=learned_sinks)
@@ -355,15 +371,10 @@ class Session:
         sites = self._staging.current.sites
         found = sites.get((name, kind))
         if found is None:
-            stack = _stack_of(name)
+            stack = stack_of(name)
             layer = sum((site.stack, site.kind) == (stack, kind) for site in sites.values())
             found = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads, origins)
-        if found.num_heads != num_heads or found.origins != origins:
-            raise OptionError(
-                f"a session gathers of the same heads throughout, got {num_heads} heads at {name!r}, which had "
-                f"{found.num_heads} or other ones: it was edited since the session began, or goes on from another "
-                "edit; observe the edited model in a session of its own"
-            )
+        check_heads(found, num_heads, origins)
         return found
 
     def _is_chosen(self, site: AttentionSite) -> bool:
@@ -447,19 +458,6 @@ def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
         if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
             raise OptionError(f"layers are numbers from 0 on or paths of modules, got {layer!r}")
     return chosen
-
-
-def _stack_of(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def _check_numbers(layers: frozenset[int | str] | None, names: Mapping[int, str], watched: Sequence[nn.Module]) -> None:
-    """Refuse numbers of layers that no stack of the model has; of a model that returns weights it is known later."""
-    deepest = max(Counter(_stack_of(names[id(module)]) for module in watched).values(), default=None)
-    beyond = sorted(x for x in layers or () if isinstance(x, int) and deepest is not None and x >= deepest)
-    if beyond:
-        got = ", ".join(map(str, beyond))
-        raise OptionError(f"layers count from 0 in each stack, here to {deepest - 1}, got {got}")
 
 
 def _chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:

@@ -51,6 +51,10 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
     """Hooks on a layer, and off again."""
     with ExitStack() as undo:
         if isinstance(layer, Ours):
+            if layer._listener is not None:
+                raise OptionError(
+                    f"one session at a time observes a layer, got a {type(layer).__name__} that is observed already"
+                )
             ours = _Ours(session, layer)
             before = layer.register_forward_pre_hook(ours.before, with_kwargs=True, prepend=False)
             after = layer.register_forward_hook(ours.after, with_kwargs=True, prepend=True)
