@@ -114,9 +114,9 @@ def test_the_curve_of_an_encoder_has_no_column_of_a_cache(place):
 @pytest.mark.parametrize(
     ("name", "column", "label"),
     [
-        ("bert", "ablation", "turn of the text's vector without it, 1 - cosine"),
-        ("llama", "gradient", "slope of the loss, nats a token"),
-        ("masked", "gradient", "slope of the loss, nats a token"),
+        ("bert", "ablation", "1 - cosine without it"),
+        ("llama", "gradient", "slope of the loss, in nats"),
+        ("masked", "gradient", "slope of the loss, in nats"),
     ],
 )
 def test_importance_is_labelled_with_what_was_measured(place, name, column, label, tmp_path):

@@ -102,7 +102,7 @@ def test_the_head_that_matters_most(column, loss, english, chinese):
 
 def test_without_a_middle_above_zero_nothing_is_a_multiple_of_it():
     (finding,) = findings(inspection_of({"gradient": [0.0, 0.0, 0.0, 0.0, 0.0, 0.5]}))
-    assert str(finding) == "the loss hangs most on layer 1 head 2: its slope is 0.5"
+    assert str(finding) == "the loss hangs most on layer 1 head 2: its slope is 0.5 nats a token"
     assert "times" not in finding.values
 
 

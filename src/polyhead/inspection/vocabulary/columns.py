@@ -239,31 +239,32 @@ _KNOWN = (
     # How much a head matters by a loss; of a model that makes vectors see _TURN.
     _column(
         "ablation",
-        "loss added without it, nats a token",
-        "去掉它后增加的损失，奈特每词元",
-        "How much worse the model predicts when this head alone is taken out: by how much its loss grows. Above 0 the "
-        "head is needed.",
-        "只去掉这一个头，模型的预测会变差多少，即损失上升的幅度。大于 0 说明需要它。",
+        "loss added without it, in nats",
+        "去掉它后增加的损失（奈特）",
+        "How much worse the model predicts when this head alone is taken out: by how much its loss grows, in nats a "
+        "token. Above 0 the head is needed.",
+        "只去掉这一个头，模型的预测会变差多少，即损失上升的幅度，以每个词元的奈特计。大于 0 说明需要它。",
         "matters",
         "nats",
         None,
     ),
     _column(
         "gradient",
-        "slope of the loss, nats a token",
-        "损失的斜率，奈特每词元",
-        "How fast the loss changes when a little of the head is taken away. A small number does not mean that the head "
-        "can go.",
-        "把这个头减弱一点点时损失变化得多快。数值小并不意味着可以去掉它。",
+        "slope of the loss, in nats",
+        "损失的斜率（奈特）",
+        "How fast the loss, in nats a token, changes when a little of the head is taken away. A small number does not "
+        "mean that the head can go.",
+        "把这个头减弱一点点时，损失（每个词元的奈特）变化得多快。数值小并不意味着可以去掉它。",
         "matters",
         "nats",
     ),
     _column(
         "taylor",
-        "loss added without it by the slope, nats a token",
-        "按斜率估计增加的损失，奈特每词元",
-        "What taking the head out would cost if the loss were a straight line. Above 0 the head helps.",
-        "假如损失是一条直线，去掉这个头要付出的代价。大于 0 说明它有帮助。",
+        "loss added by slope, in nats",
+        "按斜率估计增加的损失（奈特）",
+        "What taking the head out would cost, in nats a token, if the loss were a straight line. Above 0 the head "
+        "helps.",
+        "假如损失是一条直线，去掉这个头要付出的代价，以每个词元的奈特计。大于 0 说明它有帮助。",
         "matters",
         "nats",
         None,
@@ -274,8 +275,8 @@ COLUMNS: dict[str, Column] = {column.name: column for column in _KNOWN}
 # The same where no loss was measured, but how far the vector of a text turns.
 _TURN = _column(
     "ablation",
-    "turn of the text's vector without it, 1 - cosine",
-    "去掉它后文本向量的转动，1 - 余弦",
+    "1 - cosine without it",
+    "去掉它后的 1 - 余弦",
     "How far the vector of a text turns when this head alone is taken out: 1 - the cosine between the vectors with and "
     "without it. 0: not at all; 1: a right angle.",
     "只去掉这一个头，文本向量转动多少：1 减去有它和没有它时两个向量的余弦。0 表示不动，1 表示直角。",
