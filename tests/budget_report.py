@@ -36,15 +36,20 @@ def read(file: str | Path) -> list[dict]:
     return sorted(entries, key=lambda entry: -entry["share"])
 
 
+def above(entries: list[dict]) -> list[dict]:
+    """The entries above `MOST`. Other people's kernels, which have factors of their own in place of 2, do not count."""
+    return [entry for entry in entries if entry["share"] > MOST and entry["factor"] == 2]
+
+
 def summary(entries: list[dict], count: int = 10) -> list[str]:
     """One line for all of them, and one for each of the largest shares."""
-    above = sum(entry["share"] > MOST for entry in entries)
     tests = len({entry["test"] for entry in entries})
-    lines = [
-        f"{len(entries)} results of {tests} tests were held to an error budget; {above} used more than {MOST} of it"
-    ]
+    results = f"{len(entries)} results of {tests} tests were held to an error budget"
+    lines = [f"{results}; {len(above(entries))} of ours used more than {MOST} of it"]
     for entry in entries[:count]:
         error = f"{entry['error']:.2e} of {entry['bound']:.2e}"
+        if entry["factor"] != 2:
+            error += f" (factor {entry['factor']})"
         lines.append(f"{entry['share']:.3f}  {error}  {entry['test'].split('::', 1)[-1]}  {entry['name'][:80]}")
     return lines
 
@@ -58,7 +63,7 @@ class Report:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         entries = read(self.file)
-        if session.exitstatus == 0 and any(entry["share"] > MOST for entry in entries):
+        if session.exitstatus == 0 and above(entries):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
