@@ -292,3 +292,15 @@ def test_a_bare_run_and_a_wrong_link_show_what_there_is(open_page, tmp_path, vie
     expected = {"head/9/9": "This model has no such head", "head/x/y": "This model has no such head"}
     assert tab.locator("main h2").first.inner_text().startswith(expected.get(view, ""))
     expect(tab.locator("nav.views a")).to_have_text(["Overview", "Heads alike", "Findings"])
+
+
+def test_a_head_of_an_edited_model_is_named_by_what_it_was(open_page, tmp_path):
+    page = synthetic()
+    page["facts"]["edits"] = {"en": "removed 0.3", "zh": "去除 0.3"}
+    first = page["heads"][1]
+    first["origin"] = {"en": "originally 0.4", "zh": "原为 0.4"}
+    opened = open_page(written(page, tmp_path / "edited.html"), f"head/{first['site']}/{first['head']}")
+    expect(opened.tab.locator("main h2")).to_contain_text("originally 0.4")
+    expect(opened.tab.locator("header .facts")).to_contain_text("Edited: removed 0.3")
+    opened.go("findings")
+    expect(opened.tab.get_by_text("Edits, by original heads")).to_be_visible()

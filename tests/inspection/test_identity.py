@@ -124,11 +124,11 @@ def test_heads_that_share_a_number_alone_are_not_compared(run):
 def test_merged_and_grown_heads_are_listed_as_such(run):
     merged = compare(run(), run("merged"))
     assert [str(x) for x in merged.only_before] == ["0.1 merged into 0.1", "0.3 merged into 0.1"]
-    assert [str(x) for x in merged.only_after] == ["0.1+3 merged"]
+    assert [str(x) for x in merged.only_after] == ["0.1+0.3 merged"]
     assert {x.head[1] for x in merged.changes if x.head[0].layer == 0} == {0, 2}
     grown = compare(run(), run("grown"))
     assert [str(x) for x in grown.only_before] == ["0.0 removed"]
-    assert [str(x) for x in grown.only_after] == ["0.new new"]
+    assert [str(x) for x in grown.only_after] == ["0.3 new"]
     # Two edits of one model are compared as well, by what both were made of.
     both = match_heads(run("pruned"), run("merged"))
     assert [(one[1], other[1]) for one, other in both.pairs if one[0].layer == 0] == [(0, 0), (1, 2)]

@@ -20,7 +20,7 @@ def originally(head: Head) -> Text | None:
     site, number = head
     if site.origins is None or site.origins.heads[number] == (number,):
         return None
-    made_of, name = site.origins.heads[number], _joined(site, number)
+    made_of, name = site.origins.heads[number], original_name(head)
     if not made_of:
         return Text("zeros that fill a place", "仅占位的零头")
     if made_of == made_of[:1] and made_of[0] < 0:
@@ -54,7 +54,7 @@ def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
         parts["removed"] += [f"{stack}{site.layer}.{head}" for head in origins.removed]
         for number, made_of in enumerate(origins.heads):
             if len(made_of) > 1:
-                parts["merged"].append(f"{stack}{_joined(site, number)}")
+                parts["merged"].append(f"{stack}{original_name((site, number))}")
             elif not made_of or made_of[0] < 0:
                 parts["new" if made_of else "zeros"].append(f"{stack}{site.layer}.{number}")
             else:
@@ -74,6 +74,8 @@ def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
     return Text("; ".join(english), "；".join(chinese)) if english else None
 
 
-def _joined(site: AttentionSite, number: int) -> str:
+def original_name(head: Head) -> str:
+    """The name of a head in the unedited model: `0.5`, or `0.2+0.7` of a merged one."""
+    site, number = head
     made_of = (number,) if site.origins is None else site.origins.heads[number]
     return "+".join("new" if x < 0 else f"{site.layer}.{x}" for x in made_of)

@@ -13,6 +13,7 @@ from typing import Literal
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
 from polyhead.inspection.heads import Head, named
+from polyhead.inspection.identity import original_name
 from polyhead.inspection.result import Inspection
 from polyhead.observatory import AttentionSite
 
@@ -31,7 +32,8 @@ class Unmatched:
 
     def __str__(self) -> str:
         into = "" if self.merged_into is None else f" into {named(self.merged_into)}"
-        return f"{self.head[0].layer}.{self.head[0].label(self.head[1])} {self.reason}{into}"
+        name = named(self.head) if self.reason in ("new", "padding") else original_name(self.head)
+        return f"{name} {self.reason}{into}"
 
 
 @dataclass(frozen=True, slots=True)

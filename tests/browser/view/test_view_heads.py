@@ -6,8 +6,13 @@ import pytest
 import torch
 from playwright.sync_api import expect
 
+from polyhead.huggingface import register
+from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
+from polyhead.sources import load_model
+from polyhead.surgery import PruneHeads, apply
 from tests.browser.view.conftest import SENTENCE, Running, small_viewer
+from tests.inspection import small_models
 
 # The grey of every pixel of a head's picture, row by row.
 PIXELS = """(cell) => {
@@ -205,7 +210,7 @@ def test_roles_of_a_run_are_shown_on_its_heads(open_view, tmp_path):
     scores = [{"role": "next", "holds": True, "evidence": said("9 of 10 <b>times</b>")}]
     scores.append({"role": "sink", "holds": False, "evidence": said("nothing")})
     run = {
-        "sites": [{"name": "model.layers.1.self_attn", "kind": "self"}],
+        "sites": [{"name": "model.layers.1.self_attn", "kind": "self", "originals": ["0", "1", "2", "3"]}],
         "roles": roles,
         "heads": [{"site": 0, "head": 2, "roles": scores}],
     }
@@ -218,4 +223,18 @@ def test_roles_of_a_run_are_shown_on_its_heads(open_view, tmp_path):
         expect(opened.tab.locator(".role-list li")).to_have_text(["next 9 of 10 <b>times</b>"])
         opened.go("head/0/2")
         expect(opened.tab.locator(".role-list li")).to_have_text(["no role"])
+        opened.check()
+
+
+def test_heads_of_an_edited_model_are_named_by_what_they_were(open_view, tmp_path):
+    path = small_models.model_folder(tmp_path / "llama", "llama")
+    loaded = load_model(path)
+    apply(loaded.model, [PruneHeads(0, (0,))])
+    loaded.model.set_attn_implementation(register())
+    with Running(Viewer(ViewedModel(loaded)), path) as server:
+        opened = open_view(server)
+        expect(opened.tab.locator("header .facts")).to_contain_text("Edited: removed 0.0")
+        opened.read()
+        opened.go("head/0/1")
+        expect(opened.tab.locator("main h2").first).to_contain_text("originally 0.2")
         opened.check()

@@ -309,10 +309,8 @@ def test_the_state_tells_of_the_model_and_its_places(page):
 
 
 def test_a_run_is_shown_beside_its_model(viewed, assets):
-    site = {"name": "model.layers.1.self_attn", "kind": "self"}
-    viewer = Viewer(
-        viewed("llama"), run={"sites": [{"name": "elsewhere", "kind": "self"}, site], "roles": ["previous"]}
-    )
+    site = {"name": "model.layers.1.self_attn", "kind": "self", "originals": ["0", "1", "2", "3"]}
+    viewer = Viewer(viewed("llama"), run={"sites": [{**site, "name": "elsewhere"}, site], "roles": ["previous"]})
     with opened(viewer, assets) as client:
         state = Page(client).get("api/state").json()
         assert [place["run_site"] for place in state["places"]] == [None, 1]
