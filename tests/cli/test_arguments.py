@@ -56,9 +56,9 @@ EDITS = {"prune": PRUNE, "shrink": SHRINK, "convert": CONVERT, "merge": MERGE}
 READING = {"prune": PRUNE, "shrink": SHRINK, "convert": CONVERT}
 
 REFUSED: list[tuple[list[str], str]] = [
-    ([*INSPECT, "--layers", "99"], "has layers 0 to 1, got 99"),
-    ([*INSPECT, "--layers", "0,99"], "has layers 0 to 1, got 99"),
-    ([*INSPECT, "--layers", "0,2,7"], "has layers 0 to 1, got 2, 7"),
+    ([*INSPECT, "--layers", "99"], "has layers 0 to 1, got layer 99"),
+    ([*INSPECT, "--layers", "0,99"], "has layers 0 to 1, got layer 99"),
+    ([*INSPECT, "--layers", "0,2,7"], "has layers 0 to 1, got layers 2, 7"),
     ([*INSPECT, "--layers", "-1"], "layers are numbers"),
     ([*INSPECT, "--layers", ""], "layers are numbers"),
     ([*INSPECT, "--tokens", "0"], "tokens must be at least 1, got 0"),
@@ -113,17 +113,17 @@ REFUSED: list[tuple[list[str], str]] = [
     (["prune", "MODEL", "--output", "new"], "got both or neither"),
     (["prune", "MODEL", "--output", "new", "--heads", "0.1", "--share", "30%"], "got both or neither"),
     (["prune", "MODEL", "--output", "new", "--heads", "0.1,x"], "'x'"),
-    (["prune", "MODEL", "--output", "new", "--heads", "9.1"], "has layers 0 to 1, got 9"),
+    (["prune", "MODEL", "--output", "new", "--heads", "9.1"], "has layers 0 to 1, got layer 9"),
     (["prune", "MODEL", "--output", "new", "--share", "0%"], "more than 0% and less than 100%"),
     (["prune", "MODEL", "--output", "new", "--share", "100%"], "more than 0% and less than 100%"),
     ([*PRUNE, "--criterion", "magic"], "a criterion is one of"),
     (["merge", "MODEL", "--heads", "0.1", "--output", "new"], "two heads or more of one layer"),
     (["merge", "MODEL", "--heads", "0.1+1.1", "--output", "new"], "two heads or more of one layer"),
     (["merge", "MODEL", "--heads", "0.1+0.1", "--output", "new"], "a head is named once"),
-    (["merge", "MODEL", "--heads", "7.1+7.2", "--output", "new"], "has layers 0 to 1, got 7"),
+    (["merge", "MODEL", "--heads", "7.1+7.2", "--output", "new"], "has layers 0 to 1, got layer 7"),
     (["convert", "MODEL", "--kv-heads", "0", "--output", "new"], "--kv-heads must be more than 0, got 0"),
     ([*CONVERT, "--grouping", "magic"], "grouping must be one of"),
-    ([*CONVERT, "--rounds", "-1"], "--rounds must be 0 or more, got -1"),
+    ([*CONVERT, "--rounds", "-1"], "rounds must be an integer of at least 0, got -1"),
     (["shrink", "MODEL", "--target", "30%-heads", "--output", "new"], "got none; give some with --text"),
     (["shrink", "MODEL", "--target", "half", "--output", "new", "--text", "TEXT"], "a target is a share of the heads"),
     (["shrink", "MODEL", "--target", "0.5x-cache", "--output", "new", "--text", "TEXT"], "a target is a share"),
@@ -137,7 +137,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*SHRINK, "--form", "uniform", "--criterion", "plain"], "leave one out"),
     ([*SHRINK, "--resume", "FILE/x"], "FILE is a file"),
     (["undo", "MODEL", "--output", "new"], "without one"),
-    (["undo", "none", "--output", "new"], "none"),
+    (["undo", "none", "--output", "new"], "got none, which is none"),
     (["undo", "MODEL", "--output", "FULL"], "which holds files"),
     (["demo", "--head", "8"], "the layer has heads 0 to 7, got 8"),
     (["plan", "llama3.1-8b", "--output", "none/x.html"], "a folder that is there"),
@@ -223,5 +223,5 @@ def test_layers_of_an_encoder_and_a_decoder_are_counted_by_the_longer(tmp_path):
         json.dumps({"model_type": "t5", "num_layers": 2, "num_decoder_layers": 5, "d_model": 8, "num_heads": 2})
     )
     models.check_layers(tmp_path, [4])
-    with pytest.raises(models.OptionError, match="layers 0 to 4, got 5"):
+    with pytest.raises(models.OptionError, match="layers 0 to 4, got layer 5"):
         models.check_layers(tmp_path, [1, 5])

@@ -165,6 +165,7 @@ def command_of(model: Path, text: Path, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("only_reading")
 @pytest.mark.parametrize(
     ("sent", "code", "words"),
     [

@@ -85,7 +85,8 @@ def convert(
         check_output(output, form, preview=preview, replace=replace)
         check_reading(text, field, context, tokens)
         check_positive("--kv-heads", kv_heads)
-        check_positive("--rounds", rounds, zero=True)
+        if rounds < 0:
+            raise OptionError(f"rounds must be an integer of at least 0, got {rounds}")
         if grouping not in GROUPINGS:
             raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
         loaded = open_model(

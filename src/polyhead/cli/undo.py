@@ -35,6 +35,8 @@ def undo(
     console = Console(highlight=False)
     with errors_told("undo"):
         check_output(output, None, preview=False, replace=replace)
+        if not folder.is_dir():
+            raise OptionError(f"an edited model is in a folder, got {folder}, which is none")
         record = load_record(folder)
         if record is None:
             raise OptionError(f"edits are undone by the record that was saved with them, got {folder} without one")

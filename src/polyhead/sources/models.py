@@ -115,7 +115,8 @@ def check_layers(
     counts = [getattr(part, count, None) for part in parts if part is not None for count in _LAYER_COUNTS]
     known = [count for count in counts if isinstance(count, int)]
     if known and (beyond := sorted({layer for layer in layers if layer >= max(known)})):
-        raise OptionError(f"{name or 'minilm'} has layers 0 to {max(known) - 1}, got {', '.join(map(str, beyond))}")
+        got = f"layer{'s' * (len(beyond) > 1)} {', '.join(map(str, beyond))}"
+        raise OptionError(f"{name or 'minilm'} has layers 0 to {max(known) - 1}, got {got}")
 
 
 def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
