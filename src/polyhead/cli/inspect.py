@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from polyhead.inspection.settings import Report
 
 TOP_KEYS = 5  # shown of each head
+# Options that a resumed run takes from the command line: permissions among them, which no file can give.
+_NOT_OF_THE_RUN = (
+    "resume",
+    "save_seconds",
+    "table",
+    "html",
+    "lang",
+    "deterministic",
+    "allow_pickle",
+    "trust_remote_code",
+)
 
 
 def inspect(
@@ -164,8 +175,6 @@ def inspect(
                 seed=seed,
                 device=device_or_gpu(device),
                 dtype=dtype,
-                allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code,
             )
         )
         folder = save if resume is None else resume
@@ -175,7 +184,13 @@ def inspect(
             )
         with _Bars() as report:
             found = inspect_model(
-                settings, folder=folder, resume=resume is not None, report=report, save_seconds=save_seconds
+                settings,
+                folder=folder,
+                resume=resume is not None,
+                report=report,
+                save_seconds=save_seconds,
+                allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code,
             )
         if folder is not None:
             save_inspection(folder, found)
@@ -265,7 +280,7 @@ def _check_alone(command: typer.Context) -> None:
     named = [
         name
         for name in command.params
-        if name not in ("resume", "save_seconds", "table", "html", "lang", "deterministic")
+        if name not in _NOT_OF_THE_RUN
         and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if named:

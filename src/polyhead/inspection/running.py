@@ -60,6 +60,8 @@ def inspect_model(
     report: Report = lambda progress: None,
     save_seconds: float = SAVE_SECONDS,
     loaded: LoadedModel | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> Inspection:
     """Run an inspection.
 
@@ -71,6 +73,8 @@ def inspect_model(
         report: called with how far each step is.
         save_seconds: how long a run gathers before it writes to the folder again.
         loaded: a model that is loaded already.
+        allow_pickle: read weights from pickles, which can run code.
+        trust_remote_code: run code that comes with the model.
 
     An interrupt (Ctrl-C) ends the reading: what was gathered until then is the result, and it says so.
     """
@@ -80,8 +84,8 @@ def inspect_model(
         settings.model,
         device=settings.device,
         dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
-        allow_pickle=settings.allow_pickle,
-        trust_remote_code=settings.trust_remote_code,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
     )
     questions = Questions(settings, loaded, Reader.of(loaded, settings), report)
     run = _Run(settings, loaded, questions.reader, questions, folder, report, save_seconds)

@@ -11,6 +11,8 @@ from polyhead.errors import OptionError
 CONTEXT = 512  # tokens, or fewer where the model was made for fewer
 TOKENS = 65_536
 IMPORTANCE = ("auto", "none", "gradient", "ablation")
+DTYPES = ("float32", "bfloat16", "float16")
+_PERMISSIONS = ("allow_pickle", "trust_remote_code")  # saved by earlier versions, and never obeyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,9 @@ class Settings:
     `context` is how many tokens are read together, at most 512 unless said otherwise. `tokens` is how many are read in
     all. `importance` is "ablation" (every head taken out in turn), "gradient", "none", or "auto": gradients where the
     model predicts tokens, ablation of a short text where it does not.
+
+    Permissions (`allow_pickle`, `trust_remote_code`) are not settings: settings are saved with a run, and a file never
+    permits anything.
     """
 
     model: str | None = None
@@ -36,8 +41,6 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     dtype: str | None = None
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "batch_tokens"):
@@ -45,6 +48,8 @@ class Settings:
                 raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.importance not in IMPORTANCE:
             raise OptionError(f"importance is one of {', '.join(IMPORTANCE)}; got {self.importance!r}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise OptionError(f"dtype is one of {', '.join(DTYPES)}; got {self.dtype!r}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,7 +57,7 @@ class Settings:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Settings:
         lists = {name: None if found[name] is None else tuple(found[name]) for name in ("layers", "statistics")}
-        return cls(**{**found, **lists})
+        return cls(**{name: x for name, x in found.items() if name not in _PERMISSIONS} | lists)
 
 
 @dataclass(frozen=True, slots=True)

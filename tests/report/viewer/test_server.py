@@ -367,7 +367,7 @@ def test_a_run_is_opened_with_its_model_and_its_roles(tmp_path, assets, monkeypa
     folder = small_models.model_folder(tmp_path / "bert", "bert")
     settings = Settings(
         model=str(folder), text=str(small_models.text_folder(tmp_path / "texts")), context=64, importance="none",
-        chance=False, allow_pickle=True,
+        chance=False,
     )  # fmt: skip
     save_inspection(tmp_path / "run", inspect_model(settings))
     served, loaded = [], []
