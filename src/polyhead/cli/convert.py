@@ -80,9 +80,14 @@ def convert(
 
     console = Console(highlight=False)
     with errors_told("convert"):
-        check_output(output, form, preview=preview, replace=replace)
+        check_output(output, form, preview=preview, replace=replace, source=model)
         loaded = open_model(
-            model, device=device, dtype=dtype, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+            model,
+            device=device,
+            dtype=dtype,
+            output=output,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
         )
         layers = layers_to_convert(loaded.model, kv_heads, stack)
         plain = [

@@ -48,7 +48,7 @@ def merge(
 
     console = Console(highlight=False)
     with errors_told("merge"):
-        check_output(output, form, preview=preview, replace=replace)
+        check_output(output, form, preview=preview, replace=replace, source=model)
         edits = merges(heads, stack)
         loaded = open_model(
             model,

@@ -34,7 +34,7 @@ def undo(
 
     console = Console(highlight=False)
     with errors_told("undo"):
-        check_output(output, None, preview=False, replace=replace)
+        check_output(output, None, preview=False, replace=replace, source=folder)
         with working("Load the model"):
             model = load(folder)
         record = load_record(folder)

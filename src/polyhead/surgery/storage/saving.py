@@ -23,7 +23,7 @@ from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.stock.configs import ConfigChange, join_changes
 from polyhead.surgery.stock.fitting import StockFit, fit_uniform, is_transformers_model
 from polyhead.surgery.stock.padding import PaddedFit, fit_padded
-from polyhead.surgery.storage.folders import check_free, written_whole
+from polyhead.surgery.storage.folders import check_free, check_not_source, written_whole
 from polyhead.surgery.storage.loading import load_saved
 from polyhead.surgery.storage.manifest import FORMS, RECORD, WEIGHTS, Form, Manifest
 
@@ -64,7 +64,7 @@ def save(
         record: what undoes the edits, kept beside the model for `polyhead undo`.
         tokenizer: what is saved along with its `save_pretrained(folder)`: a tokenizer, a processor, or `SideFiles` of
             the folder that the model came from.
-        replace: whether an existing folder may be replaced.
+        replace: whether an existing folder may be replaced: one that `save` wrote, with nothing else in it.
     """
     folder = Path(folder).expanduser()
     if form is not None and form not in FORMS:
@@ -87,7 +87,7 @@ def save(
                 _with_config(record, made.changes).save(beside / RECORD)
             if tokenizer is not None:
                 tokenizer.save_pretrained(beside)
-            num_bytes = sum(file.stat().st_size for file in beside.rglob("*") if file.is_file())
+        num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         return SavedModel(folder, made.manifest.form, made.stock, num_bytes)
 
     try:
@@ -230,15 +230,7 @@ def check_savable(model: nn.Module, folder: Path | None = None) -> None:
             "which no other process would find"
         )
     if folder is not None:
-        _check_not_origin(model, folder)
+        check_not_source(folder, str(getattr(model.config, "name_or_path", "") or ""))
     held = [name for name, x in model.state_dict().items() if x.is_meta]
     if held:
         raise OptionError(f"a model is saved with its weights, got {held[0]} without any, on the meta device")
-
-
-def _check_not_origin(model: Any, folder: Path) -> None:
-    origin = getattr(model.config, "name_or_path", "") or ""
-    if origin and Path(origin).is_dir() and Path(origin).resolve() == folder.resolve():
-        raise OptionError(
-            f"an edited model is not written over the one it came from, got {folder}; name another folder"
-        )
