@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from polyhead.errors import OptionError
+from polyhead.files import build, short
 
 CONTEXT = 512  # tokens, or fewer where the model was made for fewer
 TOKENS = 65_536
@@ -56,8 +57,9 @@ class Settings:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Settings:
-        lists = {name: None if found[name] is None else tuple(found[name]) for name in ("layers", "statistics")}
-        return cls(**{name: x for name, x in found.items() if name not in _PERMISSIONS} | lists)
+        if not isinstance(found, dict):
+            raise OptionError(f"the settings of a run are an object, got {short(found)}")
+        return build(cls, {name: x for name, x in found.items() if name not in _PERMISSIONS})
 
 
 @dataclass(frozen=True, slots=True)

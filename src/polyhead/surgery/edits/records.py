@@ -8,10 +8,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.files import as_type, build, read_tensors, refusing
 from polyhead.geometry import HeadLayout
 from polyhead.observatory.saving import write_whole
 from polyhead.surgery.edits.head_edits import HeadEdit, edits_from_json, edits_to_json
@@ -72,34 +74,33 @@ class EditRecord:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EditRecord:
         """The record that `save` wrote; a damaged file is refused, here or by `undo`, which checks every number."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                header = (file.metadata() or {}).get(_KEY)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, FileNotFoundError) as error:
-            raise CheckpointError(f"an edit record is a whole safetensors file, got {str(path)!r}: {error}") from None
+        tensors, metadata = read_tensors(path, "an edit record is a whole safetensors file", CheckpointError)
+        header = metadata.get(_KEY)
         if header is None:
             raise CheckpointError(
                 f"an edit record is a file that EditRecord.save wrote, got {str(path)!r}, another one"
             )
-        found = json.loads(header)
-        if found["format"] != FORMAT:
-            raise CheckpointError(
-                f"this version reads edit records of format {FORMAT}, got format {found['format']} in {str(path)!r}"
-            )
+        with refusing(path, "an edit record is read as EditRecord.save wrote it", CheckpointError):
+            found = json.loads(header)
+            if found["format"] != FORMAT:
+                raise CheckpointError(
+                    f"this version reads edit records of format {FORMAT}, got format {found['format']} in {str(path)!r}"
+                )
+            return cls._of(found, tensors)
+
+    @classmethod
+    def _of(cls, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> EditRecord:
         return cls(
             edits=edits_from_json(json.dumps(found["edits"])),
-            before=found["before"],
-            after=found["after"],
+            before=as_type(found["before"], str, "before"),
+            after=as_type(found["after"], str, "after"),
             layers=tuple(
-                LayerRecord(one["path"], HeadLayout.from_dict(one["before"]), HeadLayout.from_dict(one["after"]))
+                LayerRecord(as_type(one["path"], str, "path"), HeadLayout.from_dict(one["before"]), HeadLayout.from_dict(one["after"]))
                 for one in found["layers"]
             ),
-            config=tuple(ConfigChange(**change) for change in found["config"]),
+            config=tuple(build(ConfigChange, change) for change in found["config"]),
             tensors=tensors,
-            shapes={name: tuple(shape) for name, shape in found["shapes"].items()},
+            shapes=as_type(found["shapes"], Mapping[str, tuple[int, ...]], "shapes"),
         )
 
 
