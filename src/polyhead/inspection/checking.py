@@ -62,6 +62,8 @@ def check_sites(sites: list[AttentionSite]) -> None:
 def check_table(inspection: Inspection) -> None:
     """Check that the table has a row for each head and a number for each row."""
     table = inspection.table
+    if not len(table):
+        raise OptionError("the table has a row for each head, got none")
     for head in zip(table.sites, table.heads, strict=True):
         _check_head(head)
     if len(set(zip(table.sites, table.heads, strict=True))) < len(table):

@@ -153,7 +153,7 @@ def test_a_replaced_folder_comes_back_when_the_last_step_fails(original, tmp_pat
     for renameat2 in (True, False):
         if not renameat2:
             monkeypatch.setattr(folders.ctypes, "CDLL", lambda name: object())
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OptionError, match="No space left"):
             save(model, tmp_path / "out", replace=True)
         assert tree(tmp_path / "out") == before
         assert [x.name for x in tmp_path.iterdir()] == ["out"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.files import in_one_line
 from polyhead.sources.loading import quiet
 from polyhead.sources.models import read_weights
 from polyhead.surgery.anatomy.finding import find_layers
@@ -90,13 +92,31 @@ def save(
         num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         return SavedModel(folder, made.manifest.form, made.stock, num_bytes)
 
+    with _failure_named(folder):
+        try:
+            return write()
+        except CheckpointError as error:
+            if form is not None or made.built is None:
+                raise
+            made = _own(model, made.manifest, f": {error}")
+            return write()
+
+
+@contextmanager
+def _failure_named(folder: Path) -> Iterator[None]:
+    """A full disk, and whatever else keeps a folder from being written; a library fails in its own way."""
+    from safetensors import SafetensorError
+
     try:
-        return write()
-    except CheckpointError as error:
-        if form is not None or made.built is None:
+        yield
+    except (OSError, SafetensorError, OptionError) as error:
+        reason = error.__cause__ if isinstance(error, OptionError) else error
+        if not isinstance(reason, OSError | SafetensorError):
             raise
-        made = _own(model, made.manifest, f": {error}")
-        return write()
+        raise OptionError(
+            f"a model is written where there is room and permission, got {folder}: {in_one_line(reason)}; what was "
+            "there is as it was"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
