@@ -97,7 +97,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no sites": (change_json("inspection.json", lambda x: x.pop("sites")), "inspection.json", "no 'sites'"),
     "other sites": (change_json("inspection.json", lambda x: x.update(sites=[{"a": 1}])), "inspection.json", "no name"),
     "a site of 10^9 heads": (
-        change_json("inspection.json", lambda x: x["sites"][0].update(num_heads=10**9)), "inspection.json", "1000000000",
+        change_json("inspection.json", lambda x: x["sites"][0].update(num_heads=10**9)), "inspection.json", "1 to 65,536",
     ),
     "10^400": (
         change_json("inspection.json", lambda x: x["facts"].update(seconds=10**400)), "inspection.json", "401 digits",
@@ -110,7 +110,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "a head": (change_json("inspection.json", lambda x: x["roles"][0].update(head=99)), "inspection.json", "got 99"),
     "a finding": (
-        change_json("inspection.json", lambda x: x["findings"][0].update(values={})), "inspection.json", "a finding has",
+        change_json("inspection.json", lambda x: x["findings"][0].update(values={})), "inspection.json", "a finding",
     ),
     "no table": (lambda folder: (folder / "heads.parquet").unlink(), "heads.parquet", "No such file"),
     "no Parquet": (rewrite("heads.parquet", b"PAR1"), "heads.parquet", ""),
@@ -194,7 +194,12 @@ def test_a_damaged_edit_record_is_refused_by_its_file(change, words, place, tmp_
 
 def test_a_config_is_changed_in_its_heads_alone():
     assert ConfigChange("text_config", "head_dim", None, 8).name == "head_dim"
-    for path, name in (("", "__class__"), ("", "_attn_implementation"), ("__dict__", "head_dim"), ("a.__x", "head_dim")):
+    for path, name in (
+        ("", "__class__"),
+        ("", "_attn_implementation"),
+        ("__dict__", "head_dim"),
+        ("a.__x", "head_dim"),
+    ):
         with pytest.raises(OptionError, match="a change of a config is of num_attention_heads"):
             ConfigChange(path, name, None, None)
 
@@ -332,3 +337,20 @@ def test_a_file_that_cannot_grow_is_one_line_too(place, tmp_path):
     assert "Traceback" not in done.stderr
     assert str(tmp_path / "out") in done.stderr.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_over_a_file_of_another_kind(place, tmp_path):
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("years of work")
+    said = invoke("report", place / "run", "--html", thesis).stderr
+    assert "thesis.txt: it holds something else; name another file" in said
+    assert "it holds something else" in invoke("plan", "gpt2", "--output", thesis).stderr
+    os.mkfifo(tmp_path / "pipe.html")
+    assert "no regular file" in invoke("report", place / "run", "--html", tmp_path / "pipe.html").stderr
+    invoke("report", place / "run", "--html", tmp_path / "page.html", code=0)
+    invoke("report", place / "run", "--html", tmp_path / "page.html", code=0)  # a page goes over a page
+    (tmp_path / "heads.parquet").write_text("somebody's own")
+    said = " ".join(invoke("inspect", place / "llama", "--save", tmp_path).stderr.split())
+    assert "a run is kept in a folder without heads.parquet" in said
+    assert thesis.read_text() == "years of work"
+    assert (tmp_path / "heads.parquet").read_text() == "somebody's own"

@@ -1,4 +1,4 @@
-"""Files that anybody may have written: read within bounds, and refused in one line that names the file and its fault."""
+"""Files that anybody may have written: read within bounds, refused in one line that names the file and its fault."""
 
 from __future__ import annotations
 
@@ -178,7 +178,9 @@ def _as_float(value: float, what: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise OptionError(f"{what} must be a number that a float can hold, got one of {len(str(value))} digits") from None
+        raise OptionError(
+            f"{what} must be a number that a float can hold, got one of {len(str(value))} digits"
+        ) from None
 
 
 def short(value: object) -> str:

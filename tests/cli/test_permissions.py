@@ -72,8 +72,8 @@ def place(tmp_path_factory) -> Path:
     model_folder(folder / "llama", "llama")
     text_folder(folder / "text")
     invoke(
-        "inspect", folder / "llama", "--text", folder / "text", "--context", 64, "--tokens", 400, "--importance", "none",
-        "--no-chance", "--device", "cpu", "--save", folder / "run",
+        "inspect", folder / "llama", "--text", folder / "text", "--context", 64, "--tokens", 400,
+        "--importance", "none", "--no-chance", "--device", "cpu", "--save", folder / "run",
     )  # fmt: skip
     return folder
 

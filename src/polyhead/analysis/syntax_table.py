@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, refusing, short
+from polyhead.observatory.saving import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +124,13 @@ class SyntaxTable:
             **about, "heads": self.heads, "texts": self.texts, "minimum": self.minimum, "seed": self.seed,
             "left_out": self.left_out,
         }  # fmt: skip
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}.unfinished")
-        try:
-            if file.suffix == ".json":
-                text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
-                unfinished.write_text(text + "\n", encoding="utf-8")
-            elif file.suffix == ".parquet":
-                _write_parquet(unfinished, list(self.rows()), about)
-            else:
-                raise OptionError(f"a table is written to a .json or a .parquet file, got {file.name!r}")
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        if file.suffix == ".json":
+            text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
+            write_whole(file, f"{text}\n".encode())
+        elif file.suffix == ".parquet":
+            write_whole(file, _parquet(list(self.rows()), about))
+        else:
+            raise OptionError(f"a table is written to a .json or a .parquet file, got {file.name!r}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SyntaxTable:
@@ -162,11 +159,13 @@ class SyntaxTable:
 # ---- files
 
 
-def _write_parquet(file: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+def _parquet(rows: list[dict[str, Any]], about: dict[str, Any]) -> bytes:
     pyarrow, parquet = _pyarrow()
+    buffer = io.BytesIO()
     table = pyarrow.Table.from_pylist(rows)
     said = {"polyhead": json.dumps(about, ensure_ascii=False)}
-    parquet.write_table(table.replace_schema_metadata(said), file)
+    parquet.write_table(table.replace_schema_metadata(said), buffer)
+    return buffer.getvalue()
 
 
 def _read_parquet(file: Path, rule: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

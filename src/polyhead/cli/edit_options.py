@@ -33,7 +33,9 @@ SavedForm = Annotated[
         show_default=False,
     ),
 ]
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the output folder if polyhead wrote it and nothing else is in it.")]
+Replace = Annotated[
+    bool, typer.Option("--replace", help="Replace the output folder if polyhead wrote it and nothing else is in it.")
+]
 PreviewOnly = Annotated[bool, typer.Option("--preview", help="Only count what would change; nothing is written.")]
 Stack = Annotated[
     str | None,

@@ -147,6 +147,7 @@ def inspect(
 
     from polyhead.errors import PolyheadError
     from polyhead.inspection import Settings, inspect_model, save_inspection
+    from polyhead.inspection.files import FILES
 
     if resume is not None:
         _check_alone(command)
@@ -181,6 +182,11 @@ def inspect(
         if save is not None and (save / "observations.safetensors").exists():
             raise typer.BadParameter(
                 f"{save} holds a run already; go on with --resume {save}, or name another folder", param_hint="--save"
+            )
+        there = [] if save is None else [name for name in FILES if (save / name).exists()]
+        if there:
+            raise typer.BadParameter(
+                f"a run is kept in a folder without {there[0]}, got {save}; name another one", param_hint="--save"
             )
         with _Bars() as report:
             found = inspect_model(
@@ -280,8 +286,7 @@ def _check_alone(command: typer.Context) -> None:
     named = [
         name
         for name in command.params
-        if name not in _NOT_OF_THE_RUN
-        and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        if name not in _NOT_OF_THE_RUN and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if named:
         raise typer.BadParameter(

@@ -55,7 +55,7 @@ def report(
 
 def check_page(html: Path | None, lang: str) -> None:
     """Before anything costs time: that a page can be written there, and in that language."""
-    from polyhead.report.page import Assets
+    from polyhead.report.page import Assets, check_place
 
     check_language(lang)
     if html is None:
@@ -66,6 +66,7 @@ def check_page(html: Path | None, lang: str) -> None:
         )
     if not html.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {html.parent}; make it first", param_hint="--html")
+    check_place(html)
     Assets.load()
 
 

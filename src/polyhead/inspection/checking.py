@@ -128,4 +128,6 @@ def _check_shape(what: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
     fits = x.ndim == len(shape) and all(size in (None, found) for size, found in zip(shape, x.shape, strict=True))
     if not fits or not x.is_floating_point():
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise OptionError(f"{what} must be floating-point numbers of shape [{wanted}], got {list(x.shape)} of {x.dtype}")
+        raise OptionError(
+            f"{what} must be floating-point numbers of shape [{wanted}], got {list(x.shape)} of {x.dtype}"
+        )

@@ -33,6 +33,7 @@ TABLE = "heads.parquet"
 REST = "inspection.json"
 MATRICES = "relations.safetensors"
 PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of the examples
+FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
 _RULE = "an inspection is read as `polyhead inspect --save` wrote it"
 
 
@@ -152,7 +153,9 @@ def _inspection(
         check_facts(rest["facts"]),
         table,
         tuple(
-            HeadRoles(_at(sites, x["site"]), x["head"], tuple(build(RoleScore, _numbers(score)) for score in x["scores"]))
+            HeadRoles(
+                _at(sites, x["site"]), x["head"], tuple(build(RoleScore, _numbers(score)) for score in x["scores"])
+            )
             for x in rest["roles"]
         ),
         None if rest["likeness"] is None else build(Likeness, _numbers(rest["likeness"])),

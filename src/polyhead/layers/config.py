@@ -67,7 +67,9 @@ class AttentionConfig(ABC):
         try:
             found = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
-            raise OptionError(f"an attention config is a JSON object, got {short(text)}: {in_one_line(error)}") from error
+            raise OptionError(
+                f"an attention config is a JSON object, got {short(text)}: {in_one_line(error)}"
+            ) from error
         return cls.from_dict(found)
 
 

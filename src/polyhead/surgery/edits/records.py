@@ -95,7 +95,11 @@ class EditRecord:
             before=as_type(found["before"], str, "before"),
             after=as_type(found["after"], str, "after"),
             layers=tuple(
-                LayerRecord(as_type(one["path"], str, "path"), HeadLayout.from_dict(one["before"]), HeadLayout.from_dict(one["after"]))
+                LayerRecord(
+                    as_type(one["path"], str, "path"),
+                    HeadLayout.from_dict(one["before"]),
+                    HeadLayout.from_dict(one["after"]),
+                )
                 for one in found["layers"]
             ),
             config=tuple(build(ConfigChange, change) for change in found["config"]),

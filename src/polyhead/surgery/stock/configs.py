@@ -13,6 +13,7 @@ from polyhead.files import short
 NAMES = ("num_attention_heads", "num_key_value_heads", "head_dim")  # all that an edit changes in a config
 MOST = 1 << 24
 
+
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
     """One value of a model's config. `path` is empty, or names a config inside it, as in "text_config"."""

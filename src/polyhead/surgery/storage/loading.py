@@ -14,8 +14,8 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import read_tensors
 from polyhead.geometry import HeadLayout
 from polyhead.huggingface.registration import register
-from polyhead.sources.loading import describe_failure, quiet
 from polyhead.sources.config_sizes import check_config, check_room
+from polyhead.sources.loading import describe_failure, quiet
 from polyhead.sources.models import check_kernels, find_class, read_weights
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.fingerprint import fingerprint

@@ -58,7 +58,12 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file():
             return None
-        found = read_json(path, f"{MANIFEST} says how a saved model is read, and one that is damaged is refused", CheckpointError, _MOST_BYTES)
+        found = read_json(
+            path,
+            f"{MANIFEST} says how a saved model is read, and one that is damaged is refused",
+            CheckpointError,
+            _MOST_BYTES,
+        )
         try:
             if found["format"] != FORMAT:
                 raise CheckpointError(
