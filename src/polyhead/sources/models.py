@@ -258,14 +258,13 @@ def _shards(index: Path) -> list[str]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name stays in its folder, on this system and on others."""
-    parts = re.split(r"[/\\]", name)
-    return bool(name) and not any(part in ("", ".", "..") or ":" in part for part in parts)
+    """Whether a name is that of a file in its folder, on this system and on others."""
+    return name not in ("", ".", "..") and not re.search(r"[/\\:\0]", name)
 
 
 def _weight_bytes(folder: Path) -> int:
     names = (".safetensors", *_PICKLED)
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.name.endswith(names) and file.is_file())
+    return sum(file.stat().st_size for file in folder.iterdir() if file.name.endswith(names) and file.is_file())
 
 
 def _pickle_refusal(name: str, file: str) -> str:

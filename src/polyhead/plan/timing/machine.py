@@ -322,7 +322,7 @@ def _to_dict(piece: Piece) -> dict[str, Any]:
 def _from_dict(content: dict[str, Any]) -> Piece:
     kind = _PIECES[content.pop("kind")]
     hints = typing.get_type_hints(kind)
-    values = {}
+    values: dict[str, Any] = {}
     for name, x in content.items():
         if name not in hints:
             raise OptionError(f"a {kind.__name__} has no field {short(name)}")
