@@ -111,7 +111,7 @@ def _refuse_layers(layers: int | None, name: str) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path, "a config is a JSON file with an object of fields", most=CONFIG_BYTES)
+    return read_json(path, "a config is a JSON file", most=CONFIG_BYTES)
 
 
 def _from_transformers(name: str, path: Path) -> dict[str, Any]:
