@@ -23,6 +23,7 @@ SOURCE = ROOT / "src"
 # are siblings and meet only through the values below them.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
+    ("files",),
     ("geometry",),
     ("masks",),
     ("kernels",),

@@ -219,9 +219,9 @@ def test_a_calibration_that_cannot_be_kept_is_not_begun_and_one_that_was_made_is
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[1]", "must hold a JSON object, got a list"),
-        (b"\xff{", "UnicodeDecodeError"),
-        (None, "IsADirectoryError"),
+        (b"[1]", "it holds a list, and no object"),
+        (b"\xff{", "codec can't decode byte 0xff"),
+        (None, "it is no regular file"),
     ],
 )
 def test_a_file_that_is_no_machine_gets_one_clear_line(tmp_path, content, words):

@@ -127,23 +127,23 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
         Machine.load(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
     broken.write_text("{", encoding="utf-8")
-    with pytest.raises(OptionError, match="must hold a calibrated machine, got JSONDecodeError"):
+    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*Expecting"):
         Machine.load(broken)
     broken.write_text(json.dumps({"format": 0}), encoding="utf-8")
     with pytest.raises(OptionError, match="must have format 2, got 0"):
         Machine.load(broken)
     broken.write_text(json.dumps({"format": 2}), encoding="utf-8")
-    with pytest.raises(OptionError, match="got KeyError: 'name'"):
+    with pytest.raises(OptionError, match="it has no 'name'"):
         Machine.load(broken)
     broken.write_text("[1]", encoding="utf-8")
-    with pytest.raises(OptionError, match="must hold a JSON object, got a list"):
+    with pytest.raises(OptionError, match="holds a list, and no object"):
         Machine.load(broken)
     broken.write_bytes(b"\xff\xfe{")
-    with pytest.raises(OptionError, match="must hold a calibrated machine, got UnicodeDecodeError"):
+    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*codec can't decode"):
         Machine.load(broken)
     folder = tmp_path / "folder.json"
     folder.mkdir()
-    with pytest.raises(OptionError, match="must hold a calibrated machine, got IsADirectoryError"):
+    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*no regular file"):
         Machine.load(folder)
 
 
@@ -151,10 +151,13 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
     ("change", "words"),
     [
         ({"samples": []}, "got 0 samples without product, attention, traffic; calibrate it anew"),
-        ({"samples": [{"kind": "abacus", "seconds": 1}]}, "got KeyError: 'abacus'"),
-        ({"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "dtype": "float12"}]}, "got AttributeError"),
-        ({"samples": 3}, "got TypeError"),
-        ({"host": [3]}, "got TypeError"),
+        ({"samples": [{"kind": "abacus", "seconds": 1}]}, "it has no 'abacus'"),
+        (
+            {"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "dtype": "float12"}]},
+            "a Traffic has no field 'role'",
+        ),
+        ({"samples": 3}, "'int' object is not iterable"),
+        ({"host": [3]}, "a HostCost is an object of its fields, got 3"),
         ({"device": "tpu"}, "is cuda or cpu, got 'toy' and 'tpu'"),
         ({"processors": 0}, "processors of a machine must be a positive number, got 0"),
         ({"memory_bytes": "all"}, "memory_bytes of a machine must be a positive number, got 'all'"),

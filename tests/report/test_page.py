@@ -156,7 +156,7 @@ def test_missing_assets_and_places_that_cannot_be_written_are_told(inspections, 
     with pytest.raises(OptionError, match="a page is one file, got the folder"):
         write_page(tmp_path, inspections["bert"], assets=assets)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match="where it can be written"):
+    with pytest.raises(OptionError, match="where there is room and permission"):
         write_page(tmp_path / "file" / "page.html", inspections["bert"], assets=assets)
 
 

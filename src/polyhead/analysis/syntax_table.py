@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
+from polyhead.files import as_type, build, read_columns, read_json, refusing, short
+from polyhead.observatory.saving import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,54 +127,57 @@ class SyntaxTable:
             **about, "heads": self.heads, "texts": self.texts, "minimum": self.minimum, "seed": self.seed,
             "left_out": self.left_out,
         }  # fmt: skip
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}.unfinished")
-        try:
-            if file.suffix == ".json":
-                text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
-                unfinished.write_text(text + "\n", encoding="utf-8")
-            elif file.suffix == ".parquet":
-                _write_parquet(unfinished, list(self.rows()), about)
-            else:
-                raise OptionError(f"a table is written to a .json or a .parquet file, got {file.name!r}")
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        if file.suffix == ".json":
+            text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
+            write_whole(file, f"{text}\n".encode())
+        elif file.suffix == ".parquet":
+            write_whole(file, _parquet(list(self.rows()), about))
+        else:
+            raise OptionError(f"a table is written to a .json or a .parquet file, got {file.name!r}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SyntaxTable:
         """Read what `save` has written."""
-        file = Path(path)
+        file, rule = Path(path), "a syntax table is read as `polyhead syntax --output` wrote it"
         if file.suffix == ".json":
-            about = json.loads(file.read_text(encoding="utf-8"))
-            rows = about.pop("rows")
+            about = read_json(file, rule)
+            rows = about.get("rows")
         elif file.suffix == ".parquet":
-            rows, about = _read_parquet(file)
+            rows, about = _read_parquet(file, rule)
         else:
             raise OptionError(f"a table is read from a .json or a .parquet file, got {file.name!r}")
-        return cls(
-            entries=tuple(SyntaxRow(**{k: v for k, v in row.items() if k != "verdict"}) for row in rows),
-            left_out=tuple((relation, direction, count) for relation, direction, count in about["left_out"]),
-            heads=about["heads"],
-            texts=(about["texts"][0], about["texts"][1]),
-            minimum=about["minimum"],
-            seed=about["seed"],
-        )
+        with refusing(file, rule):
+            if not isinstance(rows, list):
+                raise OptionError(f"rows are a list of objects, got {short(rows)}")
+            return cls(
+                entries=tuple(build(SyntaxRow, {k: v for k, v in row.items() if k != "verdict"}) for row in rows),
+                left_out=as_type(about["left_out"], tuple[tuple[str, str, int], ...], "left_out"),
+                heads=as_type(about["heads"], int, "heads"),
+                texts=as_type(about["texts"], tuple[int, int], "texts"),
+                minimum=as_type(about["minimum"], int, "minimum"),
+                seed=as_type(about["seed"], int, "seed"),
+            )
 
 
 # ---- files
 
 
-def _write_parquet(file: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+def _parquet(rows: list[dict[str, Any]], about: dict[str, Any]) -> bytes:
     pyarrow, parquet = _pyarrow()
+    buffer = io.BytesIO()
     table = pyarrow.Table.from_pylist(rows)
     said = {"polyhead": json.dumps(about, ensure_ascii=False)}
-    parquet.write_table(table.replace_schema_metadata(said), file)
+    parquet.write_table(table.replace_schema_metadata(said), buffer)
+    return buffer.getvalue()
 
 
-def _read_parquet(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    _, parquet = _pyarrow()
-    table = parquet.read_table(file)
-    return table.to_pylist(), json.loads((table.schema.metadata or {})[b"polyhead"])
+def _read_parquet(file: Path, rule: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    _pyarrow()
+    columns, metadata = read_columns(file, rule)
+    with refusing(file, rule):
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        about: dict[str, Any] = as_type(json.loads(metadata[b"polyhead"]), Mapping[str, Any], "its facts")
+    return rows, about
 
 
 def _pyarrow() -> tuple[Any, Any]:

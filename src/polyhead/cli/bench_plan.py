@@ -96,7 +96,7 @@ def _predicted_again(times: Path, calibrated: Machine) -> tuple[dict[str, object
                 raise typer.BadParameter(f"{rule} with a row of {said}", param_hint="--times")
     except PolyheadError as error:
         raise typer.BadParameter(str(error), param_hint="--times") from None
-    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise typer.BadParameter(f"{rule}: {type(error).__name__}: {error}", param_hint="--times") from None
     return facts, outcomes
 

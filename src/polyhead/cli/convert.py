@@ -82,7 +82,7 @@ def convert(
 
     console = Console(highlight=False)
     with errors_told("convert"):
-        check_output(output, form, preview=preview, replace=replace)
+        check_output(output, form, preview=preview, replace=replace, source=model)
         check_reading(text, field, context, tokens)
         check_positive("--kv-heads", kv_heads)
         if rounds < 0:
@@ -90,7 +90,12 @@ def convert(
         if grouping not in GROUPINGS:
             raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
         loaded = open_model(
-            model, device=device, dtype=dtype, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+            model,
+            device=device,
+            dtype=dtype,
+            output=output,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
         )
         layers = layers_to_convert(loaded.model, kv_heads, stack)
         plain = [

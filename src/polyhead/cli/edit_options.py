@@ -35,7 +35,9 @@ SavedForm = Annotated[
         show_default=False,
     ),
 ]
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the output folder if there is one.")]
+Replace = Annotated[
+    bool, typer.Option("--replace", help="Replace the output folder if polyhead wrote it and nothing else is in it.")
+]
 PreviewOnly = Annotated[bool, typer.Option("--preview", help="Only count what would change; nothing is written.")]
 Stack = Annotated[
     str | None,
@@ -82,9 +84,12 @@ SavedDtype = Annotated[
 ]
 
 
-def check_output(output: Path | None, form: str | None, *, preview: bool, replace: bool) -> None:
-    """Before anything costs time: that there is a place for the result, and such a form."""
+def check_output(
+    output: Path | None, form: str | None, *, preview: bool, replace: bool, source: str | Path | None = None
+) -> None:
+    """Check the place for the result, its form, and what is copied there, before anything costs time."""
     from polyhead.observatory.run_folder import check_place
+    from polyhead.surgery import SideFiles
     from polyhead.surgery.storage.folders import check_free
 
     if form is not None and form not in FORMS:
@@ -96,8 +101,10 @@ def check_output(output: Path | None, form: str | None, *, preview: bool, replac
                 param_hint="--output",
             )
         return
-    check_free(output, replace=replace)
+    check_free(output, replace=replace, source=source)
     check_place(output, "--output")
+    if source is not None and (Path(source).expanduser() / "config.json").is_file():
+        SideFiles(Path(source).expanduser()).check()
 
 
 def check_reading(text: str | None, field: str, context: int | None, tokens: int) -> None:

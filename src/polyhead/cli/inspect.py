@@ -29,6 +29,17 @@ if TYPE_CHECKING:
     from polyhead.inspection.settings import Report
 
 TOP_KEYS = 5  # shown of each head
+# Options that a resumed run takes from the command line: permissions among them, which no file can give.
+_NOT_OF_THE_RUN = (
+    "resume",
+    "save_seconds",
+    "table",
+    "html",
+    "lang",
+    "deterministic",
+    "allow_pickle",
+    "trust_remote_code",
+)
 
 
 def inspect(
@@ -147,7 +158,7 @@ def inspect(
     from rich.console import Console
 
     from polyhead.inspection import Settings, inspect_model, save_inspection
-    from polyhead.inspection.files import OBSERVATIONS, REST
+    from polyhead.inspection.files import FILES, OBSERVATIONS, REST
     from polyhead.observatory.run_folder import check_place
 
     if resume is not None:
@@ -179,8 +190,6 @@ def inspect(
                 seed=seed,
                 device=check_device(device),
                 dtype=dtype,
-                allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code,
             )
         )
         check_text(settings.text, settings.field)
@@ -188,11 +197,22 @@ def inspect(
             raise typer.BadParameter(
                 f"{save} holds a run already; go on with --resume {save}, or name another folder", param_hint="--save"
             )
+        there = [] if save is None else [name for name in FILES if (save / name).exists()]
+        if there:
+            raise typer.BadParameter(
+                f"a run is kept in a folder without {there[0]}, got {save}; name another one", param_hint="--save"
+            )
         if folder is not None:
             check_place(folder, "--save" if resume is None else "--resume")
         with _Bars() as report:
             found = inspect_model(
-                settings, folder=folder, resume=resume is not None, report=report, save_seconds=save_seconds
+                settings,
+                folder=folder,
+                resume=resume is not None,
+                report=report,
+                save_seconds=save_seconds,
+                allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code,
             )
         if folder is not None:
             save_inspection(folder, found)
@@ -286,8 +306,7 @@ def _check_alone(command: typer.Context) -> None:
     named = [
         name
         for name in command.params
-        if name not in ("resume", "save_seconds", "table", "html", "lang", "deterministic")
-        and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        if name not in _NOT_OF_THE_RUN and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if named:
         raise typer.BadParameter(

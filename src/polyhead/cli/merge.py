@@ -49,7 +49,7 @@ def merge(
 
     console = Console(highlight=False)
     with errors_told("merge"):
-        check_output(output, form, preview=preview, replace=replace)
+        check_output(output, form, preview=preview, replace=replace, source=model)
         edits = merges(heads, stack)
         check_layers(model, [edit.layer for edit in edits], trust_remote_code=trust_remote_code)
         loaded = open_model(

@@ -93,7 +93,7 @@ def prune(
     if (heads is None) == (share is None):
         raise typer.BadParameter("name heads with --heads, or say how many with --share; got both or neither")
     with errors_told("prune"):
-        check_output(output, form, preview=preview, replace=replace)
+        check_output(output, form, preview=preview, replace=replace, source=model)
         wanted = None if share is None else _share(share)
         named = None if heads is None else _named(heads, stack)
         check_reading(text, field, context, tokens)

@@ -56,7 +56,7 @@ def report(
 def check_page(html: Path | None, lang: str) -> None:
     """Before anything costs time: that a page can be written there, and in that language."""
     from polyhead.observatory.run_folder import check_file
-    from polyhead.report.page import Assets
+    from polyhead.report.page import Assets, check_place
 
     check_language(lang)
     if html is None:
@@ -66,6 +66,7 @@ def check_page(html: Path | None, lang: str) -> None:
             f"a page is one file, got the folder {html}; name a file in it, such as {html / NAME}", param_hint="--html"
         )
     check_file(html, "--html")
+    check_place(html)
     Assets.load()
 
 

@@ -136,7 +136,7 @@ def shrink(
     console = console if console.is_terminal else Console(width=120, highlight=False)
     with errors_told("shrink", resume), ExitStack() as stack:
         wanted = Target.parse(target)
-        check_output(output, form, preview=preview, replace=replace)
+        check_output(output, form, preview=preview, replace=replace, source=model)
         _check(text, metric, wanted, measured=measured)
         _check_ways(form, criterion, search=search, measured=measured)
         check_criterion(criterion)

@@ -34,7 +34,7 @@ def undo(
 
     console = Console(highlight=False)
     with errors_told("undo"):
-        check_output(output, None, preview=False, replace=replace)
+        check_output(output, None, preview=False, replace=replace, source=folder)
         if not folder.is_dir():
             raise OptionError(f"an edited model is in a folder, got {folder}, which is none")
         record = load_record(folder)

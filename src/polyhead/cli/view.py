@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -101,7 +103,9 @@ def view(
         if begun is not None:
             typer.echo(f"Reading {text} ...", err=True)
             viewer.hold(viewer.model.read("A", begun, frozenset()))
-        serve(viewer, port=port, ready=ready)
+        if serve(viewer, port=port, ready=ready):
+            sys.stdout.flush()
+            os._exit(0)  # the interpreter's own end would wait for the layer, or end in a crash
     except PolyheadError as error:
         typer.echo(f"polyhead view: {error}", err=True)
         raise typer.Exit(2) from None
@@ -156,8 +160,14 @@ def _is_run(folder: Path) -> bool:
 
 def _content(path: Path) -> str:
     from polyhead.errors import OptionError
+    from polyhead.report.viewer.asking import TEXT_BYTES
 
     try:
-        return typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        # A pipe may be named as well, and give without end.
+        with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
+            content = file.read(TEXT_BYTES + 1)
+        if len(content) > TEXT_BYTES:
+            raise OptionError(f"--text names a file of at most {TEXT_BYTES:,} bytes, got {path} with more")
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"--text names a file of UTF-8 text, got {path}: {error}") from error

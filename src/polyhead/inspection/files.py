@@ -15,6 +15,8 @@ from torch import Tensor
 
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.errors import OptionError
+from polyhead.files import as_type, build, read_columns, read_json, read_tensors, refusing, short
+from polyhead.inspection.checking import check_facts, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.examples import Example
 from polyhead.inspection.heads import Group, Head, Likeness, Pair
 from polyhead.inspection.looks import SiteLooks
@@ -31,6 +33,8 @@ TABLE = "heads.parquet"
 REST = "inspection.json"
 MATRICES = "relations.safetensors"
 PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of the examples
+FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
+_RULE = "an inspection is read as `polyhead inspect --save` wrote it"
 
 
 def save_inspection(folder: Path, inspection: Inspection) -> None:
@@ -102,61 +106,109 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
 
 
 def load_inspection(folder: Path) -> Inspection:
-    """Read what `save_inspection` wrote."""
-    from safetensors.torch import load_file
-
+    """Read what `save_inspection` wrote; a file that is damaged is refused by its name."""
     if not (folder / REST).exists():
         unfinished = (folder / OBSERVATIONS).exists()
         raise OptionError(
             f"an inspection is a folder that `polyhead inspect --save` wrote, got {folder}"
             + (", of which the run is not finished; go on with --resume" if unfinished else "")
         )
-    rest = json.loads((folder / REST).read_text(encoding="utf-8"))
-    if rest["format"] != FORMAT:
+    rest = read_json(folder / REST, _RULE)
+    if rest.get("format") != FORMAT:
         raise OptionError(
-            f"this version reads inspections of format {FORMAT}, got {rest['format']} in {folder}; "
+            f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder}; "
             "inspect the model again, with `polyhead inspect --save` and another folder"
         )
-    sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
+    with refusing(folder / REST, _RULE):
+        sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
+        check_sites(sites)
+        names = as_type(rest["statistics"], tuple[str, ...], "statistics")
     matrices: dict[AttentionSite, dict[str, Tensor]] = {}
-    for name, matrix in load_file(folder / MATRICES).items():
-        number, _, what = name.partition(".")
-        matrices.setdefault(sites[int(number)], {})[what] = matrix
-    pictures = load_file(folder / PICTURES)
+    found, _ = read_tensors(folder / MATRICES, _RULE)
+    with refusing(folder / MATRICES, _RULE):
+        for name, matrix in found.items():
+            number, _, what = name.partition(".")
+            matrices.setdefault(_at(sites, int(number)), {})[what] = matrix
+    pictures, _ = read_tensors(folder / PICTURES, _RULE)
+    with refusing(folder / TABLE, _RULE):
+        table = _table(folder / TABLE, sites, names)
+    with refusing(folder / REST, _RULE):
+        inspection = _inspection(rest, sites, table, matrices, pictures)
+    with refusing(folder / TABLE, _RULE):
+        check_table(inspection)
+    with refusing(folder / REST, _RULE):
+        check_run(inspection)
+    with refusing(folder / PICTURES, _RULE):
+        check_tensors(inspection)
+    return inspection
 
+
+def _inspection(
+    rest: Mapping[str, Any],
+    sites: list[AttentionSite],
+    table: HeadProfile,
+    matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
+    pictures: Mapping[str, Tensor],
+) -> Inspection:
     def head(place: list[int]) -> Head:
-        return sites[place[0]], place[1]
+        return _at(sites, place[0]), place[1]
 
     return Inspection(
         Settings.from_dict(rest["settings"]),
-        rest["facts"],
-        _table(folder / TABLE, sites, tuple(rest["statistics"])),
+        check_facts(rest["facts"]),
+        table,
         tuple(
-            HeadRoles(sites[x["site"]], x["head"], tuple(RoleScore(**_numbers(score)) for score in x["scores"]))
+            HeadRoles(
+                _at(sites, x["site"]), x["head"], tuple(build(RoleScore, _numbers(score)) for score in x["scores"])
+            )
             for x in rest["roles"]
         ),
-        None if rest["likeness"] is None else Likeness(**rest["likeness"]),
-        tuple(Group(tuple(head(x) for x in group["heads"]), group["least"]) for group in rest["groups"]),
-        tuple(Pair(head(x["one"]), head(x["other"]), _number(x["guess"]), _number(x["cosine"])) for x in rest["pairs"]),
+        None if rest["likeness"] is None else build(Likeness, _numbers(rest["likeness"])),
+        tuple(
+            Group(tuple(head(x) for x in group["heads"]), as_type(_number(group["least"]), float, "least"))
+            for group in rest["groups"]
+        ),
+        tuple(
+            Pair(
+                head(x["one"]),
+                head(x["other"]),
+                as_type(_number(x["guess"]), float, "guess"),
+                as_type(_number(x["cosine"]), float, "cosine"),
+            )
+            for x in rest["pairs"]
+        ),
         matrices,
         tuple(
             Finding(x["kind"], tuple(head(place) for place in x["heads"]), x["column"], x["values"], x["stacked"])
             for x in rest["findings"]
         ),
         {
-            sites[int(number)]: SiteLooks(x["block"], pictures[f"{number}.map"], pictures[f"{number}.offsets"])
+            _at(sites, int(number)): SiteLooks(
+                as_type(x["block"], int, "block"), pictures[f"{number}.map"], pictures[f"{number}.offsets"]
+            )
             for number, x in rest["looks"].items()
         },
         tuple(
-            Example(x["title"], tuple(x["queries"]), tuple(x["keys"]), _weights(pictures, sites, number))
+            Example(
+                as_type(x["title"], str, "title"),
+                as_type(x["queries"], tuple[str, ...], "queries"),
+                as_type(x["keys"], tuple[str, ...], "keys"),
+                _weights(pictures, sites, number),
+            )
             for number, x in enumerate(rest["examples"])
         ),
         {
-            sites[int(number)]: tuple(tuple(TopKey(**key) for key in head) for head in heads)
+            _at(sites, int(number)): tuple(tuple(build(TopKey, _numbers(key)) for key in head) for head in heads)
             for number, heads in rest["top_keys"].items()
         },
         _spectra(pictures, sites),
     )
+
+
+def _at(sites: list[AttentionSite], number: int) -> AttentionSite:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(sites):
+        raise OptionError(f"a site is one of the {len(sites)} that are listed, got number {short(number)}")
+    return sites[number]
 
 
 def _pictures(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[str, Tensor]:
@@ -173,7 +225,7 @@ def _pictures(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dic
 def _weights(pictures: Mapping[str, Tensor], sites: list[AttentionSite], number: int) -> dict[AttentionSite, Tensor]:
     prefix = f"example.{number}."
     found = {name.removeprefix(prefix): x for name, x in pictures.items() if name.startswith(prefix)}
-    return {sites[int(index)]: found[index] for index in sorted(found, key=int)}
+    return {_at(sites, int(index)): found[index] for index in sorted(found, key=int)}
 
 
 def _spectra(pictures: Mapping[str, Tensor], sites: list[AttentionSite]) -> dict[AttentionSite, dict[str, Tensor]]:
@@ -182,7 +234,7 @@ def _spectra(pictures: Mapping[str, Tensor], sites: list[AttentionSite]) -> dict
         kind, _, rest = name.partition(".")
         if kind == "spectrum":
             number, _, circuit = rest.partition(".")
-            found.setdefault(sites[int(number)], {})[circuit] = x
+            found.setdefault(_at(sites, int(number)), {})[circuit] = x
     return found
 
 
@@ -199,17 +251,19 @@ def _parquet(table: HeadProfile) -> bytes:
 
 
 def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> HeadProfile:
-    import pyarrow.parquet
-
-    found = pyarrow.parquet.read_table(path)
+    found, _ = read_columns(path, _RULE)
     where = {(site.name, site.kind): site for site in sites}
-    rows = tuple(where[place] for place in zip(found["site"].to_pylist(), found["kind"].to_pylist(), strict=True))
+    rows = []
+    for place in zip(found["site"], found["kind"], strict=True):
+        if place not in where:
+            raise OptionError(f"the rows of the table are heads of the sites in {REST}, got {short(place)}")
+        rows.append(where[place])
     columns = {
-        name: torch.tensor([_number(x) for x in found[name].to_pylist()], dtype=torch.float64)
-        for name in found.column_names
+        name: torch.tensor([as_type(_number(x), float, name) for x in column], dtype=torch.float64)
+        for name, column in found.items()
         if name not in ("site", "kind", "stack", "layer", "head", "original_head")
     }
-    return HeadProfile(rows, tuple(found["head"].to_pylist()), names, columns)
+    return HeadProfile(tuple(rows), tuple(found["head"]), names, columns)
 
 
 def _plain(x: Any) -> Any:

@@ -71,6 +71,8 @@ def inspect_model(
     report: Report = lambda progress: None,
     save_seconds: float = SAVE_SECONDS,
     loaded: LoadedModel | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> Inspection:
     """Run an inspection.
 
@@ -82,39 +84,30 @@ def inspect_model(
         report: called with how far each step is.
         save_seconds: how long a run gathers before it writes to the folder again.
         loaded: a model that is loaded already.
+        allow_pickle: read weights from pickles, which can run code.
+        trust_remote_code: run code that comes with the model.
 
     An interrupt (Ctrl-C) ends the reading: what was gathered until then is the result, and it says so. A batch counts
     as a whole or not at all, whatever ends the reading, so that a run that goes on equals one that was never stopped.
     """
     if loaded is None and settings.layers is not None:
-        check_layers(settings.model, settings.layers, trust_remote_code=settings.trust_remote_code)
+        check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(held(folder))
             sweep(folder, OBSERVATIONS)
-        return _inspected(settings, folder, resume, report, save_seconds, loaded)
-
-
-def _inspected(
-    settings: Settings,
-    folder: Path | None,
-    resume: bool,
-    report: Report,
-    save_seconds: float,
-    loaded: LoadedModel | None,
-) -> Inspection:
-    began = time.perf_counter()
-    report(Progress("load the model", 0, None))
-    loaded = loaded or load_model(
-        settings.model,
-        device=settings.device,
-        dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
-        allow_pickle=settings.allow_pickle,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    questions = Questions(settings, loaded, Reader.of(loaded, settings), report)
-    run = _Run(settings, loaded, questions.reader, questions, folder, report, save_seconds)
-    return run.run(resume, began)
+        began = time.perf_counter()
+        report(Progress("load the model", 0, None))
+        loaded = loaded or load_model(
+            settings.model,
+            device=settings.device,
+            dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+        )
+        questions = Questions(settings, loaded, Reader.of(loaded, settings), report)
+        run = _Run(settings, loaded, questions.reader, questions, folder, report, save_seconds)
+        return run.run(resume, began)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

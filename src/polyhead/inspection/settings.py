@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from polyhead.errors import OptionError
+from polyhead.files import build, short
 from polyhead.observatory.statistics import Wanted
 
 CONTEXT = 512  # tokens, or fewer where the model was made for fewer
 TOKENS = 65_536
 IMPORTANCE = ("auto", "none", "gradient", "ablation")
+DTYPES = ("float32", "bfloat16", "float16")
+_PERMISSIONS = ("allow_pickle", "trust_remote_code")  # saved by earlier versions, and never obeyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,9 @@ class Settings:
     `context` is how many tokens are read together, at most 512 unless said otherwise. `tokens` is how many are read in
     all. `importance` is "ablation" (every head taken out in turn), "gradient", "none", or "auto": gradients where the
     model predicts tokens, ablation of a short text where it does not.
+
+    Permissions (`allow_pickle`, `trust_remote_code`) are not settings: settings are saved with a run, and a file never
+    permits anything.
     """
 
     model: str | None = None
@@ -37,8 +43,6 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     dtype: str | None = None
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "batch_tokens", "context"):
@@ -52,14 +56,17 @@ class Settings:
         Wanted.of(self.statistics)  # known names
         if self.importance not in IMPORTANCE:
             raise OptionError(f"importance is one of {', '.join(IMPORTANCE)}; got {self.importance!r}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise OptionError(f"dtype is one of {', '.join(DTYPES)}; got {self.dtype!r}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Settings:
-        lists = {name: None if found[name] is None else tuple(found[name]) for name in ("layers", "statistics")}
-        return cls(**{**found, **lists})
+        if not isinstance(found, dict):
+            raise OptionError(f"the settings of a run are an object, got {short(found)}")
+        return build(cls, {name: x for name, x in found.items() if name not in _PERMISSIONS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from polyhead.errors import OptionError
+from polyhead.files import in_one_line, short
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.kinds import Kinds, check_flags
@@ -65,8 +66,10 @@ class AttentionConfig(ABC):
         """The config that `to_json` wrote; `AttentionConfig.from_json` reads any kind."""
         try:
             found = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"an attention config is a JSON object, got {text!r}: {error}") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(
+                f"an attention config is a JSON object, got {short(text)}: {in_one_line(error)}"
+            ) from error
         return cls.from_dict(found)
 
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.files import as_type, build, check_regular, read_tensors, refusing
 from polyhead.observatory.gathering import Gathered, Gatherer
 from polyhead.observatory.observations import Observations
-from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
+from polyhead.observatory.statistics import NAMES, AttentionSite, SiteStatistics, Wanted
 
 FORMAT = 1
 _KEY = "polyhead.observations"
+_RULE = "observations are read as polyhead saved them"
 
 
 def save(path: str | os.PathLike[str], observations: Observations, facts: Mapping[str, Any] | None = None) -> None:
@@ -50,19 +52,24 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
 
 def load(path: str | os.PathLike[str], gather: Sequence[Gatherer] = ()) -> Observations:
     """Read a file that `save` wrote; `gather` are the gatherers whose values it holds."""
-    from safetensors.torch import load_file
-
     facts = _header(path)
-    tensors = load_file(path)
-    wanted = Wanted(**{**facts["wanted"], "names": tuple(facts["wanted"]["names"])})
+    tensors, _ = read_tensors(path, _RULE)
+    with refusing(path, _RULE):
+        return _observations(path, facts, tensors, gather)
+
+
+def _observations(
+    path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor], gather: Sequence[Gatherer]
+) -> Observations:
+    wanted = build(Wanted, facts["wanted"])
     found = {gatherer.name: gatherer for gatherer in gather}
     sites, gathered, calls = [], {}, {}
     for index, described in enumerate(facts["sites"]):
         site = AttentionSite.from_dict(described)
-        calls[site] = described["calls"]
+        calls[site] = as_type(described["calls"], int, "calls")
         if "columns" in described:
-            empty = SiteStatistics.empty(site, described["heads"], described["columns"])
-            sites.append(empty.with_state(_part(tensors, f"{index}.statistics.")))
+            state = _part(tensors, f"{index}.statistics.")
+            sites.append(_statistics(site, described["heads"], described["columns"], state))
         values = {}
         for name in described["gathered"]:
             if name not in found:
@@ -76,30 +83,42 @@ def load(path: str | os.PathLike[str], gather: Sequence[Gatherer] = ()) -> Obser
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The facts that a file was saved with."""
-    facts: dict[str, Any] = _header(path)["facts"]
-    return facts
+    with refusing(path, _RULE):
+        facts: dict[str, Any] = as_type(_header(path)["facts"], Mapping[str, Any], "facts")
+        return facts
 
 
 def _header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
+    with refusing(path, "observations are read from a safetensors file"):
+        check_regular(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             header = (file.metadata() or {}).get(_KEY)
-    except SafetensorError as error:
-        raise OptionError(f"observations are read from a safetensors file, got {str(path)!r}: {error}") from None
     if header is None:
         raise OptionError(f"observations are read from a file that polyhead saved, got {str(path)!r}, another one")
-    found: dict[str, Any] = json.loads(header)
-    if found["format"] != FORMAT:
-        raise OptionError(
-            f"this version reads observations of format {FORMAT}, got format {found['format']} in {str(path)!r}"
-        )
+    with refusing(path, _RULE):
+        found: dict[str, Any] = as_type(json.loads(header), Mapping[str, Any], "the header")
+        if found["format"] != FORMAT:
+            raise OptionError(
+                f"this version reads observations of format {FORMAT}, got format {found['format']} in {str(path)!r}"
+            )
     return found
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file in one step."""
+    """Replace a file in one step; where that fails, as on a full disk, what was there is as it was."""
+    try:
+        _write_whole(path, content)
+    except OSError as error:
+        raise OptionError(
+            f"a file is written where there is room and permission, got {path}: {error.strerror or error}"
+        ) from error
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    if path.exists() and not path.is_file():
+        raise OSError(None, "it is there already, and no regular file")
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     # Readable for whoever may read other new files here, which a temporary file of `tempfile` is not.
@@ -113,6 +132,22 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         name.unlink(missing_ok=True)
         raise
+
+
+def _statistics(site: AttentionSite, heads: Any, columns: Any, state: Mapping[str, Tensor]) -> SiteStatistics:
+    heads, columns = as_type(heads, tuple[int, ...], "heads"), as_type(columns, tuple[str, ...], "columns")
+    unknown = [name for name in columns if name not in NAMES]
+    if unknown or any(not 0 <= head < site.num_heads for head in heads):
+        raise OptionError(
+            f"statistics are of the heads 0 to {site.num_heads - 1} and of known names, got {heads} and {columns}"
+        )
+    for name, x in state.items():
+        if x.shape != (len(columns), len(heads)) or not x.is_floating_point():
+            raise OptionError(
+                f"{name} of {site.name!r} has a number for each of {len(columns)} statistics and {len(heads)} heads, "
+                f"got shape {list(x.shape)} of {x.dtype}"
+            )
+    return SiteStatistics.empty(site, heads, columns).with_state(state)
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.files import build
 from polyhead.functional import RowStatistics, Statistics
 from polyhead.functional.row_reduction import SHARE, RowTotals, reduce_rows
 from polyhead.functional.statistics import NAMES as ROW_NAMES
@@ -63,8 +64,8 @@ class AttentionSite:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> AttentionSite:
         origins = found.get("origins")
-        sizes = {name: found[name] for name in ("name", "kind", "stack", "layer", "num_heads")}
-        site = cls(**sizes, origins=None if origins is None else HeadOrigins.from_dict(origins))
+        site = build(cls, {name: found[name] for name in ("name", "kind", "stack", "layer", "num_heads")})
+        site = site if origins is None else replace(site, origins=HeadOrigins.from_dict(origins))
         if site.origins is not None and len(site.origins.heads) != site.num_heads:
             raise OptionError(f"origins are of each of the {site.num_heads} heads of {site.name!r}, got {origins!r}")
         return site

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polyhead.errors import OptionError
+from polyhead.files import check_regular, refusing
 from polyhead.inspection import Inspection
 from polyhead.inspection.vocabulary import LANGUAGES, Language, Text
 from polyhead.observatory.saving import write_whole
@@ -27,6 +28,7 @@ from polyhead.report.syntax import Syntax
 # What a parser of HTML takes for the end of a script, or for a comment in which that end is passed over.
 _ENDS_SCRIPT = re.compile(r"</script|<!--[^\0]*<script", re.IGNORECASE)
 _ENDS_STYLE = re.compile(r"</style", re.IGNORECASE)
+_DOCTYPE = b"<!doctype html"
 _NEEDS_SCRIPT = Text(
     "This page is drawn by JavaScript, which is switched off here.", "此页面由 JavaScript 绘制，而此处已将其关闭。"
 )
@@ -87,16 +89,25 @@ def write_page(
     if language not in LANGUAGES:
         raise OptionError(f"a page is written in one of the languages {', '.join(LANGUAGES)}; got {language!r}")
     file = Path(path)
+    check_place(file)
+    text = html_of(page_of(inspection, language=language, syntax=syntax), assets or Assets.load())
+    write_whole(file, text.encode("utf-8"))
+    return file.absolute()
+
+
+def check_place(file: Path) -> None:
+    """Check that a page may be written there: nothing is there, or another page."""
     if file.is_dir():
         raise OptionError(
             f"a page is one file, got the folder {file}; name a file in it, such as {file / 'heads.html'}"
         )
-    text = html_of(page_of(inspection, language=language, syntax=syntax), assets or Assets.load())
-    try:
-        write_whole(file, text.encode("utf-8"))
-    except OSError as error:
-        raise OptionError(f"a page must lie where it can be written, got {file}: {error.strerror or error}") from error
-    return file.absolute()
+    with refusing(file, "a page is written to a new file, or over another page"):
+        if file.exists():
+            check_regular(file)
+            with file.open("rb") as opened:
+                start = opened.read(len(_DOCTYPE))
+            if start and start.lower() != _DOCTYPE:
+                raise OptionError("it holds something else; name another file")
 
 
 def html_of(page: Mapping[str, Any], assets: Assets) -> str:

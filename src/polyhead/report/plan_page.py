@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from polyhead.errors import OptionError
 from polyhead.observatory.saving import write_whole
 from polyhead.plan import wording
 from polyhead.plan.curves import ContextPoint, HeadsPoint
@@ -17,6 +16,7 @@ from polyhead.plan.phases import PhasePlan
 from polyhead.plan.planning import Plan
 from polyhead.plan.quantities import count, seconds, size
 from polyhead.plan.warnings import explained
+from polyhead.report.page import check_place
 from polyhead.report.plan_charts import Axis, Series, lines, stacked
 from polyhead.report.plan_style import STYLE
 
@@ -30,10 +30,8 @@ def write_plan_page(
 ) -> Path:
     """Write a plan as one HTML file that opens anywhere, without a network, and say where it lies."""
     file = Path(path)
-    try:
-        write_whole(file, plan_html(plan, contexts, heads).encode("utf-8"))
-    except OSError as error:
-        raise OptionError(f"a page must lie where it can be written, got {file}: {error.strerror or error}") from error
+    check_place(file)
+    write_whole(file, plan_html(plan, contexts, heads).encode("utf-8"))
     return file.absolute()
 
 

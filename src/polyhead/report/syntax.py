@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from polyhead.analysis.syntax import UPWARD, SyntaxTable
 from polyhead.errors import OptionError
+from polyhead.files import read_json
 from polyhead.observatory import AttentionSite
 from polyhead.report.packing import clipped
 
@@ -32,11 +32,8 @@ class Syntax:
             )
         if not file.is_file():
             raise OptionError(f"there is no file {file}; `polyhead syntax --treebank T --output {file}` writes it")
-        try:
-            table = SyntaxTable.load(file)
-            about = json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else {}
-        except (KeyError, TypeError, ValueError) as error:
-            raise OptionError(f"a syntax table is what `polyhead syntax --output` wrote, got {file}: {error}") from None
+        table = SyntaxTable.load(file)
+        about = read_json(file, "a syntax table is a JSON object") if file.suffix == ".json" else {}
         return cls(str(about.get("treebank", file.name)), table)
 
     def to_dict(self, sites: Sequence[AttentionSite]) -> dict[str, Any]:
@@ -44,7 +41,7 @@ class Syntax:
         numbers = {site.name: number for number, site in enumerate(sites) if site.kind == "self"}
         rows = []
         for row in self.table.entries:
-            if row.site not in numbers or row.head >= sites[numbers[row.site]].num_heads:
+            if row.site not in numbers or not 0 <= row.head < sites[numbers[row.site]].num_heads:
                 raise OptionError(
                     "a syntax table and an inspection must be of one model, "
                     f"got head {row.head} of {row.site!r} in the table, which the inspection does not have"

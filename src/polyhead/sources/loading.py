@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from polyhead.errors import CheckpointError, OptionError, PolyheadError
+from polyhead.files import in_one_line
 
 _NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
 
@@ -60,11 +61,11 @@ def describe_failure(name: str, location: str, *, local: bool) -> Iterator[None]
         raise
     except SafetensorError as error:
         raise CheckpointError(
-            f"the weights of {name} must be whole .safetensors files, got: {_first_line(error)}"
+            f"the weights of {name} must be whole .safetensors files, got: {in_one_line(error)}"
         ) from error
     except ImportError as error:
-        raise OptionError(f"{name} needs a package that is not installed: {_first_line(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise OptionError(f"{name} needs a package that is not installed: {in_one_line(error)}") from error
+    except Exception as error:  # what a damaged config makes of transformers' code is of any kind
         raise _failure(error, name, location, local) from error
 
 
@@ -98,7 +99,7 @@ def _failure(error: Exception, name: str, location: str, local: bool) -> Polyhea
                 f"the Hugging Face hub cannot be reached and {name} is not in its cache; "
                 "name a folder on this machine, or leave the model out to use the packaged minilm"
             )
-    return CheckpointError(f"{name} cannot be loaded: {_first_line(error)}")
+    return CheckpointError(f"{name} cannot be loaded: {in_one_line(error)}")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -106,8 +107,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while seen is not None:
         yield seen
         seen = seen.__cause__ or seen.__context__
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

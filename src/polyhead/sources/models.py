@@ -6,10 +6,9 @@ model are refused until the caller allows them.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,9 @@ import torch
 from torch import nn
 
 from polyhead.errors import CheckpointError, DeviceError, OptionError
+from polyhead.files import as_type, read_json, refusing, short
 from polyhead.sources import packaged
+from polyhead.sources.config_sizes import check_config, check_room
 from polyhead.sources.loading import describe_failure, quiet
 
 # causal and masked models have a head that predicts tokens; a decoder and an encoder are the same without one.
@@ -207,13 +208,17 @@ def _read_stock(
 ) -> Any:
     import transformers
 
-    if place.gguf_file is None and place.is_local:
-        _check_folder(Path(place.location), allow_pickle)
+    trusted = bool(where.get("trust_remote_code"))
+    folder = Path(place.location) if place.gguf_file is None and place.is_local else None
+    if folder is not None:
+        check_folder(folder, allow_pickle)
     config = transformers.AutoConfig.from_pretrained(place.location, **where)
     _check_weights_file(config, place.name, allow_pickle)
+    check_kernels(config, place.name, trusted)
     if model_class is None:
-        trusted = bool(where.get("trust_remote_code"))
         model_class = _model_class(config, place.name, trusted, from_gguf=place.gguf_file is not None)
+    if folder is not None and hasattr(model_class, "_from_config"):
+        check_room(model_class, config, _weight_bytes(folder), str(folder))
     model, report = model_class.from_pretrained(
         place.location,
         config=config,
@@ -251,17 +256,20 @@ def _check_gguf_readable(file: str) -> None:
         )
 
 
-def _check_folder(folder: Path, allow_pickle: bool) -> None:
+def check_folder(folder: Path, allow_pickle: bool) -> None:
+    """Check the files of a model's folder: a config with sizes that can be, and weights that run no code."""
     files = sorted(path.name for path in folder.iterdir() if path.is_file())
     if "config.json" not in files:
         inside = next((name for name in files if name.endswith(".gguf")), None)
         hint = f"; name the file itself: {folder / inside}" if inside else ""
         raise OptionError(f"a model's folder must hold a config.json, got {folder} without one{hint}")
+    check_config(folder)
     pickled = [name for name in files if name.endswith(_PICKLED) and name != "training_args.bin"]
+    shards = {name: _shards(folder / name) for name in files if name.endswith(".index.json")}
     if "model.safetensors" in files:
         return
     if "model.safetensors.index.json" in files:
-        pickled = [name for name in _shards(folder / "model.safetensors.index.json") if name.endswith(_PICKLED)]
+        pickled = [name for name in shards["model.safetensors.index.json"] if name.endswith(_PICKLED)]
     elif not pickled and not any(name.endswith(".safetensors") for name in files):
         raise CheckpointError(f"a model's folder must hold its weights as .safetensors, got {folder} without any")
     if pickled and not allow_pickle:
@@ -269,11 +277,25 @@ def _check_folder(folder: Path, allow_pickle: bool) -> None:
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index names; it may name any, whatever its own name promises."""
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index.name} must map each weight to its file, got {index}: {error!r}") from error
+    """The files that an index names, all of its folder; they may be of any kind, whatever its own name promises."""
+    rule = f"{index.name} must map each weight to its file"
+    with refusing(index, rule, CheckpointError):
+        found = as_type(read_json(index, rule, CheckpointError)["weight_map"], Mapping[str, str], "weight_map")
+        shards = sorted(set(found.values()))
+        for name in shards:
+            if not _is_inside(name):
+                raise CheckpointError(f"a shard is a file of the model's folder, got {short(name)} in {index}")
+    return shards
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of a file in its folder, on this system and on others."""
+    return name not in ("", ".", "..") and not re.search(r"[/\\:\0]", name)
+
+
+def _weight_bytes(folder: Path) -> int:
+    names = (".safetensors", *_PICKLED)
+    return sum(file.stat().st_size for file in folder.iterdir() if file.name.endswith(names) and file.is_file())
 
 
 def _pickle_refusal(name: str, file: str) -> str:
@@ -287,8 +309,21 @@ def _pickle_refusal(name: str, file: str) -> str:
 def _check_weights_file(config: Any, name: str, allow_pickle: bool) -> None:
     """A config may name its weights' file, and transformers then reads that one whatever kind is asked for."""
     named = getattr(config, "transformers_weights", None)
+    if named is not None and not (isinstance(named, str) and _is_inside(named)):
+        raise CheckpointError(f"weights are a file of the model's folder, got {short(named)} in the config of {name}")
     if named is not None and not str(named).endswith((".safetensors", ".safetensors.index.json")) and not allow_pickle:
         raise CheckpointError(_pickle_refusal(name, str(named)))
+
+
+def check_kernels(config: Any, name: str, trust_remote_code: bool) -> None:
+    """A config may name an attention by its place on the hub, from which transformers would fetch and run code."""
+    for one in (config, *(getattr(config, inner, None) for inner in config.sub_configs)):
+        found = getattr(one, "_attn_implementation", None)
+        if isinstance(found, str) and "/" in found and not trust_remote_code:
+            raise OptionError(
+                f"{name} names {short(found)} as its attention, code from the hub that would run on this machine; take "
+                "it out of config.json, or, if you trust it, allow it (trust_remote_code=True)"
+            )
 
 
 def _model_class(config: Any, name: str, trust_remote_code: bool, *, from_gguf: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from polyhead.errors import OptionError
+from polyhead.files import check_regular, in_one_line
 
 STANDARD_INPUT = "-"
+MOST_BYTES = 1 << 29  # of one document, and of one line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -65,18 +68,23 @@ class Texts:
         if self.name == STANDARD_INPUT:
             # Standard input can be read once; the text is kept for the next loop.
             if self._standard_input is None:
-                self._standard_input = sys.stdin.buffer.read()
+                self._standard_input = _read_most(sys.stdin.buffer, "standard input")
             yield Document("standard input", _decoded(self._standard_input, "standard input"))
             return
         for name, path in self.files:
             read = _reader_of(path)
             assert read is not None
             try:
+                check_regular(path)
                 yield from read(path, name, self.field)
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise OptionError(f"a file that ends in .gz must be whole gzip data, got {path}: {error}") from error
             except OSError as error:
                 raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+            except OptionError:
+                raise
+            except (ValueError, RecursionError) as error:
+                raise OptionError(f"{path} cannot be read: {in_one_line(error)}") from error
 
 
 def read_texts(name: str | os.PathLike[str], *, field: str = "text") -> Texts:
@@ -121,13 +129,25 @@ def _open(path: Path) -> BinaryIO:
 
 def _read_whole(path: Path, name: str, field: str) -> Iterator[Document]:
     with _open(path) as file:
-        yield Document(name, _decoded(file.read(), name))
+        yield Document(name, _decoded(_read_most(file, name), name))
+
+
+def _read_most(file: BinaryIO, name: str, line: int | None = None) -> bytes:
+    """A whole file, or its next line: a small compressed file may hold more than memory does."""
+    content = file.read(MOST_BYTES + 1) if line is None else file.readline(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        place = name if line is None else f"{name}:{line}"
+        raise OptionError(f"a document has at most {MOST_BYTES:,} bytes, got more in {place}; cut it into several")
+    return content
 
 
 def _read_lines(path: Path, name: str, field: str) -> Iterator[Document]:
     with _open(path) as file:
         start = 0
-        for number, line in enumerate(file, 1):
+        for number in itertools.count(1):
+            line = _read_most(file, name, number)
+            if not line:
+                return
             place = f"{name}:{number}"
             content = _decoded(line, name, start=start, line=number)
             start += len(line)
@@ -141,6 +161,10 @@ def _text_of(line: str, place: str, field: str) -> str:
     except json.JSONDecodeError as error:
         raise OptionError(
             f"each line of a .jsonl file must be one JSON object, got {place}, column {error.colno}: {error.msg}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise OptionError(
+            f"each line of a .jsonl file must be one JSON object, got {place}: {in_one_line(error)}"
         ) from error
     if not isinstance(record, dict):
         raise OptionError(f"each line of a .jsonl file must be one JSON object, got {place}: {type(record).__name__}")
@@ -174,8 +198,10 @@ def _read_rows(path: Path, name: str, field: str) -> Iterator[Document]:
                 for value in batch.column(0):
                     row += 1
                     yield Document(f"{name}:{row}", _text_in(value, f"{name}:{row}"))
-    except arrow.ArrowInvalid as error:
-        raise OptionError(f"a file that ends in .parquet must be Parquet data, got {path}: {error}") from error
+    except (arrow.ArrowException, OSError) as error:
+        raise OptionError(
+            f"a file that ends in .parquet must be Parquet data, got {path}: {in_one_line(error)}"
+        ) from error
 
 
 def _text_in(value: Any, place: str) -> str:

@@ -7,6 +7,7 @@ line. It reads what the alignment of words and tokens needs and leaves the other
 from __future__ import annotations
 
 import gzip
+import itertools
 import os
 import re
 import zlib
@@ -18,8 +19,9 @@ from typing import BinaryIO, NoReturn
 from polyhead.errors import OptionError
 
 COLUMNS = 10
-_NUMBER = re.compile(r"[1-9][0-9]*")
-_RANGE = re.compile(r"([1-9][0-9]*)-([1-9][0-9]*)")
+_LONGEST_LINE, _MOST_LINES = 1 << 20, 1 << 14  # bytes, and lines of one sentence
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+_RANGE = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
 _EMPTY_NODE = re.compile(r"[0-9]+\.[1-9][0-9]*")
 
 Span = tuple[int, int]  # the first character and one past the last
@@ -82,6 +84,8 @@ def _blocks(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[list[_Line
     for number, text in _lines(opened, file):
         if text.strip():
             block.append(_Line(number, text))
+            if len(block) > _MOST_LINES:
+                _refuse(file, block[-1], f"a sentence has at most {_MOST_LINES:,} lines", "more")
         elif block:
             yield block
             block = []
@@ -92,7 +96,12 @@ def _blocks(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[list[_Line
 def _lines(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
-        for number, raw in enumerate(opened, start=1):
+        for number in itertools.count(1):
+            raw = opened.readline(_LONGEST_LINE + 1)
+            if not raw:
+                return
+            if len(raw) > _LONGEST_LINE:
+                raise OptionError(f"{file}, line {number}: a line has at most {_LONGEST_LINE:,} bytes, got more")
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             yield number, text.rstrip("\r\n")
     except UnicodeDecodeError as error:

@@ -29,9 +29,9 @@ from polyhead.surgery.sharing.convert import convert_groups
 from polyhead.surgery.sharing.fused_heads import FuseHeads, fuse
 from polyhead.surgery.sharing.shared_keys import ShareKeys, share
 from polyhead.surgery.sharing.symmetries import turn_keys, turn_values
-from polyhead.surgery.storage.folders import SideFiles
 from polyhead.surgery.storage.loading import load, load_record
 from polyhead.surgery.storage.saving import SavedModel, save
+from polyhead.surgery.storage.side_files import SideFiles
 
 __all__ = [
     "AlignHeads",

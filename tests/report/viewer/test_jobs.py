@@ -251,7 +251,7 @@ def test_closing_calls_off_everything():
         return found
 
     found = run(scenario())
-    assert [x[-1].status for x in found] == [409, 409]
+    assert [x[-1].status for x in found] == [503, 503]
     with pytest.raises(Refused, match="being closed"), jobs.place():
         pass
     assert not jobs._thread.is_alive()

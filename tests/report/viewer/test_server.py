@@ -367,7 +367,7 @@ def test_a_run_is_opened_with_its_model_and_its_roles(tmp_path, assets, monkeypa
     folder = small_models.model_folder(tmp_path / "bert", "bert")
     settings = Settings(
         model=str(folder), text=str(small_models.text_folder(tmp_path / "texts")), context=64, importance="none",
-        chance=False, allow_pickle=True,
+        chance=False,
     )  # fmt: skip
     save_inspection(tmp_path / "run", inspect_model(settings))
     served, loaded = [], []
@@ -384,3 +384,105 @@ def test_a_run_is_opened_with_its_model_and_its_roles(tmp_path, assets, monkeypa
     assert len(viewer.run["heads"]) == 8
     json.dumps(viewer.run, allow_nan=False)
     assert loaded[0]["allow_pickle"] is False  # what a run was trusted with is not passed on
+
+
+# ---- what a server of this machine must bear
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory):
+    """A model that reads for minutes."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("patient") / "llama"
+    torch.manual_seed(0)
+    sizes = {**small_models.SIZES, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=40_000)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    small_models.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_ctrl_c_during_a_read_ends_it_within_three_seconds_and_without_a_traceback(patient, assets):
+    process = start(assets, "view", patient, "--no-open", "--device", "cpu")
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("The viewer is at "), process.stderr.read()
+        text = " ".join(f"w{number % 90}" for number in range(30_000))
+        answers: list[int] = []
+
+        def read():
+            address = line.split()[-1] + "api/read"
+            body = {"slot": "A", "client": "c", "turn": 1, "text": text}
+            with httpx.stream("POST", address, json=body, timeout=60) as answer:
+                answers.append(answer.status_code)
+                for _ in answer.iter_lines():
+                    pass
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        time.sleep(3)
+        assert reading.is_alive()  # in the middle of it
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _output, errors = process.communicate(timeout=60)
+        took = time.monotonic() - began
+        reading.join(10)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert answers in ([200], [503])
+    assert took < 3, took
+
+
+def _accepts(connection: socket.socket) -> bool:
+    try:
+        connection.sendall(b"x")
+    except OSError:
+        return False
+    return True
+
+
+def test_half_sent_headers_keep_nobody_out_and_are_closed_in_time(viewer, assets, monkeypatch):
+    from polyhead.report.viewer import connections
+
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 2.0)
+    addresses: list[str] = []
+    servers: list[object] = []
+    import uvicorn
+
+    true = uvicorn.Server.__init__
+    monkeypatch.setattr(uvicorn.Server, "__init__", lambda self, config: (servers.append(self), true(self, config))[1])
+    monkeypatch.setattr(uvicorn.Server, "install_signal_handlers", lambda self: None, raising=False)
+    thread = threading.Thread(target=serve, args=(viewer,), kwargs={"assets": assets, "ready": addresses.append})
+    thread.start()
+    half: list[socket.socket] = []
+    try:
+        wait_for(lambda: addresses)
+        port = int(addresses[0].split(":")[2].split("/")[0])
+        for number in range(1500):
+            one = socket.create_connection(("127.0.0.1", port))
+            one.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ")
+            half.append(one)
+            if number % 250 == 249:
+                began = time.monotonic()
+                assert httpx.get(addresses[0] + "api/state", timeout=10).status_code == 200
+                assert time.monotonic() - began < 5
+        assert len(servers[0].server_state.connections) <= connections.MOST_CONNECTIONS + 1
+        # A byte now and then does not keep a connection open.
+        last = half[-1]
+        last.settimeout(10)
+        began = time.monotonic()
+        while time.monotonic() - began < 8 and _accepts(last):
+            time.sleep(0.2)
+        assert time.monotonic() - began < 6
+        wait_for(lambda: not servers[0].server_state.connections)
+        assert httpx.get(addresses[0] + "api/state", timeout=10).status_code == 200
+    finally:
+        for one in half:
+            one.close()
+        servers[0].should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from polyhead.errors import OptionError
+from polyhead.files import read_json, refusing
 from polyhead.geometry import HeadLayout
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.plan.layouts.hf_config import read_hf_config
 from polyhead.plan.layouts.known_models import KNOWN, known_model
 from polyhead.plan.layouts.model import ModelLayout, grouped
+from polyhead.sources.config_sizes import CONFIG_BYTES
 
 PACKAGED = ("minilm", "smollm2")
 EDITED = "polyhead.json"  # beside the config of a model whose heads were edited
@@ -47,12 +48,13 @@ def read_layout(
     text = os.fspath(source)
     path = Path(text).expanduser()
     if text and path.is_file() and path.suffix != ".gguf":
-        return _of_fields(_read_json(path), path.stem if path.stem != "config" else path.parent.name, layers, causal)
+        name = path.stem if path.stem != "config" else path.parent.name
+        return _of_file(path, name, layers, causal)
     if text and path.is_dir():
         file = path / "config.json"
         if not file.is_file():
             raise OptionError(f"a model's folder must hold a config.json, got {path} without one")
-        found = _of_fields(_read_json(file), path.resolve().name, layers, causal)
+        found = _of_file(file, path.resolve().name, layers, causal)
         return _with_edits(found, path / EDITED) if (path / EDITED).is_file() else found
     if text in KNOWN:
         _refuse_layers(layers, text)
@@ -120,8 +122,15 @@ def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
             f"{model.layers} layers in {len(model.groups)} kinds, {len(edited)} of them with known heads; count the "
             "layouts of its layers one by one"
         )
-    own = [{**_NO_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
-    return replace(model, groups=grouped(replace(config, **sizes) for sizes in own))
+    with refusing(file, f"{EDITED} says which heads an edited model has"):
+        own = [{**_NO_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
+        return replace(model, groups=grouped(replace(config, **sizes) for sizes in own))
+
+
+def _of_file(path: Path, name: str, layers: int | None, causal: bool | None) -> ModelLayout:
+    found = _read_json(path)
+    with refusing(path, "a config describes the heads of a model"):
+        return _of_fields(found, name, layers, causal)
 
 
 def _refuse_layers(layers: int | None, name: str) -> None:
@@ -130,13 +139,7 @@ def _refuse_layers(layers: int | None, name: str) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"a config is a JSON file, got {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise OptionError(f"a config is a JSON object of fields, got a {type(found).__name__} in {path}")
-    return found
+    return read_json(path, "a config is a JSON file", most=CONFIG_BYTES)
 
 
 def _from_transformers(name: str, path: Path) -> dict[str, Any]:

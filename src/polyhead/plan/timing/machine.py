@@ -12,6 +12,7 @@ import math
 import os
 import re
 import tempfile
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +21,14 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from polyhead.errors import OptionError
+from polyhead.files import as_type, build, read_json, refusing, short
 from polyhead.plan.work import AttentionCore, Phase, Piece, Product, Traffic
 
 Route = Literal["plain", "masked", "tiled"]
 Device = Literal["cuda", "cpu"]
 SHIPPED = Path(__file__).parent / "machines"
 FORMAT = 2
+_MOST = 1 << 62
 _ELSEWHERE = "name another folder in POLYHEAD_MACHINES"
 _PIECES: Mapping[str, type[Piece]] = {"product": Product, "attention": AttentionCore, "traffic": Traffic}
 
@@ -180,14 +183,12 @@ class Machine:
                     "`polyhead plan --calibrate` measures this one"
                 )
             path = known[str(name)]
-        try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except OptionError:
-            raise
-        except FileNotFoundError:
-            raise OptionError(f"a machine's file must exist, got {str(path)!r}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise OptionError(f"{path} must hold a calibrated machine, got {type(error).__name__}: {error}") from None
+        if not path.exists():
+            raise OptionError(f"a machine's file must exist, got {str(path)!r}")
+        rule = "a machine's file must hold a calibrated machine"
+        found = read_json(path, rule)
+        with refusing(path, rule):
+            return cls.from_dict(found)
 
     def save(self, path: Path | None = None) -> Path:
         """Write it where `load` finds it by its name, or to `path`; the place is returned."""
@@ -232,7 +233,7 @@ class Machine:
             content["memory_bytes"],
             content["launch_seconds"],
             tuple(map(_sample_from_dict, content["samples"])),
-            tuple(HostCost(**cost) for cost in content["host"]),
+            tuple(build(HostCost, cost) for cost in content["host"]),
             dict(content["facts"]),
         )
         made._check()
@@ -303,7 +304,8 @@ def _sample_to_dict(sample: Sample) -> dict[str, Any]:
 
 def _sample_from_dict(content: Mapping[str, Any]) -> Sample:
     piece = _from_dict({name: x for name, x in content.items() if name not in ("seconds", "route")})
-    return Sample(piece, content["seconds"], content.get("route", "plain"))
+    route = as_type(content.get("route", "plain"), Route, "route")
+    return Sample(piece, as_type(content["seconds"], float, "seconds"), route)
 
 
 def _to_dict(piece: Piece) -> dict[str, Any]:
@@ -318,8 +320,23 @@ def _to_dict(piece: Piece) -> dict[str, Any]:
 
 
 def _from_dict(content: dict[str, Any]) -> Piece:
-    values = {name: getattr(torch, x) if name.endswith("dtype") else x for name, x in content.items() if name != "kind"}
-    return _PIECES[content["kind"]](**values)
+    kind = _PIECES[content.pop("kind")]
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, x in content.items():
+        if name not in hints:
+            raise OptionError(f"a {kind.__name__} has no field {short(name)}")
+        values[name] = _dtype(x) if name.endswith("dtype") else as_type(x, hints[name], name)
+        if isinstance(values[name], int) and not 0 <= values[name] <= _MOST:
+            raise OptionError(f"{name} of a {kind.__name__} must be 0 to {_MOST:,}, got {short(x)}")
+    return kind(**values)
+
+
+def _dtype(name: object) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise OptionError(f"a dtype is named like float32, got {short(name)}")
+    return found
 
 
 def _short(dtype: torch.dtype) -> str:

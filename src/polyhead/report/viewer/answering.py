@@ -89,6 +89,9 @@ class Ask:
             await refuse(error.failure)(scope, receive, send)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:
+            if not self.jobs.is_closed:
+                raise  # else the viewer is being closed, and this client does not read what it is sent
 
     async def _tell(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False

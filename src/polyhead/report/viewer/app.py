@@ -49,9 +49,11 @@ _SHELL = """<!doctype html>
 """
 
 
-def create_app(viewer: Viewer, *, token: str, assets: Path = ASSETS, queue: int = QUEUE) -> ASGIApp:
-    """The viewer as an ASGI application, at `/TOKEN/`."""
-    jobs = Jobs(queue, on_memory=viewer.forget)
+def create_app(
+    viewer: Viewer, *, token: str, assets: Path = ASSETS, queue: int = QUEUE, jobs: Jobs | None = None
+) -> ASGIApp:
+    """The viewer as an ASGI application, at `/TOKEN/`; `jobs` computes what is asked of it."""
+    jobs = Jobs(queue, on_memory=viewer.forget) if jobs is None else jobs
     questions = Questions(viewer, jobs)
 
     @asynccontextmanager

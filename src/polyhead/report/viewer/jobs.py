@@ -25,6 +25,7 @@ Work = Callable[["Job"], Iterator[Message]]
 
 QUICK, PATIENT = 0, 1  # small computations go between the parts of patient ones
 UNREAD_MESSAGES = 8  # that a client may leave unread before its computation waits for it
+CLOSE_SECONDS = 1.0  # for a layer to be finished when the viewer is closed
 UNREAD_SECONDS = 30.0  # after which nobody is thought to listen
 
 
@@ -171,14 +172,30 @@ class Jobs:
             self._condition.notify_all()
         return len(found)
 
-    def close(self) -> None:
-        """Call off everything and let the thread end; a model in the middle of a layer finishes that layer."""
+    def call_off(self) -> None:
+        """Take no more computations, and end every client's wait for one at once."""
         with self._condition:
+            if self._closed:
+                return
             self._closed = True
             for job in self._all():
                 job.called_off.set()
+                job.send(closing().failure)
             self._condition.notify_all()
-        self._thread.join(timeout=10)
+
+    def close(self) -> None:
+        """Call off everything and let the thread end; a model in the middle of a layer finishes that layer."""
+        self.call_off()
+        self._thread.join(timeout=CLOSE_SECONDS)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the thread is there: after `close`, in the middle of a layer that takes longer than is waited."""
+        return self._thread.is_alive()
 
     def _all(self) -> list[Job]:
         return [*self._waiting, *([] if self._running is None else [self._running])]

@@ -31,12 +31,17 @@ def serve(
     ready: Callable[[str], None] = lambda address: None,
     assets: Path | None = None,
     token: str | None = None,
-) -> None:
-    """Serve until an interrupt (Ctrl-C). `ready` is called with the address when it can be opened."""
+) -> bool:
+    """Serve until an interrupt (Ctrl-C). `ready` is called with the address when it can be opened.
+
+    Returns whether a layer is still being computed, which nothing but the end of the process stops.
+    """
     check_installed()
     import uvicorn
 
-    from polyhead.report.viewer.app import ASSETS, FILES, create_app
+    from polyhead.report.viewer.app import ASSETS, FILES, QUEUE, create_app
+    from polyhead.report.viewer.connections import BoundedProtocol
+    from polyhead.report.viewer.jobs import Jobs
 
     assets = ASSETS if assets is None else assets
     absent = [name for name in FILES if not (assets / name).is_file()]
@@ -55,23 +60,31 @@ def serve(
             if not self.should_exit:
                 ready(address)
 
-    app = create_app(viewer, token=token, assets=assets)
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            jobs.call_off()  # else a request is waited for whose answer takes long
+            await super().shutdown(sockets)
+
+    jobs = Jobs(QUEUE, on_memory=viewer.forget)
+    app = create_app(viewer, token=token, assets=assets, jobs=jobs)
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
         lifespan="on",
         log_level="warning",
         access_log=False,  # it would write the token
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=64 << 10,
     )
     try:
         Server(config).run(sockets=[listening])
     except KeyboardInterrupt:
-        return  # uvicorn has shut down, and raises what stopped it once more
+        pass  # uvicorn has shut down, and raises what stopped it once more
     finally:
         listening.close()
+        jobs.call_off()
+    return jobs.is_computing
 
 
 def _listen(port: int) -> socket.socket:

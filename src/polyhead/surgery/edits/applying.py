@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from polyhead.errors import CheckpointError, OptionError
+from polyhead.errors import CheckpointError, OptionError, PolyheadError
+from polyhead.files import in_one_line
 from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.huggingface.attention import KEY_HEADS
 from polyhead.huggingface.registration import NAME
@@ -114,7 +116,8 @@ def undo(model: nn.Module, record: EditRecord) -> None:
     back = [ConfigChange(x.path, x.name, x.after, x.before, x.was_there) for x in record.config]
     layouts = {layer.path: layer.before for layer in record.layers}
     origins = {layer.path: layer.origins for layer in record.layers}
-    with committed(model, by_path, Changes(record.tensors, layouts, back, origins)):
+    _check_names(model, record.tensors)
+    with _damage_told(), committed(model, by_path, Changes(record.tensors, layouts, back, origins)):
         found = fingerprint(model)
         if found != record.before:
             raise CheckpointError(
@@ -129,10 +132,15 @@ def take_shape(model: nn.Module, record: EditRecord) -> None:
     With `model.load_state_dict(...)` and `undo(model, record)` after it, edits are undone in another process.
     """
     by_path = _layers_of(model, record, edited=False)
+    _check_names(model, record.shapes)
+    for name, shape in record.shapes.items():
+        size = model.get_parameter(name).numel()
+        if any(side < 0 for side in shape) or math.prod(shape) > 64 * size:
+            raise CheckpointError(f"a record gives {name} of {size:,} numbers another shape, got {list(shape)[:8]}")
     parameters = {name: model.get_parameter(name).new_zeros(shape) for name, shape in record.shapes.items()}
     layouts = {layer.path: layer.after for layer in record.layers}
     changes = Changes(parameters, layouts, record.config, origins_after(tuple(by_path.values()), record))
-    with committed(model, by_path, changes):
+    with _damage_told(), committed(model, by_path, changes):
         pass
 
 
@@ -230,6 +238,26 @@ def _layers_of(model: nn.Module, record: EditRecord, *, edited: bool) -> dict[st
                 + ("; give it the shapes of the edited model first, with take_shape" if edited else "")
             )
     return by_path
+
+
+def _check_names(model: nn.Module, names: Mapping[str, Any]) -> None:
+    own = dict(model.named_parameters())
+    unknown = sorted(name for name in names if name not in own)
+    if unknown:
+        raise CheckpointError(f"a record speaks of parameters of its model, got {unknown[0]!r}, which is none of this")
+
+
+@contextmanager
+def _damage_told() -> Iterator[None]:
+    """A record whose parts do not fit each other breaks in many ways; the model is as it was in all of them."""
+    try:
+        yield
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, PolyheadError):
+            raise
+        raise CheckpointError(
+            f"the parts of a record fit each other, got one that does not: {in_one_line(error)}; the model is as it was"
+        ) from error
 
 
 def _layout(layer: AttentionLayer) -> HeadLayout:

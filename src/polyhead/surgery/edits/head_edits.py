@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.files import in_one_line, short
 from polyhead.layers.kinds import Kinds
 from polyhead.surgery.anatomy.head_weights import HeadWeights, with_row
 
@@ -258,10 +259,10 @@ def edits_from_json(text: str) -> tuple[HeadEdit, ...]:
     """The edits that `edits_to_json` wrote."""
     try:
         found = json.loads(text)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"edits are a JSON list, got {text!r}: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"edits are a JSON list, got {short(text)}: {in_one_line(error)}") from error
     if not isinstance(found, list):
-        raise OptionError(f"edits are a JSON list, got {text!r}")
+        raise OptionError(f"edits are a JSON list, got {short(text)}")
     return checked_edits([EDITS.from_dict(one) for one in found])
 
 

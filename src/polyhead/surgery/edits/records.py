@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.files import as_type, build, read_tensors, refusing
 from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.observatory.saving import write_whole
 from polyhead.surgery.edits.head_edits import HeadEdit, edits_from_json, edits_to_json
@@ -79,31 +80,30 @@ class EditRecord:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EditRecord:
         """The record that `save` wrote; a damaged file is refused, here or by `undo`, which checks every number."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                header = (file.metadata() or {}).get(_KEY)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, FileNotFoundError) as error:
-            raise CheckpointError(f"an edit record is a whole safetensors file, got {str(path)!r}: {error}") from None
+        tensors, metadata = read_tensors(path, "an edit record is a whole safetensors file", CheckpointError)
+        header = metadata.get(_KEY)
         if header is None:
             raise CheckpointError(
                 f"an edit record is a file that EditRecord.save wrote, got {str(path)!r}, another one"
             )
-        found = json.loads(header)
-        if found["format"] != FORMAT:
-            raise CheckpointError(
-                f"this version reads edit records of format {FORMAT}, got format {found['format']} in {str(path)!r}"
-            )
+        with refusing(path, "an edit record is read as EditRecord.save wrote it", CheckpointError):
+            found = json.loads(header)
+            if found["format"] != FORMAT:
+                raise CheckpointError(
+                    f"this version reads edit records of format {FORMAT}, got format {found['format']} in {str(path)!r}"
+                )
+            return cls._of(found, tensors)
+
+    @classmethod
+    def _of(cls, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> EditRecord:
         return cls(
             edits=edits_from_json(json.dumps(found["edits"])),
-            before=found["before"],
-            after=found["after"],
+            before=as_type(found["before"], str, "before"),
+            after=as_type(found["after"], str, "after"),
             layers=tuple(_read_layer(one) for one in found["layers"]),
-            config=tuple(ConfigChange(**change) for change in found["config"]),
+            config=tuple(build(ConfigChange, change) for change in found["config"]),
             tensors=tensors,
-            shapes={name: tuple(shape) for name, shape in found["shapes"].items()},
+            shapes=as_type(found["shapes"], Mapping[str, tuple[int, ...]], "shapes"),
         )
 
 
@@ -111,7 +111,7 @@ def _read_layer(found: dict[str, Any]) -> LayerRecord:
     before, after = (HeadLayout.from_dict(found[name]) for name in ("before", "after"))
     # Records of before heads had origins are of models that nobody had edited.
     origins = HeadOrigins.from_dict(found["origins"]) if "origins" in found else HeadOrigins.unedited(before.num_heads)
-    return LayerRecord(found["path"], before, after, origins)
+    return LayerRecord(as_type(found["path"], str, "path"), before, after, origins)
 
 
 def join_records(first: EditRecord, second: EditRecord) -> EditRecord:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.files import read_tensors
 from polyhead.geometry import HeadLayout
 from polyhead.huggingface.registration import register
 from polyhead.observatory.origins import IN_CONFIG
+from polyhead.sources.config_sizes import check_config, check_room
 from polyhead.sources.loading import describe_failure, quiet
-from polyhead.sources.models import find_class, read_weights
+from polyhead.sources.models import check_kernels, find_class, read_weights
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.fingerprint import fingerprint
 from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
@@ -112,9 +114,12 @@ def _read_own(folder: Path, manifest: Manifest) -> Any:
     """A model of the stock class, its layers given the heads that they are to have, then filled."""
     import transformers
 
+    check_config(folder)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_kernels(config, folder.name, False)
     tensors = _read_tensors(folder / WEIGHTS, manifest)
     model_class = find_class(manifest.architecture)
+    check_room(model_class, config, (folder / WEIGHTS).stat().st_size, str(folder))
     with torch.random.fork_rng(devices=[]), without_init():
         model = model_class._from_config(config)
     layers = {layer.path: layer for layer in find_layers(model)}
@@ -125,18 +130,16 @@ def _read_own(folder: Path, manifest: Manifest) -> Any:
         if layer.layout != layout:
             layouts[path] = layout
             empty = pack_heads(model, layer, _empty_heads(read_heads(model, layer, device="meta"), layout))
+            for name, x in empty.items():
+                if name not in tensors or tensors[name].shape != x.shape:
+                    raise _other_tensor(folder, name, tensors.get(name), x)
             parameters |= {name: torch.empty(x.shape, dtype=x.dtype) for name, x in empty.items()}
     with committed(model, layers, Changes(parameters, layouts)):
         pass
-    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    found = {name: tuple(x.shape) for name, x in tensors.items()}
-    for name in sorted(set(wanted) | set(found)):
-        if wanted.get(name) != found.get(name):
-            raise CheckpointError(
-                f"{WEIGHTS} in {folder} must hold what {MANIFEST} and config.json say, got {name} "
-                f"{list(found[name]) if name in found else 'missing'} instead of "
-                f"{list(wanted[name]) if name in wanted else 'nothing'}"
-            )
+    wanted = model.state_dict()
+    for name in sorted(set(wanted) | set(tensors)):
+        if name not in wanted or name not in tensors or wanted[name].shape != tensors[name].shape:
+            raise _other_tensor(folder, name, tensors.get(name), wanted.get(name))
     model.load_state_dict(tensors, strict=True, assign=True)
     model.tie_weights()
     if model.can_generate() and (folder / "generation_config.json").is_file():
@@ -144,14 +147,20 @@ def _read_own(folder: Path, manifest: Manifest) -> Any:
     return model
 
 
-def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
+def _other_tensor(folder: Path, name: str, found: Tensor | None, wanted: Tensor | None) -> CheckpointError:
+    return CheckpointError(
+        f"{WEIGHTS} in {folder} must hold what {MANIFEST} and config.json say, got {name} "
+        f"{'missing' if found is None else list(found.shape)} instead of "
+        f"{'nothing' if wanted is None else list(wanted.shape)}"
+    )
 
+
+def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     if not path.is_file():
         raise CheckpointError(
             f"an uneven model's folder holds its weights as {path.name}, got {path.parent} without it"
         )
-    tensors: dict[str, Tensor] = load_file(path)
+    tensors, _ = read_tensors(path, "weights must be whole .safetensors files", CheckpointError)
     for name, other in manifest.shared.items():
         if other not in tensors:
             raise CheckpointError(f"{path.name} must hold {other}, which is {name} as well, got none")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from polyhead.errors import CheckpointError, ShapeError
+from polyhead.files import as_type, read_json
 from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.surgery.stock.padding import Padding
 
@@ -21,6 +22,7 @@ MANIFEST = "polyhead.json"
 WEIGHTS = "polyhead.safetensors"
 RECORD = "polyhead-record.safetensors"
 FORMAT = 1
+_MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,13 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file():
             return None
+        found = read_json(
+            path,
+            f"{MANIFEST} says how a saved model is read, and one that is damaged is refused",
+            CheckpointError,
+            _MOST_BYTES,
+        )
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if found["format"] != FORMAT:
                 raise CheckpointError(
                     f"this version reads {MANIFEST} of format {FORMAT}, got {found['format']} in {path}"
@@ -72,14 +79,14 @@ class Manifest:
                 raise CheckpointError(f"a saved model has one of the forms {', '.join(FORMS)}, got {found['form']!r}")
             return cls(
                 form=found["form"],
-                architecture=found["architecture"],
-                fingerprint=found["fingerprint"],
+                architecture=as_type(found["architecture"], str, "architecture"),
+                fingerprint=as_type(found["fingerprint"], str, "fingerprint"),
                 layers={path: HeadLayout.from_dict(_with_map(one)) for path, one in found["layers"].items()},
                 paddings={path: Padding.from_dict(one) for path, one in found["paddings"].items()},
-                shared=found["shared"],
+                shared=as_type(found["shared"], Mapping[str, str], "shared"),
                 origins=_origins(found["origins"]) if "origins" in found else None,
             )
-        except (ValueError, KeyError, TypeError, AttributeError, ShapeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ShapeError, RecursionError) as error:
             raise CheckpointError(
                 f"{MANIFEST} says how a saved model is read, got one that is damaged in {folder}: {error!r}"
             ) from error

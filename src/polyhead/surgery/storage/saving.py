@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.files import in_one_line
 from polyhead.geometry import HeadOrigins
 from polyhead.observatory.origins import IN_CONFIG, config_entry
 from polyhead.sources.loading import quiet
@@ -25,7 +27,7 @@ from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.stock.configs import ConfigChange, join_changes
 from polyhead.surgery.stock.fitting import StockFit, fit_uniform, is_transformers_model
 from polyhead.surgery.stock.padding import PaddedFit, fit_padded
-from polyhead.surgery.storage.folders import check_free, written_whole
+from polyhead.surgery.storage.folders import check_free, check_not_source, written_whole
 from polyhead.surgery.storage.loading import load_saved
 from polyhead.surgery.storage.manifest import FORMS, RECORD, WEIGHTS, Form, Manifest
 
@@ -66,7 +68,7 @@ def save(
         record: what undoes the edits, kept beside the model for `polyhead undo`.
         tokenizer: what is saved along with its `save_pretrained(folder)`: a tokenizer, a processor, or `SideFiles` of
             the folder that the model came from.
-        replace: whether an existing folder may be replaced.
+        replace: whether an existing folder may be replaced: one that `save` wrote, with nothing else in it.
     """
     folder = Path(folder).expanduser()
     if form is not None and form not in FORMS:
@@ -89,16 +91,34 @@ def save(
                 _with_config(record, made.changes).save(beside / RECORD)
             if tokenizer is not None:
                 tokenizer.save_pretrained(beside)
-            num_bytes = sum(file.stat().st_size for file in beside.rglob("*") if file.is_file())
+        num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         return SavedModel(folder, made.manifest.form, made.stock, num_bytes)
 
+    with _failure_named(folder):
+        try:
+            return write()
+        except CheckpointError as error:
+            if form is not None or made.built is None:
+                raise
+            made = _own(model, made.manifest, f": {error}")
+            return write()
+
+
+@contextmanager
+def _failure_named(folder: Path) -> Iterator[None]:
+    """A full disk, and whatever else keeps a folder from being written; a library fails in its own way."""
+    from safetensors import SafetensorError
+
     try:
-        return write()
-    except CheckpointError as error:
-        if form is not None or made.built is None:
+        yield
+    except (OSError, SafetensorError, OptionError) as error:
+        reason = error.__cause__ if isinstance(error, OptionError) else error
+        if not isinstance(reason, OSError | SafetensorError):
             raise
-        made = _own(model, made.manifest, f": {error}")
-        return write()
+        raise OptionError(
+            f"a model is written where there is room and permission, got {folder}: {in_one_line(reason)}; what was "
+            "there is as it was"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,15 +269,7 @@ def check_savable(model: nn.Module, folder: Path | None = None) -> None:
             "which no other process would find"
         )
     if folder is not None:
-        _check_not_origin(model, folder)
+        check_not_source(folder, str(getattr(model.config, "name_or_path", "") or ""))
     held = [name for name, x in model.state_dict().items() if x.is_meta]
     if held:
         raise OptionError(f"a model is saved with its weights, got {held[0]} without any, on the meta device")
-
-
-def _check_not_origin(model: Any, folder: Path) -> None:
-    origin = getattr(model.config, "name_or_path", "") or ""
-    if origin and Path(origin).is_dir() and Path(origin).resolve() == folder.resolve():
-        raise OptionError(
-            f"an edited model is not written over the one it came from, got {folder}; name another folder"
-        )

@@ -1,0 +1,189 @@
+"""Files that anybody may have written: read within bounds, refused in one line that names the file and its fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from polyhead.errors import OptionError, PolyheadError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+JSON_BYTES = 1 << 28
+TABLE_BYTES, TABLE_ROWS = 1 << 28, 1 << 20
+_LONGEST = 300  # characters of what another library says
+
+T = TypeVar("T")
+
+
+@contextmanager
+def refusing(path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] = OptionError) -> Iterator[None]:
+    """Turn whatever a damaged file makes its reader raise into one line: the rule, the file, what is wrong.
+
+    >>> with refusing("config.json", "a config names its heads"):
+    ...     {}["num_heads"]
+    Traceback (most recent call last):
+    polyhead.errors.OptionError: a config names its heads, got config.json: it has no 'num_heads'
+    """
+    try:
+        yield
+    except PolyheadError as error:
+        if os.fspath(path) in str(error):
+            raise
+        raise kind(f"{rule}, got {os.fspath(path)}: {in_one_line(error)}") from error
+    except Exception as error:
+        raise kind(f"{rule}, got {os.fspath(path)}: {in_one_line(error)}") from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error says, without its type where its words are enough."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_LONGEST]
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, KeyError):
+        return f"it has no {words}"
+    plain = isinstance(error, PolyheadError | OSError | ValueError) or type(error).__name__ == "SafetensorError"
+    if words and plain:
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def check_regular(path: str | os.PathLike[str], most: int | None = None) -> None:
+    """Check that a path is a regular file, neither a folder nor a device nor a pipe, of at most so many bytes."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no regular file")
+    if most is not None and found.st_size > most:
+        raise ValueError(f"it has {found.st_size:,} bytes, and at most {most:,} are read")
+
+
+def read_json(path: Path, rule: str, kind: type[PolyheadError] = OptionError, most: int = JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file."""
+    with refusing(path, rule, kind):
+        check_regular(path, most)
+        found = json.loads(path.read_bytes().decode("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, and no object")
+    return typing.cast("dict[str, Any]", found)
+
+
+def read_tensors(
+    path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] = OptionError
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file and its metadata; sizes are held against the file's before any is read."""
+    from safetensors import safe_open
+
+    with refusing(path, rule, kind):
+        check_regular(path)
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
+
+
+def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError) -> tuple[dict[str, list[Any]], Any]:
+    """The columns of a Parquet file, as lists, and its metadata; a small file may hold a great many equal rows."""
+    from pyarrow import parquet
+
+    with refusing(path, rule, kind):
+        check_regular(path, TABLE_BYTES)
+        with parquet.ParquetFile(path) as file:
+            rows = file.metadata.num_rows
+            if not 0 <= rows <= TABLE_ROWS:
+                raise ValueError(f"it has {rows:,} rows, and at most {TABLE_ROWS:,} are read")
+            columns: dict[str, list[Any]] = {name: [] for name in file.schema_arrow.names}
+            size = 0
+            for batch in file.iter_batches(batch_size=1024):
+                size += batch.nbytes
+                if size > TABLE_BYTES:
+                    raise ValueError(f"it unpacks to more than {TABLE_BYTES:,} bytes")
+                for name in columns:
+                    columns[name] += batch.column(name).to_pylist()
+            return columns, file.schema_arrow.metadata or {}
+
+
+def build(cls: type[T], found: object) -> T:
+    """A dataclass from a JSON object that has its fields, each of the type that the class says.
+
+    >>> @dataclasses.dataclass
+    ... class Head:
+    ...     layer: int
+    ...     role: str | None = None
+    >>> build(Head, {"layer": "3"})
+    Traceback (most recent call last):
+    polyhead.errors.OptionError: layer of a Head must be int, got '3'
+    """
+    if not isinstance(found, Mapping):
+        raise OptionError(f"a {cls.__name__} is an object of its fields, got {short(found)}")
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    unknown = [str(name) for name in found if name not in hints]
+    missing = [
+        x.name
+        for x in fields
+        if x.name not in found and x.default is dataclasses.MISSING and x.default_factory is dataclasses.MISSING
+    ]
+    if unknown or missing:
+        raise OptionError(
+            f"a {cls.__name__} has the fields {', '.join(x.name for x in fields)}, got "
+            + ", ".join([*(f"no {name}" for name in missing[:3]), *(f"{short(name)} as well" for name in unknown[:3])])
+        )
+    values = {}
+    for name, value in found.items():
+        values[name] = as_type(value, hints[name], f"{name} of a {cls.__name__}")
+    return cls(**values)
+
+
+def as_type(value: Any, wanted: Any, what: str) -> Any:
+    """A value of JSON as the type that is wanted: lists become tuples, integers numbers; anything else is refused."""
+    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if wanted is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for one in inner:
+            try:
+                return as_type(value, one, what)
+            except OptionError:
+                continue
+    elif origin is typing.Literal:
+        if isinstance(value, str | int) and value in inner:
+            return value
+    elif origin is tuple and isinstance(value, list | tuple):
+        if len(inner) == 2 and inner[1] is Ellipsis:
+            return tuple(as_type(one, inner[0], what) for one in value)
+        if len(inner) == len(value):
+            return tuple(as_type(one, kind, what) for one, kind in zip(value, inner, strict=True))
+    elif origin is list and isinstance(value, list):
+        return [as_type(one, inner[0], what) for one in value]
+    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {name: as_type(one, inner[1], what) for name, one in value.items()}
+    elif wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return _as_float(value, what)
+    elif isinstance(wanted, type) and isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
+        return value
+    raise OptionError(f"{what} must be {getattr(wanted, '__name__', None) or wanted}, got {short(value)}")
+
+
+def _as_float(value: float, what: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise OptionError(
+            f"{what} must be a number that a float can hold, got one of {len(str(value))} digits"
+        ) from None
+
+
+def short(value: object) -> str:
+    """A value in an error's words, cut where it is long."""
+    text = repr(value) if not isinstance(value, list | dict) or len(value) < 50 else f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
