@@ -426,8 +426,8 @@ def _stack_of(name: str) -> str:
 
 def _check_numbers(layers: frozenset[int | str] | None, names: Mapping[int, str], watched: Sequence[nn.Module]) -> None:
     """Refuse numbers of layers that no stack of the model has; of a model that returns weights it is known later."""
-    deepest = max(Counter(_stack_of(names[id(module)]) for module in watched).values(), default=None)
-    beyond = sorted(x for x in layers or () if isinstance(x, int) and deepest is not None and x >= deepest)
+    deepest = max(Counter(_stack_of(names[id(module)]) for module in watched).values(), default=0)
+    beyond = sorted(x for x in layers or () if isinstance(x, int) and x >= deepest > 0)
     if beyond:
         got = ", ".join(map(str, beyond))
         raise OptionError(f"layers count from 0 in each stack, here to {deepest - 1}, got {got}")
