@@ -135,10 +135,11 @@ def test_no_command_runs_what_comes_with_a_model(hostile, place, tmp_path):
         ["merge", model, "--heads", "0.0+0.1", "-o", tmp_path / "out"],
         ["convert", model, "--kv-heads", 1, "-o", tmp_path / "out"],
         ["shrink", model, "--target", "25%-heads", *text, "-o", tmp_path / "out"],
-        ["undo", model, "-o", tmp_path / "out"],
     ):
         assert refusal in invoke(*arguments, code=2).stderr, arguments
         assert not proof.exists(), arguments
+    invoke("undo", model, "-o", tmp_path / "out", code=2)  # there is no record, which is read before the model
+    assert not proof.exists()
     CliRunner().invoke(app, ["plan", str(model)])  # reads config.json itself, and may plan for it
     assert not proof.exists()
     assert not (tmp_path / "out").exists()

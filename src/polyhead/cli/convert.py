@@ -119,7 +119,7 @@ def convert(
                 kv_heads,
                 calibration.batches,
                 stack=stack,
-                grouping=grouping,  # type: ignore[arg-type]  # checked there
+                grouping=grouping,
                 rounds=rounds,
                 progress=lambda done, total: step(1),
             )

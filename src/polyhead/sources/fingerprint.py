@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def fingerprint(model: nn.Module) -> str:
 def model_digest(model: nn.Module) -> str:
     """The fingerprint together with the configuration, which changes what a model computes as well."""
     digest = hashlib.blake2b(fingerprint(model).encode(), digest_size=16)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         # Where it was loaded from, and by which version, is not what it is.
         known = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
