@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -47,6 +48,7 @@ def chosen(whole: Scene, share: float = 0.5, **options: Any) -> Chosen:
     return Chosen(whole, random_choice(whole, share), **options)
 
 
+@functools.cache  # who sees whom is asked pair by pair, once for all dtypes
 def cases(size: int = 37) -> dict[str, Chosen]:
     """Every kind of mask and every option, by itself; `size` is that of the sequences."""
     some = {"queries": size, "keys": size}
@@ -225,7 +227,8 @@ def check_many_pairs(device: str, heads: int) -> None:
     which = torch.rand(1, heads, 3, generator=generator) < 0.2
     query, key, value = (normal(1, heads, 3, 16, seed=i) for i in (1, 2, 3))
     case = Chosen(Scene(query, key, value, who=Who(causal=True)), which)
-    check(f"{heads} heads", case, "fused", torch.float32, device)
+    # So many heads leave nothing to chance: their errors need no 32 orders beside them.
+    check(f"{heads} heads", case, "fused", torch.float32, device, orders=1)
 
 
 def check_refusals(device: str) -> None:
