@@ -322,11 +322,11 @@ def result_and_gradients(
         options = {"weights": everything, "logsumexp": everything, **options}
     result = scene.formula(**options) if backend is None else scene.run(backend, **options)
     generator = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=scene.query.device)
     for name in ("output", "logsumexp", "weights") if everything else ("output",):
         tensor = getattr(result, name)
         # bfloat16 numbers, so that the functional is the same one in every dtype.
-        direction = torch.randn(tensor.shape, generator=generator).bfloat16().to(tensor.dtype)
+        direction = torch.randn(tensor.shape, generator=generator).bfloat16().to(tensor)
         loss = loss + (torch.where(tensor.detach() == -torch.inf, 0.0, tensor) * direction).double().sum()
     inputs = scene.learned
     grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)

@@ -18,7 +18,7 @@ from polyhead import AttentionOutput, Mask, Statistics, attention, explain
 from polyhead.errors import BackendUnsupported
 from polyhead.functional import fused
 from polyhead.functional.statistics import NAMES
-from tests.error_budget import DRAWS, ORDERS, Compared, assert_draws_within_error_budget, assert_within_error_budget
+from tests.error_budget import DRAWS, ORDERS, Compared, assert_draws_within_error_budget
 from tests.functional.oracle import Pairs, Scene, Who, normal, result_and_gradients
 from tests.functional.test_hidden_values import break_hidden, with_options
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
@@ -71,7 +71,7 @@ def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "c
 
 def check_output(name: str, case: Scene, dtype: torch.dtype, device: str) -> None:
     """Output and its gradients within the error budget."""
-    case = case.to(dtype)
+    case = case.to(dtype).on(device)
     samples = [output_and_gradients(case, device)]
     other = case.reordered(DRAWS if device == "cpu" else ORDERS)
     samples.append(output_and_gradients(other, None if device == "cpu" else device))
@@ -95,9 +95,9 @@ def output_and_gradients(case: Scene, device: str | None) -> dict[str, Compared]
     case = case.with_gradients()
     with tiles_for(device), poisoned_memory():
         result = case.run("fused", device)
-        output = result.output.cpu()
+        output = result.output.to(case.query.device)
         # The functional of `result_and_gradients`.
-        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(output.dtype)
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(output)
         found = torch.autograd.grad((output * direction).double().sum(), list(case.learned.values()), allow_unused=True)
     assert result.backend == "fused"
     parts["output"] = parts["output"]._replace(actual=output)

@@ -248,7 +248,11 @@ def check(
 def by_formula(case: Scene, rate: float) -> dict[str, Compared]:
     """What the formula gives exactly and in the dtype of the case."""
     batch, heads, queries, keys = case.sizes
-    keep = keep_tile(torch.tensor([SEED], device=case.query.device), rate, batch, heads, (0, queries), (0, keys)) if rate else None
+    keep = (
+        keep_tile(torch.tensor([SEED], device=case.query.device), rate, batch, heads, (0, queries), (0, keys))
+        if rate
+        else None
+    )
     exact, plain = (x.formula(keep=keep, rate=rate) for x in (case.to(torch.float64), case))
     return {
         "output": Compared(None, exact.output, plain.output),
