@@ -172,7 +172,7 @@ def assert_draws_within_error_budget(
         share, bound, error = budget_used(*samples, factor=factor, name=where)
         numbers = sum(x.actual.numel() for x in samples if x.actual is not None)
         kind = str(samples[0].plain.dtype).removeprefix("torch.")
-        record(name=where, dtype=kind, numbers=numbers, error=error, bound=bound, share=share)
+        record(name=where, dtype=kind, numbers=numbers, factor=factor, error=error, bound=bound, share=share)
         assert share <= 1, f"{where}: error {error:.3e} exceeds {bound:.3e}, the budget at factor {factor}"
 
 

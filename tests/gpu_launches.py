@@ -1,10 +1,13 @@
 """What every GPU test launches: kernels, what they are compiled for, and how often that is the same.
 
-    python -O -m pytest --assert=plain -p tests.gpu_launches --launches before.jsonl --gpu
+    export PYTHONOPTIMIZE=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=src:.
+    python -m pytest -p tests.gpu_suite -p tests.gpu_launches --launches before.jsonl -n 16 --dist worksteal \\
+        --assert=plain -W ignore::pytest.PytestConfigWarning -o addopts=--import-mode=importlib -q tests
     python -m tests.gpu_launches before.jsonl after.jsonl
 
-The first runs the GPU tests under `tests.pretend_cuda` on any machine: no kernel runs, and with -O no assertion is made
-of the numbers that are missing, so that a test goes on to its last launch. The second compares two such lists.
+The first runs the GPU tests under `tests.pretend_cuda` on any machine: no kernel runs, and PYTHONOPTIMIZE keeps
+assertions from being made of the numbers that are missing, so that a test goes on to its last launch. The second
+compares two such lists, and fails if a variant is lost.
 
 A *variant* is a kernel with its constexpr arguments, dtypes, present and absent tensors, warps and stages. Triton also
 compiles anew for integers that are 1 or multiples of 16 and for pointers that are aligned: a *specialisation* is a
@@ -15,11 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +76,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.seen: set[Launch] = set()
+        self.outcome = "passed"
         self.aside = False  # in a call that stands for another
 
     def hook(self, *, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
@@ -85,16 +90,25 @@ class Recorder:
 
         self.aside = True
         try:
-            return replace(fused.run(request), backend="reference")
+            with torch.no_grad():
+                result = replace(fused.run(request), backend="reference")
         finally:
             self.aside = False
+        given = [getattr(x, part.name) for x in (request, request.visibility) if x is not None for part in fields(x)]
+        nothing = _nothing([x for x in given if isinstance(x, Tensor) and x.requires_grad])
+        found = {name: x + nothing.to(x.dtype) for name, x in _tensors(result).items()}
+        if result.statistics is not None:
+            rows = {name: x + nothing.to(x.dtype) for name, x in result.statistics.items()}
+            found["statistics"] = replace(result.statistics, **rows)
+        return replace(result, **found)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.seen.clear()
         result = yield
-        with self.path.open("a") as file:
-            file.write(json.dumps({"test": item.nodeid, "launches": sorted(self.seen), "outcome": self.outcome}) + "\n")
+        line = json.dumps({"test": item.nodeid, "launches": sorted(self.seen), "outcome": self.outcome}) + "\n"
+        with self.path.open("ab", buffering=0) as file:  # several workers write to it, each a line at once
+            file.write(line.encode())
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -111,11 +125,20 @@ class Recorder:
             signal.alarm(0)
 
 
+def _tensors(result: Any) -> dict[str, Tensor]:
+    named = {part.name: getattr(result, part.name) for part in fields(result)}
+    return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
+
+def _nothing(inputs: list[Tensor]) -> Tensor:
+    """Zero, with all of these behind it on the tape."""
+    return sum((x.flatten()[:1].sum().double() for x in inputs), torch.zeros((), dtype=torch.float64)) * 0
+
+
 def _no_formula(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> error_budget.Formula:
     """The shapes of the formula, and its inputs behind them."""
     inputs = [x for x in (query, key, value, *options.values()) if isinstance(x, Tensor) and x.is_floating_point()]
-    nothing = sum((x.flatten()[:1].sum().to(query.dtype) for x in inputs), query.new_zeros(())) * 0
-    rows = query.shape[:3]
+    nothing, rows = _nothing(inputs).to(query.dtype), query.shape[:3]
     output, weights = ((nothing + query.new_zeros(*rows, n)) for n in (value.shape[3], key.shape[2]))
     return error_budget.Formula(output, nothing + query.new_zeros(rows), weights)
 
@@ -137,7 +160,9 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--launches")
     if path is None:
         raise pytest.UsageError("name the file to write with --launches")
-    path.write_text("")
+    if not hasattr(config, "workerinput"):
+        path.write_text("")
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # of which Triton would warn
     recorder = Recorder(path)
     pretending = pretend_cuda()
     pretending.__enter__()

@@ -33,6 +33,8 @@ export interface Facts {
   left_out: Text[];
   versions: Record<string, string>;
   loss: Text | null;
+  /** The heads that were removed, merged and grown, by their original numbers; null for a model as it was trained. */
+  edits: Text | null;
 }
 
 export interface Stack {
@@ -47,6 +49,8 @@ export interface Site {
   stack: string;
   layer: number;
   heads: number;
+  /** The number of each head in the unedited model: "5", "2+7" for a merged one, "new". */
+  originals: string[];
 }
 
 export type NumberFormat = "share" | "number" | "tokens" | "nats";
@@ -88,6 +92,8 @@ export interface Alike {
 export interface Head {
   site: number;
   head: number;
+  /** What it was in the unedited model, where it has another number now. */
+  origin: Text | null;
   values: Record<string, number | null>;
   spreads: Record<string, number | null>;
   errors: Record<string, number | null>;

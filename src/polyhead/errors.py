@@ -37,6 +37,10 @@ class OptionError(PolyheadError, ValueError):
     """An option has a value outside its range, or two options exclude each other."""
 
 
+class GradientError(PolyheadError, RuntimeError):
+    """A number is read to be differentiated, and has no gradient."""
+
+
 class BackendUnsupported(PolyheadError, RuntimeError):
     """A backend was named that cannot serve the request; `reasons` lists every reason why."""
 

@@ -126,6 +126,71 @@ class HeadLayout:
         return cls(**sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadOrigins:
+    """The heads that a layer had before any edit, by which each of its heads is known for good.
+
+    `heads[i]` lists the original heads that head i is made of: one for a head that was kept, several for a merged head.
+    Heads that an edit grew are numbered -1, -2, ...; a head of zeros that only fills a place is made of none. `total`
+    counts the original heads.
+
+    >>> origins = HeadOrigins(((0,), (1, 3), (-1,)), total=4)
+    >>> origins.label(1), origins.label(2), origins.removed
+    ('1+3', 'new', (2,))
+    """
+
+    heads: tuple[tuple[int, ...], ...]
+    total: int
+
+    def __post_init__(self) -> None:
+        named = [head for made_of in self.heads for head in made_of]
+        if any(isinstance(x, bool) or not isinstance(x, int) for x in (self.total, *named)) or self.total < 1:
+            raise ShapeError(f"origins are numbers of heads, of one at least, got {self.heads} of {self.total!r}")
+        if any(x >= self.total for x in named) or len(set(named)) < len(named):
+            raise ShapeError(f"origins name each of the heads 0 to {self.total - 1} once at most, got {self.heads}")
+        object.__setattr__(self, "heads", tuple(tuple(sorted(made_of)) for made_of in self.heads))
+
+    @classmethod
+    def unedited(cls, count: int) -> HeadOrigins:
+        return cls(tuple((head,) for head in range(count)), count)
+
+    @property
+    def is_unedited(self) -> bool:
+        return self == HeadOrigins.unedited(self.total)
+
+    @property
+    def removed(self) -> tuple[int, ...]:
+        """The original heads that no head is made of."""
+        named = {head for made_of in self.heads for head in made_of}
+        return tuple(head for head in range(self.total) if head not in named)
+
+    def label(self, head: int) -> str:
+        """The original numbers of a head, `new` for one that an edit grew, `padding` for one of zeros."""
+        return "+".join("new" if x < 0 else str(x) for x in self.heads[head]) or "padding"
+
+    def then(self, heads: Sequence[Sequence[int]]) -> HeadOrigins:
+        """The origins after a further edit, which makes each head of these heads of the present layer.
+
+        >>> HeadOrigins(((0,), (1, 3), (-1,)), total=4).then([(1, 0), (-1,), (2,)]).heads
+        ((0, 1, 3), (-2,), (-1,))
+        """
+        grown = min((x for made_of in self.heads for x in made_of), default=0)
+        made = [
+            tuple(y for x in made_of for y in (self.heads[x] if x >= 0 else (min(grown, 0) + x,))) for made_of in heads
+        ]
+        return HeadOrigins(tuple(made), self.total)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"heads": [list(made_of) for made_of in self.heads], "total": self.total}
+
+    @classmethod
+    def from_dict(cls, found: Any) -> HeadOrigins:
+        try:
+            return cls(tuple(tuple(made_of) for made_of in found["heads"]), found["total"])
+        except (KeyError, TypeError) as error:
+            raise ShapeError(f"origins have heads, lists of numbers, and a total; got {found!r}") from error
+
+
 def checked_key_heads(key_heads: Sequence[int], num_heads: int, num_kv_heads: int = 0) -> tuple[int, ...]:
     """Which key head each query head reads; refused unless every key head there is has a reader.
 

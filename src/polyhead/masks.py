@@ -351,8 +351,9 @@ def _count(name: str, value: int, *, at_least: int = 0) -> int:
 
 def _readable(tensor: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device or breaking a graph."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    return plain and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
 
 
 def _only_zeros_and_ones(tensor: Tensor) -> bool:
@@ -370,7 +371,8 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
         tensor = tensor.long()
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
         raise DtypeError(f"{name} must be integers, got {tensor.dtype}")
-    return tensor
+    # Differences of narrow and of unsigned integers wrap around.
+    return tensor if tensor.dtype in (torch.int32, torch.int64) else tensor.long()
 
 
 def _lengths(name: str, values: Sequence[int] | Tensor) -> Tensor:

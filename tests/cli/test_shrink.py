@@ -52,7 +52,7 @@ def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--output", tmp_path / "small"]
     shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options).stdout
     assert "fidelity of the whole model 1 on the last fifth" in shown
-    shares = re.findall(r"^ *(\d+)% +\d+% +\d+% +(\S+) ± ", shown, re.MULTILINE)
+    shares = re.findall(r"^ *(\d+)% +\d+% +(\S+) ± ", shown, re.MULTILINE)
     assert [share for share, _ in shares] == ["12", "25", "38", "50", "62", "75"]
     assert all(0 < float(value) <= 1 for _, value in shares)
     assert "R repaired   N not repaired   C control: random heads, repaired" in shown

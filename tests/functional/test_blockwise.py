@@ -192,3 +192,26 @@ def test_weights_of_the_tiles_can_be_differentiated() -> None:
 
     assert gradcheck(weights, (query, key))
     assert gradgradcheck(weights, (query, key), fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["table", "bias of keys"])
+@pytest.mark.parametrize("backend", ["blockwise", "reference"])
+def test_the_gradient_of_what_many_pairs_share_is_summed_in_more_than_its_dtype(
+    backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many tiles, each of which adds less than a rounding of the sum."""
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 16)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
+    length, dtype = 300, torch.bfloat16
+    zeros, value = torch.zeros(1, 1, length, 4), torch.linspace(0, 1, length)[None, None, :, None].expand(1, 1, -1, 4)
+
+    def gradient(dtype: torch.dtype, backend: str) -> Tensor:
+        shared = torch.zeros(1, 2) if kind == "table" else torch.zeros(1, 1, 1, length)
+        shared = shared.to(dtype).requires_grad_()
+        mask = Mask.relative(shared, 1) if kind == "table" else Mask.bias(shared)
+        output = attention(*(x.to(dtype) for x in (zeros, zeros, value)), mask=mask, backend=backend).output
+        return torch.autograd.grad(output.sum(), shared)[0].double()
+
+    right = gradient(torch.float64, "reference")
+    bound = torch.finfo(dtype).eps * right.abs().max()  # half of it for the values, half for the result
+    assert (gradient(dtype, backend) - right).abs().max() <= bound

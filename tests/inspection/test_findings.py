@@ -88,8 +88,8 @@ def test_heads_that_say_the_same_are_told_within_and_across_layers():
         (
             "gradient",
             "language",
-            "the loss hangs most on layer 1 head 2: its slope is 0.5, 5 times the middle head",
-            "损失最依赖第 1 层第 2 头：斜率为 0.5，是中位的头的 5 倍",
+            "the loss hangs most on layer 1 head 2: its slope is 0.5 nats a token, 5 times the middle head",
+            "损失最依赖第 1 层第 2 头：斜率为每个词元 0.5 奈特，是中位的头的 5 倍",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_the_head_that_matters_most(column, loss, english, chinese):
 
 def test_without_a_middle_above_zero_nothing_is_a_multiple_of_it():
     (finding,) = findings(inspection_of({"gradient": [0.0, 0.0, 0.0, 0.0, 0.0, 0.5]}))
-    assert str(finding) == "the loss hangs most on layer 1 head 2: its slope is 0.5"
+    assert str(finding) == "the loss hangs most on layer 1 head 2: its slope is 0.5 nats a token"
     assert "times" not in finding.values
 
 

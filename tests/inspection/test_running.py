@@ -272,7 +272,7 @@ def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(fo
     two = inspect_model(settings_for(other, text, **options))
     found = compare(one, two)
     assert len(found.beyond()) > 10
-    assert found.only_before == found.only_after == 0
+    assert found.only_before == found.only_after == ()
     clearest = found.beyond("max_logit")[0]
     assert abs(clearest.difference) > 1.96 * clearest.error
     assert len(compare(one, one).beyond()) == 0

@@ -31,7 +31,12 @@ def is_chinese(text: str) -> bool:
     return any("\u4e00" <= character <= "\u9fff" for character in text)
 
 
-@pytest.mark.parametrize("terms", [COLUMNS, RELATIONS, ROLES], ids=["columns", "relations", "roles"])
+OF_VECTORS = {name: column_of(name, "representation") for name in COLUMNS}
+
+
+@pytest.mark.parametrize(
+    "terms", [COLUMNS, OF_VECTORS, RELATIONS, ROLES], ids=["columns", "of vectors", "relations", "roles"]
+)
 def test_every_entry_is_said_twice_and_no_label_stands_for_two(terms: dict[str, Term]):
     for name, term in terms.items():
         assert term.name == name

@@ -95,7 +95,7 @@ function View({ route }: { route: Route }): JSX.Element {
 
 function FactLine(): JSX.Element {
   const { page } = useModel();
-  const { say, count } = useWords();
+  const { say, count, text } = useWords();
   const layers = new Set(page.heads.map((head) => head.site)).size;
   const facts = [
     say("factHeads", { heads: count(page.heads.length), layers: count(layers) }),
@@ -106,6 +106,7 @@ function FactLine(): JSX.Element {
     <p class="facts">
       {facts.join(" · ")}
       {page.facts.interrupted ? <strong> · {say("interrupted")}</strong> : null}
+      {page.facts.edits ? <Line text={` · ${say("edited", { edits: text(page.facts.edits) })}`} /> : null}
     </p>
   );
 }

@@ -53,6 +53,7 @@ export function FindingsView(): JSX.Element {
   const { facts } = page;
   const rows: [string, string][] = [
     [say("aboutModel"), say("modelOf", { model: facts.model, kind: text(facts.kind) })],
+    ...(facts.edits ? [[say("aboutEdits"), text(facts.edits)] as [string, string]] : []),
     [say("aboutText"), say("factTokens", { tokens: count(facts.tokens), documents: count(facts.documents) })],
     [say("aboutContexts"), say("contextsOf", { contexts: count(facts.contexts), context: count(facts.context) })],
     [say("aboutIntervals"), say(overName(facts.intervals_over))],

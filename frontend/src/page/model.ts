@@ -60,9 +60,11 @@ export class Model {
     return `${stack ? `${stack} ` : ""}${this.page.sites[site]?.layer ?? "?"}.${head}`;
   }
 
-  /** `Layer 2, head 7`. */
+  /** `Layer 2, head 7`, with what it was before edits. */
   long([site, head]: Place, words: Words): string {
-    const place = words.say("place", { layer: this.page.sites[site]?.layer ?? "?", head });
+    const name = words.say("place", { layer: this.page.sites[site]?.layer ?? "?", head });
+    const origin = this.head([site, head])?.origin;
+    const place = origin ? words.say("placeFrom", { place: name, origin: words.text(origin) }) : name;
     const stack = this.stackName(site, words);
     return stack ? words.say("placeIn", { place, stack }) : place;
   }

@@ -37,6 +37,8 @@ export const strings = {
   // Places and numbers
   place: { en: "Layer {layer}, head {head}", zh: "第 {layer} 层第 {head} 头" },
   placeIn: { en: "{place} ({stack})", zh: "{place}（{stack}）" },
+  placeFrom: { en: "{place}, {origin}", zh: "{place}，{origin}" },
+  edited: { en: "Edited: {edits}", zh: "经过编辑：{edits}" },
   layerName: { en: "Layer {layer}", zh: "第 {layer} 层" },
   headName: { en: "Head {head}", zh: "第 {head} 头" },
   head: { en: "Head", zh: "头" },
@@ -350,6 +352,7 @@ export const strings = {
   aboutRun: { en: "How this was made", zh: "这是如何得到的" },
   modelOf: { en: "{model} ({kind})", zh: "{model}（{kind}）" },
   aboutModel: { en: "Model", zh: "模型" },
+  aboutEdits: { en: "Edits, by original heads", zh: "编辑（按原编号）" },
   aboutText: { en: "Text", zh: "文本" },
   aboutContexts: { en: "Read as", zh: "读取方式" },
   contextsOf: { en: "{contexts} pieces of at most {context} tokens", zh: "{contexts} 段，每段最多 {context} 个词元" },

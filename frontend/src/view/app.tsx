@@ -106,13 +106,14 @@ function Viewer({ switches }: { switches: JSX.Element }): JSX.Element {
 }
 
 function FactLine(): JSX.Element {
-  const { model, context, context_reason } = useStore().state;
-  const { say, count } = useView();
+  const { model, context, context_reason, edits } = useStore().state;
+  const { say, count, text } = useView();
   const about = { kind: model.class, dtype: model.dtype, device: model.device, parameters: count(model.parameters) };
   const most = say("factMost", { context: count(context) });
   return (
     <p class="facts">
       {say("factModel", about)} · {most} ({say(`context_${context_reason}`)})
+      {edits ? <Line text={` · ${say("edited", { edits: text(edits) })}`} /> : null}
     </p>
   );
 }

@@ -18,7 +18,9 @@ export function layerName(state: State, place: number, words: ViewWords): string
 }
 
 export function headName(state: State, [place, head]: HeadAt, words: ViewWords): string {
-  const name = words.say("place", { layer: state.places[place]?.layer ?? place, head });
+  const own = words.say("place", { layer: state.places[place]?.layer ?? place, head });
+  const origin = state.places[place]?.origins[head];
+  const name = origin ? words.say("placeFrom", { place: own, origin: words.text(origin) }) : own;
   const stack = stackName(state, place, words);
   return stack ? words.say("placeIn", { place: name, stack }) : name;
 }

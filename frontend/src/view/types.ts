@@ -1,5 +1,5 @@
 /** What the viewer's server says (report/viewer/), as values. */
-import type { Packed } from "../data";
+import type { Packed, Text } from "../data";
 
 /** A place's index among `state.places`, and a head's number there. */
 export type HeadAt = readonly [place: number, head: number];
@@ -58,6 +58,8 @@ export interface PlaceInfo {
   stack: string;
   layer: number;
   heads: number;
+  /** What each head was in the unedited model; null for one that has its number from the beginning. */
+  origins: (Text | null)[];
   call: number;
   queries: AxisName;
   keys: AxisName;
@@ -85,6 +87,8 @@ export interface State {
   places: PlaceInfo[];
   limits: { picture_cells: number; tile_cells: number; window_tokens: number; word_cells: number };
   readings: Record<Slot, Reading | null>;
+  /** The heads that were removed, merged and grown; null for a model as it was trained. */
+  edits: Text | null;
   run: boolean;
 }
 

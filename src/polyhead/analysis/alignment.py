@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +14,16 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.observatory.gathering import Gatherer, Notes
 from polyhead.observatory.observations import Observations
+from polyhead.observatory.run_folder import check_origin, sweep
+from polyhead.observatory.saving import load, read_facts, save
 from polyhead.observatory.session import observe
 from polyhead.observatory.words import LONGEST, WordMap
 from polyhead.sources import Context, LoadedModel, batches, special_tokens
+from polyhead.sources.batching import digest_of
+from polyhead.sources.fingerprint import model_digest
 from polyhead.sources.treebank import Sentence, Span
+
+SAVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +40,11 @@ class Aligned:
 
     def __len__(self) -> int:
         return len(self.contexts)
+
+    @property
+    def digest(self) -> str:
+        """The words of these texts and how they hang together, in short; the tokens alone do not tell."""
+        return hashlib.blake2b(repr(self.maps).encode(), digest_size=16).hexdigest()
 
     def __str__(self) -> str:
         left_out = f"; left out: {self.too_long} too long, {self.unreadable} without words the tokenizer can read"
@@ -140,22 +154,67 @@ def watch(
     *,
     batch_tokens: int = 2048,
     progress: Callable[[int], object] | None = None,
+    kept: Path | None = None,
+    origin: Mapping[str, Any] | None = None,
+    save_seconds: float = SAVE_SECONDS,
 ) -> Observations:
     """Let a model read contexts while it is gathered from; `progress` is told how many were read with each batch.
 
-    `notes.documents` are the contexts' document numbers. Of an encoder-decoder the encoder reads.
+    `notes.documents` are the contexts' document numbers. Of an encoder-decoder the encoder reads. `kept` is a file in
+    which what was gathered of whole batches is kept, from time to time and when the reading ends, however it ends;
+    reading goes on from it where it is there, if the model, the contexts and `origin` are the same.
     """
     if loaded.main_input != "input_ids" and loaded.kind != "encoder-decoder":
         raise OptionError(f"words are for models that read text, got {loaded.name}, which reads {loaded.main_input}")
     model = loaded.model.get_encoder() if loaded.kind == "encoder-decoder" else loaded.model
     device = next(model.parameters()).device
-    with torch.no_grad(), observe(model, statistics=False, gather=gather) as session:
-        for batch in batches(contexts, loaded.tokenizer, batch_tokens=batch_tokens):
-            session.notes = Notes(documents=batch.documents)
-            model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device))
+    session = observe(model, statistics=False, gather=gather)
+    read = _Read(session.observations)
+    facts: dict[str, Any] = {}
+    if kept is not None:
+        facts = {"model": model_digest(model), "text": digest_of(contexts), "batch": batch_tokens, **(origin or {})}
+        sweep(kept.parent, kept.name)
+        if kept.exists():
+            before = read_facts(kept)
+            done, digest = before.pop("batches", None), before.pop("digest", None)
+            check_origin(kept, before, facts)
+            session.go_on_from(load(kept, gather))
+            read = _Read(session.observations, done, digest)
+
+    def keep(read: _Read) -> None:
+        assert kept is not None
+        save(kept, read.observations, {**facts, "batches": read.batches, "digest": read.digest})
+
+    saved = time.monotonic()
+    try:
+        with torch.no_grad(), session:
+            found = batches(
+                contexts, loaded.tokenizer, batch_tokens=batch_tokens, start=read.batches, digest=read.digest
+            )
             if progress is not None:
-                progress(len(batch.documents))
-        return session.observations
+                progress(len(contexts) - sum(len(batch.documents) for batch in found) if read.batches else 0)
+            for batch in found:
+                session.notes = Notes(documents=batch.documents)
+                model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device))
+                read = _Read(session.observations, batch.index + 1, batch.digest)
+                if progress is not None:
+                    progress(len(batch.documents))
+                if kept is not None and time.monotonic() - saved >= save_seconds:
+                    keep(read)
+                    saved = time.monotonic()
+    finally:
+        if kept is not None and read.batches:
+            keep(read)
+    return read.observations
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """What was gathered of so many whole batches; one value, so that no interrupt finds half of it."""
+
+    observations: Observations
+    batches: int = 0
+    digest: str | None = None
 
 
 def _groups(sentences: Iterable[Sentence], together: int) -> Iterable[list[Sentence]]:

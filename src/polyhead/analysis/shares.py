@@ -25,6 +25,7 @@ class Share:
     low: float  # the ends of the 95% interval over texts
     high: float
     expected: float  # what even attention over the visible tokens would leave there: the null
+    original_head: str  # its number in the unedited model
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ def inner_shares(observations: Observations, *, gatherer: str = "words") -> Shar
             for head in range(site.num_heads if words else 0):
                 own, least, most = (float(x[head, index]) for x in (ratio, low, high))
                 null = float(expected[index])
-                entries.append(Share(site.name, site.layer, head, circle, words, own, least, most, null))
+                entries.append(
+                    Share(site.name, site.layer, head, circle, words, own, least, most, null, site.label(head))
+                )
     if not entries:
         raise OptionError(
             f"shares are made of what a WordAttention gathered under the name {gatherer!r}, got none; "

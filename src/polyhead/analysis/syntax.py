@@ -232,4 +232,5 @@ def _row(
         chosen_count=int(chosen.sum()),
         chosen_accuracy=int(correct[0]) / int(chosen.sum()),
         chosen_baseline=int(by_offset[chosen].sum()) / int(chosen.sum()),
+        original_head=site.label(best),
     )

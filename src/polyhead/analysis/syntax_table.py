@@ -40,6 +40,7 @@ class SyntaxRow:
     chosen_count: int  # words asked in the half that chose
     chosen_accuracy: float  # of the head there: flattered
     chosen_baseline: float
+    original_head: str | None = None  # its number in the unedited model; None in tables that do not say
 
     @property
     def verdict(self) -> str:
@@ -83,7 +84,9 @@ class SyntaxTable:
                     (row.baseline, row.baseline_low, row.baseline_high),
                 )
             )
-            place = [row.relation, row.direction, str(row.count), f"{row.layer}.{row.head}"]
+            moved = row.original_head not in (None, str(row.head))
+            head = f"{row.layer}.{row.head}" + (f" (originally {row.original_head})" if moved else "")
+            place = [row.relation, row.direction, str(row.count), head]
             body.append([*place, *own, f"{row.offset:+d}", *other, row.verdict or "-"])
         return header, body
 

@@ -23,6 +23,7 @@ from polyhead.cli import (
     undo,
     view,
 )
+from polyhead.cli.telling import end_on_sigterm
 
 app = typer.Typer(
     name="polyhead",
@@ -71,4 +72,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    end_on_sigterm()
     app(prog_name="polyhead")

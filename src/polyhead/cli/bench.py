@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +10,7 @@ from polyhead.cli.bench_plan import plan
 from polyhead.cli.bench_surgery import surgery
 from polyhead.cli.bench_training import training
 from polyhead.cli.measured_steps import run_and_keep
+from polyhead.cli.options import ResultFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +32,7 @@ def _bench() -> None:
 
 @app.command("statistics")
 def statistics(
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.")
-    ] = None,
+    output: ResultFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and alternations: a look, no figure.")] = False,
     only: Annotated[
         str | None,
@@ -79,9 +77,7 @@ def statistics(
 
 @app.command("inspection")
 def inspection(
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.")
-    ] = None,
+    output: ResultFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="One place and few alternations: a look, no figure.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random weights and texts.")] = 0,
     commit: Annotated[
@@ -109,9 +105,7 @@ def inspection(
 
 @app.command("viewer")
 def viewer(
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.")
-    ] = None,
+    output: ResultFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="An eighth of the tokens: a look, no figure.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random queries and keys.")] = 0,
     commit: Annotated[
@@ -135,9 +129,7 @@ def viewer(
 
 @app.command("arrangements")
 def arrangements(
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.")
-    ] = None,
+    output: ResultFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look, no figure.")] = False,
     only: Annotated[
         str | None, typer.Option(metavar="PART,...", help="Any of routed, rows, talking, latent, floors.")

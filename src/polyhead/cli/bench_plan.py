@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.options import ResultFile
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,7 +26,7 @@ def plan(
     machine: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="A calibrated machine: the one this runs on, or its .json file.")
     ],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to keep the run as JSON.")] = None,
+    output: ResultFile = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A dozen small shapes, as on a CPU: a look, no figure.")
     ] = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyhead.cli.options import Device, device_or_gpu, part_of
+from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of, writable_file
 from polyhead.cli.telling import errors_told
 from polyhead.errors import OptionError
 
@@ -37,7 +37,11 @@ def surgery(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where finished points are kept, a line each; a run goes on there."),
+        typer.Option(
+            metavar="FILE",
+            help="Where finished points are kept, a line each; a run goes on there.",
+            callback=writable_file,
+        ),
     ] = None,
     part: Annotated[
         str | None, typer.Option(metavar="tuned|curves", help="Ways at the shares that matter, or all curves; both.")
@@ -89,10 +93,13 @@ def surgery(
             raise OptionError("points are measured on a text and kept in a file, got no --text or no --output")
         if part is not None and part not in PARTS:
             raise OptionError(f"a part is {' or '.join(PARTS)}, got {part!r}")
+        wanted = _shares(shares)
+        number, of = part_of(share)
+        for option, value in (("--calibration", calibration), ("--rows", rows), ("--minutes", minutes)):
+            check_positive(option, value, zero=option == "--minutes")
         console, began = Console(stderr=True, highlight=False), time.monotonic()
         task, facts = _task(model, text, device_or_gpu(device), commit, calibration=calibration, rows=rows, quick=quick)
-        points = _points(task, part, _shares(shares), quick=quick)
-        number, of = part_of(share)
+        points = _points(task, part, wanted, quick=quick)
         found = read_results(output)
         check_alike(found, facts)
         left = [point for point in list(points)[number::of] if not is_done(point, found, points[point])]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.options import writable_file
 from polyhead.cli.telling import errors_told
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ def training(
         ),
     ],
     output: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where finished trainings are kept, a line each; a run goes on there.")
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Where finished trainings are kept, a line each; a run goes on there.",
+            callback=writable_file,
+        ),
     ],
     minutes: Annotated[float | None, typer.Option(help="Begin no training after so many minutes.")] = None,
     processes: Annotated[

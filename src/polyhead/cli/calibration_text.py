@@ -63,6 +63,13 @@ class CalibrationText:
     def tokens(self) -> int:
         return sum(len(context.ids) for context in self.contexts)
 
+    @property
+    def digest(self) -> str:
+        """All contexts as the model reads them, in short."""
+        from polyhead.sources.batching import digest_of
+
+        return digest_of(self.contexts)
+
     def batches(self) -> Iterator[dict[str, Any]]:
         """What the model is called with, on its device, without what is held out; the same each time."""
         held_out = {id(context) for context in self.held_out}

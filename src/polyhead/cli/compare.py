@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from polyhead.inspection.heads import Head
 
 
 def compare(
@@ -21,9 +24,10 @@ def compare(
 ) -> None:
     """Show what differs between two inspections, head by head.
 
-    Before and after training or surgery, two models of one layout, two texts. Only differences beyond sampling error
-    are shown: more than 1.96 standard errors, and more than 1% of the value. Of some columns (what heads write, and
-    what is read off the weights) no such error is known; they are named, and never marked.
+    Before and after training or surgery, two models of one layout, two texts. A head is compared with the same head of
+    the unedited model, whatever its number became; 0.5 → 0.4 is head 0.5 of A and 0.4 of B. Only differences beyond
+    sampling error are shown: more than 1.96 standard errors, and more than 1% of the value. Of some columns (what heads
+    write, and what is read off the weights) no such error is known; they are named, and never marked.
     """
     from rich.console import Console
     from rich.table import Table
@@ -31,8 +35,11 @@ def compare(
     from polyhead.errors import PolyheadError
     from polyhead.inspection import compare as compared
     from polyhead.inspection import load_inspection
+    from polyhead.inspection.heads import named
 
     console = Console(highlight=False)
+    if most < 1:
+        raise typer.BadParameter(f"differences to show are 1 or more, got {most}", param_hint="--most")
     try:
         one, other = load_inspection(before), load_inspection(after)
         found = compared(one, other)
@@ -45,14 +52,23 @@ def compare(
             f"both inspections have the columns {', '.join(sorted(names))}; got {statistic!r}", param_hint="--statistic"
         )
     for label, inspection in (("A", one), ("B", other)):
-        console.print(f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens", markup=False)
+        stopped = ", interrupted before the end of its text" if inspection.facts.get("interrupted") else ""
+        console.print(
+            f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens{stopped}", markup=False
+        )
     beyond = found.beyond(statistic)
     asked = [change for change in found.changes if statistic is None or change.name == statistic]
     console.print(
         f"{len(beyond)} of {len(asked)} numbers differ beyond sampling error"
-        + (f"; {found.only_before} heads are only in A" if found.only_before else "")
-        + (f"; {found.only_after} heads are only in B" if found.only_after else "")
+        f" in {len({change.head for change in found.changes})} heads that both have"
     )
+    for label, heads in (("A", found.only_before), ("B", found.only_after)):
+        if len(heads):
+            console.print(f"only in {label}: {', '.join(map(str, heads))}", markup=False, soft_wrap=True)
+    if found.losses[0] != found.losses[1] and None not in found.losses:
+        console.print(
+            f"importance is not compared: by the loss {found.losses[0]} in A, {found.losses[1]} in B", style="dim"
+        )
     unmarked = [change for change in asked if math.isnan(change.error)]
     if len(unmarked):
         told = ", ".join(dict.fromkeys(change.name for change in unmarked))
@@ -66,8 +82,8 @@ def compare(
         for change in beyond[:most]:
             errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else "exact"
             table.add_row(
-                f"{change.site.layer}.{change.head}",
-                change.name,
+                _in_both(change.head, change.head_after),
+                _with_unit(change.name, one.facts.get("loss")),
                 f"{change.before:.4g}",
                 f"{change.after:.4g}",
                 f"{change.difference:+.4g}",
@@ -77,5 +93,18 @@ def compare(
         if len(beyond) > most:
             console.print(f"… and {len(beyond) - most} more; --most shows them")
     for word, roles in (("gained", found.gained), ("lost", found.lost)):
-        for site, head, role in roles:
-            console.print(f"head {site.layer}.{head} {word} the role {role}", markup=False)
+        for head, role in roles:
+            console.print(f"head {named(head)} {word} the role {role}", markup=False)
+
+
+def _with_unit(name: str, loss: str | None) -> str:
+    from polyhead.inspection.vocabulary import column_of
+
+    unit = column_of(name, loss).unit.en
+    return f"{name}, {unit}" if unit else name
+
+
+def _in_both(before: Head, after: Head) -> str:
+    from polyhead.inspection.heads import named
+
+    return named(before) if named(before) == named(after) else f"{named(before)} → {named(after)}"

@@ -20,9 +20,10 @@ from polyhead.cli.edit_options import (
     Text,
     Tokens,
     check_output,
+    check_reading,
 )
 from polyhead.cli.edited_model import open_model, show_fidelity, show_preview, write_edited
-from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, check_positive
 from polyhead.cli.telling import bar, errors_told
 
 
@@ -73,14 +74,20 @@ def convert(
     from rich.console import Console
 
     import polyhead.huggingface
+    from polyhead.errors import OptionError
     from polyhead.surgery import ShareKeys, convert_groups
     from polyhead.surgery import preview as count
-    from polyhead.surgery.sharing.convert import layers_to_convert
+    from polyhead.surgery.sharing.convert import GROUPINGS, layers_to_convert
     from polyhead.surgery.sharing.grouping import neighbours
 
     console = Console(highlight=False)
     with errors_told("convert"):
         check_output(output, form, preview=preview, replace=replace)
+        check_reading(text, field, context, tokens)
+        check_positive("--kv-heads", kv_heads)
+        check_positive("--rounds", rounds, zero=True)
+        if grouping not in GROUPINGS:
+            raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
         loaded = open_model(
             model, device=device, dtype=dtype, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
         )

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from polyhead.cli.options import check_positive, check_text
+
 FORMS = ("uniform", "uneven", "padded")
 CONTEXT = 512
 
@@ -62,6 +64,15 @@ ContextLength = Annotated[
     ),
 ]
 Tokens = Annotated[int, typer.Option(metavar="N", help="How many tokens of the text to read, at most.")]
+ResumeIn = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="DIR",
+        help="Keep what is done in this folder, step by step; the same command given again goes on from there.",
+        show_default=False,
+    ),
+]
 SavedDtype = Annotated[
     str | None,
     typer.Option(
@@ -73,6 +84,7 @@ SavedDtype = Annotated[
 
 def check_output(output: Path | None, form: str | None, *, preview: bool, replace: bool) -> None:
     """Before anything costs time: that there is a place for the result, and such a form."""
+    from polyhead.observatory.run_folder import check_place
     from polyhead.surgery.storage.folders import check_free
 
     if form is not None and form not in FORMS:
@@ -85,3 +97,20 @@ def check_output(output: Path | None, form: str | None, *, preview: bool, replac
             )
         return
     check_free(output, replace=replace)
+    check_place(output, "--output")
+
+
+def check_reading(text: str | None, field: str, context: int | None, tokens: int) -> None:
+    """Before anything costs time: that there is such a text, and that some of it is to be read."""
+    check_positive("--context", context)
+    check_positive("--tokens", tokens)
+    check_text(text, field)
+
+
+def check_criterion(criterion: str) -> None:
+    """That heads can be chosen by it."""
+    from polyhead.errors import OptionError
+    from polyhead.surgery.choosing.criteria import CRITERIA
+
+    if criterion not in CRITERIA:
+        raise OptionError(f"a criterion is one of {', '.join(CRITERIA)}, got {criterion!r}")

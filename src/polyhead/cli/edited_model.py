@@ -64,7 +64,8 @@ def show_preview(counted: Preview, console: Console) -> None:
     }
     for words, name in rows.items():
         before, after = getattr(counted.before, name), getattr(counted.after, name)
-        table.add_row(words, f"{before:,}", f"{after:,}", f"{after / before:.2f}" if before else "")
+        if before or name != "cache_bytes_per_token":  # an encoder keeps no cache
+            table.add_row(words, f"{before:,}", f"{after:,}", f"{after / before:.2f}" if before else "")
     console.print(table)
 
 

@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.options import AllowPickle, Device, Dtype, Language, TrustRemoteCode, check_dtype, device_or_gpu
+from polyhead.cli.options import (
+    AllowPickle,
+    Device,
+    Dtype,
+    Language,
+    TrustRemoteCode,
+    check_device,
+    check_dtype,
+    check_positive,
+    check_text,
+)
 from polyhead.cli.report import check_page, write
+from polyhead.cli.telling import errors_told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,13 +140,15 @@ def inspect(
     Long texts are cut: each document is tokenised whole and cut into consecutive contexts, two documents are never
     joined, and a last piece of fewer than 8 tokens is dropped.
 
-    Ctrl-C ends the reading, and what was gathered until then is shown.
+    Ctrl-C ends the reading, and what was gathered until then is shown. A batch counts as a whole or not at all, so that
+    a run that goes on with --resume ends with the numbers of one that was never stopped.
     """
     import torch
     from rich.console import Console
 
-    from polyhead.errors import PolyheadError
     from polyhead.inspection import Settings, inspect_model, save_inspection
+    from polyhead.inspection.files import OBSERVATIONS, REST
+    from polyhead.observatory.run_folder import check_place
 
     if resume is not None:
         _check_alone(command)
@@ -144,8 +157,10 @@ def inspect(
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which PyTorch refuses matrix products
         torch.use_deterministic_algorithms(True)
-    try:
+    folder = save if resume is None else resume
+    with errors_told("inspect", folder):
         check_page(html, lang)
+        check_positive("--save-seconds", save_seconds, zero=True)
         settings = (
             _settings_of(resume)
             if resume is not None
@@ -162,36 +177,32 @@ def inspect(
                 chance=chance,
                 via_weights=via_weights,
                 seed=seed,
-                device=device_or_gpu(device),
+                device=check_device(device),
                 dtype=dtype,
                 allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code,
             )
         )
-        folder = save if resume is None else resume
-        if save is not None and (save / "observations.safetensors").exists():
+        check_text(settings.text, settings.field)
+        if save is not None and any((save / name).exists() for name in (OBSERVATIONS, REST)):
             raise typer.BadParameter(
                 f"{save} holds a run already; go on with --resume {save}, or name another folder", param_hint="--save"
             )
+        if folder is not None:
+            check_place(folder, "--save" if resume is None else "--resume")
         with _Bars() as report:
             found = inspect_model(
                 settings, folder=folder, resume=resume is not None, report=report, save_seconds=save_seconds
             )
         if folder is not None:
             save_inspection(folder, found)
-    except PolyheadError as error:
-        typer.echo(f"polyhead inspect: {error}", err=True)
-        raise typer.Exit(2) from None
     show(found, console, table=table)
     if folder is not None:
         files = "heads.parquet, inspection.json, relations.safetensors, pictures.safetensors"
         console.print(f"\nKept in {folder}: {files}", markup=False)
     if html is not None:
-        try:
+        with errors_told("inspect"):
             typer.echo(f"\n{write(html, found, lang)}")
-        except PolyheadError as error:
-            typer.echo(f"polyhead inspect: {error}", err=True)
-            raise typer.Exit(2) from None
     if found.facts["interrupted"]:
         raise typer.Exit(130)
 
@@ -199,6 +210,8 @@ def inspect(
 def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     """The summary: where it came from, the picture, the findings."""
     from polyhead.cli.heads_picture import legend, picture
+    from polyhead.inspection.identity import edits_of
+    from polyhead.inspection.vocabulary import column_of
 
     facts = found.facts
     console.print(
@@ -206,6 +219,9 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         f"{facts['context']}; {len(found.table)} heads; {facts['seconds']:.0f} s",
         markup=False,
     )
+    edits = edits_of(found.table.sites)
+    if edits is not None:
+        console.print(f"Edited, by the heads of the original: {edits.en}", markup=False, soft_wrap=True)
     if found.settings.via_weights:
         from polyhead.observatory.own_weights import COST
 
@@ -222,6 +238,11 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print(f"Left out: {reason}", style="yellow", markup=False)
     if table:
         console.print(str(found.table), markup=False, soft_wrap=True)
+        for name in found.table.names:
+            column = column_of(name, facts.get("loss"))
+            unit = column.unit.en
+            told = f"{name}: {column.label.en}{f' ({unit})' if unit and unit not in column.label.en else ''}"
+            console.print(told, style="dim", markup=False, soft_wrap=True)
         _show_top_keys(found, console)
     for drawn in picture(found):
         console.print()
@@ -240,7 +261,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
 
 
 def _show_top_keys(found: Inspection, console: Console) -> None:
-    from polyhead.inspection.heads import named
+    from polyhead.inspection.identity import described
 
     if not len(found.top_keys):
         return
@@ -252,7 +273,7 @@ def _show_top_keys(found: Inspection, console: Console) -> None:
             console.print(stack, markup=False)
         for number, keys in enumerate(heads):
             told = "  ".join(f"{_printable(key.text)} {key.share:.0%}" for key in keys[:TOP_KEYS])
-            console.print(f"{named((site, number)):>5}: {told}", markup=False, soft_wrap=True)
+            console.print(f"{described((site, number)):>5}: {told}", markup=False, soft_wrap=True)
 
 
 def _printable(text: str) -> str:

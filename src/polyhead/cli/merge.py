@@ -43,6 +43,7 @@ def merge(
     """
     from rich.console import Console
 
+    from polyhead.sources.models import check_layers
     from polyhead.surgery import apply
     from polyhead.surgery import preview as count
 
@@ -50,6 +51,7 @@ def merge(
     with errors_told("merge"):
         check_output(output, form, preview=preview, replace=replace)
         edits = merges(heads, stack)
+        check_layers(model, [edit.layer for edit in edits], trust_remote_code=trust_remote_code)
         loaded = open_model(
             model,
             device=device,

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from polyhead.errors import OptionError
 
+
+def writable_file(file: Path | None) -> Path | None:
+    """A file that results can be written to, or None."""
+    from polyhead.observatory.run_folder import check_file
+
+    if file is not None:
+        try:
+            check_file(file, "--output")
+        except OptionError as error:
+            raise typer.BadParameter(str(error)) from None
+    return file
+
+
 DTYPES = ("float32", "bfloat16", "float16")
 
+ResultFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.", callback=writable_file),
+]
 Language = Annotated[
     str, typer.Option(metavar="en|zh", help="The language that the page opens in; a reader can switch.")
 ]
@@ -51,6 +69,27 @@ def device_or_gpu(device: str | None) -> str:
     import torch
 
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_device(device: str | None) -> str:
+    """The device to run on; refused where PyTorch knows none of that name, or has none here."""
+    from polyhead.sources.models import checked_device
+
+    return str(checked_device(device_or_gpu(device)))
+
+
+def check_positive(option: str, number: float | None, *, zero: bool = False) -> None:
+    """That a number is more than 0, or `zero` as well."""
+    if number is not None and not (number > 0 or (zero and number == 0)):
+        raise OptionError(f"{option} must be {'0 or more' if zero else 'more than 0'}, got {number:g}")
+
+
+def check_text(text: str | None, field: str) -> None:
+    """That there is such a text; it is read later."""
+    from polyhead.sources import read_texts
+
+    if text is not None:
+        read_texts(text, field=field)
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -233,9 +233,12 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
 
 def _check_output(output: Path | None) -> None:
     from polyhead.errors import OptionError
+    from polyhead.observatory.run_folder import check_file
 
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise OptionError(f"a page is one file in a folder that is there, got {output}")
+    if output is not None:
+        check_file(output, "--output")
 
 
 def _console() -> Console:

@@ -20,7 +20,9 @@ from polyhead.cli.edit_options import (
     Stack,
     Text,
     Tokens,
+    check_criterion,
     check_output,
+    check_reading,
 )
 from polyhead.cli.edited_model import open_model, show_fidelity, show_preview, write_edited
 from polyhead.cli.judging import judge_of, weighting_of
@@ -83,6 +85,7 @@ def prune(
     """
     from rich.console import Console
 
+    from polyhead.sources.models import check_layers
     from polyhead.surgery import apply, apply_in_order
     from polyhead.surgery import preview as count
 
@@ -93,6 +96,10 @@ def prune(
         check_output(output, form, preview=preview, replace=replace)
         wanted = None if share is None else _share(share)
         named = None if heads is None else _named(heads, stack)
+        check_reading(text, field, context, tokens)
+        check_criterion(criterion)
+        if named is not None:
+            check_layers(model, [edit.layer for edit in named], trust_remote_code=trust_remote_code)
         loaded = open_model(
             model,
             device=device,

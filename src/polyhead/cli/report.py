@@ -55,6 +55,7 @@ def report(
 
 def check_page(html: Path | None, lang: str) -> None:
     """Before anything costs time: that a page can be written there, and in that language."""
+    from polyhead.observatory.run_folder import check_file
     from polyhead.report.page import Assets
 
     check_language(lang)
@@ -64,8 +65,7 @@ def check_page(html: Path | None, lang: str) -> None:
         raise typer.BadParameter(
             f"a page is one file, got the folder {html}; name a file in it, such as {html / NAME}", param_hint="--html"
         )
-    if not html.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {html.parent}; make it first", param_hint="--html")
+    check_file(html, "--html")
     Assets.load()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,10 +16,13 @@ from polyhead.cli.edit_options import (
     Model,
     Output,
     Replace,
+    ResumeIn,
     SavedDtype,
     SavedForm,
     Tokens,
+    check_criterion,
     check_output,
+    check_reading,
 )
 from polyhead.cli.edited_model import open_model, show_preview, write_edited
 from polyhead.cli.judging import judge_of, weighting_of
@@ -29,11 +34,13 @@ from polyhead.cli.telling import bar, errors_told, working
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from rich.console import Console
 
     from polyhead.sources import LoadedModel
     from polyhead.surgery.choosing.budgets import Target, Trials
+    from polyhead.surgery.choosing.journal import Journal
     from polyhead.surgery.choosing.quality import Quality
     from polyhead.surgery.choosing.shrinking import Shrinker
     from polyhead.surgery.choosing.uniform import UniformLayout, UniformShrinker
@@ -101,6 +108,7 @@ def shrink(
     replace: Replace = False,
     context: ContextLength = None,
     tokens: Tokens = 65_536,
+    resume: ResumeIn = None,
     device: Device = None,
     dtype: SavedDtype = None,
     allow_pickle: AllowPickle = False,
@@ -112,21 +120,29 @@ def shrink(
     and token; those that stay are repaired in closed form. Beside the curve stand two controls: the same heads not
     repaired, and random heads repaired as well. With --form uniform every layer keeps as many heads and key heads, the
     most that reach the target, so that stock transformers loads the model.
+
+    With --resume DIR every measurement is kept as soon as it is made. A run that was stopped goes on when the same
+    command is given again, and ends as one that was never stopped; another model, text or option is refused.
     """
     from rich.console import Console
 
+    from polyhead.observatory.run_folder import held
     from polyhead.surgery import apply
-    from polyhead.surgery.choosing.budgets import Target
+    from polyhead.surgery.choosing.budgets import Target, check_target
     from polyhead.surgery.choosing.uniform import uniform_layouts
     from polyhead.surgery.repair.as_if import GivenOutputs
 
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=120, highlight=False)
-    with errors_told("shrink"):
+    with errors_told("shrink", resume), ExitStack() as stack:
         wanted = Target.parse(target)
         check_output(output, form, preview=preview, replace=replace)
         _check(text, metric, wanted, measured=measured)
         _check_ways(form, criterion, search=search, measured=measured)
+        check_criterion(criterion)
+        check_reading(text, field, context, tokens)
+        if resume is not None:
+            stack.enter_context(held(resume))
         loaded = open_model(
             model,
             device=device,
@@ -135,11 +151,13 @@ def shrink(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
+        check_target(wanted, loaded.model)
         layouts = None
         if form == "uniform":
             with working("Find the layouts that its class can hold"):
                 layouts = uniform_layouts(loaded.model)  # refused before the text is read
-        asked = _asked(loaded, text, field, context, tokens, metric, search=search)
+        options = {"target": str(wanted), "criterion": criterion, "form": form, "measured": measured, "search": search}
+        asked = _asked(loaded, text, field, context, tokens, metric, resume, options)
         with working(f"Choose heads by {criterion}"):
             shrinker = _shrinker(asked, wanted, criterion, layouts)
             gone = {} if measured else shrinker.reach(wanted)  # refused before the curve is measured
@@ -151,7 +169,7 @@ def shrink(
         )
         show_curve(measured_curve(shrinker, asked.report), asked.report, console)
         if measured:
-            gone = reach_measured(shrinker, shrinker.stages(), wanted, asked.calibration)
+            gone = reach_measured(shrinker, shrinker.stages(), wanted, asked.calibration, asked.journal)
         gained = ""
         if asked.search is not None:
             gone, gained = search_heads(shrinker, wanted, asked.search, asked.choose)
@@ -181,6 +199,7 @@ class _Asked:
     report: Quality
     search: Quality | None
     tokens: int
+    journal: Journal
 
 
 def _check(text: str | None, metric: str | None, target: Target, *, measured: bool) -> None:
@@ -218,11 +237,14 @@ def _asked(
     context: int | None,
     tokens: int,
     metric: str | None,
-    *,
-    search: bool,
+    resume: Path | None,
+    options: Mapping[str, Any],
 ) -> _Asked:
     from polyhead.errors import OptionError
+    from polyhead.sources.fingerprint import model_digest
+    from polyhead.surgery.choosing.journal import Journal, KeptQuality
     from polyhead.surgery.choosing.quality import Fidelity, Perplexity
+    from polyhead.version import VERSION
 
     read = CalibrationText.of(loaded, text, field, context, tokens)
     count = len(read.contexts)
@@ -244,19 +266,29 @@ def _asked(
         )
     kind = Perplexity if name == "perplexity" else Fidelity
     with working(f"Measure the {name} of the whole model"):
-        choose, report = (kind(loaded.model, part) for part in parts[1:])
-        few = kind(loaded.model, search_batches(loaded, read.contexts[first:second])) if search else None
-    return _Asked(loaded, parts[0], choose, report, few, read.tokens)
+        journal = Journal()
+        if resume is not None:
+            device = str(next(loaded.model.parameters()).device)
+            origin = {"model": model_digest(loaded.model), "text": read.digest, "metric": name, "device": device}
+            journal = Journal(resume, {**origin, **options, "polyhead": VERSION})
+
+        def kept(role: str, batches: Sequence[Mapping[str, Any]]) -> Quality:
+            return KeptQuality(kind(loaded.model, batches), journal, role)
+
+        choose, report = kept("choose", parts[1]), kept("report", parts[2])
+        few = kept("search", search_batches(loaded, read.contexts[first:second])) if options["search"] else None
+    return _Asked(loaded, parts[0], choose, report, few, read.tokens, journal)
 
 
 def _shrinker(
     asked: _Asked, target: Target, criterion: str, layouts: Sequence[UniformLayout] | None
 ) -> Shrinker | UniformShrinker:
-    from polyhead.surgery.choosing.evidence import Evidence
+    from polyhead.surgery.choosing.journal import KeptEvidence
     from polyhead.surgery.choosing.shrinking import Shrinker
     from polyhead.surgery.choosing.uniform import UniformShrinker
 
-    evidence = Evidence(asked.loaded.model, asked.calibration, judge_of(asked.loaded))
+    evidence = KeptEvidence(asked.loaded.model, asked.calibration, judge_of(asked.loaded))
+    evidence.journal = asked.journal
     if layouts is not None:
         return UniformShrinker(evidence, weighting=weighting_of(criterion), layouts=layouts)
     return Shrinker(
@@ -272,9 +304,11 @@ def _repair(shrinker: Trials, gone: Mapping[str, tuple[int, ...]], asked: _Asked
     ways = {"repaired all at once": shrinker.repaired(gone)}
     with bar("Repair layer by layer", len(AIMS) * len(gone)) as step:
         for aim in AIMS:
-            ways[WAYS[aim]] = solve_in_order(
-                shrinker.model, gone, lambda: asked.calibration, aim=aim, ridge=1e-3, progress=lambda *_: step(1)
-            )
+            solve = partial(
+                solve_in_order, shrinker.model, gone, lambda: asked.calibration, aim=aim, ridge=1e-3,
+                progress=lambda *_: step(1),
+            )  # fmt: skip
+            ways[WAYS[aim]] = asked.journal.outputs(f"repaired_for_{aim}", solve)
     losses = {}
     for name, outputs in ways.items():
         with as_if(shrinker.model, shrinker.evidence.layers, outputs):

@@ -30,10 +30,12 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
     from rich.table import Table
 
     by_layout = any(point.layout is not None for point in points)
-    table = Table(box=None, pad_edge=False, title=f"{quality.name}, beside {quality.whole:.4g} of the whole model")
+    table = Table(box=None, pad_edge=False, title=f"{quality.words}, beside {quality.whole:.4g} of the whole model")
     if by_layout:
         table.add_column("heads/key heads", justify="right")
-    for column in ("heads gone", "cache left", "FLOPs left", "repaired", "not repaired", "random heads, repaired"):
+    caches = any(point.size.cache is not None for point in points)
+    sizes = ("heads gone", "cache left", "FLOPs left") if caches else ("heads gone", "FLOPs left")
+    for column in (*sizes, "repaired", "not repaired", "random heads, repaired"):
         table.add_column(column, justify="right")
     means = [statistics.fmean(x.value for x in point.random) for point in points]
     for point, mean in zip(points, means, strict=True):
@@ -41,7 +43,7 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
         table.add_row(
             *([point.layout] if by_layout else []),
             f"{1 - point.size.heads:.0%}",
-            f"{point.size.cache:.0%}",
+            *([] if point.size.cache is None else [f"{point.size.cache:.0%}"]),
             f"{point.size.flops:.0%}",
             f"{point.repaired.value:.4g} ± {point.repaired.error:.2g}",
             f"{point.not_repaired.value:.4g}",

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from polyhead.cli.telling import bar
 
 if TYPE_CHECKING:
     from polyhead.surgery.choosing.budgets import Target, Trials
+    from polyhead.surgery.choosing.journal import Journal
 
 
 def reach_measured(
-    trials: Trials, stages: Sequence[dict[str, tuple[int, ...]]], target: Target, batches: Sequence[Mapping[str, Any]]
+    trials: Trials,
+    stages: Sequence[dict[str, tuple[int, ...]]],
+    target: Target,
+    batches: Sequence[Mapping[str, Any]],
+    journal: Journal,
 ) -> dict[str, tuple[int, ...]]:
     """The first of ever more heads without which the model runs so many times faster on this machine."""
     from polyhead.errors import OptionError
@@ -21,7 +27,7 @@ def reach_measured(
     ratio = 0.0
     with bar("Time the model without more and more heads", len(stages)) as step:
         for gone in stages:
-            ratio = _times_faster(trials, gone, batches)
+            (ratio,) = journal.numbers("times faster", partial(_timed, trials, gone, batches))
             step(1)
             if ratio >= target.amount:
                 return gone
@@ -29,6 +35,10 @@ def reach_measured(
         f"without any head that can go, this model is {ratio:.2f} times faster on this machine, got a target of "
         f"{target.amount:g}x-faster"
     )
+
+
+def _timed(trials: Trials, gone: Mapping[str, tuple[int, ...]], batches: Sequence[Mapping[str, Any]]) -> tuple[float]:
+    return (_times_faster(trials, gone, batches),)
 
 
 def _times_faster(trials: Trials, gone: Mapping[str, tuple[int, ...]], batches: Sequence[Mapping[str, Any]]) -> float:

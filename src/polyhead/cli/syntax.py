@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from polyhead.cli.edit_options import ResumeIn
+from polyhead.cli.options import check_device
+from polyhead.cli.telling import errors_told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +22,7 @@ if TYPE_CHECKING:
     from polyhead.observatory import Observations
     from polyhead.sources import LoadedModel
 
+KEPT = "observations.safetensors"  # in the folder of --resume
 MOST_INSIDE = 3  # heads that are shown for the word, the phrase and the sentence
 
 
@@ -51,6 +57,7 @@ def syntax(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the table to a .json or .parquet file as well.")
     ] = None,
+    resume: ResumeIn = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pickled weights, which can run code; only if you trust them.")
     ] = False,
@@ -68,24 +75,29 @@ def syntax(
 
     Below it stand the heads that keep most of their attention inside the word, the phrase (a word with all that
     depends on it) and, with --together, the sentence, beside what even attention would leave there.
+
+    With --resume DIR what was read is kept; a run that was stopped goes on when the same command is given again.
     """
     from rich.console import Console
 
     from polyhead.analysis.shares import inner_shares
     from polyhead.analysis.syntax import syntax_table
-    from polyhead.errors import PolyheadError
+    from polyhead.observatory.run_folder import held
 
     if treebank is None:
         raise typer.BadParameter(
             "a treebank is needed: a file in the CoNLL-U format, such as those of universaldependencies.org",
             param_hint="--treebank",
         )
-    _check_output(output)
     console = Console(stderr=True, highlight=False)
-    try:
+    with errors_told("syntax", resume), ExitStack() as stack:
+        _check_output(output)
+        check_device(device)
+        if resume is not None:
+            stack.enter_context(held(resume))
         loaded, aligned = _prepared(model, treebank, sentences, together, device, allow_pickle, trust_remote_code)
         console.print(f"{loaded}\n{aligned}")
-        observations = _watched(loaded, aligned, batch, console)
+        observations = _watched(loaded, aligned, batch, console, resume)
         table, shares = syntax_table(observations, minimum=minimum, seed=seed), inner_shares(observations)
         if output is not None:
             table.save(
@@ -96,9 +108,6 @@ def syntax(
                 words=aligned.words,
                 shares=list(shares.rows()),
             )
-    except PolyheadError as error:
-        typer.echo(f"polyhead syntax: {error}", err=True)
-        raise typer.Exit(2) from None
     _show(table)
     _show_shares(shares)
     if output is not None:
@@ -108,10 +117,11 @@ def syntax(
 def _check_output(output: Path | None) -> None:
     if output is None:
         return
+    from polyhead.observatory.run_folder import check_file
+
     if output.suffix not in (".json", ".parquet"):
         raise typer.BadParameter(f"the file must end in .json or .parquet, got {output.name!r}", param_hint="--output")
-    if not output.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {output.parent}; make it first", param_hint="--output")
+    check_file(output, "--output")
 
 
 def _prepared(
@@ -139,11 +149,12 @@ def _prepared(
     return loaded, aligned
 
 
-def _watched(loaded: LoadedModel, aligned: Aligned, batch: int, console: Console) -> Observations:
+def _watched(loaded: LoadedModel, aligned: Aligned, batch: int, console: Console, resume: Path | None) -> Observations:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from polyhead.analysis.alignment import watch
     from polyhead.observatory.words import WordAttention
+    from polyhead.version import VERSION
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -154,6 +165,12 @@ def _watched(loaded: LoadedModel, aligned: Aligned, batch: int, console: Console
             [WordAttention(aligned.maps)],
             batch_tokens=batch,
             progress=lambda read: progress.advance(task, read),
+            kept=None if resume is None else resume / KEPT,
+            origin={
+                "words": aligned.digest,
+                "device": str(next(loaded.model.parameters()).device),
+                "polyhead": VERSION,
+            },
         )
 
 
@@ -185,7 +202,8 @@ def _show_shares(shares: Shares) -> None:
     for circle in CIRCLES:
         for entry in shares.of(circle)[:MOST_INSIDE]:
             interval = "-" if math.isnan(entry.low) else f"{entry.low:.3f}-{entry.high:.3f}"
-            place = f"{entry.layer}.{entry.head}"
+            moved = entry.original_head != str(entry.head)
+            place = f"{entry.layer}.{entry.head}" + (f" (originally {entry.original_head})" if moved else "")
             drawn.add_row(circle, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
     console.print(f"\nThe {MOST_INSIDE} heads that keep most of their attention inside:")
     _wide(console).print(drawn)

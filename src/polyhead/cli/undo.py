@@ -35,11 +35,11 @@ def undo(
     console = Console(highlight=False)
     with errors_told("undo"):
         check_output(output, None, preview=False, replace=replace)
-        with working("Load the model"):
-            model = load(folder)
         record = load_record(folder)
         if record is None:
             raise OptionError(f"edits are undone by the record that was saved with them, got {folder} without one")
+        with working("Load the model"):
+            model = load(folder)
         take_back(model, record)
         with working("Write the model"):
             saved = save(model, output, tokenizer=SideFiles(folder), replace=replace)

@@ -13,8 +13,10 @@ from polyhead.cli.options import (
     Dtype,
     Language,
     TrustRemoteCode,
+    check_device,
     check_dtype,
     check_language,
+    check_positive,
     device_or_gpu,
 )
 
@@ -74,6 +76,8 @@ def view(
     check_dtype(dtype)
     if cache < 0:
         raise typer.BadParameter(f"a cache has 0 megabytes or more, got {cache}", param_hint="--cache")
+    if not 0 <= port < 1 << 16:
+        raise typer.BadParameter(f"a port is a number from 0 to 65535, got {port}", param_hint="--port")
 
     def ready(address: str) -> None:
         typer.echo(f"The viewer is at {address}\nCtrl-C ends it.")
@@ -81,6 +85,9 @@ def view(
             typer.launch(address)
 
     try:
+        check_positive("--context", context)
+        check_device(device)
+        begun = None if text is None else _content(text)  # before a model is loaded for it
         viewer = _viewer(
             what,
             context=context,
@@ -91,9 +98,9 @@ def view(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        if text is not None:
+        if begun is not None:
             typer.echo(f"Reading {text} ...", err=True)
-            viewer.hold(viewer.model.read("A", _content(text), frozenset()))
+            viewer.hold(viewer.model.read("A", begun, frozenset()))
         serve(viewer, port=port, ready=ready)
     except PolyheadError as error:
         typer.echo(f"polyhead view: {error}", err=True)

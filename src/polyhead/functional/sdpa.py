@@ -35,6 +35,8 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append("PyTorch's fused kernels have no learned sinks")
     if request.logsumexp and request.statistics is None:
         reasons.append("PyTorch's fused kernels give no log-sum-exp with a gradient")
+    if isinstance(request.scale, Tensor) and request.query.dtype is torch.float16:
+        reasons.append("PyTorch's fused kernels take one scale, and float16 queries multiplied beforehand may overflow")
     if request.dropout and request.seed is not None:
         reasons.append("PyTorch's fused kernels draw their own dropout and cannot replay a seed")
     if is_forward_mode():
@@ -289,10 +291,6 @@ def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None
 def _as_one_tensor(allowed: Tensor | None, bias: Tensor | None) -> Tensor | None:
     if bias is None:
         return allowed
-    if bias.dtype is torch.float16:
-        # A bias beyond the range makes a key unlikely; only a stated -inf may hide it.
-        largest = torch.finfo(bias.dtype).max
-        bias = bias.clamp(-largest, largest)
     return bias if allowed is None else torch.where(allowed, bias, -torch.inf)
 
 

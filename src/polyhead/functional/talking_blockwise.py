@@ -122,7 +122,7 @@ class _Talking(torch.autograd.Function):
         ctx: Any, tiles: _Tiles, query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix: Tensor
     ) -> tuple[Tensor, ...]:
         output, logsumexp, totals, statistics = _forward(tiles, query, key, value, logits_mix, weights_mix)
-        ctx.tiles = tiles
+        ctx.tiles, ctx.versions = tiles, tiles.versions()
         ctx.save_for_backward(query, key, value, logits_mix, weights_mix, logsumexp, totals)
         ctx.mark_non_differentiable(logsumexp, *statistics.values())
         return output, logsumexp, *statistics.values()
@@ -131,6 +131,7 @@ class _Talking(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise BackendUnsupported("blockwise", ['tiles of talking heads have no second derivative; "reference" has'])
+        ctx.tiles.check_versions(ctx.versions)
         return None, *_backward(ctx.tiles, grad, *ctx.saved_tensors)
 
 

@@ -65,7 +65,7 @@ class _Attention(torch.autograd.Function):
         *biases: Tensor,
     ) -> tuple[Tensor, ...]:
         found = _forward(tiling, query, key, value, sinks, blocks=any(ctx.needs_input_grad))
-        ctx.tiling = tiling
+        ctx.tiling, ctx.versions = tiling, tiling.versions()
         ctx.blocks = tuple(found.blocks)
         statistics = tuple(found.statistics.values())
         ctx.save_for_backward(
@@ -89,6 +89,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tiling = ctx.tiling
+        tiling.check_versions(ctx.versions)
         query, key, value, sinks, output, logsumexp, shift, total, *rest = ctx.saved_tensors
         names = () if tiling.statistics is None else tiling.statistics.names
         statistics = dict(zip(names, rest, strict=False))

@@ -107,6 +107,29 @@ class Tiling:
         own.workspace = self.workspace
         return own
 
+    def versions(self) -> list[int]:
+        """Versions of the tensors that the mask and the seed hold and that no input of the function is."""
+        if torch.compiler.is_compiling():
+            return []
+        mask = self.visibility
+        held = [self.seed]
+        if mask is not None:
+            held += [
+                mask.allowed,
+                mask.query_positions,
+                mask.key_positions,
+                *(x for ids in mask.documents for x in ids),
+            ]
+        return [x._version for x in held if x is not None and not x.is_inference()]
+
+    def check_versions(self, before: list[int]) -> None:
+        """Refuse a backward that would compute the tiles again from another mask or seed than the forward had."""
+        if self.versions() != before:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                "a tensor of the mask, or the seed, was written to between the forward and the backward"
+            )
+
     def room(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor | None:
         """Memory of that name for a tile, to be given as `out`."""
         return None if self.workspace is None else self.workspace.tile(name, shape, like)

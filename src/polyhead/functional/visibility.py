@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead.errors import DeviceError, MaskError
 from polyhead.functional.tracing import is_exporting
-from polyhead.masks import Mask, Padding, RelativeBias
+from polyhead.masks import Mask, Padding, RelativeBias, _readable
 
 Span = tuple[int, int]  # from, to (exclusive)
 
@@ -117,17 +117,22 @@ class Visibility:
         """What is added to the logits, [batch or 1, heads or 1, rows, columns], finite wherever the tile is visible."""
         result: Tensor | None = None
         for bias in self.biases:
-            tile = _cut(bias, rows, columns).to(dtype)
-            result = tile if result is None else result + tile
+            tile = _narrowed(_cut(bias, rows, columns), dtype)
+            result = tile if result is None else _added(result, tile)
         for term in self.relative_biases:
+            table = _narrowed(term.table, dtype)
             # All pairs of a distance add up in the gradient of its column, so on the tape a sum in float32 is made a
             # wide one; in half precision the weights are coarser than the sum, and the tile is what takes the memory.
-            is_summed = torch.is_grad_enabled() and term.table.requires_grad and dtype is torch.float32
-            is_summed = is_summed and term.table.device.type != "mps"
-            table = term.table.to(torch.float64 if is_summed else dtype)
+            if (
+                torch.is_grad_enabled()
+                and table.requires_grad
+                and dtype is torch.float32
+                and table.device.type != "mps"
+            ):
+                table = table.double()
             tile = table[:, self.relative_index(term, rows, columns)].to(dtype)  # [heads, (batch,) rows, columns]
             tile = tile[None] if tile.ndim == 3 else tile.transpose(0, 1)
-            result = tile if result is None else result + tile
+            result = tile if result is None else _added(result, tile)
         return result
 
     def relative_index(self, term: RelativeBias, rows: Span, columns: Span) -> Tensor:
@@ -196,29 +201,42 @@ def resolve(
 
     query_real, key_real = None, None
     query_positions, key_positions, key_ordinals = None, None, None
+    first_keys: Tensor | None = None  # [batch]: padding on the left
+    key_ends, query_ends, is_aligned = None, None, True  # [batch]: where padding on the right begins
     for padding in mask.padding:
         real_keys, real_queries = _check_lengths(padding, batch, queries, keys, device)
         key_real = _both(key_real, _real(real_keys, keys, padding.side))
         if real_queries is not None:
             query_real = _both(query_real, _real(real_queries, queries, padding.side))
-        index = torch.arange(keys, device=device)[None]
         if padding.side == "left":
-            key_ordinals = index - (keys - real_keys)[:, None]
-        elif queries != keys or padding.queries is not None:
-            shift = real_keys - (queries if real_queries is None else real_queries)
-            query_positions = torch.arange(queries, device=device) + shift[:, None]
-            key_positions = index
+            first_keys = _fewer(first_keys, real_keys)
+        else:
+            key_ends = _fewer(key_ends, real_keys)
+            query_ends = query_ends if real_queries is None else _fewer(query_ends, real_queries)
+            is_aligned = is_aligned and queries == keys and padding.queries is None
+    index = torch.arange(keys, device=device)[None]
+    if first_keys is not None:
+        key_ordinals = index - (keys - first_keys)[:, None]
+    if key_ends is not None and not is_aligned:
+        shift = key_ends - (queries if query_ends is None else query_ends)
+        query_positions, key_positions = torch.arange(queries, device=device) + shift[:, None], index
     documents = []
     for packed in mask.packed:
         query_ids, key_ids = _check_rows("document ids", packed.queries, packed.keys, batch, queries, keys, device)
         documents.append((query_ids, key_ids))
         query_real, key_real = _both(query_real, query_ids >= 0), _both(key_real, key_ids >= 0)
+    aligns_documents = any(packed.keys is not None for packed in mask.packed)
+    if len(documents) and (ordinals or aligns_documents):
+        assert query_real is not None and key_real is not None
+        query_ids, key_ids = documents[0]
+        for more in documents[1:]:
+            query_ids, key_ids = _of_both(_ranks(query_ids, key_ids), _ranks(*more))
+        # Padding is no token of a document, whatever its id.
+        query_ids, key_ids = torch.where(query_real, query_ids, -1), torch.where(key_real, key_ids, -1)
         key_ordinals = _ordinals(key_ids) if ordinals else None
-        if packed.keys is not None:
-            query_positions, key_positions = (
-                -_ordinals(query_ids.flip(-1)).flip(-1),
-                -_ordinals(key_ids.flip(-1)).flip(-1),
-            )
+        if aligns_documents:
+            query_positions = -_ordinals(query_ids.flip(-1)).flip(-1)
+            key_positions = -_ordinals(key_ids.flip(-1)).flip(-1)
     if mask.placed is not None:
         query_positions, key_positions = _check_rows("positions", *mask.placed, batch, queries, keys, device)
         key_ordinals = key_positions
@@ -258,6 +276,24 @@ def _both(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a & b
 
 
+def _fewer(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else torch.minimum(a, b)
+
+
+def _narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """`bias.to(dtype)`; a finite value beyond the range makes a key unlikely, only a stated -inf may hide it."""
+    largest = torch.finfo(dtype).max
+    if torch.finfo(bias.dtype).max <= largest:
+        return bias.to(dtype)
+    return torch.where(bias.isinf(), bias, bias.clamp(-largest, largest)).to(dtype)
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum, finite where both terms are: a bias is often the least number of its dtype, and so may another be."""
+    total, largest = a + b, torch.finfo(a.dtype).max
+    return torch.where(a.isinf() | b.isinf(), total, total.clamp(-largest, largest))
+
+
 def _cut(tensor: Tensor, rows: Span, columns: Span) -> Tensor:
     """The tile of a mask tensor whose query axis may be broadcast."""
     tensor = tensor[..., columns[0] : columns[1]]
@@ -277,6 +313,24 @@ def _ordinals(ids: Tensor) -> Tensor:
     starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     run_start = torch.where(starts, index, torch.zeros_like(index)).cummax(-1).values
     return torch.zeros_like(index).scatter(-1, order, index - run_start)
+
+
+def _ranks(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The place of each id among the different ids of its row, of queries and keys together."""
+    rows = max(query_ids.shape[0], key_ids.shape[0])
+    ids = torch.cat([query_ids.expand(rows, -1), key_ids.expand(rows, -1)], -1)
+    ordered, order = ids.sort(dim=-1)
+    steps = torch.zeros_like(order)
+    steps[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    ranks = torch.zeros_like(order).scatter(-1, order, steps.cumsum(-1))
+    queries, keys = ranks.split([query_ids.shape[1], key_ids.shape[1]], -1)
+    return queries, keys
+
+
+def _of_both(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids that are equal where the ranks of both document masks are."""
+    base = one[0].shape[1] + one[1].shape[1]
+    return one[0] * base + other[0], one[1] * base + other[1]
 
 
 def _check_dense(tensor: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
@@ -304,7 +358,7 @@ def _check_lengths(
             raise MaskError(
                 f"lengths must name every sequence of the batch, got {lengths.shape[0]} lengths for {batch} sequences"
             )
-        if lengths.device.type == "cpu" and batch and not torch.compiler.is_compiling() and int(lengths.max()) > size:
+        if batch and _readable(lengths) and int(lengths.max()) > size:
             raise MaskError(f"{name} lengths must not exceed the sequence, got {int(lengths.max())} for {size} tokens")
     return (
         _beside("lengths", padding.keys, device),

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from polyhead.errors import OptionError
+from polyhead.inspection.heads import Head
+from polyhead.inspection.matching import Matching, Unmatched, match_heads
 from polyhead.inspection.result import Inspection
-from polyhead.observatory import AttentionSite
+from polyhead.inspection.vocabulary import IMPORTANCE
 
 DEVIATIONS = 1.96  # of the difference, from which on it is beyond sampling error
 LEAST = 0.01  # of the larger value: with many tokens every difference is beyond sampling error
@@ -16,10 +17,10 @@ LEAST = 0.01  # of the larger value: with many tokens every difference is beyond
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One number of one head in both."""
+    """One number of one head in both, at its place in the first and at that in the second."""
 
-    site: AttentionSite
-    head: int
+    head: Head
+    head_after: Head
     name: str
     before: float
     after: float
@@ -38,13 +39,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What changed from one inspection to another."""
+    """What changed from one inspection to another; heads with roles are at their places in the first."""
 
     changes: tuple[Change, ...]
-    gained: tuple[tuple[AttentionSite, int, str], ...]  # roles
-    lost: tuple[tuple[AttentionSite, int, str], ...]
-    only_before: int  # heads that the other does not have
-    only_after: int
+    gained: tuple[tuple[Head, str], ...]  # roles
+    lost: tuple[tuple[Head, str], ...]
+    only_before: tuple[Unmatched, ...]  # heads that the other does not have
+    only_after: tuple[Unmatched, ...]
+    losses: tuple[str | None, str | None] = (None, None)  # by which importance was measured in both
 
     def beyond(self, name: str | None = None) -> tuple[Change, ...]:
         """The changes beyond sampling error, of one statistic or of all, the clearest first."""
@@ -53,28 +55,29 @@ class Comparison:
 
 
 def compare(before: Inspection, after: Inspection) -> Comparison:
-    """Head by head, by the path of its layer and its number.
+    """Compare two inspections head by head, each with the same head of the unedited model.
 
     The standard error of a mean is that of its documents where the inspection knows it (roles), and that of its tokens
     otherwise. Tokens of a document are alike, so the latter is too small: such a difference is marked from
     1.96 standard errors on, each counted as if only one token in eight were new.
     """
+    found = match_heads(before, after)
     mine, theirs = _rows(before), _rows(after)
-    both = [place for place in mine if place in theirs]
-    if not len(both):
-        raise OptionError("two inspections are compared head by head, got none that both models have")
     names = [name for name in before.table.names if name in after.table.names]
+    losses = before.facts.get("loss"), after.facts.get("loss")
+    if losses[0] != losses[1]:  # nats and cosines have no difference
+        names = [name for name in names if name not in IMPORTANCE]
     changes = []
-    for place in both:
-        one, other = mine[place], theirs[place]
+    for head, twin in found.pairs:
+        one, other = mine[head], theirs[twin]
         for name in names:
             value, changed = one[name], other[name]
             if math.isnan(value) or math.isnan(changed):
                 continue
             error = math.hypot(_error(one, name), _error(other, name))
-            changes.append(Change(one["site_"], place[2], name, value, changed, error))
-    gained, lost = _roles(before, after)
-    return Comparison(tuple(changes), gained, lost, len(mine) - len(both), len(theirs) - len(both))
+            changes.append(Change(head, twin, name, value, changed, error))
+    gained, lost = _roles(before, after, found)
+    return Comparison(tuple(changes), gained, lost, found.only_before, found.only_after, losses)
 
 
 TOKENS_ALIKE = 8
@@ -88,23 +91,23 @@ def _error(row: dict[str, Any], name: str) -> float:
     return math.nan
 
 
-def _rows(inspection: Inspection) -> dict[tuple[str, str, int], dict[str, Any]]:
-    rows = zip(inspection.table.rows(), inspection.table.sites, strict=True)
-    return {(row["site"], row["kind"], row["head"]): {**row, "site_": site} for row, site in rows}
+def _rows(inspection: Inspection) -> dict[Head, dict[str, Any]]:
+    table = inspection.table
+    return dict(zip(zip(table.sites, table.heads, strict=True), table.rows(), strict=True))
 
 
 def _roles(
-    before: Inspection, after: Inspection
-) -> tuple[tuple[tuple[AttentionSite, int, str], ...], tuple[tuple[AttentionSite, int, str], ...]]:
-    def held(inspection: Inspection) -> dict[tuple[str, str, int], tuple[AttentionSite, frozenset[str]]]:
-        return {(x.site.name, x.site.kind, x.head): (x.site, x.roles) for x in inspection.roles}
-
-    mine, theirs = held(before), held(after)
+    before: Inspection, after: Inspection, matching: Matching
+) -> tuple[tuple[tuple[Head, str], ...], tuple[tuple[Head, str], ...]]:
+    mine, theirs = ({(x.site, x.head): x.roles for x in inspection.roles} for inspection in (before, after))
     gained, lost = [], []
-    for place in mine.keys() & theirs.keys():
-        site, roles = mine[place]
-        now = theirs[place][1]
-        gained += [(site, place[2], role) for role in sorted(now - roles)]
-        lost += [(site, place[2], role) for role in sorted(roles - now)]
-    order = lambda x: (x[0].stack, x[0].layer, x[1], x[2])  # noqa: E731
+    for head, twin in matching.pairs:
+        if head in mine and twin in theirs:
+            gained += [(head, role) for role in sorted(theirs[twin] - mine[head])]
+            lost += [(head, role) for role in sorted(mine[head] - theirs[twin])]
+
+    def order(found: tuple[Head, str]) -> tuple[str, int, int, str]:
+        (site, head), role = found
+        return site.stack, site.layer, head, role
+
     return tuple(sorted(gained, key=order)), tuple(sorted(lost, key=order))

@@ -34,7 +34,11 @@ PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of 
 
 
 def save_inspection(folder: Path, inspection: Inspection) -> None:
-    """Write an inspection; the JSON file comes last, so that where it is, the others are."""
+    """Write an inspection; the JSON file comes last, so that where it is, the others are.
+
+    The one of an earlier time goes first: were it still there when this is interrupted, it would be read with the
+    table of another.
+    """
     from safetensors.torch import save as serialise
 
     sites = list(
@@ -46,6 +50,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
         for site, found in inspection.relations.items()
         for name, matrix in found.items()
     }
+    (folder / REST).unlink(missing_ok=True)
     write_whole(folder / TABLE, _parquet(inspection.table))
     write_whole(folder / MATRICES, serialise(matrices))
     write_whole(folder / PICTURES, serialise(_pictures(inspection, index)))
@@ -53,7 +58,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
         "format": FORMAT,
         "settings": inspection.settings.to_dict(),
         "facts": dict(inspection.facts),
-        "sites": [asdict(site) for site in sites],
+        "sites": [site.to_dict() for site in sites],
         "statistics": inspection.table.names,
         "roles": [
             {"site": index[x.site], "head": x.head, "scores": [asdict(score) for score in x.scores]}
@@ -112,7 +117,7 @@ def load_inspection(folder: Path) -> Inspection:
             f"this version reads inspections of format {FORMAT}, got {rest['format']} in {folder}; "
             "inspect the model again, with `polyhead inspect --save` and another folder"
         )
-    sites = [AttentionSite(**site) for site in rest["sites"]]
+    sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
     matrices: dict[AttentionSite, dict[str, Tensor]] = {}
     for name, matrix in load_file(folder / MATRICES).items():
         number, _, what = name.partition(".")
@@ -202,7 +207,7 @@ def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> He
     columns = {
         name: torch.tensor([_number(x) for x in found[name].to_pylist()], dtype=torch.float64)
         for name in found.column_names
-        if name not in ("site", "kind", "stack", "layer", "head")
+        if name not in ("site", "kind", "stack", "layer", "head", "original_head")
     }
     return HeadProfile(rows, tuple(found["head"].to_pylist()), names, columns)
 

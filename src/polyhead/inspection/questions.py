@@ -33,6 +33,7 @@ from polyhead.observatory import (
 from polyhead.observatory.distances import SiteDistances
 from polyhead.observatory.evidence import EvidenceGatherer, HeadEvidence
 from polyhead.observatory.evidence_tokens import rare_tokens
+from polyhead.observatory.origins import IN_CONFIG
 from polyhead.observatory.token_sample import TokenSample
 from polyhead.sources import Batch, LoadedModel
 from polyhead.sources.probes import repeated_batches
@@ -190,11 +191,14 @@ def random_twin(model: Any, seed: int) -> nn.Module:
     """A model of the same configuration, as it is before any training."""
     parameter = next(model.parameters())
     before = torch.get_default_dtype()
+    config = copy.deepcopy(model.config)
+    if hasattr(config, IN_CONFIG):  # its heads are no heads of the original
+        delattr(config, IN_CONFIG)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         torch.set_default_dtype(parameter.dtype)
         try:
-            twin: nn.Module = type(model)(copy.deepcopy(model.config))
+            twin: nn.Module = type(model)(config)
         finally:
             torch.set_default_dtype(before)
     return twin.to(parameter.device).eval()

@@ -25,6 +25,7 @@ from polyhead.sources import (
     special_tokens,
     token_classes,
 )
+from polyhead.sources.batching import digest_of
 
 # Intervals are over documents; a text of fewer is taken as one of as many documents as it has contexts.
 FEW_DOCUMENTS = 10
@@ -77,6 +78,11 @@ class Reader:
         """How often each token occurs, [vocabulary]."""
         ids = torch.tensor([token for context in self.contexts for token in context.ids])
         return torch.bincount(ids, minlength=len(self.classes))
+
+    @property
+    def digest(self) -> str:
+        """The whole text as the model reads it, in short: it decides which tokens count as rare, for example."""
+        return digest_of(self.contexts)
 
     @property
     def unknown(self) -> float:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +43,20 @@ from polyhead.observatory import (
 )
 from polyhead.observatory.evidence import EvidenceGatherer
 from polyhead.observatory.evidence_tokens import Meaning, rare_tokens
+from polyhead.observatory.origins import is_edited
+from polyhead.observatory.run_folder import held, sweep
 from polyhead.observatory.token_sample import TokenSample
 from polyhead.sources import LoadedModel, load_model
+from polyhead.sources.fingerprint import model_digest
+from polyhead.sources.models import check_layers
 from polyhead.sources.segments import Segments
 from polyhead.version import VERSION
 
 SAVE_SECONDS = 30.0
+# The settings that decide what is gathered; with others a run does not go on.
+GATHERED_BY = (
+    "context", "tokens", "batch_tokens", "layers", "statistics", "via_weights", "seed", "device", "dtype"
+)  # fmt: skip
 UNSEEN = (
     "what heads write, which say the same, copying and importance: the weights that the model itself returns do not "
     "tell what is done with them"
@@ -72,8 +83,26 @@ def inspect_model(
         save_seconds: how long a run gathers before it writes to the folder again.
         loaded: a model that is loaded already.
 
-    An interrupt (Ctrl-C) ends the reading: what was gathered until then is the result, and it says so.
+    An interrupt (Ctrl-C) ends the reading: what was gathered until then is the result, and it says so. A batch counts
+    as a whole or not at all, whatever ends the reading, so that a run that goes on equals one that was never stopped.
     """
+    if loaded is None and settings.layers is not None:
+        check_layers(settings.model, settings.layers, trust_remote_code=settings.trust_remote_code)
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(held(folder))
+            sweep(folder, OBSERVATIONS)
+        return _inspected(settings, folder, resume, report, save_seconds, loaded)
+
+
+def _inspected(
+    settings: Settings,
+    folder: Path | None,
+    resume: bool,
+    report: Report,
+    save_seconds: float,
+    loaded: LoadedModel | None,
+) -> Inspection:
     began = time.perf_counter()
     report(Progress("load the model", 0, None))
     loaded = loaded or load_model(
@@ -86,6 +115,16 @@ def inspect_model(
     questions = Questions(settings, loaded, Reader.of(loaded, settings), report)
     run = _Run(settings, loaded, questions.reader, questions, folder, report, save_seconds)
     return run.run(resume, began)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """What was gathered of so many whole batches; one value, so that no interrupt finds half of it."""
+
+    observations: Observations
+    batches: int = 0
+    digest: str | None = None  # of these batches
+    tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -174,45 +213,72 @@ class _Run:
             gather=gatherers,
             via_weights=self.settings.via_weights,
         )
-        start, digest, done = 0, None, 0
-        if resume:
-            start, digest, done = self.go_on(session, gatherers)
-        report, total = self.report, self.reader.tokens
-        report(Progress("read the text", done, total))
+        if self.folder is not None:
+            _ = self.origin  # computed now, while there is memory for it
+        read = self.go_on(session, gatherers) if resume else _Read(session.observations)
+        kept, report, total = read.batches, self.report, self.reader.tokens
+        report(Progress("read the text", read.tokens, total))
         saved = time.monotonic()
         with session:
             try:
-                for batch in self.reader.batches(start, digest):
+                for batch in self.reader.batches(read.batches, read.digest):
                     session.notes = self.reader.notes(batch)
                     self.reader.call(batch)
-                    done += batch.tokens
-                    start, digest = batch.index + 1, batch.digest
-                    report(Progress("read the text", done, total))
+                    read = _Read(session.observations, batch.index + 1, batch.digest, read.tokens + batch.tokens)
+                    report(Progress("read the text", read.tokens, total))
                     if self.folder is not None and time.monotonic() - saved >= self.save_seconds:
-                        self.keep(session.observations, start, digest, done)
-                        saved = time.monotonic()
+                        self.keep(read)
+                        kept, saved = read.batches, time.monotonic()
             except KeyboardInterrupt:
                 self.interrupted = True
-        observations = session.observations
-        if self.folder is not None:
-            self.keep(observations, start, digest, done)
-        if not len(observations.sites) and not len(observations.gathered):
+            except BaseException:  # an error of the model, no memory left, an end from outside
+                if self.folder is not None and read.batches > kept:
+                    self.keep(read)
+                raise
+        if not read.batches:
             raise OptionError("an inspection needs one batch at least, and was interrupted before the first was read")
-        return observations
+        if self.folder is not None:
+            self.keep(read)
+        return read.observations
 
-    def keep(self, observations: Observations, batches: int, digest: str | None, tokens: int) -> None:
+    def keep(self, read: _Read) -> None:
         assert self.folder is not None
-        facts = {"settings": self.settings.to_dict(), "batches": batches, "digest": digest, "tokens": tokens}
-        save(self.folder / OBSERVATIONS, observations, facts)
+        facts = {"batches": read.batches, "digest": read.digest, "tokens": read.tokens, **self.origin}
+        save(self.folder / OBSERVATIONS, read.observations, {"settings": self.settings.to_dict(), **facts})
 
-    def go_on(self, session: Session, gatherers: list[Gatherer]) -> tuple[int, str | None, int]:
+    @cached_property
+    def origin(self) -> dict[str, str]:
+        """The model and all of the text, in short."""
+        return {"model": model_digest(self.loaded.model), "text": self.reader.digest}
+
+    def go_on(self, session: Session, gatherers: list[Gatherer]) -> _Read:
         assert self.folder is not None
         path = self.folder / OBSERVATIONS
         if not path.exists():
-            return 0, None, 0  # it was killed before it had written anything
+            return _Read(session.observations)  # it was killed before it had written anything
         facts = read_facts(path)
+        if any(name not in facts for name in self.origin):
+            raise OptionError(
+                f"a run goes on that says which model and text it is of, got {path} of an older version, which may "
+                "have counted a batch twice; begin again in another folder"
+            )
+        now = json.loads(json.dumps(self.settings.to_dict()))
+        changed = [name for name in GATHERED_BY if facts["settings"].get(name) != now[name]]
+        if changed:
+            got = ", ".join(f"{name} {now[name]} for {facts['settings'].get(name)}" for name in changed)
+            raise OptionError(f"a run goes on with the settings it began with, got {got}")
+        if facts["model"] != self.origin["model"]:
+            raise OptionError(
+                f"a run goes on only with the model it began with, got {self.loaded.name} with other weights or "
+                "another configuration; begin again in another folder"
+            )
+        if facts["text"] != self.origin["text"]:
+            raise OptionError(
+                "a run goes on only with the text, tokenizer and batch size it began with, got another text; begin "
+                "again in another folder"
+            )
         session.go_on_from(load(path, gatherers))
-        return facts["batches"], facts["digest"], facts["tokens"]
+        return _Read(session.observations, facts["batches"], facts["digest"], facts["tokens"])
 
     def evidence(self) -> EvidenceGatherer:
         embedding = embedding_of(self.loaded.model)
@@ -229,6 +295,7 @@ class _Run:
             "model": str(self.loaded),
             "name": self.settings.model or self.loaded.name,
             "kind": self.loaded.kind,
+            **_sizes(self.loaded.model),
             "documents": len(self.reader.documents),
             "contexts": len(self.reader.contexts),
             "context": self.reader.context,
@@ -245,3 +312,10 @@ class _Run:
                 "python": platform.python_version(),
             },
         }
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    """By what another run is known to be of the same heads."""
+    config = model.config.get_text_config()
+    sizes = {name: getattr(config, name, None) for name in ("model_type", "hidden_size", "num_hidden_layers")}
+    return {**sizes, "edited": is_edited(model)}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from polyhead.errors import OptionError
+from polyhead.observatory.statistics import Wanted
 
 CONTEXT = 512  # tokens, or fewer where the model was made for fewer
 TOKENS = 65_536
@@ -40,9 +41,15 @@ class Settings:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("tokens", "batch_tokens", "context"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise OptionError(f"{name} must be at least 1, got {number}")
+        if not 0 <= self.seed < 1 << 63:
+            raise OptionError(f"seed must be an integer from 0 on, below 2^63, got {self.seed}")
+        if self.layers is not None and not self.layers:
+            raise OptionError("layers must be one at least, got none; leave them out for all")
+        Wanted.of(self.statistics)  # known names
         if self.importance not in IMPORTANCE:
             raise OptionError(f"importance is one of {', '.join(IMPORTANCE)}; got {self.importance!r}")
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polyhead.inspection.heads import Head, named
+from polyhead.inspection.heads import Head
+from polyhead.inspection.identity import described, originally
 from polyhead.inspection.vocabulary import Language, Text, role_of
 from polyhead.observatory.evidence_rows import WINDOW
 
@@ -42,13 +43,15 @@ def words_of(finding: Finding, language: Language = "en") -> str:
 
 
 def place_of(head: Head, language: Language = "en", *, stacked: bool = False) -> str:
-    """`layer 2 head 7`, with the stack where a model has several."""
+    """`layer 2 head 7`, with the stack where a model has several, and the origin of a head that was edited."""
     site, number = head
-    stack = site.stack.partition(".")[0]
+    stack, origin = site.stack.partition(".")[0], originally(head)
     if language == "zh":
         kind = "交叉注意力" if site.kind == "cross" else "自注意力"
-        return f"{f'{stack} {kind}，' if stacked else ''}第 {site.layer} 层第 {number} 头"
-    return f"{f'{stack} {site.kind}-attention, ' if stacked else ''}layer {site.layer} head {number}"
+        told = "" if origin is None else f"（{origin.zh}）"
+        return f"{f'{stack} {kind}，' if stacked else ''}第 {site.layer} 层第 {number} 头{told}"
+    told = "" if origin is None else f" ({origin.en})"
+    return f"{f'{stack} {site.kind}-attention, ' if stacked else ''}layer {site.layer} head {number}{told}"
 
 
 # ---- English
@@ -66,7 +69,7 @@ def _english(finding: Finding) -> str:
     if finding.kind == "matters":
         times = f", {values['times']:.0f} times the middle head" if "times" in values else ""
         if finding.column == "gradient":
-            return f"the loss hangs most on {place}: its slope is {values['value']:.3g}{times}"
+            return f"the loss hangs most on {place}: its slope is {values['value']:.3g} nats a token{times}"
         if values["turned"]:
             return f"taking out {place} turns a text's vector the most: 1 - cosine {values['value']:.2g}{times}"
         return f"taking out {place} costs the most: {values['value']:.3g} nats a token{times}"
@@ -89,7 +92,7 @@ def _article(role: str) -> str:
 
 
 def _listed(finding: Finding) -> str:
-    places = [place_of(head, stacked=True) if finding.stacked else named(head) for head in finding.heads]
+    places = [place_of(head, stacked=True) if finding.stacked else described(head) for head in finding.heads]
     return ", ".join(places[:-1]) + f" and {places[-1]}"
 
 
@@ -103,14 +106,16 @@ def _chinese(finding: Finding) -> str:
         evidence = chinese_evidence(values["role"], values["score"], values["null"], values["evidence"])
         return f"{place}{evidence}：“{role_of(values['role']).label.zh}”头"
     if finding.kind == "alike":
-        heads = [place_of(head, "zh", stacked=True) if finding.stacked else named(head) for head in finding.heads]
+        heads = [
+            place_of(head, "zh", stacked=True) if finding.stacked else described(head, "zh") for head in finding.heads
+        ]
         where = "（位于不同层）" if values["across"] else ""
         null = f"；随机权重只到 {values['null']:.2f}" if "null" in values else ""
         return f"头 {'、'.join(heads)} 说的是同一件事{where}，余弦 {values['cosine']:.2f}{null}"
     if finding.kind == "matters":
         times = f"，是中位的头的 {values['times']:.0f} 倍" if "times" in values else ""
         if finding.column == "gradient":
-            return f"损失最依赖{place}：斜率为 {values['value']:.3g}{times}"
+            return f"损失最依赖{place}：斜率为每个词元 {values['value']:.3g} 奈特{times}"
         if values["turned"]:
             return f"去掉{place}时文本向量转动最大：1 - 余弦为 {values['value']:.2g}{times}"
         return f"去掉{place}的代价最大：每个词元 {values['value']:.3g} 奈特{times}"

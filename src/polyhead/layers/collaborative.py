@@ -50,6 +50,8 @@ class CollaborativeAttention(MultiHeadAttention):
     (torch.Size([2, 10, 512]), 128)
     """
 
+    _may_be_plain = False
+
     def __init__(
         self,
         embed_dim: int,
@@ -66,7 +68,6 @@ class CollaborativeAttention(MultiHeadAttention):
         self.shared_dim = layout.num_heads * layout.head_dim if shared_dim is None else shared_dim
         super().__init__(embed_dim, num_heads, device=device, dtype=dtype, **options)
         self.mixing = nn.Parameter(torch.empty(num_heads, self.shared_dim, device=device, dtype=dtype))
-        self._has_plain_heads = False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -80,6 +80,8 @@ class DifferentialAttention(MultiHeadAttention):
     lambda_q2: Tensor
     lambda_k2: Tensor
 
+    _may_be_plain = False
+
     def __init__(
         self,
         embed_dim: int,
@@ -102,7 +104,6 @@ class DifferentialAttention(MultiHeadAttention):
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             self.register_parameter(name, nn.Parameter(torch.empty(half, device=device, dtype=dtype)))
         self.sinks = nn.Parameter(torch.empty(self.num_maps, device=device, dtype=dtype)) if sinks else None
-        self._has_plain_heads = False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

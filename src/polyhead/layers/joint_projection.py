@@ -18,6 +18,8 @@ from torch.nn.modules import module as nn_module
 
 from polyhead.functional.tracing import is_transformed
 
+_LINEAR = nn.Linear.forward
+
 
 class JointProjection:
     """The maps of `linears`, which must have one input width, as one matrix product where that is possible."""
@@ -55,6 +57,8 @@ class JointProjection:
             return False
         if any(self._hooks) or has_global_hooks() or torch._C._is_any_autocast_enabled() or is_transformed():
             return False
+        if not all(map(is_plain_linear, self.linears)):
+            return False
         for held, name, parameter, pointer in self._laid:
             if held.get(name) is not parameter or (parameter is not None and parameter.data_ptr() != pointer):
                 return False
@@ -80,13 +84,24 @@ class JointProjection:
         return F.linear(x, self.weight, self.bias)
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling the module multiplies by its weight: no other class, and no `forward` put in the place of its own
+    (adapters and offloading do that). Hooks are asked for apart, see `hooks_of`."""
+    return type(module) is nn.Linear and "forward" not in module.__dict__ and nn.Linear.forward is _LINEAR
+
+
 def hooks_of(linear: nn.Module) -> tuple[dict[int, Any], ...]:
     """The module's own tables of hooks; any that is not empty makes a call more than a matrix product."""
     return linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
 
 
 def has_global_hooks() -> bool:
-    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
+    return bool(
+        nn_module._global_forward_hooks
+        or nn_module._global_forward_pre_hooks
+        or nn_module._global_backward_hooks
+        or nn_module._global_backward_pre_hooks
+    )
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from polyhead.functional import Attended, AttentionOutput, Statistics, attention
 from polyhead.functional.decode import decode_runs_on
 from polyhead.functional.gates import gate_factors
 from polyhead.layers import checks
-from polyhead.layers.joint_projection import hooks_of
+from polyhead.layers.joint_projection import hooks_of, is_plain_linear
 from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.latent import KeepsKeysAlone
 from polyhead.layers.kv_cache.tokens import longest
@@ -31,7 +31,7 @@ from polyhead.layers.latent_forms import (
 from polyhead.layers.multi_head import Memory
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import decoded, first_position, normed, own_mask, split_heads
+from polyhead.layers.steps import decoded, first_position, keeps_cache, normed, own_mask, split_heads
 from polyhead.masks import Mask
 
 Form = Literal["auto", "expanded", "absorbed"]
@@ -198,6 +198,7 @@ class LatentAttention(nn.Module):
 
     # ---- the computation
 
+    @keeps_cache
     def forward(
         self,
         query: Tensor,
@@ -338,6 +339,8 @@ class LatentAttention(nn.Module):
         """Why the weight of kv_b_proj is not all that calling it would do; empty where it is."""
         if type(self.kv_b_proj) is not nn.Linear:
             return f"is a {type(self.kv_b_proj).__name__}"
+        if not is_plain_linear(self.kv_b_proj):
+            return "has a forward put in the place of its own"
         if self.kv_b_proj.bias is not None:
             return "has a bias"
         return "has hooks" if any(hooks_of(self.kv_b_proj)) else ""

@@ -18,15 +18,18 @@ from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.combining import CombinesHeads
 from polyhead.layers.heads import HeadMatrices, Heads, write_heads
-from polyhead.layers.joint_projection import JointProjection, hooks_of
+from polyhead.layers.joint_projection import JointProjection, hooks_of, is_plain_linear
 from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import Asked, decoded, first_position, normed, own_mask, split_heads
+from polyhead.layers.steps import Asked, decoded, first_position, keeps_cache, normed, own_mask, split_heads
 from polyhead.layers.taps import check_arrangement, draw_taps
 from polyhead.layers.torch_exchange import copy_from, options_of, to_torch
 from polyhead.masks import Mask
+
+# Anything but None in these stands between the projections and the attention, so that a call takes the long way.
+_EXTRAS = ("positions", "q_norm", "k_norm", "gate_proj", "combine", "softcap", "sinks")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +87,7 @@ class MultiHeadAttention(nn.Module):
     gate_proj: nn.Linear | None
     head_gate: Tensor | None
     init: Literal["xavier", "conv"] = "xavier"
+    _may_be_plain = True  # False where the heads of a class are not those of the formula
     # Told of every attention, for those who watch a model; a layer by itself has none.
     _listener: Callable[[Attended], None] | None = None
 
@@ -166,10 +170,7 @@ class MultiHeadAttention(nn.Module):
         self.gate_proj = linear(embed_dim, gates[output_gate], True) if output_gate else None
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         self.register_buffer("head_gate", None, persistent=False)
-        self._is_causal = self.mask is not None and self.mask.is_just_causal
-        mask = None if self._is_causal else self.mask
-        extras = (positions, mask, qk_norm, output_gate, combine, softcap, self.sinks, layout.key_heads)
-        self._has_plain_heads = all(x is None for x in extras) and layout.value_dim == layout.head_dim
+        self._choose_path()
         self.reset_parameters()
         self._join_projections()
 
@@ -193,8 +194,22 @@ class MultiHeadAttention(nn.Module):
         if self.combine is not None:
             self.combine.reset_parameters()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if (name in _EXTRAS or name in ("mask", "layout")) and "_has_plain_heads" in self.__dict__:
+            self._choose_path()
+
+    def _choose_path(self) -> None:
+        """Whether `_forward_plain` may serve, and whether it is causal; chosen anew when an option is set."""
+        mask, layout = self.mask, self.layout
+        self._is_causal = mask is not None and mask.is_just_causal
+        extras = (None if self._is_causal else mask, layout.key_heads, *(getattr(self, name) for name in _EXTRAS))
+        is_plain = all(x is None for x in extras) and layout.value_dim == layout.head_dim
+        self._has_plain_heads = self._may_be_plain and is_plain
+
     # ---- the computation
 
+    @keeps_cache
     def forward(
         self,
         query: Tensor,
@@ -375,7 +390,7 @@ class MultiHeadAttention(nn.Module):
         last, hooks = self._last
         if width != layout.embed_dim or not (batch and length) or out_proj is not last or any(hooks):
             return None
-        if type(out_proj) is not nn.Linear:
+        if not is_plain_linear(out_proj):
             return None
         if joint.linears != (modules["q_proj"], modules["k_proj"], modules["v_proj"]) or not joint.is_one_product(x):
             return None

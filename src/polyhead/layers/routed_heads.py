@@ -35,7 +35,7 @@ from polyhead.layers.routed_checks import (
     routed_layout,
 )
 from polyhead.layers.routing import HeadRouter, Routing
-from polyhead.layers.steps import Asked, decoded, first_position, normed, own_mask, split_heads
+from polyhead.layers.steps import Asked, decoded, first_position, keeps_cache, normed, own_mask, split_heads
 from polyhead.masks import Mask
 
 
@@ -231,6 +231,7 @@ class RoutedHeads(nn.Module):
 
     # ---- the computation
 
+    @keeps_cache
     def forward(
         self,
         query: Tensor,

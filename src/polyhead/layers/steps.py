@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,9 @@ from polyhead.functional.decode import CacheArguments
 from polyhead.functional.uneven import uneven_cached_attention
 from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.masks import Mask
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +38,20 @@ class Asked:
     def is_plain(self) -> bool:
         """Nothing that the decode kernels do not have."""
         return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
+
+
+def keeps_cache(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A layer's `forward` that leaves its cache as it was where it raises, so that the call can be made again."""
+
+    @functools.wraps(forward)
+    def call(*tensors: Arguments.args, **options: Arguments.kwargs) -> Result:
+        cache = options.get("cache")
+        if not isinstance(cache, KVCache):
+            return forward(*tensors, **options)
+        with cache.unchanged_on_failure():
+            return forward(*tensors, **options)
+
+    return call
 
 
 def own_mask(causal: bool, window: int | None) -> Mask | None:

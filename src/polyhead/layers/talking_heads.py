@@ -47,6 +47,8 @@ class TalkingHeads(MultiHeadAttention):
     # Told the mixed weights of every call, where `combined_weights` asks for them.
     _mixed_listener: list[CombinedWeights] | None = None
 
+    _may_be_plain = False
+
     def __init__(
         self,
         embed_dim: int,
@@ -68,7 +70,6 @@ class TalkingHeads(MultiHeadAttention):
         super().__init__(embed_dim, num_heads, device=device, dtype=dtype, **options)
         if isinstance(self.positions, BiasesLogits):
             refuse_biases(type(self.positions).__name__)
-        self._has_plain_heads = False
         self.logits_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
         self.weights_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
 
@@ -109,9 +110,8 @@ class TalkingHeads(MultiHeadAttention):
         sum_h A[h, g] q_h . k_h is one product of [A[1, g] q_1 .. A[h, g] q_h] and [k_1 .. k_h].
         """
         heads = self.layout.num_heads
-        mix = self.logits_mix.detach().to(q.dtype)
-        queries = torch.einsum("bhqd,hg->bgqhd", q.detach(), mix).flatten(3)
-        keys = over_heads(k.detach(), heads).transpose(1, 2).flatten(2)[:, None]
+        queries = torch.einsum("bhqd,hg->bgqhd", q, self.logits_mix.to(q.dtype)).flatten(3)
+        keys = over_heads(k, heads).transpose(1, 2).flatten(2)[:, None]
         scale = self.layout.head_dim**-0.5 if self.scale is None else self.scale
         return Attended(queries, keys, v, result, mask, scale)
 

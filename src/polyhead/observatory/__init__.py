@@ -5,6 +5,7 @@ from polyhead.observatory.contributions import Contributions
 from polyhead.observatory.distances import AttentionDistances
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
+from polyhead.observatory.kept_statistics import KeptStatistics, SiteRows
 from polyhead.observatory.maps import AttentionMaps
 from polyhead.observatory.observations import Observations
 from polyhead.observatory.routing import RoutingCounts, RoutingLoad
@@ -22,11 +23,13 @@ __all__ = [
     "Gathered",
     "Gatherer",
     "HeadProfile",
+    "KeptStatistics",
     "Notes",
     "Observations",
     "RoutingCounts",
     "RoutingLoad",
     "Session",
+    "SiteRows",
     "Wiring",
     "find_wiring",
     "load",

@@ -67,10 +67,10 @@ class Tell:
                 f"an adapter without a true attribute `gates` leaves the heads' outputs alone, "
                 f"got a gate for {call.site.name!r} and {type(self.adapter).__name__}"
             )
-        if call.counts:
+        if call.counts or call.differentiable:
             call.mask = mask
             call.tokens = call.tokens if tokens is None else tokens
-            with torch.no_grad():
+            with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
                 seen = value if call.whole else value[..., :1]
                 result = attention(
                     query, key, seen, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=call.asked,

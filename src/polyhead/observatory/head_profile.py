@@ -19,6 +19,9 @@ from polyhead.observatory.statistics import AttentionSite
 class HeadProfile:
     """One row a head: where it is, over how many tokens it was watched, and each statistic.
 
+    In tables that are handed on, `original_head` is its number in the unedited model: `5`, `2+7` for a merged head,
+    `new` for one that an edit grew.
+
     `table["entropy"]` is the mean over tokens, `table["entropy_spread"]` the standard deviation, `table["entropy_max"]`
     the largest, each a float64 tensor of as many numbers as there are heads. NaN where a statistic has no meaning, as
     reach has none in a cross-attention. `print(table)` shows it, a notebook shows cards; `to_arrow`, `to_pandas` and
@@ -43,6 +46,7 @@ class HeadProfile:
         numbers = {name: column.tolist() for name, column in self.columns.items()}
         for index, (site, head) in enumerate(zip(self.sites, self.heads, strict=True)):
             place = {"site": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "head": head}
+            place["original_head"] = site.label(head)
             yield {**place, **{name: column[index] for name, column in numbers.items()}}
 
     def __repr__(self) -> str:
@@ -78,6 +82,7 @@ class HeadProfile:
     def _arrays(self) -> dict[str, Any]:
         places = {name: [getattr(site, name) for site in self.sites] for name in ("kind", "stack", "layer")}
         place = {"site": [site.name for site in self.sites], **places, "head": list(self.heads)}
+        place["original_head"] = [site.label(head) for site, head in zip(self.sites, self.heads, strict=True)]
         return {**place, **{name: column.numpy() for name, column in self.columns.items()}}
 
     def _repr_html_(self) -> str:
@@ -104,8 +109,8 @@ class HeadProfile:
                 header.append(f"{name}_max")
                 shown.append((f"{name}_max", ""))
         body = []
-        for row in self.rows():
-            cells = [f"{row['layer']}.{row['head']}", f"{row['tokens']:,.0f}"]
+        for site, row in zip(self.sites, self.rows(), strict=True):
+            cells = [f"{row['layer']}.{row['head']}{site.original(row['head'])}", f"{row['tokens']:,.0f}"]
             for name, spread in shown:
                 number = row[name]
                 text = "-" if math.isnan(number) else f"{number:.3g}"

@@ -56,7 +56,9 @@ def cards_html(table: Table, said: Callable[[AttentionSite, int], list[str]] = l
     found: dict[AttentionSite, list[str]] = {}
     for row, (site, head) in enumerate(zip(table.sites, table.heads, strict=True)):
         numbers = [Number(name, text, places[name][row]) for name, text in zip(header[1:], body[row][1:], strict=True)]
-        found.setdefault(site, []).append(card(f"layer {site.layer} head {head}", said(site, head), numbers))
+        found.setdefault(site, []).append(
+            card(f"layer {site.layer} head {head}{site.original(head)}", said(site, head), numbers)
+        )
     return "".join(folded(f"cards of {site.name}, {site.kind}-attention", "".join(x)) for site, x in found.items())
 
 
@@ -80,6 +82,6 @@ def _shaded_by(table: Table, name: str) -> Callable[[AttentionSite, int], Cell |
         if row is None:
             return None
         text = "-" if math.isnan(numbers[row]) else f"{numbers[row]:.2g}"
-        return Cell(text, places[row] or 0.0, f"layer {site.layer} head {head}: {name} {text}")
+        return Cell(text, places[row] or 0.0, f"layer {site.layer} head {head}{site.original(head)}: {name} {text}")
 
     return cell

@@ -11,7 +11,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.observatory.gathering import Gathered
 from polyhead.observatory.head_profile import HeadProfile
-from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
+from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted, stack_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +29,11 @@ class Observations:
         found = {(x.site.name, x.site.kind): x for x in self.sites}
         for site in other.sites:
             name = (site.site.name, site.site.kind)
+            if name in found and found[name].site != site.site:
+                raise OptionError(
+                    f"only observations of one model can be merged, got {name[0]!r} as {found[name].site} and as "
+                    f"{site.site}; layers are numbered in the order of their first call"
+                )
             found[name] = found[name].merge(site) if name in found else site
         gathered = {site: dict(values) for site, values in self.gathered.items()}
         for place, values in other.gathered.items():
@@ -41,8 +46,8 @@ class Observations:
     @property
     def profile(self) -> HeadProfile:
         """One row a head, stack by stack and layer by layer. This is where a device is waited for."""
-        stacks = list(dict.fromkeys((x.site.stack, x.site.kind) for x in self.sites))
-        sites = sorted(self.sites, key=lambda x: (stacks.index((x.site.stack, x.site.kind)), x.site.layer))
+        order = stack_order(x.site for x in self.sites)
+        sites = sorted(self.sites, key=lambda x: order[x.site])
         names = [name for name in self.wanted.names if any(name in site.columns for site in self.sites)]
         rows = [(site.site, head) for site in sites for head in site.heads]
         computed = [(site.compute(), len(site.heads)) for site in sites]

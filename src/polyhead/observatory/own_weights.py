@@ -150,8 +150,7 @@ class _Reader:
         self.asked = None
         if output is None:
             return None  # it has raised
-        with torch.no_grad():
-            self._read(asked, output)
+        self._read(asked, output)
         if asked.by_caller:
             return None
         return type(output)(**{name: x for name, x in output.items() if not name.endswith("attentions")})
@@ -219,7 +218,7 @@ class _Reader:
         if columns is not None:
             first = _known(place, columns, batch, gone + keys).to(torch.uint8).argmax(-1) - gone
         call = self.watcher.call(place, heads, real, cross=cross)
-        if call is None or not (call.counts or call.gate is not None):
+        if call is None or not (call.counts or call.differentiable or call.gate is not None):
             return
         if call.gate is not None:
             raise OptionError(
@@ -228,7 +227,9 @@ class _Reader:
         call.tokens = real
         if gone:
             call.sinks_in_view = weights.new_zeros(batch, dtype=torch.bool) if first is None else first >= 0
-        call.tell(_attended(place, weights, real, first, call.asked, cross=cross))
+        with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
+            attended = _attended(place, weights, real, first, call.asked, cross=cross)
+        call.tell(attended)
 
 
 def _check_call(module: nn.Module, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> None:
@@ -268,11 +269,12 @@ def _attended(
     cross: bool,
 ) -> Attended:
     """An attention that has these weights: queries and keys say nothing, the weights' logarithms are added to that."""
-    weights = weights.detach().to(torch.float64 if weights.dtype is torch.float64 else torch.float32)
+    weights = weights.to(torch.float64 if weights.dtype is torch.float64 else torch.float32)
     batch, heads, queries, keys = weights.shape
-    sums = weights.sum(-1)
-    wrong = ~((sums - 1).abs() <= _ROUNDING) & (sums != 0) | (weights.amin(-1) < 0)  # [batch, heads, queries]
-    later = weights.triu(keys - queries + 1).amax((1, 3)) > 0
+    plain = weights.detach()
+    sums = plain.sum(-1)
+    wrong = ~((sums - 1).abs() <= _ROUNDING) & (sums != 0) | (plain.amin(-1) < 0)  # [batch, heads, queries]
+    later = plain.triu(keys - queries + 1).amax((1, 3)) > 0
     if real is not None:
         wrong, later = wrong & real[:, None], later & real
     is_wrong, is_later = torch.stack([wrong.any(), later.any()]).tolist()
@@ -283,12 +285,15 @@ def _attended(
             "learned sinks and approximations of attention are not told from weights"
         )
     # Keys that no head looks at count as hidden. Some are only too far below the others to have a weight.
-    mask = Mask.dense((weights > 0).any(1, keepdim=True))
+    seen = plain > 0
+    mask = Mask.dense(seen.any(1, keepdim=True))
     if first is not None:
         mask = mask & Mask.lengths(keys - first.clamp_min(0), side="left")
     if not cross and queries > 1 and not is_later:
         mask = mask & Mask.causal()  # hides nothing more, and half of the work can be skipped
-    mask = mask & Mask.bias(weights.log().clamp_min(_NEVER), zero_one=True)
+    # A weight of 0 has a logarithm without a gradient, so the logarithm is taken of the others alone.
+    logits = torch.where(seen, torch.where(seen, weights, 1.0).log(), _NEVER)
+    mask = mask & Mask.bias(logits, zero_one=True)
     query, key = weights.new_zeros(batch, heads, queries, _WIDTH), weights.new_zeros(batch, 1, keys, _WIDTH)
     result = attention(query, key, key, mask=mask, scale=1.0, statistics=asked, logsumexp=True, finite=True)
     result = replace(result, output=result.output[..., :0])

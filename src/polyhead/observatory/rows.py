@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from polyhead.functional import RowStatistics
 from polyhead.masks import Mask
 
 
@@ -93,6 +94,15 @@ def hidden_by_bias(mask: Mask | None) -> Tensor | None:
         hidden = (bias.detach()[:, :1] <= least / 2) & (bias.detach()[:, :1] >= least)
         count = hidden.sum(-1) if count is None else count + hidden.sum(-1)
     return count
+
+
+def corrected(rows: RowStatistics, hidden: Tensor | None, sinks_in_view: Tensor | None) -> RowStatistics:
+    """The rows without the keys that a bias hides (`hidden_by_bias`), nor sinks where [batch] says they are gone."""
+    if sinks_in_view is not None and rows.sink_mass is not None:
+        rows = replace(rows, sink_mass=torch.where(sinks_in_view[:, None, None], rows.sink_mass, 0.0))
+    if hidden is not None and rows.visible_keys is not None:
+        rows = replace(rows, visible_keys=rows.visible_keys - hidden)
+    return rows
 
 
 def _within(lengths: Tensor, size: int, side: str, device: torch.device) -> Tensor:

@@ -33,7 +33,7 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
     statistics = {x.site: x for x in observations.sites}
     sites = []
     for index, site in enumerate(dict.fromkeys([*observations.calls, *statistics, *observations.gathered])):
-        described: dict[str, Any] = {**asdict(site), "calls": observations.calls.get(site, 0)}
+        described: dict[str, Any] = {**site.to_dict(), "calls": observations.calls.get(site, 0)}
         parts: dict[str, dict[str, Tensor]] = {}
         if site in statistics:
             described |= {"heads": statistics[site].heads, "columns": statistics[site].columns}
@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str], gather: Sequence[Gatherer] = ()) -> Obser
     found = {gatherer.name: gatherer for gatherer in gather}
     sites, gathered, calls = [], {}, {}
     for index, described in enumerate(facts["sites"]):
-        site = AttentionSite(**{name: described[name] for name in AttentionSite.__dataclass_fields__})
+        site = AttentionSite.from_dict(described)
         calls[site] = described["calls"]
         if "columns" in described:
             empty = SiteStatistics.empty(site, described["heads"], described["columns"])

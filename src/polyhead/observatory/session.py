@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
@@ -14,16 +14,27 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.functional import Attended, RowStatistics, Statistics
-from polyhead.geometry import HeadId
+from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.masks import Mask
 from polyhead.observatory import adapters as adapting
 from polyhead.observatory import own_weights, torch_modules, transformers_models
 from polyhead.observatory.gathering import Gathered, Gatherer, Notes
 from polyhead.observatory.head_profile import HeadProfile
+from polyhead.observatory.kept_statistics import NOT_REQUESTED, Keeper, KeptStatistics
 from polyhead.observatory.observations import Observations
-from polyhead.observatory.rows import Tokens, hidden_by_bias
+from polyhead.observatory.origins import is_edited, origins_of
+from polyhead.observatory.rows import Tokens, corrected, hidden_by_bias
+from polyhead.observatory.session_limits import (
+    OneThread,
+    check_heads,
+    check_numbers,
+    check_paths,
+    stack_of,
+    with_the_same_modules,
+)
+from polyhead.observatory.staging import Staging, Tally, around
 from polyhead.observatory.statistics import AttentionSite, SiteStatistics, Wanted
-from polyhead.observatory.watching import Place
+from polyhead.observatory.watching import Place, is_recomputed
 
 _UNANNOUNCED = transformers_models.Arrival()
 
@@ -38,6 +49,7 @@ def observe(
     every: int = 1,
     via_weights: bool = False,
     adapters: adapting.Adapters | None = None,
+    keep_statistics: bool = False,
 ) -> Session:
     """Gather statistics of every head of `model` while it runs inside a `with` block.
 
@@ -55,9 +67,13 @@ def observe(
             for models that compute attention by themselves. Slow, and the memory grows with the square of the context;
             logits, and what heads write, are not known then.
         adapters: for attention modules of your own, by path or class; see `polyhead.observatory.Adapter`.
+        keep_statistics: keep the rows of each forward, with their gradients, as `session.statistics` until the next
+            forward begins: to train on them. All else that a session gathers is detached.
 
-    Only real tokens count: no padding, no row that sees no key. The model's weights, mode, configuration and hooks are
-    afterwards what they were, also after an exception. Inside the block nothing runs compiled.
+    Only real tokens count: no padding, no row that sees no key. A call of the model counts as a whole, when it has
+    ended: one that raises or is interrupted counts nowhere, whichever layers it had reached. The model's weights, mode,
+    configuration and hooks are afterwards what they were, also after an exception. Inside the block nothing runs
+    compiled.
 
     >>> import torch, polyhead
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True)
@@ -75,6 +91,7 @@ def observe(
         every=every,
         via_weights=via_weights,
         adapters=adapters,
+        keep_statistics=keep_statistics,
     )
 
 
@@ -93,8 +110,13 @@ class Call:
     learned_sinks: bool = False
     mask: Mask | None = None
     sinks_in_view: Tensor | None = None  # [batch]; False where the first keys of the sequence are no longer there
+    differentiable: bool = False
+    keeper: Keeper | None = None
 
     def tell(self, attended: Attended) -> None:
+        if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
+            heads = self.session._heads_of(self.site)
+            self.keeper.add(self, heads, self.columns, attended.result.statistics)
         if self.counts:
             with torch.no_grad():
                 self._told(attended)
@@ -103,17 +125,9 @@ class Call:
         real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
-            self.session.add(self, self._corrected(rows), real)
+            self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), real)
         if self.whole:
             self.session.gather(self.site, attended, real)
-
-    def _corrected(self, rows: RowStatistics) -> RowStatistics:
-        if self.sinks_in_view is not None and rows.sink_mass is not None:
-            rows = replace(rows, sink_mass=torch.where(self.sinks_in_view[:, None, None], rows.sink_mass, 0.0))
-        hidden = None if self.mask is None else hidden_by_bias(self.mask)
-        if hidden is not None and rows.visible_keys is not None:
-            rows = replace(rows, visible_keys=rows.visible_keys - hidden)
-        return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +149,9 @@ class Session:
     a factor for each head, by the path and the kind of a site: [heads], [batch, heads] or [batch, heads, queries]. 0
     takes a head out, and a gradient with respect to a gate says what a little less of that head would do. Statistics
     are of the heads before their gates.
+
+    `observations` and `profile` are sums over many forwards, detached as they are added: a loss made of them trains
+    nothing. `statistics` are those of one forward, with their gradients.
     """
 
     def __init__(
@@ -148,6 +165,7 @@ class Session:
         every: int = 1,
         via_weights: bool = False,
         adapters: adapting.Adapters | None = None,
+        keep_statistics: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"observe takes a torch.nn.Module, got {type(model).__name__}")
@@ -160,6 +178,7 @@ class Session:
         if via_weights:
             self.wanted = own_weights.without_logits(self.wanted, statistics)
         self.via_weights = via_weights
+        self._keeper = Keeper.requested(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
         self.gatherers = _distinct(gather)
         self.every = every
@@ -172,18 +191,18 @@ class Session:
             elif isinstance(layer, str) and layer not in dict(model.named_modules()):
                 raise OptionError(f"layers are numbers or paths of the model's modules, got {layer!r}")
         self._find_modules()
-        self._sites: dict[tuple[str, str], AttentionSite] = {}
+        attending = [self._names[id(module)] for module in (*self._asking, *self._layers, *self._adapted)]
+        check_numbers(self.layers or (), attending)
+        check_paths(() if via_weights else self.layers or (), attending)
+        self._staging = Staging(dropped=self._drop)
         self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
-        self._calls: Counter[AttentionSite] = Counter()
-        self._statistics: dict[AttentionSite, SiteStatistics] = {}
-        self._gathered: dict[AttentionSite, dict[str, Gathered]] = {}
-        self._taken_up: set[AttentionSite] = set()  # whose values lie where an earlier session left them
         self.notes = Notes()
         self.gates: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[int, Tokens] = {}
         self._latest: dict[str, Tokens | Tensor | None] = {}
         self._arrivals: dict[int, transformers_models.Arrival] = {}
         self._undo: ExitStack | None = None
+        self._thread = OneThread()
 
     def _find_modules(self) -> None:
         modules = self.model.named_modules()
@@ -196,6 +215,11 @@ class Session:
             self._returning = own_weights.returning_models(self.model)
             if not len(self._returning):
                 raise OptionError(own_weights.why_not(self.model))
+            if is_edited(self.model):
+                raise OptionError(
+                    "via_weights does not know which module a weight is of, and the heads of this model were edited, "
+                    "so that their numbers say nothing; observe it without via_weights"
+                )
             return
         self._asking = transformers_models.asking_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._asking)
@@ -213,6 +237,8 @@ class Session:
             # A compiled graph has no place for what is told beside its result.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(self._forget)
+            if self._keeper is not None:
+                undo.enter_context(self._keeper.watching(self.model))
             if len(self._asking):
                 undo.enter_context(transformers_models.switched(self.model, self._asking))
                 for module in self._asking:
@@ -225,6 +251,11 @@ class Session:
                 undo.enter_context(adapting.watched(module, adapter, self))
             if len(self._returning):
                 undo.enter_context(own_weights.read(self.model, self._returning, self))
+            else:
+                attending = (*self._asking, *self._layers, *self._adapted)
+                undo.enter_context(with_the_same_modules(self.model, attending))
+            watched = (*self._asking, *self._layers, *self._adapted, *self._returning)
+            undo.enter_context(self._staging.watching(around(self.model, watched)))
             self._undo = undo.pop_all()
         return self
 
@@ -233,13 +264,19 @@ class Session:
     ) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.close()
+            undo.__exit__(kind, error, trace)
 
     def _forget(self) -> None:
         self._latest.clear()
         self._starts.clear()
         self._arrivals.clear()
+        self._thread.forget()
         self._plans.clear()  # by modules, which may be others when it is entered again
+
+    def _drop(self) -> None:
+        """Forget what a call has left that raised: the sites that it was the first to reach are not known."""
+        self._plans.clear()
+        self._arrivals.clear()
 
     # ---- what the watched modules call
 
@@ -271,6 +308,7 @@ class Session:
         learned_sinks: bool = False,
     ) -> Call | None:
         """How to watch one call of a module; None where it is not one of those asked for."""
+        self._thread.check()
         plan = self._plans.get((id(module), num_heads, cross, learned_sinks))
         if plan is None:
             plan = self._plan(module, num_heads, cross=cross, learned_sinks=learned_sinks)
@@ -285,17 +323,21 @@ class Session:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
         # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
-        again = torch._C._current_graph_task_id() != -1
-        counts = not again and self._calls[site] % self.every == 0
-        self._calls[site] += not again
-        if not counts and not torch.is_grad_enabled():
+        again = is_recomputed()
+        calls = self._staging.current.calls
+        counts = not again and calls[site] % self.every == 0
+        calls[site] += not again
+        if not counts and not torch.is_grad_enabled() and self._keeper is None:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         whole = len(self.gatherers) > 0
-        return Call(self, site, columns, plan.asked, tokens, counts, whole, gate, learned_sinks)
+        call = Call(self, site, columns, plan.asked, tokens, counts, whole, gate, learned_sinks)
+        call.differentiable, call.keeper = self._keeper is not None, None if again else self._keeper
+        return call
 
     def _plan(self, module: nn.Module | Place, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
         name = module.name if isinstance(module, Place) else self._names[id(module)]
-        site = self._site(name, num_heads, cross=cross)
+        origins = None if isinstance(module, Place) else origins_of(self.model, name, module, num_heads)
+        site = self._site(name, num_heads, origins, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
         asked = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
@@ -305,30 +347,34 @@ class Session:
 
     def add(self, call: Call, rows: RowStatistics, real: Tensor | None) -> None:
         """Reduce the rows of a call, where they lie, and add them to what its site has gathered."""
-        there = self._statistics.get(call.site)
+        statistics = self._staging.current.statistics
+        there = statistics.get(call.site)
         if there is None:
             assert rows.visible_keys is not None
             device = rows.visible_keys.device
             there = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
-        self._statistics[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
+        statistics[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
 
     def gather(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
         """Show one attention to all that gather."""
-        there, device = self._gathered.get(site), attended.query.device
-        if there is None or site in self._taken_up:
+        tally = self._staging.current
+        there, device = tally.gathered.get(site), attended.query.device
+        if there is None or site in tally.taken_up:
             made = {gatherer.name: gatherer.empty(site, device) for gatherer in self.gatherers}
             empty = {name: value for name, value in made.items() if value is not None}
             there = empty if there is None else {name: _moved(there[name], empty[name], device) for name in there}
-            self._taken_up.discard(site)
-        self._gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
+            tally.taken_up.discard(site)
+        tally.gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
 
-    def _site(self, name: str, num_heads: int, *, cross: bool) -> AttentionSite:
+    def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"
-        found = self._sites.get((name, kind))
+        sites = self._staging.current.sites
+        found = sites.get((name, kind))
         if found is None:
-            stack = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-            layer = sum((site.stack, site.kind) == (stack, kind) for site in self._sites.values())
-            found = self._sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads)
+            stack = stack_of(name)
+            layer = sum((site.stack, site.kind) == (stack, kind) for site in sites.values())
+            found = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads, origins)
+        check_heads(found, num_heads, origins)
         return found
 
     def _is_chosen(self, site: AttentionSite) -> bool:
@@ -345,8 +391,10 @@ class Session:
 
     @property
     def observations(self) -> Observations:
-        calls = {site: self._calls[site] for site in self._sites.values()}
-        return Observations(self.wanted, tuple(self._statistics.values()), dict(self._gathered), calls)
+        """All calls of the model that have ended; not what a running call adds."""
+        found = self._staging.counted
+        calls = {site: found.calls[site] for site in found.sites.values()}
+        return Observations(self.wanted, tuple(found.statistics.values()), dict(found.gathered), calls)
 
     def go_on_from(self, observations: Observations) -> None:
         """Take up what an earlier session of the same model had gathered, as if this one had gathered it itself."""
@@ -354,9 +402,12 @@ class Session:
             raise OptionError(
                 f"a session goes on with the statistics it began with, got {observations.wanted} for {self.wanted}"
             )
+        sites = dict(self._staging.counted.sites)
         for site in observations.calls:
-            if self._sites.setdefault((site.name, site.kind), site) != site:
+            if sites.setdefault((site.name, site.kind), site) != site:
                 raise OptionError(f"a session goes on with the same model, got one in which {site.name!r} is another")
+        if len(self._staging.counted.sites):
+            raise OptionError("a session takes up others' observations before it has its own, got one that has some")
         names = {gatherer.name for gatherer in self.gatherers}
         if others := {name for values in observations.gathered.values() for name in values} - names:
             raise OptionError(
@@ -364,18 +415,27 @@ class Session:
                 f"for values of {', '.join(sorted(others))}"
             )
         self._plans.clear()
-        self._calls = Counter(observations.calls)
-        self._statistics = {x.site: x for x in observations.sites}
-        self._gathered = {site: dict(values) for site, values in observations.gathered.items()}
-        self._taken_up = set(self._gathered)
+        gathered = {site: dict(values) for site, values in observations.gathered.items()}
+        statistics = {x.site: x for x in observations.sites}
+        self._staging.counted = Tally(sites, Counter(observations.calls), statistics, gathered, set(gathered))
+
+    @property
+    def statistics(self) -> KeptStatistics:
+        """The rows of the last forward with their gradients, site by site; for `observe(keep_statistics=True)`."""
+        if self._keeper is None:
+            raise OptionError(NOT_REQUESTED)
+        return self._keeper.read()
 
     @property
     def profile(self) -> HeadProfile:
-        """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic."""
+        """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic.
+
+        Its numbers are detached; `statistics` has those that can be differentiated.
+        """
         return self.observations.profile
 
     def __repr__(self) -> str:
-        heads = sum(site.num_heads for site in self._sites.values() if self._is_chosen(site))
+        heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
         how = f"; {own_weights.COST}" if self.via_weights else ""
         return f"Session({type(self.model).__name__}, {heads} heads seen{how})"
 

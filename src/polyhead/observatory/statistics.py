@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from polyhead.functional import RowStatistics, Statistics
 from polyhead.functional.row_reduction import SHARE, RowTotals, reduce_rows
 from polyhead.functional.statistics import NAMES as ROW_NAMES
 from polyhead.functional.statistics import POSITIONAL
+from polyhead.geometry import HeadOrigins
 from polyhead.observatory.accumulators import Maximum, MeanAndSpread
 
 DEFAULT = (
@@ -37,6 +38,7 @@ class AttentionSite:
 
     `name` is the path of its module. Sites whose paths differ in numbers alone are one `stack`, and `layer` counts them
     in the order in which they were first called: an encoder, a decoder and its cross-attention are three stacks.
+    `origins` are the original heads where the layer was edited, None where it was not.
     """
 
     name: str
@@ -44,6 +46,35 @@ class AttentionSite:
     stack: str
     layer: int
     num_heads: int
+    origins: HeadOrigins | None = None
+
+    def label(self, head: int) -> str:
+        """The number of a head in the unedited model."""
+        return str(head) if self.origins is None else self.origins.label(head)
+
+    def original(self, head: int) -> str:
+        """` (originally 5)`, for what a head is called where an edit gave it another number."""
+        return "" if self.label(head) == str(head) else f" (originally {self.label(head)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in ("name", "kind", "stack", "layer", "num_heads")}
+        return found if self.origins is None else {**found, "origins": self.origins.to_dict()}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> AttentionSite:
+        origins = found.get("origins")
+        sizes = {name: found[name] for name in ("name", "kind", "stack", "layer", "num_heads")}
+        site = cls(**sizes, origins=None if origins is None else HeadOrigins.from_dict(origins))
+        if site.origins is not None and len(site.origins.heads) != site.num_heads:
+            raise OptionError(f"origins are of each of the {site.num_heads} heads of {site.name!r}, got {origins!r}")
+        return site
+
+
+def stack_order(sites: Iterable[AttentionSite]) -> dict[AttentionSite, tuple[int, int]]:
+    """Keys that sort sites stack by stack, in the order in which the stacks come, and layer by layer."""
+    sites = tuple(sites)
+    stacks = list(dict.fromkeys((site.stack, site.kind) for site in sites))
+    return {site: (stacks.index((site.stack, site.kind)), site.layer) for site in sites}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +145,7 @@ class SiteStatistics:
         return type(self)(self.site, self.heads, self.columns, MeanAndSpread(*moments), Maximum(largest))
 
     def merge(self, other: Self) -> Self:
-        mine, theirs = ((x.site.name, x.site.kind, x.heads, x.columns) for x in (self, other))
+        mine, theirs = ((x.site.name, x.site.kind, x.site.origins, x.heads, x.columns) for x in (self, other))
         if mine != theirs:
             raise OptionError(f"only the same heads and statistics of a site can be merged, got {mine} and {theirs}")
         moments, largest = self.moments.merge(other.moments), self.largest.merge(other.largest)

@@ -19,6 +19,7 @@ from polyhead.functional.statistics import as_statistics
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.latent import LatentAttention
 from polyhead.layers.routed_heads import RoutedHeads
+from polyhead.layers.talking_heads import TalkingHeads
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_steps import torch_mask
 from polyhead.observatory.rows import Tokens
@@ -50,6 +51,10 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
     """Hooks on a layer, and off again."""
     with ExitStack() as undo:
         if isinstance(layer, Ours):
+            if layer._listener is not None:
+                raise OptionError(
+                    f"one session at a time observes a layer, got a {type(layer).__name__} that is observed already"
+                )
             ours = _Ours(session, layer)
             before = layer.register_forward_pre_hook(ours.before, with_kwargs=True, prepend=False)
             after = layer.register_forward_hook(ours.after, with_kwargs=True, prepend=True)
@@ -81,6 +86,7 @@ class _Ours:
     def __init__(self, session: Watcher, layer: Ours) -> None:
         self.session = session
         self.names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
+        self.mixes = isinstance(layer, TalkingHeads)
         self.waiting: list[_Asked] = []
 
     def before(
@@ -114,7 +120,9 @@ class _Ours:
 
     def listen(self, attended: Attended) -> None:
         if len(self.waiting):
-            self.waiting[-1].call.tell(attended)
+            call = self.waiting[-1].call
+            mixed = self.mixes and call.differentiable
+            call.tell(_with_gradients(attended, call.asked) if mixed else attended)
 
     def after(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: AttentionOutput
@@ -127,6 +135,18 @@ class _Ours:
             names = asked.statistics.wanted(learned_sinks=asked.call.learned_sinks)
             statistics = RowStatistics(**{k: v for k, v in output.statistics.items() if k in names})
         return replace(output, statistics=statistics, logsumexp=output.logsumexp if asked.logsumexp else None)
+
+
+def _with_gradients(attended: Attended, asked: Statistics | None) -> Attended:
+    """Talking heads with statistics that can be differentiated, which those of `talking_attention` cannot be.
+
+    Their softmax is that of plain heads over mixed queries, and is computed as such beside them.
+    """
+    query, key, mask, scale = attended.query, attended.key, attended.mask, attended.scale
+    if asked is None or not torch.is_grad_enabled():
+        return attended
+    rows = attention(query, key, key[..., :1], mask=mask, scale=scale, statistics=asked).statistics
+    return replace(attended, result=replace(attended.result, statistics=rows))
 
 
 def _tokens(query: Tensor, given: dict[str, Any]) -> Tokens | Tensor | None:
@@ -202,7 +222,7 @@ def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, An
     shape = torch.empty(batch, 1, keys, 0, device=query.device)
     mask = torch_mask(shape, shape, None, padding, False)
     call = session.call(layer, layer.num_heads, Tokens(mask, batch, queries, keys, query.device), cross=cross)
-    if call is None or not (call.counts or call.gate is not None):
+    if call is None or not (call.counts or call.differentiable or call.gate is not None):
         return None
     if layer.bias_k is not None or layer.add_zero_attn:
         raise OptionError(
@@ -214,7 +234,7 @@ def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, An
             "a head of torch.nn.MultiheadAttention is gated without dropout, which that layer draws by itself, "
             f"got {call.site.name!r} in training with dropout {layer.dropout}; call model.eval()"
         )
-    with torch.set_grad_enabled(call.gate is not None and torch.is_grad_enabled()):
+    with torch.set_grad_enabled((call.differentiable or call.gate is not None) and torch.is_grad_enabled()):
         # It reads weights alone, which PyTorch's class has as well.
         q, k, v = MultiheadAttention._project(layer, query, key, value)
         mask = torch_mask(q, k, attn_mask, padding, False)

@@ -129,7 +129,8 @@ def switched(model: nn.Module, asking: Sequence[nn.Module], name: str | None = N
         yield
     finally:
         for config, implementation in before.values():
-            config._attn_implementation_internal = implementation
+            if config._attn_implementation_internal == name:  # not what somebody has set meanwhile
+                config._attn_implementation_internal = implementation
 
 
 def _configs(model: nn.Module, asking: Sequence[nn.Module]) -> Iterator[Any]:
@@ -149,8 +150,15 @@ def _configs(model: nn.Module, asking: Sequence[nn.Module]) -> Iterator[Any]:
 def announce(module: nn.Module, arrivals: MutableMapping[int, Arrival]) -> RemovableHandle:
     """Note, before each call of an attention module, what its attention function will not be told."""
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    entered = getattr(getattr(module, "config", None), "_attn_implementation", None)  # polyhead, by `switched`
 
     def note(module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", entered)
+        if implementation != entered:
+            raise OptionError(
+                f"a session counts what {entered!r} computes, got a model that was switched to {implementation!r} "
+                "inside it; switch it before or after"
+            )
         given = {**dict(zip(names, positional, strict=False)), **keywords}
         cross = any(name in names and given.get(name) is not None for name in SOURCES)
         arrivals[id(module)] = Arrival(cross, None if cross else _first_key(module, given))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from polyhead.functional import Attended, Statistics
@@ -20,6 +21,11 @@ class Place:
     name: str
 
 
+def is_recomputed() -> bool:
+    """Whether a backward is running, in which a checkpointed layer is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class WatchedCall(Protocol):
     """One call that is watched: what is to be told of it, whom to tell, and a factor for each head."""
 
@@ -32,6 +38,7 @@ class WatchedCall(Protocol):
     mask: Mask | None
     tokens: Tokens | Tensor | None
     sinks_in_view: Tensor | None
+    differentiable: bool  # whether its statistics are computed with gradients, in a recomputation as well
 
     def tell(self, attended: Attended) -> None: ...
 

@@ -10,6 +10,7 @@ from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.inspection import Inspection
 from polyhead.inspection.findings import findings
 from polyhead.inspection.heads import Head
+from polyhead.inspection.identity import edits_of, originally
 from polyhead.inspection.vocabulary import RELATIONS, TELLING, Language, Text, column_of, relation_of, role_of
 from polyhead.inspection.wording import (
     Finding,
@@ -40,17 +41,15 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
     """The value of a page, ready for JSON; `frontend/src/data.ts` says what each part is."""
     sites = sites_of(inspection)
     index = {site: number for number, site in enumerate(sites)}
+    edits = edits_of(sites)
     page = {
         "format": FORMAT,
         "lang": language,
         "title": clipped(f"polyhead: {inspection.facts['model']}"),
-        "facts": _facts(inspection.facts),
+        "facts": {**_facts(inspection.facts), "edits": None if edits is None else _clipped(edits)},
         "stacks": _stacks(sites),
-        "sites": [
-            {"name": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "heads": site.num_heads}
-            for site in sites
-        ],
-        "columns": [_column(name) for name in _column_names(inspection)],
+        "sites": [_site(site) for site in sites],
+        "columns": [_column(name, inspection.facts.get("loss")) for name in _column_names(inspection)],
         "roles": [_role(name) for name in TELLING if name in _asked_roles(inspection)],
         "heads": list(_heads(inspection, index)),
         **pictures.pictures_of(inspection, index),
@@ -83,6 +82,17 @@ def sites_of(inspection: Inspection) -> list[AttentionSite]:
 # ---- what the parts are called
 
 
+def _site(site: AttentionSite) -> dict[str, Any]:
+    return {
+        "name": site.name,
+        "kind": site.kind,
+        "stack": site.stack,
+        "layer": site.layer,
+        "heads": site.num_heads,
+        "originals": [site.label(head) for head in range(site.num_heads)],
+    }
+
+
 def _stacks(sites: list[AttentionSite]) -> list[dict[str, Any]]:
     stacks: dict[tuple[str, str], list[int]] = {}
     for number, site in enumerate(sites):
@@ -108,8 +118,8 @@ def _column_names(inspection: Inspection) -> list[str]:
     return ["tokens", *(name for name in inspection.table.names if name != "tokens")]
 
 
-def _column(name: str) -> dict[str, Any]:
-    found = column_of(name)
+def _column(name: str, loss: str | None) -> dict[str, Any]:
+    found = column_of(name, loss)
     return {
         "name": name,
         "label": found.label.to_dict(),
@@ -145,7 +155,7 @@ def _relation_names(inspection: Inspection) -> list[dict[str, Any]]:
 def _importance(inspection: Inspection) -> dict[str, Any] | None:
     for name in IMPORTANCE:
         if name in inspection.table.names:
-            found = column_of(name)
+            found = column_of(name, inspection.facts.get("loss"))
             return {"column": name, "label": found.label.to_dict(), "about": found.about.to_dict()}
     return None
 
@@ -186,6 +196,7 @@ def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterat
         yield {
             "site": index[head[0]],
             "head": head[1],
+            "origin": None if (origin := originally(head)) is None else origin.to_dict(),
             "values": values,
             "spreads": spreads,
             "errors": errors,

@@ -49,6 +49,12 @@ class Syntax:
                     "a syntax table and an inspection must be of one model, "
                     f"got head {row.head} of {row.site!r} in the table, which the inspection does not have"
                 )
+            own = sites[numbers[row.site]].label(row.head)
+            if (row.original_head or own) != own:
+                raise OptionError(
+                    "a syntax table and an inspection must be of one model, with the same edits, got head "
+                    f"{row.head} of {row.site!r}, originally {row.original_head} in the table, {own} in the inspection"
+                )
             rows.append(
                 {
                     "relation": clipped(row.relation),

@@ -117,6 +117,14 @@ def batches(
     return Batches(contexts, 0 if pad_id is None else pad_id, batch_tokens, side, start, digest)
 
 
+def digest_of(contexts: Iterable[Context]) -> str:
+    """A text as a model reads it, in short; by it a run knows its text again."""
+    seen = hashlib.blake2b(digest_size=16)
+    for context in contexts:
+        seen.update(f"{context.document},{context.piece},{context.ids},{context.special};".encode())
+    return seen.hexdigest()
+
+
 def _groups(contexts: Iterable[Context], batch_tokens: int) -> Iterator[list[Context]]:
     for stretch in _stretches(contexts):
         stretch.sort(key=lambda context: len(context.ids))  # stable: equals keep the order of the text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ Kind = Literal["causal", "masked", "decoder", "encoder", "encoder-decoder"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel")
 
 
@@ -63,7 +64,7 @@ def load_model(
     otherwise.
     """
     place = _find(name)
-    device = _checked_device(device)
+    device = checked_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if dtype != "saved" and not dtype.is_floating_point:
         raise OptionError(f"a model is loaded in a floating-point dtype, got {dtype}")
@@ -84,11 +85,37 @@ def load_model(
         model=model,
         tokenizer=tokenizer,
         name=place.name,
-        kind=_kind(model),
+        kind=kind_of(model),
         origin=place.origin,
         main_input=model.main_input_name,
         trained_context=_trained_context(model, tokenizer),
     )
+
+
+def read_config(name: str | os.PathLike[str] | None = None, *, trust_remote_code: bool = False) -> Any | None:
+    """The configuration of the model called `name`, without its weights; None for a GGUF file, which has none."""
+    place = _find(name)
+    _check_transformers()
+    if place.gguf_file is not None:
+        return None
+    import transformers
+
+    if place.is_local and not (Path(place.location) / "config.json").is_file():
+        return None  # said by `load_model`
+    with quiet(progress=False), describe_failure(place.name, place.location, local=place.is_local):
+        return transformers.AutoConfig.from_pretrained(place.location, trust_remote_code=trust_remote_code)
+
+
+def check_layers(
+    name: str | os.PathLike[str] | None, layers: Iterable[int], *, trust_remote_code: bool = False
+) -> None:
+    """Refuse numbers of layers that a model does not have by its configuration, before its weights are read."""
+    config = read_config(name, trust_remote_code=trust_remote_code)
+    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", {}))]
+    counts = [getattr(part, count, None) for part in parts if part is not None for count in _LAYER_COUNTS]
+    known = [count for count in counts if isinstance(count, int)]
+    if known and (beyond := sorted({layer for layer in layers if layer >= max(known)})):
+        raise OptionError(f"{name or 'minilm'} has layers 0 to {max(known) - 1}, got {', '.join(map(str, beyond))}")
 
 
 def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
@@ -199,13 +226,16 @@ def _read_stock(
     return model
 
 
-def _checked_device(device: torch.device | str) -> torch.device:
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device that can be used here."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
         raise DeviceError(f"a device is named like cpu, cuda or cuda:1, got {device!r}") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"the device {found} needs a GPU that PyTorch can use, got none: use cpu")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}, got {found}")
     return found
 
 
@@ -336,7 +366,8 @@ def _tokenizer_rule(name: str, got: str) -> str:
     )
 
 
-def _kind(model: Any) -> Kind:
+def kind_of(model: Any) -> Kind:
+    """The kind of a model of transformers."""
     from transformers.models.auto import modeling_auto as auto
 
     config = model.config

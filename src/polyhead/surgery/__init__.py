@@ -1,6 +1,7 @@
 """Changing the heads of a trained model: described, counted, made and undone."""
 
-from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.geometry import HeadOrigins
+from polyhead.surgery.anatomy.finding import find_layers, head_origins
 from polyhead.surgery.anatomy.fingerprint import fingerprint
 from polyhead.surgery.anatomy.head_weights import HeadWeights, read_heads
 from polyhead.surgery.anatomy.layers import AttentionLayer
@@ -40,6 +41,7 @@ __all__ = [
     "GroupQueries",
     "HeadCounts",
     "HeadEdit",
+    "HeadOrigins",
     "HeadWeights",
     "KeyForm",
     "LayerPreview",
@@ -66,6 +68,7 @@ __all__ = [
     "fingerprint",
     "fuse",
     "gather_moments",
+    "head_origins",
     "join_records",
     "load",
     "load_record",

@@ -75,6 +75,7 @@ class Importance:
         numbers = {name: self[name].tolist() for name in self.columns}
         for index, (site, head) in enumerate(zip(self.sites, self.heads, strict=True)):
             place = {"site": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "head": head}
+            place["original_head"] = site.label(head)
             yield {**place, **{name: column[index] for name, column in numbers.items()}}
 
     def merge(self, other: Importance) -> Importance:

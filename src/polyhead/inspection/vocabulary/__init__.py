@@ -1,12 +1,13 @@
 """What every column, role and relation of an inspection is called and means, in English and in Chinese."""
 
-from polyhead.inspection.vocabulary.columns import COLUMNS, column_of
+from polyhead.inspection.vocabulary.columns import COLUMNS, IMPORTANCE, column_of
 from polyhead.inspection.vocabulary.relations import RELATIONS, relation_of
 from polyhead.inspection.vocabulary.roles import ROLES, TELLING, role_of
 from polyhead.inspection.vocabulary.terms import LANGUAGES, Column, Language, Role, Term, Text
 
 __all__ = [
     "COLUMNS",
+    "IMPORTANCE",
     "LANGUAGES",
     "RELATIONS",
     "ROLES",

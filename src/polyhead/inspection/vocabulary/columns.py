@@ -236,43 +236,64 @@ _KNOWN = (
         "在决定写什么的矩阵中，最强方向所占的比例。等于 1 时，它只能写一种内容。",
         "writes",
     ),
+    # How much a head matters by a loss; of a model that makes vectors see _TURN.
     _column(
         "ablation",
-        "loss without it",
-        "去掉它的代价",
-        "How much worse the model gets when this head alone is taken out: by how much its loss grows, or, for a model "
-        "that makes vectors, how far the vector of a text turns. Above 0 the head is needed.",
-        "只去掉这一个头，模型会变差多少：损失上升的幅度；若模型只产生向量，则是文本向量转动的幅度。大于 0 说明需要它。",
+        "loss added without it, in nats",
+        "去掉它后增加的损失（奈特）",
+        "How much worse the model predicts when this head alone is taken out: by how much its loss grows, in nats a "
+        "token. Above 0 the head is needed.",
+        "只去掉这一个头，模型的预测会变差多少，即损失上升的幅度，以每个词元的奈特计。大于 0 说明需要它。",
         "matters",
-        "number",
+        "nats",
         None,
     ),
     _column(
         "gradient",
-        "pull on the loss",
-        "对损失的牵动",
-        "How fast the loss changes when a little of the head is taken away. A small number does not mean that the head "
-        "can go.",
-        "把这个头减弱一点点时损失变化得多快。数值小并不意味着可以去掉它。",
+        "slope of the loss, in nats",
+        "损失的斜率（奈特）",
+        "How fast the loss, in nats a token, changes when a little of the head is taken away. A small number does not "
+        "mean that the head can go.",
+        "把这个头减弱一点点时，损失（每个词元的奈特）变化得多快。数值小并不意味着可以去掉它。",
         "matters",
-        "number",
+        "nats",
     ),
     _column(
         "taylor",
-        "loss without it, by its slope",
-        "按斜率估计的去除代价",
-        "What taking the head out would cost if the loss were a straight line. Above 0 the head helps.",
-        "假如损失是一条直线，去掉这个头要付出的代价。大于 0 说明它有帮助。",
+        "loss added by slope, in nats",
+        "按斜率估计增加的损失（奈特）",
+        "What taking the head out would cost, in nats a token, if the loss were a straight line. Above 0 the head "
+        "helps.",
+        "假如损失是一条直线，去掉这个头要付出的代价，以每个词元的奈特计。大于 0 说明它有帮助。",
         "matters",
-        "number",
+        "nats",
         None,
     ),
 )  # fmt: skip
 COLUMNS: dict[str, Column] = {column.name: column for column in _KNOWN}
 
+# The same where no loss was measured, but how far the vector of a text turns.
+_TURN = _column(
+    "ablation",
+    "1 - cosine without it",
+    "去掉它后的 1 - 余弦",
+    "How far the vector of a text turns when this head alone is taken out: 1 - the cosine between the vectors with and "
+    "without it. 0: not at all; 1: a right angle.",
+    "只去掉这一个头，文本向量转动多少：1 减去有它和没有它时两个向量的余弦。0 表示不动，1 表示直角。",
+    "matters",
+    "number",
+    None,
+)
+IMPORTANCE = ("ablation", "gradient", "taylor")  # the columns that are of a loss
 
-def column_of(name: str) -> Column:
-    """What a column means; one that has no entry here, as a user's own may have none, goes by its name."""
+
+def column_of(name: str, loss: str | None = None) -> Column:
+    """What a column means; one that has no entry here, as a user's own may have none, goes by its name.
+
+    `loss` is what the importance of heads was measured by, as the facts of a run have it.
+    """
+    if name == _TURN.name and loss == "representation":
+        return _TURN
     found = COLUMNS.get(name)
     plain = Text(name.replace("_", " "), name)
     return found or Column(name, plain, Text("A column of the table.", "表中的一列。"))

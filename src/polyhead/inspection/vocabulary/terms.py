@@ -43,6 +43,14 @@ class Column(Term):
     low: float | None = None
     high: float | None = None
 
+    @property
+    def unit(self) -> Text:
+        """The unit of its numbers; empty for those without one."""
+        return _UNITS.get(self.format, Text("", ""))
+
+
+_UNITS = {"share": Text("share of 1", "占 1 的比例"), "tokens": Text("tokens", "词元"), "nats": Text("nats", "奈特")}
+
 
 @dataclass(frozen=True, slots=True)
 class Role(Term):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -185,6 +186,20 @@ class KVCache(ABC):
         self._lengths = kept
         self._width = longest(kept, otherwise=width)
 
+    @contextmanager
+    def unchanged_on_failure(self) -> Iterator[None]:
+        """Take back what was appended inside the block if the block raises, as where an attention after it fails."""
+        lengths, width, was_built = self._lengths, self._width, self._layout is not None
+        try:
+            yield
+        except BaseException:
+            if not was_built:
+                self.reset()
+            elif (self._lengths, self._width) != (lengths, width):
+                self._take_back(lengths)
+                self._lengths, self._width = lengths, width
+            raise
+
     @abstractmethod
     def fork(self) -> Self:
         """An independent copy: what happens to one never shows in the other."""
@@ -218,6 +233,10 @@ class KVCache(ABC):
 
     @abstractmethod
     def _crop(self, kept: tuple[int, ...]) -> None: ...
+
+    def _take_back(self, lengths: tuple[int, ...]) -> None:
+        """Drop the tokens after the first `lengths`, the last that were appended."""
+        self._crop(lengths)
 
     def _needs_rows_on_host(self) -> bool:
         """Whether a reorder must know its rows in Python although all sequences are equally long."""

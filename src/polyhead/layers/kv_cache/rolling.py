@@ -55,14 +55,17 @@ class RollingCache(SlotCache):
         # The first token behind the sinks that is still there; 0 while nothing was dropped. Not a function of the
         # length, because a crop makes room that the dropped tokens do not come back to.
         self._floors: tuple[int, ...] = (0,) * self.batch_size
+        self._has_lost_tokens = False
 
     def reset(self) -> None:
         super().reset()
+        self._has_lost_tokens = False
         self._floors = (0,) * self.batch_size
 
     # ---- what the base asks for
 
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
+        self._check_complete()
         num_tokens = key.shape[2]
         starts, start = self._lengths, self._width
         ends = tuple(old + new for old, new in zip(starts, new_lengths, strict=True))
@@ -102,6 +105,23 @@ class RollingCache(SlotCache):
                 key_positions = torch.cat([old_positions.expand(rows, -1), positions.expand(rows, -1)], dim=1)
                 mask = Mask.positions(positions, key_positions)
         return self._view(stored, self._windowed(mask, num_tokens, all_real), new_lengths)
+
+    def view(self) -> CacheView:
+        self._check_complete()
+        return super().view()
+
+    def _take_back(self, lengths: tuple[int, ...]) -> None:
+        try:
+            self._crop(lengths)
+        except CacheError:  # the block took the place of tokens that the next one sees
+            self._has_lost_tokens = True
+
+    def _check_complete(self) -> None:
+        if self._has_lost_tokens:
+            raise CacheError(
+                "a call failed after its block had taken the place of tokens that the window still needs; "
+                "reset the cache and read the text again, or build it with a rollback as long as a block"
+            )
 
     def _stored(self) -> tuple[Tensor, ...]:
         used = min(self._width, self._capacity)

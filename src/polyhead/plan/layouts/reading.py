@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polyhead.errors import OptionError
+from polyhead.geometry import HeadLayout
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.plan.layouts.hf_config import read_hf_config
 from polyhead.plan.layouts.known_models import KNOWN, known_model
-from polyhead.plan.layouts.model import ModelLayout
+from polyhead.plan.layouts.model import ModelLayout, grouped
 
 PACKAGED = ("minilm", "smollm2")
+EDITED = "polyhead.json"  # beside the config of a model whose heads were edited
+_NO_HEADS = dict.fromkeys(("num_kv_heads", "key_heads"))
 
 
 def read_layout(
@@ -48,7 +52,8 @@ def read_layout(
         file = path / "config.json"
         if not file.is_file():
             raise OptionError(f"a model's folder must hold a config.json, got {path} without one")
-        return _of_fields(_read_json(file), path.resolve().name, layers, causal)
+        found = _of_fields(_read_json(file), path.resolve().name, layers, causal)
+        return _with_edits(found, path / EDITED) if (path / EDITED).is_file() else found
     if text in KNOWN:
         _refuse_layers(layers, text)
         return known_model(text).directed(causal)
@@ -95,6 +100,28 @@ def _of_fields(found: Mapping[str, Any], name: str, layers: int | None, causal: 
         return ModelLayout.from_dict(found).directed(causal)
     _refuse_layers(layers, name or "the config")
     return read_hf_config(found, name=name, causal=causal)
+
+
+def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
+    """The heads that an edited model has, which its config cannot say where layers differ."""
+    found = _read_json(file)
+    form, edited = found.get("form"), found.get("layers")
+    if form == "padded":
+        note = "counted with the heads of zeros that fill its config, as stock transformers runs it"
+        return replace(model, notes=(*model.notes, note))
+    if form != "uneven":
+        return model
+    if not isinstance(edited, dict) or not all(isinstance(sizes, dict) for sizes in edited.values()):
+        raise OptionError(f"{EDITED} says which heads an edited model has, got {file} without its layers")
+    config = model.config
+    if len(model.groups) > 1 or len(edited) != model.layers or not isinstance(config, MultiHeadConfig):
+        raise OptionError(
+            f"an edited model is counted whose layers differ in their heads alone, got {model.name}, a model of "
+            f"{model.layers} layers in {len(model.groups)} kinds, {len(edited)} of them with known heads; count the "
+            "layouts of its layers one by one"
+        )
+    own = [{**_NO_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
+    return replace(model, groups=grouped(replace(config, **sizes) for sizes in own))
 
 
 def _refuse_layers(layers: int | None, name: str) -> None:

@@ -70,6 +70,9 @@ def _attended(call: Recorder, query: Block, key: Block, value: Block, heads: Hea
             per_head = work.batch * heads.queries * work.keys
             gradient_work += call.size(per_head * (heads.head_dim + heads.value_dim))
         gradient_work += 4 * rows * heads.head_dim if call.is_narrow else 0
+        if call.is_narrow and mask is None:
+            # A number for each row; and where heads lie apart, the output or its gradient in the other's layout.
+            gradient_work += 4 * rows + (call.size(rows * heads.value_dim) if query.is_apart else 0)
     elif heads.head_dim != heads.value_dim:
         # PyTorch's kernel for the CPU wants one width: what is narrower is padded.
         width = max(heads.head_dim, heads.value_dim)

@@ -91,6 +91,7 @@ def _expanded(layout: LatentLayout, call: Recorder, still: Block, turning: Block
     query = still
     if rope:
         query = tape.step(still, turning, gives=call.size(rows * head_dim))
+        query.is_apart = call.on_gpu
         # The turning key is one for all heads, so that its gradients are summed.
         shared = call.size(keys * heads * rope)
         key = tape.step(key, beside, gives=call.size(keys * heads * head_dim), gradient_work=shared)

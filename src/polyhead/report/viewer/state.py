@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyhead.inspection.heads import Head
+from polyhead.inspection.identity import edits_of, originally
 from polyhead.report.viewer import tiles
 from polyhead.report.viewer.viewing import ALL_WEIGHTS_TOKENS, WINDOW_TOKENS, WORD_CELLS, Viewer
 from polyhead.version import VERSION
@@ -43,8 +45,15 @@ def state_of(viewer: Viewer, **limits: int) -> dict[str, Any]:
             **limits,
         },
         "readings": {slot: None if x is None else x.to_dict() for slot, x in viewer.readings.items()},
+        "edits": None if (edits := edits_of(place.site for place in model.places)) is None else edits.to_dict(),
         "run": viewer.run is not None,
     }
+
+
+def _origin(head: Head) -> dict[str, str] | None:
+    """What a head was before edits, in words; None for one that has its number from the beginning."""
+    found = originally(head)
+    return None if found is None else found.to_dict()
 
 
 def _places(viewer: Viewer, stacks: dict[tuple[str, str], list[int]]) -> list[dict[str, Any]]:
@@ -57,6 +66,7 @@ def _places(viewer: Viewer, stacks: dict[tuple[str, str], list[int]]) -> list[di
             "stack": place.site.stack,
             "layer": stacks[place.site.stack, place.site.kind].index(number),
             "heads": place.site.num_heads,
+            "origins": [_origin((place.site, head)) for head in range(place.site.num_heads)],
             "call": place.call,
             "queries": place.queries,
             "keys": place.keys,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from polyhead.errors import OptionError
 from polyhead.report.packing import clipped, packed_floats, packed_shares
 from polyhead.report.viewer import tiles, words
 from polyhead.report.viewer.cache import TileCache
@@ -45,6 +46,18 @@ class HeadPlace:
         return self.reading.attentions[self.place].head(self.head)
 
 
+def _check_run(run: Mapping[str, Any], model: ViewedModel) -> None:
+    """That a run is of the heads that the model has now: its folder may hold another edit since."""
+    found = {(site["name"], site["kind"]): site["originals"] for site in run["sites"]}
+    for site in (place.site for place in model.places):
+        own = [site.label(head) for head in range(site.num_heads)]
+        if (of_run := found.get((site.name, site.kind), own)) != own:
+            raise OptionError(
+                f"a run is shown beside the model that it is of, got one whose heads of {site.name!r} are originally "
+                f"{', '.join(of_run)}, and a model whose are {', '.join(own)}; inspect the model again"
+            )
+
+
 class Viewer:
     """A model, up to two texts, and the tiles computed of them; the worker thread writes, everybody may read."""
 
@@ -56,6 +69,8 @@ class Viewer:
         run: Mapping[str, Any] | None = None,
         lang: str = "en",
     ) -> None:
+        if run is not None:
+            _check_run(run, model)
         self.model = model
         self.cache = TileCache(cache_bytes)
         self.run = run

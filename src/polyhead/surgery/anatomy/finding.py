@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.huggingface.attention import KEY_HEADS
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.positions import BiasesLogits
@@ -33,7 +33,7 @@ from polyhead.surgery.anatomy.forms import (
     separate,
     size_of,
 )
-from polyhead.surgery.anatomy.layers import AttentionLayer, is_conv1d, linear_axis, sizes_of
+from polyhead.surgery.anatomy.layers import AttentionLayer, is_conv1d, layer_origins, linear_axis, sizes_of
 
 
 def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
@@ -61,6 +61,18 @@ def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
         layers.append(layer)
         counts[stack] += 1
     return tuple(layers)
+
+
+def head_origins(model: nn.Module) -> dict[str, HeadOrigins]:
+    """The original heads that the heads of each layer are, by its path, for every layer whose heads are known.
+
+    >>> from polyhead.surgery import PruneHeads, apply
+    >>> layer = MultiHeadAttention(12, 4)
+    >>> record = apply(layer, [PruneHeads(0, (1,))])
+    >>> head_origins(layer)[""]
+    HeadOrigins(heads=((0,), (2,), (3,)), total=4)
+    """
+    return {layer.path: layer_origins(model, layer) for layer in find_layers(model) if layer.layout is not None}
 
 
 def _refuse(*reasons: str) -> dict[str, Any]:

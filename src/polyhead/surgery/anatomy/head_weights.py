@@ -17,7 +17,8 @@ class HeadWeights:
     """Every matrix of every head. A query is query[head] @ x + query_bias[head]; a head writes output[head].T @ value.
 
     `origins` says which head of the unedited layer each one is, number for number in what it gives; None for one that
-    was changed or is new.
+    was changed or is new. `made_of` lists those that each one is made of, changed or not, as
+    `HeadOrigins.heads` does.
     """
 
     query: Tensor  # [heads, head_dim, embed_dim]
@@ -30,6 +31,26 @@ class HeadWeights:
     output_bias: Tensor | None  # [embed_dim]
     key_heads: tuple[int, ...]  # of every query head
     origins: tuple[int | None, ...]
+    made_of: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def blank(cls, layout: HeadLayout) -> HeadWeights:
+        """Heads of a layout on the meta device, without biases: enough to follow edits by."""
+
+        def rows(count: int, dim: int, width: int) -> Tensor:
+            return torch.empty(count, dim, width, device="meta")
+
+        heads = range(layout.num_heads)
+        return cls(
+            query=rows(layout.num_heads, layout.head_dim, layout.embed_dim),
+            key=rows(layout.num_kv_heads, layout.head_dim, layout.key_input_dim),
+            value=rows(layout.num_kv_heads, layout.value_dim, layout.value_input_dim),
+            output=rows(layout.num_heads, layout.value_dim, layout.embed_dim),
+            **dict.fromkeys(("query_bias", "key_bias", "value_bias", "output_bias")),
+            key_heads=tuple(layout.key_head(i) for i in heads),
+            origins=tuple(heads),
+            made_of=tuple((i,) for i in heads),
+        )
 
     @property
     def num_heads(self) -> int:
@@ -68,6 +89,7 @@ class HeadWeights:
             output=self.output[list(heads)],
             query_bias=None if self.query_bias is None else self.query_bias[list(heads)],
             origins=tuple(self.origins[head] for head in heads),
+            made_of=tuple(self.made_of[head] for head in heads),
         )
         return chosen.with_keys(read, tuple(read.index(self.key_heads[head]) for head in heads))
 
@@ -103,7 +125,12 @@ def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | s
     found["output"] = by_row.reshape(layout.num_heads, layout.value_dim, -1).clone()
     found["output_bias"] = None if bias is None else bias.clone()
     heads = range(layout.num_heads)
-    return HeadWeights(**found, key_heads=tuple(layout.key_head(i) for i in heads), origins=tuple(heads))  # type: ignore[arg-type]
+    return HeadWeights(
+        **found,  # type: ignore[arg-type]
+        key_heads=tuple(layout.key_head(i) for i in heads),
+        origins=tuple(heads),
+        made_of=tuple((i,) for i in heads),
+    )
 
 
 def pack_heads(model: nn.Module, layer: AttentionLayer, heads: HeadWeights) -> dict[str, Tensor]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from polyhead.errors import OptionError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.layers import MultiHeadAttention
+from polyhead.observatory.origins import origins_of
 from polyhead.surgery.anatomy.forms import (
     GROUP_SIZES,
     HEADS_WIDTHS,
@@ -69,6 +70,13 @@ def choose_layer(layers: tuple[AttentionLayer, ...], number: int, stack: str | N
             f"the heads of {layer.path!r} ({type(layer.module).__name__}) cannot be edited: {'; '.join(layer.refusals)}"
         )
     return layer
+
+
+def layer_origins(model: nn.Module, layer: AttentionLayer) -> HeadOrigins:
+    """The original heads of a layer whose heads are known, edited or not."""
+    assert layer.layout is not None
+    count = layer.layout.num_heads
+    return origins_of(model, layer.path, layer.module, count) or HeadOrigins.unedited(count)
 
 
 def linear_axis(linear: nn.Module, *, outputs: bool) -> int:

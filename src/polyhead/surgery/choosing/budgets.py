@@ -17,12 +17,16 @@ from polyhead.surgery.anatomy.layers import is_conv1d
 from polyhead.surgery.choosing.evidence import Evidence, Weighting
 from polyhead.surgery.choosing.quality import Quality, Worth
 from polyhead.surgery.edits.head_edits import PruneHeads
-from polyhead.surgery.edits.preview import HeadCounts, Preview, preview
+from polyhead.surgery.edits.preview import HeadCounts, Preview, preview, uncached_layers
 from polyhead.surgery.repair.as_if import Outputs, as_if, plain_outputs
 from polyhead.surgery.repair.least_squares import Problem
 
 Kind = Literal["heads", "cache", "faster"]
 Gone = dict[str, tuple[int, ...]]  # heads that go, by layer
+NO_CACHE = (
+    "a target of cache is for a model that generates, token by token, got {target} for one that keeps no cache, as an "
+    "encoder; name a share of its heads (30%-heads) or of its FLOPs (1.2x-faster)"
+)
 SEEDS = (0, 1, 2)  # of the random heads that stand beside a curve
 
 
@@ -58,20 +62,26 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is left of a model, each as a share of the whole: heads, bytes that a token leaves in a cache, FLOPs."""
+    """What is left of a model, each as a share of the whole: heads, bytes that a token leaves in a cache, FLOPs.
+
+    `cache` is None for a model that keeps no cache, as an encoder.
+    """
 
     heads: float
-    cache: float
+    cache: float | None
     flops: float
 
     def reaches(self, target: Target) -> bool:
         if target.kind == "heads":
             return self.heads <= 1 - target.amount + 1e-9
         left = self.cache if target.kind == "cache" else self.flops
+        if left is None:
+            raise OptionError(NO_CACHE.format(target=target))
         return left * target.amount <= 1 + 1e-9
 
     def __str__(self) -> str:
-        return f"{self.heads:.0%} of the heads, {self.cache:.0%} of the cache and {self.flops:.0%} of the FLOPs"
+        cache = "" if self.cache is None else f", {self.cache:.0%} of the cache"
+        return f"{self.heads:.0%} of the heads{cache} and {self.flops:.0%} of the FLOPs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +169,7 @@ class Trials:
         """What is left, counted."""
         wanted = {path: tuple(own) for path, own in gone.items() if len(own)}
         if not wanted:
-            return Size(1.0, 1.0, 1.0)
+            return Size(1.0, 1.0 if self._caches else None, 1.0)
         # A search asks for many sizes, most of them of layers that it asked for before.
         if unknown := {path: own for path, own in wanted.items() if (path, own) not in self._counts}:
             for layer in self.counted(unknown).layers:
@@ -170,7 +180,9 @@ class Trials:
         after = [self._counts[path, wanted.get(path, ())] for path in self.evidence.layers]
         return Size(
             sum(x.heads for x in after) / sum(x.heads for x in before),
-            sum(x.cache_bytes_per_token for x in after) / sum(x.cache_bytes_per_token for x in before),
+            sum(x.cache_bytes_per_token for x in after) / sum(x.cache_bytes_per_token for x in before)
+            if self._caches
+            else None,
             (sum(x.flops for x in after) + self._rest) / (sum(x.flops for x in before) + self._rest),
         )
 
@@ -212,8 +224,24 @@ class Trials:
         return found
 
     @cached_property
+    def _caches(self) -> bool:
+        return keeps_cache(self.model)
+
+    @cached_property
     def _rest(self) -> int:
         return other_flops(self.model, self.work)
+
+
+def keeps_cache(model: nn.Module) -> bool:
+    """Whether some of a model's heads leave keys in a cache."""
+    layers = [layer for layer in find_layers(model) if not layer.refusals]
+    return len(uncached_layers(model, layers)) < len(layers)
+
+
+def check_target(target: Target, model: nn.Module) -> None:
+    """Refuse a target that a model has no figure for."""
+    if target.kind == "cache" and not keeps_cache(model):
+        raise OptionError(NO_CACHE.format(target=target))
 
 
 def other_flops(model: nn.Module, work: Workload) -> int:

@@ -33,6 +33,10 @@ class Quality(Protocol):
     def name(self) -> str: ...
 
     @property
+    def words(self) -> str:
+        """The name with what it measures."""
+
+    @property
     def whole(self) -> float:
         """The whole model's."""
 
@@ -46,6 +50,7 @@ class Perplexity:
     """Of the next token, by a causal model."""
 
     name = "perplexity"
+    words = "perplexity of the next token"
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
         if not len(batches):
@@ -84,6 +89,7 @@ class Fidelity:
     """The mean cosine between a token's final hidden state and that of the whole model; 1 is the same."""
 
     name = "fidelity"
+    words = "fidelity, the mean cosine of final hidden states to those of the whole model"
     whole = 1.0
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, OptionError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.huggingface.attention import KEY_HEADS
 from polyhead.huggingface.registration import NAME
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig
+from polyhead.observatory.origins import ATTRIBUTE, IN_CONFIG, config_entry
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.fingerprint import check_expected, fingerprint
 from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
-from polyhead.surgery.anatomy.layers import AttentionLayer, choose_layer, is_conv1d, key_map_of, sizes_of
+from polyhead.surgery.anatomy.layers import (
+    AttentionLayer,
+    choose_layer,
+    is_conv1d,
+    key_map_of,
+    layer_origins,
+    sizes_of,
+)
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
 from polyhead.surgery.stock.configs import ConfigChange, config_at
-from polyhead.surgery.stock.fitting import config_changes
+from polyhead.surgery.stock.fitting import config_changes, is_transformers_model
 
 
 class Repairs(Protocol):
@@ -33,11 +41,12 @@ class Repairs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """All that is to be different in a model: parameters by name, layouts by layer, values of the config."""
+    """All that is to be different in a model: parameters by name, layouts and origins by layer, and the config."""
 
     parameters: Mapping[str, Tensor]
     layouts: Mapping[str, HeadLayout]
     config: Sequence[ConfigChange] = ()
+    origins: Mapping[str, HeadOrigins] = field(default_factory=dict)
 
 
 def apply(
@@ -67,10 +76,11 @@ def apply(
     before = fingerprint(model)
     check_expected(expect, before)
     layers = find_layers(model)
-    parameters, layouts = {}, {}
+    parameters, layouts, origins = {}, {}, {}
     for layer, own in edits_by_layer(layers, edits):
         first = read_heads(model, layer)
         heads = changed(layer, first, own)
+        origins[layer.path] = layer_origins(model, layer).then(heads.made_of)
         if repair is not None:
             heads = repair(layer.path, first, heads)
         layouts[layer.path] = heads.layout
@@ -78,13 +88,16 @@ def apply(
             if not torch.equal(tensor, model.get_parameter(name)):
                 parameters[name] = tensor
     config = config_changes(model, layers, layouts, parameters)
-    changes = Changes(parameters, layouts, config)
+    changes = Changes(parameters, layouts, config, origins)
     _check_config(layers, changes)
     tensors = {name: model.get_parameter(name).detach().cpu().clone() for name in parameters}
     by_path = {layer.path: layer for layer in layers}
+    records = [
+        LayerRecord(path, _layout(by_path[path]), layout, layer_origins(model, by_path[path]))
+        for path, layout in layouts.items()
+    ]
     with committed(model, by_path, changes):
         after = fingerprint(model)
-    records = [LayerRecord(path, _layout(by_path[path]), layout) for path, layout in layouts.items()]
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     return EditRecord(edits, before, after, tuple(records), config, tensors, shapes)
 
@@ -100,7 +113,8 @@ def undo(model: nn.Module, record: EditRecord) -> None:
         )
     back = [ConfigChange(x.path, x.name, x.after, x.before, x.was_there) for x in record.config]
     layouts = {layer.path: layer.before for layer in record.layers}
-    with committed(model, by_path, Changes(record.tensors, layouts, back)):
+    origins = {layer.path: layer.origins for layer in record.layers}
+    with committed(model, by_path, Changes(record.tensors, layouts, back, origins)):
         found = fingerprint(model)
         if found != record.before:
             raise CheckpointError(
@@ -117,7 +131,8 @@ def take_shape(model: nn.Module, record: EditRecord) -> None:
     by_path = _layers_of(model, record, edited=False)
     parameters = {name: model.get_parameter(name).new_zeros(shape) for name, shape in record.shapes.items()}
     layouts = {layer.path: layer.after for layer in record.layers}
-    with committed(model, by_path, Changes(parameters, layouts, record.config)):
+    changes = Changes(parameters, layouts, record.config, origins_after(tuple(by_path.values()), record))
+    with committed(model, by_path, changes):
         pass
 
 
@@ -145,6 +160,20 @@ def changed(layer: AttentionLayer, heads: HeadWeights, edits: Sequence[HeadEdit]
     return heads
 
 
+def origins_after(layers: tuple[AttentionLayer, ...], record: EditRecord) -> dict[str, HeadOrigins]:
+    """The original heads of each edited layer after the edits of a record, from these alone."""
+    began = {layer.path: layer for layer in record.layers}
+    found = {}
+    for layer, own in edits_by_layer(layers, record.edits):
+        if layer.path not in began:
+            raise CheckpointError(f"the edits of this record speak of {layer.path!r}, got a record without this layer")
+        heads = HeadWeights.blank(began[layer.path].before)
+        for edit in own:
+            heads = edit.change(heads)
+        found[layer.path] = began[layer.path].origins.then(heads.made_of)
+    return found
+
+
 @contextmanager
 def committed(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: Changes) -> Iterator[None]:
     """Write the changes; if the body, or the writing itself, raises, the model is as it was."""
@@ -159,6 +188,7 @@ def committed(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: C
                 _set_ours(layers[path], layout, back)
             else:
                 _set_transformers(layers[path], layout, back)
+        _set_origins(model, layers, changes.origins, back)
         for change in changes.config:
             config = config_at(model.config, change.path)
             # What was not there before an edit is taken away when it is undone.
@@ -231,13 +261,26 @@ def _put_parameter(model: nn.Module, name: str, tensor: Tensor, back: ExitStack)
         _set(linear, "in_features", tensor.shape[1], back)
 
 
+def _set_origins(
+    model: Any, layers: Mapping[str, AttentionLayer], origins: Mapping[str, HeadOrigins], back: ExitStack
+) -> None:
+    """Origins of edited layers on their modules, and of all layers in the config; an unedited layer has none."""
+    if not origins:
+        return
+    known = {layer.path: layer_origins(model, layer) for layer in layers.values() if layer.layout is not None}
+    for path, found in origins.items():
+        _set(layers[path].module, ATTRIBUTE, found, back, remove=found.is_unedited)
+    if is_transformers_model(model):
+        entry = config_entry({**known, **origins})
+        _set(model.config, IN_CONFIG, entry, back, remove=entry is None)
+
+
 def _set_ours(layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> None:
     module = layer.module
     assert isinstance(module, MultiHeadAttention)
     options = {**vars(MultiHeadConfig.of(module)), **dict.fromkeys(("key_heads", "num_kv_heads")), **layout.to_dict()}
     built = MultiHeadConfig(**options).build(device="meta")
-    for name in ("layout", "_has_plain_heads"):
-        _set(module, name, getattr(built, name), back)
+    _set(module, "layout", built.layout, back)
     _lay_out(module)
 
 

@@ -125,6 +125,10 @@ class MergeHeads(EditOfHeads):
             query_bias=_mean_into(heads.query_bias, together),
             output=with_row(heads.output, first, heads.output[together].sum(0)),
             origins=tuple(None if head in self.heads else x for head, x in enumerate(heads.origins)),
+            made_of=tuple(
+                tuple(sorted(y for other in self.heads for y in heads.made_of[other])) if head == first else x
+                for head, x in enumerate(heads.made_of)
+            ),
         )
         if len(set(keys)) > 1:
             merged = replace(
@@ -217,7 +221,14 @@ class ReviveHeads(HeadEdit):
             if held is not None:
                 grown[name] = torch.cat((held, held.new_zeros(self.count, *held.shape[1:])))
         total = heads.num_heads + self.count
-        return replace(heads, **grown, key_heads=tuple(range(total)), origins=(*heads.origins, *[None] * self.count))
+        first = min(0, *(x for made_of in heads.made_of for x in made_of)) - 1
+        return replace(
+            heads,
+            **grown,
+            key_heads=tuple(range(total)),
+            origins=(*heads.origins, *[None] * self.count),
+            made_of=(*heads.made_of, *((first - number,) for number in range(self.count))),
+        )
 
     def _fresh(self, held: Tensor, generator: torch.Generator) -> Tensor:
         """The matrices with new ones behind them, as long in the mean as the old, and orthogonal if possible."""

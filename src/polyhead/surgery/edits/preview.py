@@ -12,16 +12,21 @@ from torch import nn
 from polyhead.geometry import HeadLayout
 from polyhead.layers import MultiHeadConfig
 from polyhead.plan import Workload, estimate_cost
+from polyhead.sources.models import kind_of
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.head_weights import HeadWeights, read_heads
 from polyhead.surgery.anatomy.layers import AttentionLayer
 from polyhead.surgery.edits.applying import changed, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
+from polyhead.surgery.stock.fitting import is_transformers_model
 
 
 @dataclass(frozen=True, slots=True)
 class HeadCounts:
-    """Heads and what they cost: parameters of their projections, FLOPs of one call, bytes a token leaves in a cache."""
+    """Heads and what they cost: parameters of their projections, FLOPs of one call, bytes a token leaves in a cache.
+
+    Heads of an encoder leave nothing in a cache.
+    """
 
     heads: int = 0
     key_heads: int = 0
@@ -72,6 +77,7 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
     """
     work = Workload.forward(512) if work is None else work
     layers = find_layers(model)
+    uncached = uncached_layers(model, layers)
     edited = {layer.path: own for layer, own in edits_by_layer(layers, checked_edits(edits))}
     found = []
     for layer in layers:
@@ -79,8 +85,22 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
             continue
         heads = read_heads(model, layer, device="meta")
         after = changed(layer, heads, edited[layer.path]) if layer.path in edited else heads
-        found.append(LayerPreview(layer.path, _count(layer, heads, work), _count(layer, after, work)))
+        counts = (_count(layer, x, work) for x in (heads, after))
+        if layer.path in uncached:
+            counts = (dataclasses.replace(x, cache_bytes_per_token=0) for x in counts)
+        found.append(LayerPreview(layer.path, *counts))
     return Preview(tuple(found))
+
+
+def uncached_layers(model: nn.Module, layers: Sequence[AttentionLayer]) -> frozenset[str]:
+    """The paths of the layers of a model of transformers that keep no keys for later tokens: those of an encoder."""
+    if not is_transformers_model(model):
+        return frozenset()
+    kind = kind_of(model)
+    if kind != "encoder-decoder":
+        return frozenset(layer.path for layer in layers if kind in ("encoder", "masked"))
+    encoder = set(map(id, model.get_encoder().modules()))  # type: ignore[operator]  # every such model has one
+    return frozenset(layer.path for layer in layers if id(layer.module) in encoder)
 
 
 def _count(layer: AttentionLayer, heads: HeadWeights, work: Workload) -> HeadCounts:

@@ -8,11 +8,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from polyhead.errors import CheckpointError, OptionError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.observatory.saving import write_whole
 from polyhead.surgery.edits.head_edits import HeadEdit, edits_from_json, edits_to_json
 from polyhead.surgery.stock.configs import ConfigChange, join_changes
@@ -23,11 +24,12 @@ _KEY = "polyhead.edit_record"
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """The heads of one edited layer, before and after."""
+    """The heads of one edited layer, before and after; `origins` are those of its heads before."""
 
     path: str
     before: HeadLayout
     after: HeadLayout
+    origins: HeadOrigins
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +63,12 @@ class EditRecord:
             "before": self.before,
             "after": self.after,
             "layers": [
-                {"path": layer.path, "before": layer.before.to_dict(), "after": layer.after.to_dict()}
+                {
+                    "path": layer.path,
+                    "before": layer.before.to_dict(),
+                    "after": layer.after.to_dict(),
+                    "origins": layer.origins.to_dict(),
+                }
                 for layer in self.layers
             ],
             "config": [dataclasses.asdict(change) for change in self.config],
@@ -93,14 +100,18 @@ class EditRecord:
             edits=edits_from_json(json.dumps(found["edits"])),
             before=found["before"],
             after=found["after"],
-            layers=tuple(
-                LayerRecord(one["path"], HeadLayout.from_dict(one["before"]), HeadLayout.from_dict(one["after"]))
-                for one in found["layers"]
-            ),
+            layers=tuple(_read_layer(one) for one in found["layers"]),
             config=tuple(ConfigChange(**change) for change in found["config"]),
             tensors=tensors,
             shapes={name: tuple(shape) for name, shape in found["shapes"].items()},
         )
+
+
+def _read_layer(found: dict[str, Any]) -> LayerRecord:
+    before, after = (HeadLayout.from_dict(found[name]) for name in ("before", "after"))
+    # Records of before heads had origins are of models that nobody had edited.
+    origins = HeadOrigins.from_dict(found["origins"]) if "origins" in found else HeadOrigins.unedited(before.num_heads)
+    return LayerRecord(found["path"], before, after, origins)
 
 
 def join_records(first: EditRecord, second: EditRecord) -> EditRecord:
@@ -121,8 +132,8 @@ def join_records(first: EditRecord, second: EditRecord) -> EditRecord:
         )
     layers = {layer.path: layer for layer in first.layers}
     for layer in second.layers:
-        began = layers.get(layer.path, layer).before
-        layers[layer.path] = LayerRecord(layer.path, began, layer.after)
+        began = layers.get(layer.path, layer)
+        layers[layer.path] = LayerRecord(layer.path, began.before, layer.after, began.origins)
     return EditRecord(
         edits=(*first.edits, *second.edits),
         before=first.before,

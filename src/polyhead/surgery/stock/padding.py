@@ -53,7 +53,8 @@ class Padding:
         parts: dict[str, Any] = {name: spread(x, self.heads) for name, x in _held(heads, _BY_HEAD)}
         parts |= {name: spread(x, self.key_heads) for name, x in _held(heads, _BY_KEY_HEAD)}
         key_heads = tuple(place // size for place in range(len(self.heads)))
-        return replace(heads, **parts, key_heads=key_heads, origins=self.heads)
+        made_of = tuple(() if place is None else heads.made_of[place] for place in self.heads)
+        return replace(heads, **parts, key_heads=key_heads, origins=self.heads, made_of=made_of)
 
     def take_out(self, padded: HeadWeights, layout: HeadLayout) -> HeadWeights:
         """The heads of the layer that was padded, bit for bit."""
@@ -62,7 +63,8 @@ class Padding:
         parts: dict[str, Any] = {name: x[heads] for name, x in _held(padded, _BY_HEAD)}
         parts |= {name: x[keys] for name, x in _held(padded, _BY_KEY_HEAD)}
         key_heads = tuple(layout.key_head(head) for head in range(layout.num_heads))
-        return replace(padded, **parts, key_heads=key_heads, origins=tuple(range(layout.num_heads)))
+        made_of = tuple((head,) for head in range(layout.num_heads))
+        return replace(padded, **parts, key_heads=key_heads, origins=tuple(range(layout.num_heads)), made_of=made_of)
 
     def to_dict(self) -> dict[str, list[int | None]]:
         return {"heads": list(self.heads), "key_heads": list(self.key_heads)}

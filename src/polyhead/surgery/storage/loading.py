@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.huggingface.registration import register
+from polyhead.observatory.origins import IN_CONFIG
 from polyhead.sources.loading import describe_failure, quiet
 from polyhead.sources.models import find_class, read_weights
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.fingerprint import fingerprint
 from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.anatomy.layers import AttentionLayer, key_map_of
-from polyhead.surgery.edits.applying import Changes, committed
+from polyhead.surgery.edits.applying import Changes, committed, origins_after
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.stock.fitting import without_init
 from polyhead.surgery.storage.manifest import MANIFEST, RECORD, WEIGHTS, Manifest
@@ -58,6 +59,7 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
         return None
     with quiet(progress=False), describe_failure(folder.name, str(folder), local=True):
         model = _read_own(folder, manifest) if manifest.form == "uneven" else _read_stock(folder, manifest)
+    _give_origins(model, folder, manifest)
     model = model.eval()
     found = fingerprint(model)
     if found != manifest.fingerprint:
@@ -69,6 +71,24 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
     if any(key_map_of(layer, layer.layout) for layer in find_layers(model) if layer.layout is not None):
         model.set_attn_implementation(register())
     return model if dtype is None else _cast(model, dtype)
+
+
+def _give_origins(model: Any, folder: Path, manifest: Manifest) -> None:
+    """Say on the layers which original heads theirs are: as the manifest does, or as follows from the record."""
+    found = find_layers(model)
+    layers = {layer.path: layer for layer in found}
+    known = manifest.origins
+    if known is None:
+        record = load_record(folder)
+        known = {} if record is None else origins_after(found, record)
+    for path, origins in known.items():
+        layout = _known(layers, path, folder).layout
+        if layout is None or len(origins.heads) != layout.num_heads:
+            raise CheckpointError(f"the origins of heads in {folder} must be of all heads of {path}, got {origins}")
+    if hasattr(model.config, IN_CONFIG):  # of a padded model it speaks of more heads than there are now
+        delattr(model.config, IN_CONFIG)
+    with committed(model, layers, Changes({}, {}, origins=known)):
+        pass
 
 
 def _read_stock(folder: Path, manifest: Manifest) -> Any:
@@ -162,7 +182,8 @@ def _empty_heads(heads: HeadWeights, layout: HeadLayout) -> HeadWeights:
             held: Tensor | None = getattr(heads, name)
             parts[name] = None if held is None else held.new_empty(*size, *held.shape[2:])
     key_heads = tuple(layout.key_head(head) for head in range(layout.num_heads))
-    return replace(heads, **parts, key_heads=key_heads, origins=(None,) * layout.num_heads)
+    made_of = tuple((head,) for head in range(layout.num_heads))
+    return replace(heads, **parts, key_heads=key_heads, origins=(None,) * layout.num_heads, made_of=made_of)
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:

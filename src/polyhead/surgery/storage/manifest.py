@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from polyhead.errors import CheckpointError, ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.surgery.stock.padding import Padding
 
 Form = Literal["uniform", "uneven", "padded"]
@@ -27,7 +27,8 @@ FORMAT = 1
 class Manifest:
     """How a folder's model is read: the class it is of, the layout of each layer, and where padding put their heads.
 
-    `shared` names tensors that are kept under another name. The fingerprint is that of the model without padding.
+    `shared` names tensors that are kept under another name. `origins` are the original heads of the layers that were
+    edited, None in folders of before they were kept. The fingerprint is that of the model without padding.
     """
 
     form: Form
@@ -36,9 +37,10 @@ class Manifest:
     layers: Mapping[str, HeadLayout]
     paddings: Mapping[str, Padding] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, HeadOrigins] | None = None
 
     def write(self, folder: Path) -> None:
-        content = {
+        content: dict[str, Any] = {
             "format": FORMAT,
             "form": self.form,
             "architecture": self.architecture,
@@ -47,6 +49,8 @@ class Manifest:
             "paddings": {path: padding.to_dict() for path, padding in self.paddings.items()},
             "shared": dict(self.shared),
         }
+        if self.origins is not None:
+            content["origins"] = {path: origins.to_dict() for path, origins in self.origins.items()}
         content["digest"] = _digest(content)
         (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -73,6 +77,7 @@ class Manifest:
                 layers={path: HeadLayout.from_dict(_with_map(one)) for path, one in found["layers"].items()},
                 paddings={path: Padding.from_dict(one) for path, one in found["paddings"].items()},
                 shared=found["shared"],
+                origins=_origins(found["origins"]) if "origins" in found else None,
             )
         except (ValueError, KeyError, TypeError, AttributeError, ShapeError) as error:
             raise CheckpointError(
@@ -84,6 +89,10 @@ def _digest(content: Mapping[str, Any]) -> str:
     """A map from heads to key heads could be damaged and fit all the same."""
     written = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
+
+
+def _origins(found: Mapping[str, Any]) -> dict[str, HeadOrigins]:
+    return {path: HeadOrigins.from_dict(one) for path, one in found.items()}
 
 
 def _with_map(sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.geometry import HeadOrigins
+from polyhead.observatory.origins import IN_CONFIG, config_entry
 from polyhead.sources.loading import quiet
 from polyhead.sources.models import read_weights
 from polyhead.surgery.anatomy.finding import find_layers
 from polyhead.surgery.anatomy.fingerprint import fingerprint
-from polyhead.surgery.anatomy.layers import AttentionLayer
+from polyhead.surgery.anatomy.layers import AttentionLayer, layer_origins
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.stock.configs import ConfigChange, join_changes
 from polyhead.surgery.stock.fitting import StockFit, fit_uniform, is_transformers_model
@@ -112,6 +114,8 @@ class _Made:
 
 def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: Form | None) -> _Made:
     layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
+    origins = {layer.path: layer_origins(model, layer) for layer in layers if layer.layout is not None}
+    origins = {path: one for path, one in origins.items() if not one.is_unedited}
     name = type(model).__name__
     uniform = StockFit(rule="not asked for") if form == "padded" else fit_uniform(model, layers)
     if form == "padded":
@@ -121,7 +125,7 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
                 f"padded, a model must fit into a stock config, got one that does not: {padded.rule}; save it uneven"
             )
         return _Made(
-            Manifest("padded", name, known, layouts, padded.paddings),
+            Manifest("padded", name, known, layouts, padded.paddings, origins=origins),
             f"stock transformers loads it as {name}{padded.in_words}",
             padded.built,
             padded.changes,
@@ -129,7 +133,7 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
         )
     if uniform.built is not None and form != "uneven":
         return _Made(
-            Manifest("uniform", name, known, layouts),
+            Manifest("uniform", name, known, layouts, origins=origins),
             f"stock transformers loads it as {name}",
             uniform.built,
             uniform.changes,
@@ -139,7 +143,7 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
             f"uniform, a model must be one that a stock config describes, got one that is not: {uniform.rule}; save it "
             "uneven, or padded"
         )
-    manifest = Manifest("uneven", name, known, layouts)
+    manifest = Manifest("uneven", name, known, layouts, origins=origins)
     return _own(model, manifest, f": {uniform.rule}" if uniform.rule else ", in this form")
 
 
@@ -157,6 +161,7 @@ def _write_stock(model: Any, folder: Path, made: _Made) -> None:
     built.tie_weights()
     if model.can_generate():
         built.generation_config = copy.deepcopy(model.generation_config)
+    _say_origins(built.config, made.manifest)
     built.save_pretrained(folder)
     made.manifest.write(folder)
 
@@ -171,10 +176,24 @@ def _write_own(model: Any, folder: Path, manifest: Manifest) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [manifest.architecture]
     config.dtype = model.dtype
+    _say_origins(config, manifest)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     manifest.write(folder)
+
+
+def _say_origins(config: Any, manifest: Manifest) -> None:
+    """Write the original heads into a config as its class has them, heads of zeros at their places."""
+    origins = {path: HeadOrigins.unedited(layout.num_heads) for path, layout in manifest.layers.items()}
+    origins |= dict(manifest.origins or {})
+    for path, padding in manifest.paddings.items():
+        origins[path] = origins[path].then([() if head is None else (head,) for head in padding.heads])
+    entry = config_entry(origins)
+    if entry is not None:
+        setattr(config, IN_CONFIG, entry)
+    elif hasattr(config, IN_CONFIG):
+        delattr(config, IN_CONFIG)
 
 
 def _read_back(model: nn.Module, folder: Path) -> None:

@@ -1,0 +1,79 @@
+"""Heads of edited models in words: the original heads that they are, and those that edits removed, merged or grew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from polyhead.inspection.heads import Head, named
+from polyhead.inspection.vocabulary import Language, Text
+from polyhead.observatory import AttentionSite
+
+
+def originally(head: Head) -> Text | None:
+    """The origin of a head in words; None for one that has the number it had in the unedited model.
+
+    >>> from polyhead.geometry import HeadOrigins
+    >>> site = AttentionSite("layer.0", "self", "layer.*", 0, 3, HeadOrigins(((0,), (2,), (1, 3)), total=4))
+    >>> originally((site, 0)), originally((site, 1)).en, originally((site, 2)).en
+    (None, 'originally 0.2', 'merged of 0.1+0.3')
+    """
+    site, number = head
+    if site.origins is None or site.origins.heads[number] == (number,):
+        return None
+    made_of, name = site.origins.heads[number], _joined(site, number)
+    if not made_of:
+        return Text("zeros that fill a place", "仅占位的零头")
+    if made_of == made_of[:1] and made_of[0] < 0:
+        return Text("new", "新头")
+    return (
+        Text(f"originally {name}", f"原为 {name}")
+        if len(made_of) == 1
+        else Text(f"merged of {name}", f"由 {name} 合并")
+    )
+
+
+def described(head: Head, language: Language = "en") -> str:
+    """The name of a head, with its origin where that is another.
+
+    >>> described((AttentionSite("layer.2", "self", "layer.*", 2, 12), 7))
+    '2.7'
+    """
+    told = originally(head)
+    return named(head) if told is None else f"{named(head)} ({told[language]})"
+
+
+def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
+    """The heads that edits removed, merged and grew, by their original numbers; None where no layer was edited."""
+    edited = [site for site in dict.fromkeys(sites) if site.origins is not None]
+    several = len({(site.stack, site.kind) for site in edited}) > 1
+    parts: dict[str, list[str]] = {"removed": [], "merged": [], "new": [], "zeros": []}
+    moved = 0
+    for site in edited:
+        origins, stack = site.origins, f"{site.stack} " if several else ""
+        assert origins is not None
+        parts["removed"] += [f"{stack}{site.layer}.{head}" for head in origins.removed]
+        for number, made_of in enumerate(origins.heads):
+            if len(made_of) > 1:
+                parts["merged"].append(f"{stack}{_joined(site, number)}")
+            elif not made_of or made_of[0] < 0:
+                parts["new" if made_of else "zeros"].append(f"{stack}{site.layer}.{number}")
+            else:
+                moved += made_of != (number,)
+    words = {
+        "removed": Text("removed {}", "去除 {}"),
+        "merged": Text("merged {}", "合并 {}"),
+        "new": Text("new {}", "新增 {}"),
+        "zeros": Text("zeros that fill a place {}", "仅占位的零头 {}"),
+    }
+    told = [(words[name], ", ".join(heads)) for name, heads in parts.items() if heads]
+    english = [text.en.format(heads) for text, heads in told]
+    chinese = [text.zh.format(heads) for text, heads in told]
+    if moved:
+        english.append(f"{moved} {'head has' if moved == 1 else 'heads have'} another number than in the original")
+        chinese.append(f"{moved} 个头的编号与原模型不同")
+    return Text("; ".join(english), "；".join(chinese)) if english else None
+
+
+def _joined(site: AttentionSite, number: int) -> str:
+    made_of = (number,) if site.origins is None else site.origins.heads[number]
+    return "+".join("new" if x < 0 else f"{site.layer}.{x}" for x in made_of)

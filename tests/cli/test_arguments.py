@@ -1,0 +1,227 @@
+"""Every command refuses what cannot be, in words, before a weight of a model is read and before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polyhead.cli import app
+from polyhead.sources import models
+from tests.inspection.small_models import model_folder, text_folder
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    model_folder(folder / "MODEL", "bert")
+    text_folder(folder / "TEXT", documents=2)
+    (folder / "FILE").write_text("a file")
+    (folder / "FULL").mkdir()
+    (folder / "FULL" / "mine.txt").write_text("mine")
+    (folder / "RUN").mkdir()
+    (folder / "RUN" / "observations.safetensors").write_bytes(b"a run")
+    (folder / "OLD").mkdir()
+    (folder / "OLD" / "inspection.json").write_text("{}")
+    (folder / "bank.conllu").write_text("1\ta\ta\tX\t_\t_\t0\troot\t_\t_\n\n")
+    return folder
+
+
+@pytest.fixture
+def place(made, monkeypatch) -> Path:
+    """Where the names below are; whoever reads weights there fails."""
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(models, "_read_stock", read)
+    monkeypatch.setattr(models, "_read_edited", read)
+    monkeypatch.chdir(made)
+    return made
+
+
+INSPECT = ["inspect", "MODEL", "--text", "TEXT"]
+PRUNE = ["prune", "MODEL", "--share", "30%", "--output", "new"]
+SHRINK = ["shrink", "MODEL", "--target", "30%-heads", "--text", "TEXT", "--output", "new"]
+CONVERT = ["convert", "MODEL", "--kv-heads", "2", "--output", "new"]
+MERGE = ["merge", "MODEL", "--heads", "0.1+0.2", "--output", "new"]
+SYNTAX = ["syntax", "MODEL", "--treebank", "bank.conllu"]
+SURGERY = ["bench", "surgery", "--model", "MODEL", "--text", "TEXT", "--output", "points"]
+EDITS = {"prune": PRUNE, "shrink": SHRINK, "convert": CONVERT, "merge": MERGE}
+READING = {"prune": PRUNE, "shrink": SHRINK, "convert": CONVERT}
+
+REFUSED: list[tuple[list[str], str]] = [
+    ([*INSPECT, "--layers", "99"], "has layers 0 to 1, got 99"),
+    ([*INSPECT, "--layers", "0,99"], "has layers 0 to 1, got 99"),
+    ([*INSPECT, "--layers", "0,2,7"], "has layers 0 to 1, got 2, 7"),
+    ([*INSPECT, "--layers", "-1"], "layers are numbers"),
+    ([*INSPECT, "--layers", ""], "layers are numbers"),
+    ([*INSPECT, "--tokens", "0"], "tokens must be at least 1, got 0"),
+    ([*INSPECT, "--batch", "-5"], "batch_tokens must be at least 1, got -5"),
+    ([*INSPECT, "--context", "0"], "context must be at least 1, got 0"),
+    ([*INSPECT, "--seed", "-1"], "seed must be an integer from 0 on"),
+    ([*INSPECT, "--statistics", "magic"], "a statistic of a head is one of"),
+    ([*INSPECT, "--statistics", "entropy,"], "a statistic of a head is one of"),
+    ([*INSPECT, "--importance", "magic"], "importance is one of"),
+    ([*INSPECT, "--dtype", "int8"], "a dtype is float32"),
+    ([*INSPECT, "--device", "abacus"], "a device is named like"),
+    ([*INSPECT, "--lang", "fr"], "one of the languages"),
+    ([*INSPECT, "--save", "FILE/x"], "is a file; name another place"),
+    ([*INSPECT, "--save", "FILE"], "--save names a folder, got FILE"),
+    ([*INSPECT, "--save", "RUN"], "holds a run already"),
+    ([*INSPECT, "--save", "OLD"], "holds a run already"),
+    ([*INSPECT, "--save-seconds", "-1"], "--save-seconds must be 0 or more, got -1"),
+    ([*INSPECT, "--save-seconds", "nan"], "--save-seconds must be 0 or more"),
+    ([*INSPECT, "--html", "TEXT"], "a page is one file, got the folder TEXT"),
+    ([*INSPECT, "--html", "none/page.html"], "there is no folder none"),
+    ([*INSPECT, "--html", "FILE/page.html"], "FILE is a file"),
+    (["inspect", "MODEL", "--text", "none.txt"], "there is no such file"),
+    (["inspect", "FILE"], "a model is a folder or a .gguf file, got the file FILE"),
+    (["inspect", "--resume", "none"], "the folder of a run that was saved"),
+    (["inspect", "--resume", "none", "--batch", "7"], "got batch as well"),
+    (["report", "none"], "an inspection is a folder"),
+    (["report", "none", "--lang", "fr"], "one of the languages"),
+    (["report", "none", "--html", "none/x.html"], "there is no folder none"),
+    (["view", "MODEL", "--port", "70000"], "a port is a number from 0 to 65535, got 70000"),
+    (["view", "MODEL", "--port", "-1"], "a port is a number"),
+    (["view", "MODEL", "--context", "0"], "--context must be more than 0, got 0"),
+    (["view", "MODEL", "--cache", "-1"], "a cache has 0 megabytes or more"),
+    (["view", "MODEL", "--text", "none.txt"], "--text names a file of UTF-8 text, got none.txt"),
+    (["view", "MODEL", "--lang", "fr"], "one of the languages"),
+    (["view", "MODEL", "--dtype", "int8"], "a dtype is float32"),
+    (["view", "MODEL", "--device", "abacus"], "a device is named like"),
+    (["compare", "none", "none"], "an inspection is a folder"),
+    (["compare", "none", "none", "--most", "0"], "differences to show are 1 or more, got 0"),
+    (["syntax", "MODEL"], "a treebank is needed"),
+    (["syntax", "MODEL", "--treebank", "none.conllu"], "none.conllu"),
+    ([*SYNTAX, "--sentences", "0"], "'--sentences'"),
+    ([*SYNTAX, "--together", "0"], "'--together'"),
+    ([*SYNTAX, "--batch", "0"], "'--batch'"),
+    ([*SYNTAX, "--minimum", "0"], "'--minimum'"),
+    ([*SYNTAX, "--seed", "-1"], "'--seed'"),
+    ([*SYNTAX, "--device", "abacus"], "a device is named like"),
+    ([*SYNTAX, "--output", "table.txt"], "must end in .json or .parquet"),
+    ([*SYNTAX, "--output", "none/table.json"], "there is no folder none"),
+    ([*SYNTAX, "--output", "FILE/table.json"], "FILE is a file"),
+    ([*SYNTAX, "--resume", "FILE"], "got FILE, which is a file"),
+    ([*SYNTAX, "--resume", "FILE/x"], "FILE is a file"),
+    (["prune", "MODEL", "--output", "new"], "got both or neither"),
+    (["prune", "MODEL", "--output", "new", "--heads", "0.1", "--share", "30%"], "got both or neither"),
+    (["prune", "MODEL", "--output", "new", "--heads", "0.1,x"], "'x'"),
+    (["prune", "MODEL", "--output", "new", "--heads", "9.1"], "has layers 0 to 1, got 9"),
+    (["prune", "MODEL", "--output", "new", "--share", "0%"], "more than 0% and less than 100%"),
+    (["prune", "MODEL", "--output", "new", "--share", "100%"], "more than 0% and less than 100%"),
+    ([*PRUNE, "--criterion", "magic"], "a criterion is one of"),
+    (["merge", "MODEL", "--heads", "0.1", "--output", "new"], "two heads or more of one layer"),
+    (["merge", "MODEL", "--heads", "0.1+1.1", "--output", "new"], "two heads or more of one layer"),
+    (["merge", "MODEL", "--heads", "0.1+0.1", "--output", "new"], "a head is named once"),
+    (["merge", "MODEL", "--heads", "7.1+7.2", "--output", "new"], "has layers 0 to 1, got 7"),
+    (["convert", "MODEL", "--kv-heads", "0", "--output", "new"], "--kv-heads must be more than 0, got 0"),
+    ([*CONVERT, "--grouping", "magic"], "grouping must be one of"),
+    ([*CONVERT, "--rounds", "-1"], "--rounds must be 0 or more, got -1"),
+    (["shrink", "MODEL", "--target", "30%-heads", "--output", "new"], "got none; give some with --text"),
+    (["shrink", "MODEL", "--target", "half", "--output", "new", "--text", "TEXT"], "a target is a share of the heads"),
+    (["shrink", "MODEL", "--target", "0.5x-cache", "--output", "new", "--text", "TEXT"], "a target is a share"),
+    ([*SHRINK, "--metric", "magic"], "a metric is perplexity or fidelity"),
+    ([*SHRINK, "--criterion", "magic"], "a criterion is one of"),
+    ([*SHRINK, "--measured"], "--measured is for a target such as"),
+    (
+        ["shrink", "MODEL", "--target", "1.2x-faster", "--text", "TEXT", "--preview", "--measured", "--search"],
+        "leave one",
+    ),
+    ([*SHRINK, "--form", "uniform", "--criterion", "plain"], "leave one out"),
+    ([*SHRINK, "--resume", "FILE/x"], "FILE is a file"),
+    (["undo", "MODEL", "--output", "new"], "without one"),
+    (["undo", "none", "--output", "new"], "none"),
+    (["undo", "MODEL", "--output", "FULL"], "which holds files"),
+    (["demo", "--head", "8"], "the layer has heads 0 to 7, got 8"),
+    (["plan", "llama3.1-8b", "--output", "none/x.html"], "a folder that is there"),
+    (["plan", "llama3.1-8b", "--output", "FILE/x.html"], "a folder that is there"),
+    (["choose", "--d-model", "512", "--most", "0"], "--most must be at least 1, got 0"),
+    (["bench", "statistics", "--quick", "--output", "none/x.json"], "there is no folder none"),
+    (["bench", "inspection", "--quick", "--output", "FILE/x.json"], "FILE is a file"),
+    (["bench", "surgery", "--model", "MODEL"], "got no --text or no --output"),
+    ([*SURGERY, "--part", "magic"], "a part is tuned or curves"),
+    ([*SURGERY, "--shares", "120%"], "over 0% and under 100%"),
+    ([*SURGERY, "--share", "3/2"], "a share is I/N"),
+    ([*SURGERY, "--rows", "0"], "--rows must be more than 0"),
+    (["bench", "surgery", "--model", "MODEL", "--text", "TEXT", "--output", "none/x"], "there is no folder none"),
+]
+REFUSED += [
+    ([*command, *more], words)
+    for command in READING.values()
+    for more, words in (
+        (["--tokens", "0"], "--tokens must be more than 0, got 0"),
+        (["--context", "-3"], "--context must be more than 0, got -3"),
+        (["--text", "none.txt"], "there is no such file"),
+    )
+]
+REFUSED += [
+    ([*command, *more], words)
+    for command in EDITS.values()
+    for more, words in (
+        (["--form", "magic"], "a form is one of"),
+        (["--output", "FULL"], "which holds files"),
+        (["--output", "FILE"], "got FILE, which is a file"),
+        (["--output", "FILE/x"], "FILE is a file"),
+        (["--device", "abacus"], "a device is named like"),
+        (["--dtype", "int8"], "a dtype is float32"),
+    )
+]
+
+
+def refused(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    said = " ".join(result.stderr.replace("│", " ").split())  # a box wraps its lines
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert words in said
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=[" ".join(x) for x, _ in REFUSED])
+def test_it_is_refused_before_a_weight_is_read(place, arguments, words):
+    before = sorted(path.name for path in place.rglob("*"))
+    refused(arguments, words)
+    assert sorted(path.name for path in place.rglob("*")) == before
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 0)() == 0, reason="the superuser may write anywhere")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*INSPECT, "--save", "closed/run"], "closed cannot be"),
+        ([*INSPECT, "--html", "closed/page.html"], "cannot be"),
+        ([*SYNTAX, "--output", "closed/table.json"], "cannot be"),
+        ([*PRUNE, "--output", "closed/new"], "closed cannot be"),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_refused_first(place, arguments, words):
+    (place / "closed").mkdir(exist_ok=True)
+    (place / "closed").chmod(0o500)
+    try:
+        refused(arguments, words)
+    finally:
+        (place / "closed").chmod(0o700)
+        (place / "closed").rmdir()
+
+
+def test_weights_are_read_where_nothing_is_wrong(place):
+    """So that the tests above can fail."""
+    for arguments in ([*INSPECT, "--layers", "1"], PRUNE, SHRINK, CONVERT, MERGE, [*SYNTAX, "--output", "table.json"]):
+        result = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+        assert isinstance(result.exception, AssertionError), (arguments, result.output)
+        assert "weights were read" in str(result.exception)
+
+
+def test_layers_of_an_encoder_and_a_decoder_are_counted_by_the_longer(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "t5", "num_layers": 2, "num_decoder_layers": 5, "d_model": 8, "num_heads": 2})
+    )
+    models.check_layers(tmp_path, [4])
+    with pytest.raises(models.OptionError, match="layers 0 to 4, got 5"):
+        models.check_layers(tmp_path, [1, 5])

@@ -1,0 +1,359 @@
+"""Runs of edited models: heads are compared with themselves, named by what they were, and never with a neighbour."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from polyhead.analysis.syntax_table import SyntaxRow, SyntaxTable
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadOrigins
+from polyhead.inspection import Inspection, Settings, compare, inspect_model, load_inspection, save_inspection
+from polyhead.inspection.files import OBSERVATIONS, REST
+from polyhead.inspection.identity import described, edits_of
+from polyhead.inspection.matching import match_heads
+from polyhead.observatory import AttentionSite
+from polyhead.report import page_of
+from polyhead.report.syntax import Syntax
+from polyhead.report.viewer.model import ViewedModel
+from polyhead.report.viewer.state import state_of
+from polyhead.report.viewer.viewing import Viewer
+from polyhead.sources import load_model
+from polyhead.surgery import (
+    MergeHeads,
+    PruneHeads,
+    ReorderHeads,
+    ReviveHeads,
+    SideFiles,
+    apply,
+    load_record,
+    save,
+    undo,
+)
+from tests.inspection.small_models import model_folder, text_folder
+
+pytest.importorskip("pyarrow")
+
+EDITS = {
+    "pruned": [PruneHeads(0, (1,)), PruneHeads(1, (0,))],
+    "merged": [MergeHeads(0, (1, 3))],
+    "reordered": [ReorderHeads(0, (3, 0, 2, 1))],
+    "grown": [PruneHeads(0, (0,)), ReviveHeads(0, 1)],
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return text_folder(tmp_path_factory.mktemp("text"), documents=4, words=60)
+
+
+def inspected(model: Path, text: Path, **options) -> Inspection:
+    settings = Settings(str(model), str(text), context=64, batch_tokens=400, importance="none", chance=False)
+    return inspect_model(settings, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("bert"), "bert")
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory, whole):
+    """The folder of a model with some edits, in some form."""
+    place = tmp_path_factory.mktemp("edited")
+
+    def make(name: str, form: str = "uneven") -> Path:
+        folder = place / f"{name}-{form}"
+        if not folder.exists():
+            model = load_model(whole).model
+            record = apply(model, EDITS[name])
+            save(model, folder, form=form, record=record, tokenizer=SideFiles(whole))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(whole, edited, text):
+    """The inspection of a model, made once."""
+    found: dict[tuple[str, ...], Inspection] = {}
+
+    def get(*name: str) -> Inspection:
+        if name not in found:
+            found[name] = inspected(edited(*name) if name else whole, text)
+        return found[name]
+
+    return get
+
+
+@pytest.mark.parametrize("form", ["uneven", "padded"])
+def test_every_head_is_compared_with_itself(run, form):
+    before, after = run(), run("pruned", form)
+    found = compare(before, after)
+    assert {(x.head[0].layer, x.head[1]): x.head_after[1] for x in found.changes if x.head[0].layer == 0} == {
+        (0, 0): 0, (0, 2): 1, (0, 3): 2,
+    }  # fmt: skip
+    # The input of the first layer is the same, so its heads are; those behind it read what two heads less wrote.
+    exact = [x for x in found.changes if x.head[0].layer == 0 and x.name in ("entropy", "reach", "confidence")]
+    assert len(exact) == 9
+    for change in exact:
+        assert change.after == pytest.approx(change.before, rel=1e-5)
+    assert [x for x in found.beyond() if x.head[0].layer == 0 and "contribution" not in x.name] == []
+    assert [x for x in (*found.gained, *found.lost) if x[0][0].layer == 0] == []
+    assert [str(x) for x in found.only_before] == ["0.1 removed", "1.0 removed"]
+    assert found.only_after == ()
+    # The other way round they are the same heads.
+    back = compare(after, before)
+    assert [str(x) for x in back.only_after] == ["0.1 removed", "1.0 removed"]
+    assert len(back.changes) == len(found.changes)
+
+
+def test_heads_that_share_a_number_alone_are_not_compared(run):
+    """What this test would have seen before: head 1 of the edited layer beside head 1 of the whole one."""
+    before, after = run(), run("pruned")
+    assert float(before.table["entropy"][1]) != pytest.approx(float(after.table["entropy"][1]), rel=1e-3)
+    assert float(before.table["entropy"][2]) == pytest.approx(float(after.table["entropy"][1]), rel=1e-5)
+
+
+def test_merged_and_grown_heads_are_listed_as_such(run):
+    merged = compare(run(), run("merged"))
+    assert [str(x) for x in merged.only_before] == ["0.1 merged into 0.1", "0.3 merged into 0.1"]
+    assert [str(x) for x in merged.only_after] == ["0.1+3 merged"]
+    assert {x.head[1] for x in merged.changes if x.head[0].layer == 0} == {0, 2}
+    grown = compare(run(), run("grown"))
+    assert [str(x) for x in grown.only_before] == ["0.0 removed"]
+    assert [str(x) for x in grown.only_after] == ["0.new new"]
+    # Two edits of one model are compared as well, by what both were made of.
+    both = match_heads(run("pruned"), run("merged"))
+    assert [(one[1], other[1]) for one, other in both.pairs if one[0].layer == 0] == [(0, 0), (1, 2)]
+    assert [(x.head[1], x.reason) for x in both.only_before if x.head[0].layer == 0] == [(2, "merged")]
+
+
+def test_an_order_is_followed_although_no_head_is_gone(run):
+    pairs = match_heads(run(), run("reordered")).pairs
+    assert [(one[1], other[1]) for one, other in pairs if one[0].layer == 0] == [(0, 1), (1, 3), (2, 2), (3, 0)]
+    changes = [x for x in compare(run(), run("reordered")).changes if x.name == "entropy" and x.head[0].layer == 0]
+    assert all(x.after == pytest.approx(x.before, rel=1e-5) for x in changes)
+
+
+def test_after_undoing_heads_are_where_they_were(edited, whole, text, run):
+    loaded = load_model(edited("reordered"))
+    undo(loaded.model, load_record(edited("reordered")))
+    again = inspected(edited("reordered"), text, loaded=loaded)
+    assert again.table.sites == run().table.sites
+    assert again.facts["edited"] is False
+    assert compare(run(), again).beyond() == ()
+
+
+@pytest.mark.parametrize("name", sorted(EDITS))
+def test_a_saved_run_has_it(run, name, tmp_path):
+    found = run(name)
+    save_inspection(tmp_path, found)
+    again = load_inspection(tmp_path)
+    assert again.table.sites == found.table.sites
+    assert again.table.sites[0].origins is not None
+    assert [row["original_head"] for row in again.table.rows()] == [row["original_head"] for row in found.table.rows()]
+    assert len(compare(run(), again).changes) == len(compare(run(), found).changes)
+
+
+def test_heads_are_named_by_what_they_were(run):
+    site = run("pruned").table.sites[0]
+    assert [described((site, head)) for head in range(3)] == [
+        "0.0", "0.1 (originally 0.2)", "0.2 (originally 0.3)",
+    ]  # fmt: skip
+    told = edits_of(run("pruned").table.sites)
+    assert told.en == "removed 0.1, 1.0; 5 heads have another number than in the original"
+    assert edits_of(run("merged").table.sites).en == "merged 0.1+0.3"  # head 2 is where it was
+    assert edits_of(run("grown").table.sites).en == (
+        "removed 0.0; new 0.3; 3 heads have another number than in the original"
+    )
+    assert edits_of(run().table.sites) is None
+    assert "0.1 (originally 2)" in str(run("pruned").table)
+    assert "originally" not in str(run().table)
+    assert "edited: removed 0.1, 1.0" in run("pruned")._repr_html_()
+    assert "layer 0 head 1 (originally 2)" in run("pruned")._repr_html_()
+
+
+def test_the_page_names_them(run):
+    page = page_of(run("pruned"))
+    assert page["facts"]["edits"]["en"].startswith("removed 0.1, 1.0")
+    assert page["facts"]["edits"]["zh"].startswith("去除 0.1, 1.0")
+    assert page["sites"][0]["originals"] == ["0", "2", "3"]
+    heads = {(x["site"], x["head"]): x["origin"] for x in page["heads"]}
+    assert heads[0, 0] is None
+    assert heads[0, 1] == {"en": "originally 0.2", "zh": "原为 0.2"}
+    assert page_of(run("merged"))["heads"][1]["origin"]["en"] == "merged of 0.1+0.3"
+    assert page_of(run("grown"))["heads"][3]["origin"] == {"en": "new", "zh": "新头"}
+    plain = page_of(run())
+    assert plain["facts"]["edits"] is None
+    assert {x["origin"] for x in plain["heads"]} == {None}
+
+
+def test_the_viewer_names_them_and_takes_no_run_of_other_heads(run, edited, whole):
+    model = ViewedModel(load_model(edited("pruned")))
+    state = state_of(Viewer(model, run=page_of(run("pruned"))))
+    assert state["places"][0]["origins"] == [
+        None, {"en": "originally 0.2", "zh": "原为 0.2"}, {"en": "originally 0.3", "zh": "原为 0.3"},
+    ]  # fmt: skip
+    assert state["edits"]["en"].startswith("removed 0.1, 1.0")
+    assert state["places"][0]["run_site"] == 0
+    for other in (run(), run("merged")):
+        with pytest.raises(
+            OptionError, match=r"a run is shown beside the model that it is of.*a model whose are 0, 2, 3"
+        ):
+            Viewer(model, run=page_of(other))
+    reordered = ViewedModel(load_model(edited("reordered")))
+    with pytest.raises(OptionError, match="originally 0, 1, 2, 3, and a model whose are 3, 0, 2, 1"):
+        Viewer(reordered, run=page_of(run()))
+    assert state_of(Viewer(ViewedModel(load_model(whole))))["edits"] is None
+
+
+def test_a_syntax_table_of_other_heads_is_refused(run):
+    site = run("reordered").table.sites[0]
+    numbers = dict.fromkeys(("accuracy", "low", "high", "baseline", "baseline_low", "baseline_high"), 0.5)
+    numbers |= dict.fromkeys(("chosen_accuracy", "chosen_baseline"), 0.5)
+    counts = dict.fromkeys(("count", "offset", "head_only", "baseline_only", "chosen_count"), 1)
+
+    def page(original: str | None) -> dict:
+        row = SyntaxRow("nsubj", "head", site=site.name, layer=0, head=1, original_head=original, **numbers, **counts)
+        table = SyntaxTable((row,), (), 8, (1, 1), 1, 0)
+        assert table.cells()[1][0][3] == ("0.1 (originally 0)" if original == "0" else "0.1")
+        return page_of(run("reordered"), syntax=Syntax("bank", table))
+
+    assert page("0")["syntax"]["rows"][0]["head"] == [0, 1]
+    assert page(None)["syntax"]["rows"][0]["head"] == [0, 1]  # of a file that does not say
+    with pytest.raises(OptionError, match=r"with the same edits, got head 1 of .*originally 1 in the table, 0 in the"):
+        page("1")
+
+
+# ---- runs that cannot be matched
+
+
+def with_facts(inspection: Inspection, **facts) -> Inspection:
+    kept = {name: value for name, value in inspection.facts.items() if name not in facts}
+    return dataclasses.replace(inspection, facts={**kept, **{k: v for k, v in facts.items() if v is not ...}})
+
+
+def with_sites(inspection: Inspection, change) -> Inspection:
+    table = dataclasses.replace(inspection.table, sites=tuple(change(site) for site in inspection.table.sites))
+    return dataclasses.replace(inspection, table=table, roles=())
+
+
+def without_identity(inspection: Inspection) -> Inspection:
+    """As a run of before."""
+    sizes = dict.fromkeys(("edited", "model_type", "hidden_size", "num_hidden_layers"), ...)
+    return with_facts(with_sites(inspection, lambda site: dataclasses.replace(site, origins=None)), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"hidden_size": 48}, "whose hidden size differs: 24 in A .*, 48 in B"),
+        ({"model_type": "gpt2"}, "whose model type differs: bert in A .*, gpt2 in B"),
+        ({"num_hidden_layers": 12}, "whose number of layers differs: 2 in A .*, 12 in B"),
+    ],
+)
+def test_different_models_are_refused(run, facts, words):
+    with pytest.raises(OptionError, match=words):
+        compare(run(), with_facts(run(), **facts))
+
+
+def test_runs_without_a_lineage_are_refused_where_heads_are_gone(run):
+    """Two runs of before: nobody knows which head is gone."""
+    whole, pruned = without_identity(run()), without_identity(run("pruned"))
+    for one, other in ((whole, pruned), (pruned, whole), (run(), pruned)):
+        with pytest.raises(OptionError, match=r"heads in A and \d in B; inspect the models again"):
+            compare(one, other)
+    # The same counts of heads in both: as they were compared before.
+    assert compare(whole, without_identity(run())).beyond() == ()
+    # One that has them says which heads the other's are.
+    assert [str(x) for x in compare(whole, run("pruned")).only_before] == ["0.1 removed", "1.0 removed"]
+
+
+def test_a_run_of_before_beside_a_new_order_is_refused(run):
+    """It may be of the model before the edit or after it: both have as many heads."""
+    with pytest.raises(OptionError, match="A was saved before runs kept the identity of heads"):
+        compare(without_identity(run()), run("reordered"))
+    with pytest.raises(OptionError, match="B was saved before"):
+        compare(run("reordered"), without_identity(run("reordered")))
+
+
+def test_layers_of_other_names_are_refused(run):
+    renamed = with_sites(run(), lambda site: dataclasses.replace(site, name=f"other.{site.name}"))
+    with pytest.raises(OptionError, match=r"none that both models have: A has the layers encoder\.layer\.0"):
+        compare(run(), renamed)
+
+
+def test_layers_that_were_not_read_are_listed(run, whole, text):
+    settings = dataclasses.replace(run().settings, layers=(0,))
+    found = compare(run(), inspect_model(settings))
+    assert [str(x) for x in found.only_before] == [f"1.{head} not read" for head in range(4)]
+
+
+def test_importance_by_other_measures_is_not_compared(run):
+    def measured(loss: str) -> Inspection:
+        table = run().table
+        columns = {**table.columns, "ablation": torch.rand(len(table), dtype=torch.float64)}
+        table = dataclasses.replace(table, names=(*table.names, "ablation"), columns=columns)
+        return with_facts(dataclasses.replace(run(), table=table), loss=loss)
+
+    same = compare(measured("language"), measured("language"))
+    assert "ablation" in {x.name for x in same.changes}
+    other = compare(measured("language"), measured("representation"))
+    assert "ablation" not in {x.name for x in other.changes}
+    assert other.losses == ("language", "representation")
+
+
+def test_a_run_does_not_go_on_with_other_heads(edited, text, tmp_path):
+    """What was gathered before heads had an identity is not added to what is gathered now."""
+    done = inspected(edited("reordered"), text, folder=tmp_path)
+    save_inspection(tmp_path, done)
+    written = json.loads((tmp_path / REST).read_text())
+    assert written["sites"][0]["origins"]["heads"] == [[3], [0], [2], [1]]
+    path = tmp_path / OBSERVATIONS
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["polyhead.observations"])
+    assert header["sites"][0]["origins"] == {"heads": [[3], [0], [2], [1]], "total": 4}
+    for site in header["sites"]:
+        site.pop("origins", None)
+    header["facts"]["batches"], header["facts"]["digest"] = 0, None
+    save_file(load_file(path), path, {"polyhead.observations": json.dumps(header)})
+    with pytest.raises(OptionError, match="counts heads that stay the same"):
+        inspected(edited("reordered"), text, folder=tmp_path, resume=True)
+
+
+def test_origins_of_a_site_are_of_its_heads():
+    site = {"name": "a.0", "kind": "self", "stack": "a.*", "layer": 0, "num_heads": 2}
+    assert AttentionSite.from_dict(site).origins is None
+    told = {"origins": HeadOrigins(((1,), (0,)), 2).to_dict()}
+    assert AttentionSite.from_dict({**site, **told}).to_dict() == {**site, **told}
+    with pytest.raises(OptionError, match="each of the 3 heads"):
+        AttentionSite.from_dict({**site, "num_heads": 3, **told})
+
+
+@pytest.mark.parametrize("form", ["uneven", "padded"])
+def test_a_head_of_a_group_that_lost_another_is_itself_in_every_column(form, text, tmp_path):
+    """Query heads of one key head, of which one is gone: keys and values are still those that each head read."""
+    whole = model_folder(tmp_path / "llama", "llama")
+    model = load_model(whole).model
+    apply(model, [PruneHeads(0, (0,)), PruneHeads(1, (2, 3))])
+    save(model, tmp_path / "pruned", form=form, tokenizer=SideFiles(whole))
+    one, other = (
+        inspect_model(Settings(str(folder), str(text), context=64, batch_tokens=400, chance=False))
+        for folder in (whole, tmp_path / "pruned")
+    )
+    found = compare(one, other)
+    assert [str(x) for x in found.only_before] == ["0.0 removed", "1.2 removed", "1.3 removed"]
+    # Its share of what the layer writes, and what the loss makes of it, depend on the others.
+    of_others = {"contribution_share", "total_correlation", "gradient", "taylor", "copying"}
+    alone = [x for x in found.changes if x.head[0].layer == 0 and x.name not in of_others]
+    assert {x.name for x in alone} >= {"entropy", "qk_top_share", "ov_top_share", "contribution", "effective_rank"}
+    assert {x.head[1] for x in alone} == {1, 2, 3}
+    for change in alone:
+        assert change.after == pytest.approx(change.before, rel=2e-4, abs=1e-6), change
