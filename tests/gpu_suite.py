@@ -228,6 +228,13 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.record(int(exitstatus)), indent=1, ensure_ascii=False) + "\n")
 
+    def files(self) -> Counter[str]:
+        """The seconds of all tests of a file, on all workers together."""
+        files: Counter[str] = Counter()
+        for name, seconds in self.seconds.items():
+            files[name.split("::")[0]] += seconds
+        return files
+
     def record(self, exit_status: int) -> dict[str, Any]:
         counts = Counter(self.outcomes.values())
         chosen = any(self.config.getoption(name) for name in ("keyword", "markexpr", "deselect"))
@@ -245,6 +252,7 @@ class Report:
             "workers": self.config.getoption("numprocesses", None) or 0,
             "compiled": compiled(Path(os.environ[LOGS])),
             "slowest": {name: round(seconds, 1) for name, seconds in self.seconds.most_common(25)},
+            "by file": {path: round(seconds) for path, seconds in self.files().most_common()},
             "machine": _machine(),
         }
 

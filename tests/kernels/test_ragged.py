@@ -146,9 +146,10 @@ def check_rows(case: Chosen, device: str, dtype: torch.dtype = torch.float32, na
     asked = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW)
     with small_tiles() if device == "cpu" else nullcontext(), poisoned_memory(), torch.no_grad():
         found = case.run("fused", device, statistics=asked).statistics
-    exact = exact_case.scene.run("reference", statistics=asked).statistics
+    there = exact_case.scene.on(device)
+    exact = there.run("reference", there.query.device.type, statistics=asked).statistics
     count = int(case.which.sum())
-    right = {name: case.picked(x) for name, x in exact.items()}
+    right = {name: case.picked(x).cpu() for name, x in exact.items()}
     assert [name for name, _ in found.items()] == list(right)
     there = {name: x[:count].cpu() for name, x in found.items()}
     check_statistics("rows", there, replace(exact, **right), bounds(exact_case.scene))
