@@ -247,10 +247,10 @@ class Scene:
         all_draws = [own] + [replace(own, **{name: shuffled(x) for name, x in fresh.items()}) for _ in range(1, draws)]
         return beside(all_draws)
 
-    def reordered(self, orders: int = ORDERS) -> Scene:
+    def reordered(self, orders: int = ORDERS, seed: int = 0) -> Scene:
         """This scene in several orders of its keys, queries and channels, beside each other as more heads."""
         batch, heads, queries, keys = self.sizes
-        generator = torch.Generator().manual_seed(orders)
+        generator = torch.Generator().manual_seed(orders + 1000 * seed)
 
         def permutations(size: int) -> list[Tensor]:
             return [torch.randperm(size, generator=generator).to(self.query.device) for _ in range(orders)]
