@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gc
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -33,6 +35,23 @@ MOST_RESERVED = 2 << 30  # bytes of GPU memory that a worker keeps from one test
 LOGS = "POLYHEAD_GPU_SUITE_LOGS"  # the folder where workers write what they compiled
 BEGAN = "POLYHEAD_GPU_SUITE_BEGAN"
 OUT_OF_TIME = "out of time"
+# Beginnings of the tests that take longest, which come first: nobody waits for one of them at the end.
+SLOW = (
+    # Theirs alone: the deterministic ones find their kernels in Triton's cache later.
+    "tests/inspection/test_running.py::test_on_a_gpu_a_killed_run_goes_on[bert-as it comes]",
+    "tests/inspection/test_running.py::test_on_a_gpu_a_killed_run_goes_on[llama-as it comes]",
+    "tests/cli/test_bench.py::test_every_part_runs_on_a_gpu",
+    "tests/functional/test_scaled_dot_product.py::test_twelve_cases_in_processes_of_their_own",
+    "tests/functional/test_fused.py::test_on_a_gpu_the_rest_holds_too",
+    "tests/functional/test_fused.py::test_on_a_gpu_every_statistic_passes_its_gradient_on",
+    "tests/kernels/test_forward.py::test_on_a_gpu_the_rest_holds_too",
+    "tests/kernels/test_ragged.py::test_on_a_gpu_the_rest_holds_too",
+    "tests/kernels/test_ragged.py::test_on_hopper_the_twin_keeps_to_the_bounds",
+    "tests/kernels/test_profile.py::test_on_a_gpu_every_flag_on_every_kind_of_mask",
+    "tests/observatory/test_evidence.py::test_nothing_waits_for_the_device",
+    "tests/plan/test_flops_of_kernels.py::test_on_a_gpu_layers_have_the_flops_that_are_planned",
+    "tests/layers/test_decode.py::test_on_a_gpu_no_step_waits",
+)
 
 
 @functools.cache
@@ -57,8 +76,33 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     others = [item for item in items if item.get_closest_marker("gpu") is None]
-    items[:] = [item for item in items if item.get_closest_marker("gpu") is not None]
+    chosen = [item for item in items if item.get_closest_marker("gpu") is not None]
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = [chosen[place] for place in slow_first([item.nodeid for item in chosen], workers)]
     config.hook.pytest_deselected(items=others)
+
+
+def slow_first(names: list[str], workers: int) -> list[int]:
+    """An order of tests: cut into as many parts as there are workers, each part begins with its share of slow ones.
+
+    With `--dist worksteal` a worker begins with a part, cut as xdist does. The others keep their order: neighbours
+    share kernels.
+    """
+    slow = [place for place, name in enumerate(names) if name.startswith(SLOW)]
+    slow.sort(key=lambda place: next(turn for turn, start in enumerate(SLOW) if names[place].startswith(start)))
+    others = iter(sorted(set(range(len(names))) - set(slow)))
+    order: list[int] = []
+    for worker in range(workers):
+        part = (len(names) - len(order)) // (workers - worker)
+        first = slow[worker::workers]
+        order += [*first, *itertools.islice(others, max(part - len(first), 0))]
+    return [*order, *others]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of all later searches for garbage, which compiling makes many of."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -187,6 +231,13 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.record(int(exitstatus)), indent=1, ensure_ascii=False) + "\n")
 
+    def files(self) -> Counter[str]:
+        """The seconds of all tests of a file, on all workers together."""
+        files: Counter[str] = Counter()
+        for name, seconds in self.seconds.items():
+            files[name.split("::")[0]] += seconds
+        return files
+
     def record(self, exit_status: int) -> dict[str, Any]:
         counts = Counter(self.outcomes.values())
         chosen = any(self.config.getoption(name) for name in ("keyword", "markexpr", "deselect"))
@@ -204,6 +255,7 @@ class Report:
             "workers": self.config.getoption("numprocesses", None) or 0,
             "compiled": compiled(Path(os.environ[LOGS])),
             "slowest": {name: round(seconds, 1) for name, seconds in self.seconds.most_common(25)},
+            "by file": {path: round(seconds) for path, seconds in self.files().most_common()},
             "machine": _machine(),
         }
 

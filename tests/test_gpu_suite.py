@@ -85,10 +85,12 @@ def test_lint_only_warns(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().err == "warning: it is not known\n"
 
 
-def test_only_files_with_gpu_tests_are_imported(tmp_path: Path) -> None:
-    (tmp_path / "some").mkdir()
-    (tmp_path / "none").mkdir()
-    marked, plain, page = tmp_path / "some/test_a.py", tmp_path / "none/test_b.py", tmp_path / "none/page.md"
+def test_only_files_with_gpu_tests_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_suite, "ROOT", tmp_path)
+    tests = tmp_path / "tests"
+    (tests / "some").mkdir(parents=True)
+    (tests / "none").mkdir()
+    marked, plain, page = tests / "some/test_a.py", tests / "none/test_b.py", tests / "none/page.md"
     marked.write_text("@pytest.mark.gpu\ndef test_a(): ...\n")
     plain.write_text("def test_b(): ...\n")
     page.write_text("pytest.mark.gpu\n")
@@ -178,3 +180,24 @@ def test_a_kernel_is_compiled_once_and_written_down(monkeypatch: pytest.MonkeyPa
     assert {line["kernel"] for line in lines} == {"tests.gpu_sanitize._planted_kernel"}
     assert len(list((tmp_path / "logs").glob("*.lock"))) == 1
     assert gpu_suite.compiled(tmp_path / "logs")["kernels"] == 1
+
+
+def test_slow_tests_come_first_for_every_worker_and_the_others_in_their_order() -> None:
+    names = [f"tests/quick.py::test_{i}" for i in range(37)]
+    for place in (5, 6, 20, 30, 36):
+        names[place] = gpu_suite.SLOW[place % len(gpu_suite.SLOW)] + f"[{place}]"
+    for workers in (1, 4, 16, 50):
+        order = [names[place] for place in gpu_suite.slow_first(names, workers)]
+        assert sorted(order) == sorted(names)
+        assert [x for x in order if "quick" in x] == [x for x in names if "quick" in x]
+        begins, left = [0], len(names)
+        for others in range(workers, 1, -1):
+            begins.append(begins[-1] + left // others)
+            left -= left // others
+        assert not any("quick" in order[begin] for begin in begins[:5]) or workers > len(names)
+
+
+def test_what_is_called_slow_is_there() -> None:
+    for start in gpu_suite.SLOW:
+        path, name = start.split("::")
+        assert f"def {name.split('[')[0]}(" in (gpu_record.ROOT / path).read_text(), start

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from tests.error_budget import DRAWS, ORDERS, Formula, plain_formula
 # `fused` needs a GPU or Triton's interpreter, and has tests of its own.
 ON_THE_CPU = tuple(name for name in BACKENDS if name != "fused")
 Rows = tuple[tuple[int, ...], ...]
+LARGE = 1 << 16  # pairs of a query and a key
 LEARNED = ("query", "key", "value", "bias", "table", "sinks", "scale")
 
 
@@ -103,21 +105,32 @@ class Who:
         visible = self._seen(batch, queries, keys)[:, None].expand(batch, heads, queries, keys)
         return visible.clone() if self.dense is None else visible & self.dense
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019, a handful of answers that one test asks for again and again
     def _seen(self, batch: int, queries: int, keys: int) -> Tensor:
-        table = [
-            [[self.sees(b, i, j, queries, keys) for j in range(keys)] for i in range(queries)] for b in range(batch)
-        ]
-        return torch.tensor(table, dtype=torch.bool).reshape(batch, queries, keys)
+        return _seen(self._rules(), batch, queries, keys)
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019
     def distances(self, batch: int, queries: int, keys: int) -> Tensor:
         """Key position minus query position, [batch, queries, keys]."""
-        places = [
-            [[self.place(b, i, j, queries, keys) for j in range(keys)] for i in range(queries)] for b in range(batch)
-        ]
-        steps = torch.tensor(places, dtype=torch.int64).reshape(batch, queries, keys, 3)
-        return steps[..., 1] - steps[..., 0]
+        return _distances(self._rules(), batch, queries, keys)
+
+    def _rules(self) -> tuple[object, ...]:
+        """All but the dense mask, in the order of the fields; hashable."""
+        return tuple(getattr(self, x.name) for x in fields(Who) if x.name != "dense")
+
+
+# Many tests ask for the same pairs, which takes longer than all else that they do on a CPU.
+@functools.lru_cache(maxsize=32)
+def _seen(rules: tuple[Any, ...], batch: int, queries: int, keys: int) -> Tensor:
+    who = Who(*rules)
+    table = [[[who.sees(b, i, j, queries, keys) for j in range(keys)] for i in range(queries)] for b in range(batch)]
+    return torch.tensor(table, dtype=torch.bool).reshape(batch, queries, keys)
+
+
+@functools.lru_cache(maxsize=32)
+def _distances(rules: tuple[Any, ...], batch: int, queries: int, keys: int) -> Tensor:
+    who = Who(*rules)
+    places = [[[who.place(b, i, j, queries, keys) for j in range(keys)] for i in range(queries)] for b in range(batch)]
+    steps = torch.tensor(places, dtype=torch.int64).reshape(batch, queries, keys, 3)
+    return steps[..., 1] - steps[..., 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,11 +186,21 @@ class Scene:
     def to(self, dtype: torch.dtype) -> Scene:
         return replace(self, **{name: x.detach().to(dtype) for name, x in self.learned.items()})
 
+    def on(self, device: str) -> Scene:
+        """The same scene with its tensors on a device, where the formula is then computed as well.
+
+        A small one stays on the CPU: the many tests that share a GPU would wait for each other at every step.
+        """
+        batch, heads, queries, keys = self.sizes
+        if batch * heads * queries * keys < LARGE:
+            return self
+        return replace(self, **{name: x.detach().to(device) for name, x in self.learned.items()})
+
     def with_gradients(self) -> Scene:
         return replace(self, **{name: x.detach().clone().requires_grad_() for name, x in self.learned.items()})
 
     def visible(self) -> Tensor:
-        visible = self.who.visible(*self.sizes)
+        visible = self.who.visible(*self.sizes).to(self.query.device)
         return visible if self.bias is None else visible & (self.bias.detach() != -torch.inf)
 
     def options(self) -> dict[str, object]:
@@ -196,10 +219,10 @@ class Scene:
         if self.bias is not None:
             added = torch.where(self.bias.detach() == -torch.inf, 0.0, self.bias).expand(batch, heads, queries, keys)
         if self.table is not None:
-            place = self.who.distances(batch, queries, keys) + self.zero
+            place = self.who.distances(batch, queries, keys).to(self.table.device) + self.zero
             place = place.clamp(0, self.table.shape[1] - 1)
             if place.ndim == 4:
-                term = self.table[torch.arange(heads)[:, None, None], place]
+                term = self.table[torch.arange(heads, device=place.device)[:, None, None], place]
             else:
                 term = self.table[:, place].transpose(0, 1)  # [batch, heads or 1, queries, keys]
             added = term if added is None else added + term
@@ -224,13 +247,13 @@ class Scene:
         all_draws = [own] + [replace(own, **{name: shuffled(x) for name, x in fresh.items()}) for _ in range(1, draws)]
         return beside(all_draws)
 
-    def reordered(self, orders: int = ORDERS) -> Scene:
+    def reordered(self, orders: int = ORDERS, seed: int = 0) -> Scene:
         """This scene in several orders of its keys, queries and channels, beside each other as more heads."""
         batch, heads, queries, keys = self.sizes
-        generator = torch.Generator().manual_seed(orders)
+        generator = torch.Generator().manual_seed(orders + 1000 * seed)
 
         def permutations(size: int) -> list[Tensor]:
-            return [torch.randperm(size, generator=generator) for _ in range(orders)]
+            return [torch.randperm(size, generator=generator).to(self.query.device) for _ in range(orders)]
 
         rows, columns = permutations(queries), permutations(keys)
         channels, value_channels = permutations(self.query.shape[3]), permutations(self.value.shape[3])
@@ -243,8 +266,10 @@ class Scene:
                 parts.append(part[..., others])
             return torch.cat(parts, 1)
 
-        apart = self.who.distances(batch, queries, keys)
-        apart = apart if apart.ndim == 4 else apart[:, None].expand(-1, heads, -1, -1)
+        apart: Tensor | None = None
+        if self.table is not None:  # nothing else asks how far a key is
+            apart = self.who.distances(batch, queries, keys).to(self.query.device)
+            apart = ordered(apart if apart.ndim == 4 else apart[:, None].expand(-1, heads, -1, -1), rows, columns)
         bias = None if self.bias is None else ordered(self.bias.expand(-1, heads, -1, -1), rows, columns)
         return replace(
             self,
@@ -255,7 +280,7 @@ class Scene:
             table=None if self.table is None else self.table.expand(heads, -1).repeat(orders, 1),
             sinks=None if self.sinks is None else self.sinks.repeat(orders),
             scale=self.scale.repeat(orders) if isinstance(self.scale, Tensor) else self.scale,
-            who=Pairs(dense=ordered(self.visible(), rows, columns), apart=ordered(apart, rows, columns)),
+            who=Pairs(dense=ordered(self.visible(), rows, columns), apart=apart),
         )
 
     def formula(self, keep: Tensor | None = None, rate: float = 0.0) -> Formula:
@@ -297,11 +322,11 @@ def result_and_gradients(
         options = {"weights": everything, "logsumexp": everything, **options}
     result = scene.formula(**options) if backend is None else scene.run(backend, **options)
     generator = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=scene.query.device)
     for name in ("output", "logsumexp", "weights") if everything else ("output",):
         tensor = getattr(result, name)
         # bfloat16 numbers, so that the functional is the same one in every dtype.
-        direction = torch.randn(tensor.shape, generator=generator).bfloat16().to(tensor.dtype)
+        direction = torch.randn(tensor.shape, generator=generator).bfloat16().to(tensor)
         loss = loss + (torch.where(tensor.detach() == -torch.inf, 0.0, tensor) * direction).double().sum()
     inputs = scene.learned
     grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyhead import attention
 from polyhead.functional.profile_request import AttentionProfile, BlockMap, offset_bins
 from polyhead.functional.profiling import profile
 from tests.functional.oracle import Scene, scenes
@@ -52,9 +51,7 @@ class Question:
 def weights_of(scene: Scene) -> Tensor:
     """[batch, heads, queries, keys], from the formula over the mask that was asked pair by pair."""
     weights = scene.formula().weights
-    reference = attention(
-        scene.query, scene.key, scene.value, backend="reference", weights=True, **scene.options()
-    ).weights
+    reference = scene.run("reference", scene.query.device.type, weights=True).weights
     torch.testing.assert_close(weights, reference)
     return weights
 
@@ -90,13 +87,13 @@ def assert_right(found: AttentionProfile, question: Question, tolerance: float =
             assert count <= most
     if options.get("offsets"):
         table = offset_bins()
-        distance = scene.who.distances(batch, queries, keys)[:, rows, columns]
+        distance = scene.who.distances(batch, queries, keys)[:, rows, columns].to(weights.device)
         exact = torch.stack(
             [(weights * ((low <= distance) & (distance <= high))[:, None]).sum((2, 3)) for low, high in table.tolist()],
             -1,
         )
         close(found.offsets, exact, "offsets")
-        assert torch.equal(found.offset_bins, table)
+        assert torch.equal(found.offset_bins.cpu(), table)
     largest = torch.where(visible, weights, -1.0)
     if options.get("argmax"):
         check_keys(found.argmax[..., None], None, largest, question, tolerance)
@@ -106,7 +103,7 @@ def assert_right(found: AttentionProfile, question: Question, tolerance: float =
         chosen = torch.as_tensor(options["key_set"])
         if chosen.dtype is not torch.bool:
             chosen = torch.zeros(keys, dtype=torch.bool).index_fill(0, chosen.long(), True)
-        member = chosen.view(-1, 1, 1, keys)[..., columns]
+        member = chosen.view(-1, 1, 1, keys)[..., columns].to(weights.device)
         close(found.key_set_mass, (weights * member).sum(-1), "mass on the key set")
     if options.get("pairs") is not None:
         pairs = torch.as_tensor(options["pairs"]).expand(batch, -1, 2)
@@ -144,7 +141,7 @@ def check_keys(
     assert ((places >= 0) & (places < width)).all()
     at_keys = torch.where(there, largest.gather(-1, places), -1.0)
     assert (at_keys - exact).abs().le(tolerance).all()
-    apart = torch.where(there, keys, -1 - torch.arange(count))
+    apart = torch.where(there, keys, -1 - torch.arange(count, device=keys.device))
     assert (apart.sort(-1).values.diff(dim=-1) > 0).all()
     if found_weights is not None:
         assert (found_weights.double() - exact.clamp_min(0.0)).abs().le(tolerance).all()
@@ -208,5 +205,5 @@ def questions(draw: st.DrawFn, *, offsets: bool = True) -> Question:
     return Question(scene, rows, columns, options)
 
 
-def on_cpu(found: AttentionProfile) -> AttentionProfile:
-    return replace(found, **{name: x.cpu() for name, x in vars_of(found).items()})
+def moved(found: AttentionProfile, device: torch.device | str) -> AttentionProfile:
+    return replace(found, **{name: x.to(device) for name, x in vars_of(found).items()})

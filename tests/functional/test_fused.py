@@ -71,7 +71,7 @@ def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "c
 
 def check_output(name: str, case: Scene, dtype: torch.dtype, device: str) -> None:
     """Output and its gradients within the error budget."""
-    case = case.to(dtype)
+    case = case.to(dtype).on(device)
     samples = [output_and_gradients(case, device)]
     other = case.reordered(DRAWS if device == "cpu" else ORDERS)
     samples.append(output_and_gradients(other, None if device == "cpu" else device))
@@ -95,9 +95,9 @@ def output_and_gradients(case: Scene, device: str | None) -> dict[str, Compared]
     case = case.with_gradients()
     with tiles_for(device), poisoned_memory():
         result = case.run("fused", device)
-        output = result.output.cpu()
+        output = result.output.to(case.query.device)
         # The functional of `result_and_gradients`.
-        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(output.dtype)
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(output)
         found = torch.autograd.grad((output * direction).double().sum(), list(case.learned.values()), allow_unused=True)
     assert result.backend == "fused"
     parts["output"] = parts["output"]._replace(actual=output)

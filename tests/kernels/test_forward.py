@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -125,6 +126,7 @@ def sizes() -> dict[str, Scene]:
     }
 
 
+@functools.cache
 def long() -> dict[str, Scene]:
     """Sequences of several of the tiles that a GPU works with."""
     result = {}
@@ -226,24 +228,31 @@ def check(
     name = f"{name}, {dtype}"
     case = case.to(dtype)
     exact_case = case.to(torch.float64)
-    exact = exact_case.run("reference", statistics=Statistics(sink_keys=SINK_KEYS, window=WINDOW))
+    there = case.on(device)
+    asked = Statistics(sink_keys=SINK_KEYS, window=WINDOW)
+    exact = there.to(torch.float64).run("reference", there.query.device.type, statistics=asked)
     with tiles(blocks):
         found = run(case, device, rate=rate, **options)
     assert found.output.dtype is dtype
     assert found.logsumexp.dtype is torch.float32
-    samples = [by_formula(case, rate), by_formula(case.reordered(DRAWS), rate)]
+    samples = [by_formula(there, rate), by_formula(there.reordered(DRAWS), rate)]
     for part, actual in (("output", found.output), ("logsumexp", found.logsumexp)):
-        samples[0][part] = samples[0][part]._replace(actual=actual)
+        samples[0][part] = samples[0][part]._replace(actual=actual.to(there.query.device))
     assert_draws_within_error_budget(samples, name=name)
     assert exact.statistics is not None
-    check_statistics(name, found.statistics, exact.statistics, bounds(exact_case))
+    right = replace(exact.statistics, **{what: x.cpu() for what, x in exact.statistics.items()})
+    check_statistics(name, found.statistics, right, bounds(exact_case))
     check_indices(name, exact_case, found)
 
 
 def by_formula(case: Scene, rate: float) -> dict[str, Compared]:
     """What the formula gives exactly and in the dtype of the case."""
     batch, heads, queries, keys = case.sizes
-    keep = keep_tile(torch.tensor([SEED]), rate, batch, heads, (0, queries), (0, keys)) if rate else None
+    keep = (
+        keep_tile(torch.tensor([SEED], device=case.query.device), rate, batch, heads, (0, queries), (0, keys))
+        if rate
+        else None
+    )
     exact, plain = (x.formula(keep=keep, rate=rate) for x in (case.to(torch.float64), case))
     return {
         "output": Compared(None, exact.output, plain.output),

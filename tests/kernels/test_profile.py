@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from polyhead.functional.profile_request import BlockMap
 from polyhead.functional.profiling import profile
 from tests.functional.oracle import Scene, Who, normal
-from tests.functional.profile_oracle import Question, assert_right, on_cpu
+from tests.functional.profile_oracle import Question, assert_right, moved
 from tests.kernels.interpreted import in_the_interpreter
 
 
@@ -282,8 +283,10 @@ def test_both_walks_agree_ties_go_low_any_strides_are_read_and_nothing_hidden_le
 
 
 def on_gpu(question: Question, dtype: torch.dtype) -> None:
+    question = replace(question, scene=question.scene.on("cuda"))
     scene = question.scene.to(dtype)
-    lse = scene.run("reference").logsumexp.cuda()
+    home = scene.query.device
+    lse = scene.run("reference", home.type).logsumexp.cuda()
     scale = scene.scale.cuda() if isinstance(scene.scale, torch.Tensor) else scene.scale
     found = profile(
         scene.query.cuda(),
@@ -297,7 +300,7 @@ def on_gpu(question: Question, dtype: torch.dtype) -> None:
         **question.options,
     )
     assert found.backend == "fused"
-    assert_right(on_cpu(found), question, 1e-4)
+    assert_right(moved(found, home), question, 1e-4)
 
 
 @pytest.mark.gpu

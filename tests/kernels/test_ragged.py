@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -47,6 +48,7 @@ def chosen(whole: Scene, share: float = 0.5, **options: Any) -> Chosen:
     return Chosen(whole, random_choice(whole, share), **options)
 
 
+@functools.cache  # who sees whom is asked pair by pair, once for all dtypes
 def cases(size: int = 37) -> dict[str, Chosen]:
     """Every kind of mask and every option, by itself; `size` is that of the sequences."""
     some = {"queries": size, "keys": size}
@@ -144,9 +146,10 @@ def check_rows(case: Chosen, device: str, dtype: torch.dtype = torch.float32, na
     asked = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW)
     with small_tiles() if device == "cpu" else nullcontext(), poisoned_memory(), torch.no_grad():
         found = case.run("fused", device, statistics=asked).statistics
-    exact = exact_case.scene.run("reference", statistics=asked).statistics
+    there = exact_case.scene.on(device)
+    exact = there.run("reference", there.query.device.type, statistics=asked).statistics
     count = int(case.which.sum())
-    right = {name: case.picked(x) for name, x in exact.items()}
+    right = {name: case.picked(x).cpu() for name, x in exact.items()}
     assert [name for name, _ in found.items()] == list(right)
     there = {name: x[:count].cpu() for name, x in found.items()}
     check_statistics("rows", there, replace(exact, **right), bounds(exact_case.scene))
@@ -225,7 +228,8 @@ def check_many_pairs(device: str, heads: int) -> None:
     which = torch.rand(1, heads, 3, generator=generator) < 0.2
     query, key, value = (normal(1, heads, 3, 16, seed=i) for i in (1, 2, 3))
     case = Chosen(Scene(query, key, value, who=Who(causal=True)), which)
-    check(f"{heads} heads", case, "fused", torch.float32, device)
+    # So many heads leave nothing to chance: their errors need no 32 orders beside them.
+    check(f"{heads} heads", case, "fused", torch.float32, device, orders=1)
 
 
 def check_refusals(device: str) -> None:

@@ -39,9 +39,11 @@ from tests.waiting import waiting_is_an_error
 BATCH, HEAD_DIM, VALUE_DIM, PROMPT = 2, 16, 24, 37
 STEPS = (1, 3)
 
+# Triton compiles anew where 16 divides a stride. It does in the first two, which are read by the same kernels: an even
+# number of slots times VALUE_DIM.
 CACHES: dict[str, tuple[type[KVCache], dict[str, int]]] = {
     "growing": (GrowingCache, {}),
-    "preallocated": (PreallocatedCache, {"capacity": 53}),
+    "preallocated": (PreallocatedCache, {"capacity": 54}),
     "quantized": (QuantizedCache, {"capacity": 53}),
     "paged": (PagedCache, {"num_pages": 23, "page_size": 7}),
     "rolling": (RollingCache, {"window": 19, "sinks": 2}),
