@@ -125,3 +125,10 @@ def test_what_does_not_fit_is_refused():
         Maximum.empty(SHAPE).update(torch.zeros(2, 3, 5), torch.ones(2, 3, 4))
     with pytest.raises(ShapeError, match=r"got \[2, 3\] and \[3\]"):
         Maximum.empty(SHAPE).merge(Maximum.empty((3,)))
+
+
+def test_squares_that_half_precision_cannot_hold_are_right() -> None:
+    values = torch.tensor([[300.0, -300.0, 300.0, -300.0]], dtype=torch.float16)
+    found = MeanAndSpread.empty((1,)).update(values).compute()
+    assert found.mean.item() == 0
+    assert found.spread.item() == 300

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from polyhead import MultiHeadAttention, observe
+from polyhead import HeadId, MultiHeadAttention, observe
 from polyhead.errors import OptionError
 from polyhead.observatory.observations import Observations
 from polyhead.surgery import PruneHeads, apply
@@ -60,7 +60,8 @@ def test_calls_from_a_second_thread_are_refused(kind: str) -> None:
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-    assert len(caught) == 1 and "one thread" in str(caught[0])
+    assert len(caught) == 1
+    assert "one thread" in str(caught[0])
     assert set(session.profile["tokens"].tolist()) == {data.shape[0] * data.shape[1]}
     with session:  # entered again, it may count another thread's
         thread = threading.Thread(target=call)
@@ -85,14 +86,13 @@ def test_a_model_switched_to_another_attention_inside_a_session_is_refused() -> 
 @torch.no_grad()
 def test_attention_modules_that_are_new_inside_a_session_are_named() -> None:
     model = nn.Sequential(MultiHeadAttention(8, 2), nn.Identity()).eval()
+    fresh = MultiHeadAttention(8, 2)
     with pytest.raises(OptionError, match="got 0 in their place"), observe(model):
-        model[0] = MultiHeadAttention(8, 2)
-        model[0](TOKENS)
+        model[0] = fresh
     hf = llama()
+    attending = copy.deepcopy(hf.model.layers[0].self_attn)
     with pytest.raises(OptionError, match=r"model\.layers\.0\.self_attn in their place"), observe(hf):
-        hf(IDS)
-        hf.model.layers[0].self_attn = copy.deepcopy(hf.model.layers[0].self_attn)
-        hf(IDS)
+        hf.model.layers[0].self_attn = attending
     assert hf.config._attn_implementation == "sdpa"
 
 
@@ -103,11 +103,22 @@ def test_heads_that_are_removed_inside_a_session_or_between_two_entries_are_refu
     with session:
         model(IDS)
         record = apply(model, [PruneHeads(layer=0, heads=(1,))])
-        with pytest.raises(OptionError, match="got 3 heads in 'transformer.h.0.attn', which had 4"):
+        with pytest.raises(OptionError, match=r"got 3 heads in 'transformer\.h\.0\.attn', which had 4"):
             model(IDS)
     with pytest.raises(OptionError, match="got 3 heads"), session:
         model(IDS)
     assert record is not None
+
+
+@torch.no_grad()
+def test_heads_that_no_layer_has_are_refused_when_all_layers_were_seen() -> None:
+    model = llama()
+    for heads, named in (([9], "9"), ([0, HeadId(7, 0)], r"7\.0"), ([HeadId(1, 4)], r"1\.4")):
+        with pytest.raises(OptionError, match=f"up to 4 in each, got {named}"), observe(model, heads=heads):
+            model(IDS)
+    with observe(model, heads=[0, HeadId(1, 3)]) as session:
+        model(IDS)
+    assert len(session.profile["tokens"]) == 3
 
 
 def test_the_path_of_a_module_that_does_not_attend_is_refused() -> None:

@@ -61,6 +61,7 @@ class MeanAndSpread:
     def update(self, values: Tensor, weights: Tensor | None = None) -> Self:
         """With samples [*shape, samples], and a weight for each: real tokens True, padding False."""
         weights = _checked(values, weights, self.count.shape)
+        values = values if values.dtype is torch.float64 else values.float()  # squares of halves overflow
         wide, plain = self.count.dtype, weights.dtype is torch.bool
         used = weights if plain else weights != 0
 

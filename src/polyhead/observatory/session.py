@@ -26,6 +26,7 @@ from polyhead.observatory.origins import is_edited, origins_of
 from polyhead.observatory.rows import Tokens, corrected, hidden_by_bias
 from polyhead.observatory.session_limits import (
     OneThread,
+    check_chosen,
     check_heads,
     check_numbers,
     check_paths,
@@ -265,6 +266,9 @@ class Session:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.__exit__(kind, error, trace)
+        if kind is None and self.heads is not None:
+            attending = (*self._asking, *self._layers, *self._adapted, *self._returning)
+            check_chosen(self.heads, self.observations.calls, [self._names[id(module)] for module in attending])
 
     def _forget(self) -> None:
         self._latest.clear()

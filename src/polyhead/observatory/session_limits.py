@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from polyhead.errors import OptionError
-from polyhead.geometry import HeadOrigins
+from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.observatory import torch_modules, transformers_models
 from polyhead.observatory.statistics import AttentionSite
 
@@ -71,6 +71,18 @@ def check_heads(site: AttentionSite, num_heads: int, origins: HeadOrigins | None
             f"a session counts heads that stay the same, got {num_heads} heads in {site.name!r}, which had "
             f"{site.num_heads}{others}; observe the edited model in a session of its own"
         )
+
+
+def check_chosen(heads: Iterable[int | HeadId], sites: Iterable[AttentionSite], names: Iterable[str]) -> None:
+    """Refuse heads that no layer has, once every module of the given names was called."""
+    seen = list(sites)
+    if not {*names} <= {site.name for site in seen}:
+        return
+    most = max((site.num_heads for site in seen), default=0)
+    there = {HeadId(site.layer, head) for site in seen for head in range(site.num_heads)} | {*range(most)}
+    missing = sorted(str(head) for head in heads if head not in there)
+    if missing:
+        raise OptionError(f"heads are those of the model's layers, here up to {most} in each, got {', '.join(missing)}")
 
 
 @contextmanager
