@@ -166,7 +166,7 @@ class Mask:
                 f"Mask.bias takes a floating-point tensor, got {bias.dtype}; "
                 "for a boolean mask (True = may attend) use Mask.dense"
             )
-        if not zero_one and _readable(bias) and bias.numel() and _only_zeros_and_ones(bias):
+        if not zero_one and is_readable(bias) and bias.numel() and _only_zeros_and_ones(bias):
             raise MaskError(
                 "Mask.bias adds its values to the logits, got a tensor of zeros and ones, which hides nothing; "
                 "for a 0/1 mask use Mask.dense(mask.bool()); if adding 0 and 1 is meant, Mask.bias(..., zero_one=True)"
@@ -349,7 +349,7 @@ def _count(name: str, value: int, *, at_least: int = 0) -> int:
     return value
 
 
-def _readable(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device or breaking a graph."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
@@ -379,7 +379,7 @@ def _lengths(name: str, values: Sequence[int] | Tensor) -> Tensor:
     tensor = _integers(f"{name} lengths", values)
     if tensor.ndim != 1:
         raise MaskError(f"{name} lengths must be one number a sequence, [batch], got shape {list(tensor.shape)}")
-    if _readable(tensor) and tensor.numel() and int(tensor.min()) < 0:
+    if is_readable(tensor) and tensor.numel() and int(tensor.min()) < 0:
         raise MaskError(f"{name} lengths must not be negative, got {int(tensor.min())}")
     return tensor
 

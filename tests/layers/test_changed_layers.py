@@ -17,8 +17,8 @@ from polyhead import (
     PreallocatedCache,
     RollingCache,
 )
-from polyhead.errors import CacheError
-from polyhead.layers.positions import ALiBi
+from polyhead.errors import CacheError, OptionError
+from polyhead.layers.positions import ALiBi, T5Bias
 
 TOKENS = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -121,6 +121,22 @@ def test_hooks_of_all_modules_in_the_backward_are_called() -> None:
     finally:
         handle.remove()
     assert called.count("Linear") == 3
+
+
+@pytest.mark.parametrize("positions", [ALiBi, T5Bias])
+def test_a_bias_by_distance_goes_as_far_as_stated_positions(positions: type[ALiBi] | type[T5Bias]) -> None:
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(12, 4, causal=True, positions=positions(4), dtype=torch.float64).eval()
+    for parameter in layer.positions.parameters():
+        nn.init.normal_(parameter)
+    tokens = torch.randn(1, 31, 12, dtype=torch.float64)
+    places = torch.tensor([0, 7, 19, 29])
+    kept = torch.zeros(31, dtype=torch.bool)
+    kept[places] = True
+    expected = layer(tokens, mask=Mask.dense(kept[None])).output[:, places]
+    torch.testing.assert_close(layer(tokens[:, places], mask=Mask.positions(places, places)).output, expected)
+    with pytest.raises(OptionError, match="state them on the CPU"):
+        layer(tokens[:, places], mask=Mask.positions(places.to("meta"), places.to("meta")))
 
 
 # ---- caches

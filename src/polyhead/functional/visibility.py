@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead.errors import DeviceError, MaskError
 from polyhead.functional.tracing import is_exporting
-from polyhead.masks import Mask, Padding, RelativeBias, _readable
+from polyhead.masks import Mask, Padding, RelativeBias, is_readable
 
 Span = tuple[int, int]  # from, to (exclusive)
 
@@ -358,7 +358,7 @@ def _check_lengths(
             raise MaskError(
                 f"lengths must name every sequence of the batch, got {lengths.shape[0]} lengths for {batch} sequences"
             )
-        if batch and _readable(lengths) and int(lengths.max()) > size:
+        if batch and is_readable(lengths) and int(lengths.max()) > size:
             raise MaskError(f"{name} lengths must not exceed the sequence, got {int(lengths.max())} for {size} tokens")
     return (
         _beside("lengths", padding.keys, device),

@@ -31,7 +31,7 @@ from polyhead.layers.latent_forms import (
 from polyhead.layers.multi_head import Memory
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import decoded, first_position, keeps_cache, normed, own_mask, split_heads
+from polyhead.layers.steps import decoded, first_position, keeps_cache, normed, own_mask, position_bias, split_heads
 from polyhead.masks import Mask
 
 Form = Literal["auto", "expanded", "absorbed"]
@@ -263,15 +263,14 @@ class LatentAttention(nn.Module):
             held = self._compressed(key, None)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
-        keys, span, view = held.shape[2], held.shape[2], None
+        keys, span, view, given = held.shape[2], held.shape[2], None, mask
         if cache is not None:
             values = None if isinstance(cache, KeepsKeysAlone) else held[..., : layout.kv_lora_rank]
             view = cache.append(held, values, lengths=lengths)  # type: ignore[arg-type]
             mask = view.masked(mask)
             keys, span = view.num_keys, longest(cache.lengths, otherwise=keys)
         if isinstance(self.positions, BiasesLogits):
-            dtype = torch.float64 if held.dtype is torch.float64 else None
-            bias = self.positions(queries, span, device=held.device, dtype=dtype)
+            bias = position_bias(self.positions, queries, span, held, given)
             mask = bias if mask is None else mask & bias
         asked = _Asked(
             mask,

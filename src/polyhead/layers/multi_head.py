@@ -23,7 +23,16 @@ from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import Asked, decoded, first_position, keeps_cache, normed, own_mask, split_heads
+from polyhead.layers.steps import (
+    Asked,
+    decoded,
+    first_position,
+    keeps_cache,
+    normed,
+    own_mask,
+    position_bias,
+    split_heads,
+)
 from polyhead.layers.taps import check_arrangement, draw_taps
 from polyhead.layers.torch_exchange import copy_from, options_of, to_torch
 from polyhead.masks import Mask
@@ -293,7 +302,7 @@ class MultiHeadAttention(nn.Module):
             q, k = self._rotate(q, k, start, cache, key)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
-        span, view = k.shape[2], None
+        span, view, given = k.shape[2], None, mask
         if cache is not None:
             view = cache.append(k, v, lengths=lengths)
             mask = view.masked(mask)
@@ -303,8 +312,7 @@ class MultiHeadAttention(nn.Module):
                 "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
             )
         if isinstance(self.positions, BiasesLogits):
-            dtype = torch.float64 if q.dtype is torch.float64 else None
-            bias = self.positions(queries, span, device=q.device, dtype=dtype)
+            bias = position_bias(self.positions, queries, span, q, given)
             mask = bias if mask is None else mask & bias
         asked = Asked(
             self.dropout if self.training else 0.0,

@@ -35,7 +35,16 @@ from polyhead.layers.routed_checks import (
     routed_layout,
 )
 from polyhead.layers.routing import HeadRouter, Routing
-from polyhead.layers.steps import Asked, decoded, first_position, keeps_cache, normed, own_mask, split_heads
+from polyhead.layers.steps import (
+    Asked,
+    decoded,
+    first_position,
+    keeps_cache,
+    normed,
+    own_mask,
+    position_bias,
+    split_heads,
+)
 from polyhead.masks import Mask
 
 
@@ -296,7 +305,7 @@ class RoutedHeads(nn.Module):
                 k = self.positions(k)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
-        span, view = k.shape[2], None
+        span, view, given = k.shape[2], None, mask
         if cache is not None:
             view = cache.append(k, v, lengths=lengths)
             span = longest(cache.lengths, otherwise=span)
@@ -308,8 +317,7 @@ class RoutedHeads(nn.Module):
         if view is not None:
             mask = view.masked(mask)
         if isinstance(self.positions, BiasesLogits):
-            dtype = torch.float64 if q.dtype is torch.float64 else None
-            bias = self.positions(queries, span, device=q.device, dtype=dtype)
+            bias = position_bias(self.positions, queries, span, q, given)
             mask = bias if mask is None else mask & bias
         if self.shape == "shared" and mask is not None:
             check_shared_mask(mask)

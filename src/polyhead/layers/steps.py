@@ -16,7 +16,9 @@ from polyhead.functional.cached import cached_attention, cached_reasons
 from polyhead.functional.decode import CacheArguments
 from polyhead.functional.uneven import uneven_cached_attention
 from polyhead.layers.kv_cache import CacheView, KVCache
-from polyhead.masks import Mask
+from polyhead.layers.positions import BiasesLogits
+from polyhead.layers.positions.biases import BiasesByDistance
+from polyhead.masks import Mask, is_readable
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -52,6 +54,27 @@ def keeps_cache(forward: Callable[Arguments, Result]) -> Callable[Arguments, Res
             return forward(*tensors, **options)
 
     return call
+
+
+def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, given: Mask | None) -> Mask:
+    """The bias of a layer's positions, as far as `given`, the mask of its caller, says that tokens are apart."""
+    options: dict[str, Any] = {"device": like.device, "dtype": torch.float64 if like.dtype is torch.float64 else None}
+    if given is not None and given.placed is not None and isinstance(positions, BiasesByDistance):
+        options["reach"] = _stated_reach(*given.placed)
+    bias: Mask = positions(queries, span, **options)
+    return bias
+
+
+def _stated_reach(queries: Tensor, keys: Tensor) -> int:
+    if not (is_readable(queries) and is_readable(keys)):
+        raise OptionError(
+            "a bias by distance has to know how far stated positions are apart, got Mask.positions on "
+            f"{queries.device} that cannot be read without waiting or breaking a graph; state them on the CPU"
+        )
+    if not queries.numel() or not keys.numel():
+        return 0
+    (first, last), (first_key, last_key) = ((int(x.clamp_min(0).min()), int(x.max())) for x in (queries, keys))
+    return max(last - first_key, last_key - first, 0)
 
 
 def own_mask(causal: bool, window: int | None) -> Mask | None:
