@@ -19,6 +19,7 @@ from polyhead import (
 )
 from polyhead.errors import CacheError, OptionError
 from polyhead.layers.positions import ALiBi, T5Bias
+from polyhead.layers.transformer import LanguageModel
 
 TOKENS = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -192,3 +193,22 @@ def test_a_rolling_cache_goes_on_after_a_failed_step_and_refuses_after_a_failed_
         layer(TOKENS[:, 4:], cache=cache)
     cache.reset()
     torch.testing.assert_close(layer(TOKENS, cache=cache).output, expected)
+
+
+@torch.no_grad()
+def test_a_block_that_fails_leaves_the_caches_of_all_blocks_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(13, 8, 2, 2).double().eval()
+    ids = torch.tensor([[3, 5, 7, 11, 2]])
+    caches = model.new_caches("growing", 1)
+    model(ids[:, :3], caches=caches)
+    handle = model.blocks[1].feed_forward.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, 3:], caches=caches)
+    handle.remove()
+    assert [cache.lengths for cache in caches] == [(3,), (3,)]
+    torch.testing.assert_close(model(ids[:, 3:], caches=caches), model(ids)[:, 3:])
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

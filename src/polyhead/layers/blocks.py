@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.layers.multi_head import Memory, MultiHeadAttention
+from polyhead.layers.steps import keeps_cache
 from polyhead.masks import Mask
 
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -109,6 +110,7 @@ class DecoderBlock(Block):
             )
             self.cross_attention_norm = _NORMS[options.get("norm", "layer")](embed_dim)
 
+    @keeps_cache
     def forward(
         self,
         x: Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -156,16 +157,19 @@ class LanguageModel(_Trunk):
         elif self.positions is not None and caches:
             start = caches[0].next_positions(count, device=tokens.device) if caches[0].lengths else 0
         x = self.embed(tokens, start)
-        for index, block in enumerate(self.blocks):
-            x = block(
-                x,
-                source if source is None or isinstance(source, Tensor) else source[index],
-                mask=mask,
-                source_mask=source_mask,
-                cache=None if caches is None else caches[index],
-                lengths=lengths,
-                token_positions=token_positions,
-            )
+        sources = [
+            source if source is None or isinstance(source, Tensor) else source[i] for i in range(len(self.blocks))
+        ]
+        options = {"mask": mask, "source_mask": source_mask, "lengths": lengths, "token_positions": token_positions}
+        if caches is None:
+            for block, its_source in zip(self.blocks, sources, strict=True):
+                x = block(x, its_source, **options)
+        else:
+            with ExitStack() as failing:  # a block that raises leaves the caches of those before it as they were
+                for cache in caches:
+                    failing.enter_context(cache.unchanged_on_failure())
+                for block, its_source, cache in zip(self.blocks, sources, caches, strict=True):
+                    x = block(x, its_source, cache=cache, **options)
         return F.linear(self.norm(x), self.embedding.weight if self.output is None else self.output.weight)
 
     def remember(self, source: Tensor) -> list[Memory]:
