@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
@@ -355,7 +356,8 @@ class RoutedHeads(nn.Module):
         x, weight = _as_cast(x, self.query_weight)
         q = spread_product(x.flatten(0, 1), weight, groups)
         if self.query_bias is not None:
-            q = q + self.query_bias.to(q.dtype)[routing.heads.reshape(-1)]
+            # The backward of indexing rounds the sum to the dtype of the bias after every row; that of embedding once.
+            q = q + F.embedding(routing.heads.reshape(-1), self.query_bias.to(q.dtype))
         q = q.view(batch, queries, routing.heads.shape[2], self.rows_per_head, self.layout.head_dim)
         q = q.permute(0, 3, 2, 1, 4).flatten(1, 2)
         return q if self.q_norm is None else normed(self.q_norm, q)
