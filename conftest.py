@@ -6,6 +6,10 @@ the code of a test reaches, so that no test has to be marked by hand.
 
 from __future__ import annotations
 
+import gc
+import os
+import shutil
+import tempfile
 import types
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -30,6 +34,14 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all workers of this run share what Inductor builds, and no other run: a killed one leaves half a library."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="polyhead-inductor.")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 # ---- collection
@@ -62,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(group)
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
+
+
+def pytest_collection_finish() -> None:
+    """Hide what is imported by now from the garbage collector, which would look through a million objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache

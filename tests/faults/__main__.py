@@ -137,7 +137,7 @@ def main() -> None:
             start = time.monotonic()
             fault.plant(tree)
             stages = [[known[fault.name]]] if known.get(fault.name) else []
-            stages += [[name for name in fault.tests if (tree / name).exists()]]
+            stages += [[name for name in fault.tests if (tree / name.partition("::")[0]).exists()]]
             stages += [] if asked.listed else [[fault.folder]]
             noticed = None
             for stage in stages:
