@@ -26,6 +26,8 @@ GROUPS = {
     "interpreter": frozenset({"in_the_interpreter"}),
     "compile": frozenset({"compile", "export", "aot_function", "aot_module", "make_fx", "onnx", "dynamo_export"}),
 }
+# Tests that take long and belong to no group, one a line, as they were measured.
+SLOW = Path(__file__).parent / "tests" / "slow.txt"
 _left_out: Counter[str] = Counter()  # GPU tests that were not collected, by file
 
 
@@ -67,7 +69,10 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generat
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = frozenset(SLOW.read_text("utf-8").split())
     for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker("slow")
         function = getattr(item, "function", None)
         for group, names in GROUPS.items():
             if isinstance(function, types.FunctionType) and _reaches(function, names):
@@ -80,6 +85,12 @@ def pytest_collection_finish() -> None:
     """Hide what is imported by now from the garbage collector, which would look through a million objects each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """Benchmarks freeze what there is for themselves, and thaw all of it."""
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 @cache

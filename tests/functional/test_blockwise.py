@@ -59,27 +59,26 @@ LONG_MASKS = {
 }
 
 
-@pytest.fixture
-def tile(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The elements of tiles that are small beside the 1024 x 1024 pairs of the longer sequence."""
-    monkeypatch.setattr(tiles, "TILE_COLUMNS", 128)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1 << 13)
-    return 1024 * 1024 // 128
-
-
 @pytest.mark.parametrize("mask", LONG_MASKS)
-def test_memory_of_forward_and_backward_grows_with_n(tile: int, mask: str) -> None:
+def test_memory_of_forward_and_backward_grows_with_n(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    tile = 1 << 15
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 256)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile)
     learned = (TABLE,) if mask == "relative" else ()
-    small, _ = spent(512, LONG_MASKS[mask](512), learned=learned)
-    large, query_bytes = spent(1024, LONG_MASKS[mask](1024), learned=learned)
-    assert large.largest <= tile == tiles.TILE_ELEMENTS
+    small, _ = spent(1024, LONG_MASKS[mask](1024), learned=learned)
+    large, query_bytes = spent(2048, LONG_MASKS[mask](2048), learned=learned)
+    assert large.largest <= tile == 2048 * 2048 // 128
     assert large.peak < 2.2 * small.peak
     assert large.peak < 16 * query_bytes + 24 * 4 * tile
 
 
-def test_memory_with_dropout_softcap_and_sinks_grows_with_n(tile: int) -> None:
-    options = {"dropout": 0.2, "softcap": 5.0, "sinks": torch.zeros(2), "scale": torch.ones(2)}
-    allocations, query_bytes = spent(1024, Mask.causal(), **options)
+def test_memory_with_dropout_softcap_and_sinks_grows_with_n(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = 1 << 15
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 256)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile)
+    allocations, query_bytes = spent(
+        2048, Mask.causal(), dropout=0.2, softcap=5.0, sinks=torch.zeros(2), scale=torch.ones(2)
+    )
     assert allocations.largest <= tile
     assert allocations.peak < 16 * query_bytes + 32 * 4 * tile
 
