@@ -34,8 +34,8 @@ demo: $(VENV)/.installed-demo ## see what every head of a real model does, in th
 test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests and the examples in docstrings
 	@POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) $(PYTEST_FLAGS)
 
-test-fast: $(VENV)/.installed-dev ## run the tests that need no compiler, browser or interpreter, and are not slow
-	@$(PYTEST) -m 'not (compile or interpreter or browser or slow)' $(PYTEST_FLAGS)
+test-fast: $(VENV)/.installed-dev ## two cases of each test that needs no compiler, browser or interpreter and is not slow
+	@$(PYTEST) -m 'not (compile or interpreter or browser or slow)' --cases 2 $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/ruff check .

@@ -38,6 +38,12 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases", type=int, metavar="N", help="run at most N cases of each parametrised test, spread evenly"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let all workers of this run share what Inductor builds, and no other run: a killed one leaves half a library."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -68,7 +74,12 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generat
     return [] if obj is None else item
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    most = config.getoption("--cases")
+    if most is not None:
+        chosen = _spread([item.nodeid.partition("[")[0] for item in items], most)
+        config.hook.pytest_deselected(items=[item for item, kept in zip(items, chosen, strict=True) if not kept])
+        items[:] = [item for item, kept in zip(items, chosen, strict=True) if kept]
     slow = frozenset(SLOW.read_text("utf-8").split())
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
@@ -79,6 +90,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(group)
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
+
+
+def _spread(names: list[str], most: int) -> list[bool]:
+    """Which of the cases to keep: at most so many of each name, the first and the last among them."""
+    totals, seen = Counter(names), Counter[str]()
+    kept = []
+    for name in names:
+        place, last = seen[name], totals[name] - 1
+        seen[name] += 1
+        steps = {round(step * last / max(most - 1, 1)) for step in range(most)}
+        kept.append(place in steps)
+    return kept
 
 
 def pytest_collection_finish() -> None:

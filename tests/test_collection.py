@@ -115,6 +115,14 @@ def test_a_reason_has_one_line_and_workers_are_not_counted_twice(rules: ModuleTy
     assert "`make " in rules.NO_GPU
 
 
+def test_few_cases_of_each_test_are_spread_over_all_of_them(rules: ModuleType) -> None:
+    names = ["a", *"bbbbb", *"cc"]
+    for most, expected in ((1, "abc"), (2, "abbcc"), (3, "abbbcc"), (9, "abbbbbcc")):
+        kept = rules._spread(names, most)
+        assert "".join(name for name, is_kept in zip(names, kept, strict=True) if is_kept) == expected
+    assert rules._spread(names, 2) == [True, True, False, False, False, True, True, True]
+
+
 def test_slow_tests_are_listed_by_the_names_they_have(rules: ModuleType) -> None:
     listed = rules.SLOW.read_text("utf-8").split()
     assert [name for name, count in Counter(listed).items() if count > 1] == []
