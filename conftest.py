@@ -145,6 +145,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # what is frozen when Python ends is taken for a leak by nanobind, which says so
     workeroutput = getattr(session.config, "workeroutput", None)
     if workeroutput is not None:
         workeroutput["left_out"] = dict(_left_out)
