@@ -23,12 +23,12 @@ RECORD ?= benchmarks/results/gpu-suite-cuda-nvidia-h200.json
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
+# Two workers share the cores, so that each test computes with one thread. Bytecode is kept: without it each worker
+# would rewrite the assertions of all tests anew, and each process that a test starts would compile polyhead.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# Newer versions of pip read the build backend's pins from PIP_BUILD_CONSTRAINT, older ones from PIP_CONSTRAINT.
-PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	$(BIN)/python -m pip install --quiet --quiet
-
-.PHONY: help demo test test-gpu test-numerics lint bench frontend system system-python system-compiler system-browser system-node clean
+.PHONY: help demo test test-fast test-gpu test-numerics lint bench frontend system system-python system-compiler \
+	system-browser system-node clean
 
 help: ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -37,7 +37,10 @@ demo: $(VENV)/.installed-demo ## see what every head of a real model does, in th
 	@$(BIN)/polyhead inspect --html polyhead-report.html
 
 test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests and the examples in docstrings
-	@OMP_NUM_THREADS=1 POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
+	@POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) $(PYTEST_FLAGS)
+
+test-fast: $(VENV)/.installed-dev ## two cases of each test that needs no compiler, browser or interpreter and is not slow
+	@$(PYTEST) -m 'not (compile or interpreter or browser or slow)' --cases 2 $(PYTEST_FLAGS)
 
 # With the interpreter that is there and what is installed beside it: a CUDA build of torch is not what .venv has.
 test-gpu: ## run the tests that need a CUDA device, and write a record of the run
@@ -68,22 +71,11 @@ frontend: | system-node ## build the page and the viewer from frontend/
 	@cd frontend && npm ci --no-fund --no-audit --loglevel=error && npm run build
 
 clean: ## remove the environment and everything that was built
-	@rm -rf $(VENV) build dist frontend/node_modules polyhead-report.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VENV).lock build dist frontend/node_modules polyhead-report.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(VENV)/.installed-demo: $(SOURCES) | $(VENV)/.created
-	@echo "installing polyhead and a small model into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[demo]'
-	@touch $@
-
-# The development extras hold what the demo needs, so it need not install that again.
-$(VENV)/.installed-dev: $(SOURCES) | $(VENV)/.created
-	@echo "installing polyhead and its development tools into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[dev]'
-	@touch $(VENV)/.installed-demo $@
-
-$(VENV)/.created: | system-python
-	@$(PYTHON) -m venv $(VENV)
-	@touch $@
+# Killed in the middle, an installation starts over: see .ci/environment.
+$(VENV)/.installed-%: $(SOURCES) $(wildcard $(VENV)/.installing) | system-python
+	@.ci/environment $(VENV) $(PYTHON) $*
 
 # System packages: each is looked for first, and installed only where it is missing.
 

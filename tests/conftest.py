@@ -26,6 +26,7 @@ if importlib.util.find_spec("hypothesis") is not None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 SEED = 20_231
+NO_DATA = "needs real text: `POLYHEAD_DATA=FOLDER make test` with a folder of it runs them"
 
 
 def _data_dir() -> Path | None:
@@ -36,7 +37,7 @@ def _data_dir() -> Path | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
-    no_data = pytest.mark.skip(reason="needs real text: POLYHEAD_DATA does not name a folder")
+    no_data = pytest.mark.skip(reason=NO_DATA)
     has_gpu, has_data = torch.cuda.is_available(), _data_dir() is not None
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -61,7 +62,7 @@ def data_dir() -> Path:
     """The folder of real text that POLYHEAD_DATA names."""
     folder = _data_dir()
     if folder is None:
-        pytest.skip("needs real text: POLYHEAD_DATA does not name a folder")
+        pytest.skip(NO_DATA)
     return folder
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import polyhead.inspection
 from polyhead.cli import app
 from tests.inspection.small_models import NAMES, model_folder, text_folder
 
@@ -29,7 +31,7 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_run_is_shown_kept_and_compared(place, tmp_path):
+def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     options = ["--text", place / "text", "--context", 96, "--device", "cpu"]
     shown = invoke("inspect", place / "bert", *options, "--save", tmp_path / "one").stdout
     assert "BertModel" in shown
@@ -61,6 +63,16 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path):
     assert "never marked" not in invoke(
         "compare", tmp_path / "one", tmp_path / "two", "--statistic", "special_mass"
     ).stdout  # fmt: skip
+
+    def far_apart(one, two, compare=polyhead.inspection.compare):
+        found = compare(one, two)
+        changes = [replace(change, before=0.0, after=1.0, error=0.01) for change in found.changes[:3]]
+        return replace(found, changes=tuple(changes))
+
+    monkeypatch.setattr(polyhead.inspection, "compare", far_apart)
+    few = invoke("compare", tmp_path / "one", tmp_path / "two", "--most", 2).stdout
+    assert few.count("+1") == 2
+    assert "… and 1 more; --most shows them" in few
 
 
 def test_ablation_of_a_language_model_and_chosen_statistics(place):

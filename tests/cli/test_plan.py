@@ -33,6 +33,14 @@ def test_a_layout_by_its_sizes():
     assert "--hardware predicts times; calibrated are" in shown
 
 
+def test_tokens_that_see_later_ones_meet_more_keys():
+    causal, both = (
+        json.loads(invoke("plan", *SIZES, *more, "--phase", "prefill", "--json").output)["phases"][0]["flops"]
+        for more in ((), ("--bidirectional",))
+    )
+    assert both["scores"] > 1.9 * causal["scores"]
+
+
 def test_rotary_positions_are_passes_over_memory():
     plain, turned = (
         json.loads(invoke("plan", *SIZES, *more, "--json").output)["phases"][1] for more in ((), ("--rotary",))

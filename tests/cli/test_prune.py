@@ -88,6 +88,7 @@ def test_text_is_read_or_held_out_and_never_both(place):
     real = [int(row.sum()) for batch in judged.batches for row in batch["attention_mask"]]
     assert sorted(real) == sorted(len(context.ids) for context in text.held_out)
     assert judged.measure().value == pytest.approx(1, abs=1e-6)
+    assert 60 < CalibrationText.of(loaded, str(place / "text"), "text", 40, 100).tokens <= 100
 
 
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):

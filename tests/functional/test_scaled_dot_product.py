@@ -134,21 +134,15 @@ FRESH = [
 
 @pytest.mark.gpu
 def test_twelve_cases_in_processes_of_their_own(project_root):
-    processes = {
-        case: subprocess.Popen(
-            [sys.executable, "-m", "tests.functional.plan_cases", *case],
-            cwd=project_root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for case in FRESH
-    }
-    for case, process in processes.items():
-        printed, complaint = process.communicate(timeout=300)
-        assert process.returncode == 0, complaint
-        for who, errors in json.loads(printed.splitlines()[-1]).items():
-            assert max(errors) < BOUND, f"{case}, {who}: {errors}"
+    def run(case: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.functional.plan_cases", *case]
+        return subprocess.run(command, cwd=project_root, capture_output=True, text=True, timeout=300, check=False)
+
+    with ThreadPoolExecutor(len(FRESH)) as started:
+        for case, process in zip(FRESH, started.map(run, FRESH), strict=True):
+            assert process.returncode == 0, process.stderr
+            for who, errors in json.loads(process.stdout.splitlines()[-1]).items():
+                assert max(errors) < BOUND, f"{case}, {who}: {errors}"
 
 
 def heads(length: int, *, dim: int = 64, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 4) -> list[Tensor]:

@@ -288,7 +288,8 @@ def test_seeded_dropout_is_replayed_and_differs_between_groups() -> None:
     for seed in (31, torch.tensor([31])):
         first, again = (uneven_attention(query, key, value, (0, 1, 1), dropout=0.5, seed=seed).output for _ in range(2))
         assert torch.equal(first, again)
-        assert (first[:, 0] - first[:, 1]).abs().max() > 1e-3
+        # In every sequence: heads are numbered anew in each call, the first of the first sequence alike.
+        assert (first[:, 0] - first[:, 1]).abs().amax((1, 2)).min() > 1e-3
 
 
 @pytest.mark.parametrize("seed", [31, torch.tensor([31])], ids=["int", "tensor"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,8 +138,24 @@ OTHERS = (
 FAMILIES = (*DECODERS, *ENCODERS, *SEQ2SEQ, *OTHERS)
 
 
+_built: dict[tuple[str, int, torch.dtype], tuple[nn.Module, Tensor]] = {}
+
+
 def build(family: Family, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A model in eval mode with weights large enough that attention is far from uniform."""
+    """A model in eval mode with weights large enough that attention is far from uniform.
+
+    A copy of the first one that was built so, with the random state that building leaves: copying takes less time.
+    """
+    key = repr(family), seed, dtype
+    if key not in _built:
+        model = _build(family, seed, dtype)
+        _built[key] = model, torch.get_rng_state()
+    model, state = _built[key]
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+def _build(family: Family, seed: int, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     config = transformers.AutoConfig.for_model(family.name, **family.options)

@@ -87,7 +87,7 @@ def interrupted(monkeypatch, settings, folder, loaded, number, error, *, after, 
             read(settings, folder, loaded=loaded, save_seconds=save_seconds)
             return
         expected = OptionError if error is KeyboardInterrupt else error
-        with pytest.raises(expected, match="interrupted before the first" if expected is OptionError else ""):
+        with pytest.raises(expected, match="interrupted before the first" if expected is OptionError else None):
             read(settings, folder, loaded=loaded, save_seconds=save_seconds)
 
 

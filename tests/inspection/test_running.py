@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
 from polyhead.inspection import Progress, Settings, compare, inspect_model, load_inspection, save_inspection
 from polyhead.inspection.across import sample_of
@@ -276,6 +277,16 @@ def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(fo
     clearest = found.beyond("max_logit")[0]
     assert abs(clearest.difference) > 1.96 * clearest.error
     assert len(compare(one, one).beyond()) == 0
+
+    def with_roles(*held: str):
+        """The first head has these roles, and no other head has any."""
+        scores = tuple(RoleScore(role, 1.0, 1.0, 1.0, 0.0, 0.5, True, "said so") for role in held)
+        first, *others = (dataclasses.replace(x, scores=()) for x in one.roles)
+        return dataclasses.replace(one, roles=(dataclasses.replace(first, scores=scores), *others))
+
+    changed = compare(with_roles("sink", "previous"), with_roles("previous", "local"))
+    assert [x[-1] for x in changed.gained] == ["local"]
+    assert [x[-1] for x in changed.lost] == ["sink"]
 
 
 def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):

@@ -8,14 +8,26 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import triton
 import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+READ = "3.9."  # the release whose sources the patches of types were written for; others are left as they are
 
 
 def install() -> None:
     """For the rest of this process."""
     _patch_the_language_once_a_launch()
     _remember_dtypes()
+    if triton.__version__.startswith(READ):
+        _remember_block_types()
+        _remember_shapes()
+        _remember_computation_types()
+        _compare_types_by_identity()
+        _leave_equal_shapes_alone()
+        _pass_the_semantic_on()
     # The check is computed for each sum and product of integers, and read with the option `debug` alone.
     if not interpreter.interpreter_builder.options.debug:
         options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
@@ -62,3 +74,105 @@ def _remember_dtypes() -> None:
         return known[name]
 
     interpreter._get_np_dtype = remembered
+
+
+def _remember_block_types() -> None:
+    """A type is built and checked for every tile; it is never changed, so that equal ones may be one."""
+    build = core.block_type.__init__
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def remembered(cls: type, *arguments: Any, **options: Any) -> Any:
+        if cls is not core.block_type or options:
+            return object.__new__(cls)
+        element, shape = arguments
+        sizes = tuple([x.value if isinstance(x, core.constexpr) else x for x in shape])
+        # By name, because pointers have no hash.
+        key = type(element), getattr(element, "name", None), getattr(element, "address_space", None), sizes
+        found = known.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            build(found, element, shape)
+            if isinstance(element, core.dtype):
+                known[key] = found
+        return found
+
+    def initialise(self: Any, *arguments: Any, **options: Any) -> None:
+        if type(self) is not core.block_type or options:
+            build(self, *arguments, **options)
+
+    core.block_type.__new__ = remembered
+    core.block_type.__init__ = initialise
+
+
+def _remember_shapes() -> None:
+    """The shape and the size of a tensor are made of constants anew for every result."""
+    build = core.tensor.__init__
+    of_scalars: list[Any] = []
+
+    def initialise(self: Any, handle: Any, type: Any) -> None:
+        if type.is_block():
+            known = type.__dict__.get("known_shape")
+        else:
+            known = of_scalars[0] if of_scalars else None
+        if known is None:
+            build(self, handle, type)
+            known = self.shape, self.numel
+            if type.is_block():
+                type.known_shape = known
+            else:
+                of_scalars.append(known)
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known
+
+    core.tensor.__init__ = initialise
+
+
+def _remember_computation_types() -> None:
+    """The type in which two operands meet follows from theirs."""
+    find = TritonSemantic.computation_type_impl
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def remembered(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        if key not in known:
+            known[key] = find(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return known[key]
+
+    TritonSemantic.computation_type_impl = remembered
+
+
+def _compare_types_by_identity() -> None:
+    for kind in (core.dtype, core.block_type):
+        compare = kind.__eq__
+
+        def equal(self: Any, other: Any, compare: Callable[[Any, Any], bool] = compare) -> bool:
+            return self is other or compare(self, other)
+
+        kind.__eq__ = equal
+
+
+def _leave_equal_shapes_alone() -> None:
+    """Most operands have one shape, and need no broadcasting to be thought out."""
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        if one is other or (one.is_block() and other.is_block() and one.shape.values == other.shape.values):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = unless_equal
+
+
+def _pass_the_semantic_on() -> None:
+    """Every call of the language copies its options to replace one of them."""
+
+    def patch(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return member(*arguments, **options)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch

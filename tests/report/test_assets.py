@@ -110,7 +110,7 @@ def test_every_string_is_said_in_both_languages():
 def test_a_rebuild_gives_the_same_bytes(tmp_path):
     node = shutil.which("node")
     if node is None or not (FRONTEND / "node_modules" / "esbuild").is_dir():
-        pytest.skip("needs Node and frontend/node_modules, which `make frontend` installs")
+        pytest.skip("needs Node.js and its packages: `make frontend` makes them run")
     subprocess.run([node, "build.mjs", str(tmp_path)], cwd=FRONTEND, check=True, capture_output=True, timeout=120)
     for name in (*bundles(), "csp.json", "LICENSES.txt"):
         assert (tmp_path / name).read_bytes() == (ASSETS / name).read_bytes(), f"`make frontend` writes another {name}"

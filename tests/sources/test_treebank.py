@@ -66,6 +66,12 @@ def test_a_text_that_the_words_do_not_spell_is_not_used(tmp_path, comment):
     assert spelled(sentence) == ["a", "b", "!"]
 
 
+def test_spaces_are_those_of_the_text_where_the_words_spell_it(tmp_path):
+    words = line("1", "a"), line("2", "b", "1", "x"), line("3", "!", "1", "x", "SpaceAfter=No")
+    (sentence,) = read_treebank(written(tmp_path, "# text = a b!", *words))
+    assert sentence.spaces == (True, False, False)  # the second word says nothing of having none
+
+
 def test_packed_files_byte_order_marks_and_other_line_ends_are_read(tmp_path):
     expected = list(read_treebank(SMALL))
     packed = tmp_path / "small.conllu.gz"
@@ -125,7 +131,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 def test_every_word_of_real_treebanks_stands_in_its_text(data_dir):
     files = sorted(data_dir.rglob("*-dev.conllu"))
     if not files:
-        pytest.skip("POLYHEAD_DATA holds no file named *-dev.conllu")
+        pytest.skip("needs a treebank: `POLYHEAD_DATA=FOLDER make test` and an en_*-dev.conllu in it runs them")
     for file in files:
         sentences = list(read_treebank(file))
         assert len(sentences) == sum(row.startswith(b"# sent_id") for row in file.read_bytes().splitlines())

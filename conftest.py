@@ -1,0 +1,169 @@
+"""Collection of all tests: examples where there are any, GPU tests where there is a GPU, and groups by what they run.
+
+`make test-fast` leaves out the groups `compile`, `interpreter`, `browser` and `slow`. The first two are found by what
+the code of a test reaches, so that no test has to be marked by hand.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+import types
+from collections import Counter
+from collections.abc import Generator, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.doctest import DoctestModule
+
+NO_GPU = "needs a CUDA device; `make test-gpu` on a machine with one runs them"
+# A test that names one of these, or calls a function of the tests that does, belongs to the group.
+GROUPS = {
+    "interpreter": frozenset({"in_the_interpreter"}),
+    "compile": frozenset({"compile", "export", "aot_function", "aot_module", "make_fx", "onnx", "dynamo_export"}),
+}
+# Tests that take long and belong to no group, one a line, as they were measured.
+SLOW = Path(__file__).parent / "tests" / "slow.txt"
+_left_out: Counter[str] = Counter()  # GPU tests that were not collected, by file
+
+
+@cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases", type=int, metavar="N", help="run at most N cases of each parametrised test, spread evenly"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all workers of this run share what Inductor builds, and no other run: a killed one leaves half a library."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="polyhead-inductor.")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+# ---- collection
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[Any], list[Any]]:
+    """A module without an example is not imported only to find that out."""
+    collectors = yield
+    return [x for x in collectors if not isinstance(x, DoctestModule) or ">>> " in file_path.read_text("utf-8")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
+    """Without a GPU its tests are counted and not collected: their parameters would be thousands of skipped items."""
+    if isinstance(obj, types.FunctionType) and name.startswith("test") and not _has_gpu():
+        marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers()]
+        if any(mark.name == "gpu" for mark in marks):
+            _left_out[collector.nodeid] += 1
+            obj = None
+    item = yield
+    return [] if obj is None else item
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    most = config.getoption("--cases")
+    if most is not None:
+        chosen = _spread([item.nodeid.partition("[")[0] for item in items], most)
+        config.hook.pytest_deselected(items=[item for item, kept in zip(items, chosen, strict=True) if not kept])
+        items[:] = [item for item, kept in zip(items, chosen, strict=True) if kept]
+    slow = frozenset(SLOW.read_text("utf-8").split())
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker("slow")
+        function = getattr(item, "function", None)
+        for group, names in GROUPS.items():
+            if isinstance(function, types.FunctionType) and _reaches(function, names):
+                item.add_marker(group)
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
+
+
+def _spread(names: list[str], most: int) -> list[bool]:
+    """Which of the cases to keep: at most so many of each name, the first and the last among them."""
+    totals, seen = Counter(names), Counter[str]()
+    kept = []
+    for name in names:
+        place, last = seen[name], totals[name] - 1
+        seen[name] += 1
+        steps = {round(step * last / max(most - 1, 1)) for step in range(most)}
+        kept.append(place in steps)
+    return kept
+
+
+def pytest_collection_finish() -> None:
+    """Hide what is imported by now from the garbage collector, which would look through a million objects each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """Benchmarks freeze what there is for themselves, and thaw all of it."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
+@cache
+def _reaches(function: types.FunctionType, names: frozenset[str]) -> bool:
+    """Whether the code of a function, or of a function of the tests that it mentions, names one of these."""
+    waiting, seen = [function], {function}
+    while waiting:
+        current = waiting.pop()
+        mentioned = set(_names(current.__code__))
+        if mentioned & names and mentioned & {"torch", *names} - {"compile", "export"}:  # re.compile is another
+            return True
+        for name in mentioned:
+            found = current.__globals__.get(name)
+            found = getattr(found, "__wrapped__", found)
+            if isinstance(found, types.FunctionType) and found.__module__.startswith("tests") and found not in seen:
+                seen.add(found)
+                waiting.append(found)
+    return False
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+# ---- what was not run
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # what is frozen when Python ends is taken for a leak by nanobind, which says so
+    workeroutput = getattr(session.config, "workeroutput", None)
+    if workeroutput is not None:
+        workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for name, count in getattr(node, "workeroutput", {}).get("left_out", {}).items():
+        _left_out[name] = max(_left_out[name], count)  # every worker has collected all
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line for each reason, with the command that makes the tests run where there is one."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"SKIPPED [{count}] {reason}")
+    if _left_out:
+        terminalreporter.write_line(f"NOT COLLECTED [{sum(_left_out.values())} GPU tests] {NO_GPU}")
