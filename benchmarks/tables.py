@@ -33,6 +33,7 @@ TRAINING = "training-"
 SURGERY = "surgery-"
 PLAN = "plan-"
 RECORDED = "recorded-"
+GPU_SUITE = "gpu-suite-"
 MARKS = re.compile(r"(<!-- *figures: *begin *-->).*?(<!-- *figures: *end *-->)", re.DOTALL)
 COMPARED_MARKS = re.compile(r"(<!-- *compared: *begin *-->).*?(<!-- *compared: *end *-->)", re.DOTALL)
 TRAINING_MARKS = re.compile(r"(<!-- *training: *begin *-->).*?(<!-- *training: *end *-->)", re.DOTALL)
@@ -43,7 +44,7 @@ COLUMNS = "| ours | against | theirs | ours / theirs [95%] | bound |"
 
 def performance_page(page: str, results: Path = RESULTS) -> str:
     """docs/performance.md with everything between its two marks made anew from the layer's results."""
-    others = (STATISTICS, INSPECTION, VIEWER, ARRANGEMENTS, SURGERY, PLAN, RECORDED)
+    others = (STATISTICS, INSPECTION, VIEWER, ARRANGEMENTS, SURGERY, PLAN, RECORDED, GPU_SUITE)
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
     return _between_marks(page, paths, "batch x n x d_model x heads")
 
