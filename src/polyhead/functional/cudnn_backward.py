@@ -44,7 +44,7 @@ def serves(query: Tensor) -> bool:
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Tensor:
     """Attend with cuDNN's forward; the gradients come from `backward`."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Attention.apply(query, key, value, causal, scale)  # type: ignore[no-any-return]
+    return _Attention.apply(query, key, value, causal, scale)
 
 
 def backward(
@@ -124,7 +124,7 @@ def _planned(
     """
     with torch.cuda.stream(stream), torch.no_grad():
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
-        return _aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        return _aten._scaled_dot_product_cudnn_attention_backward(
             *(grad_output, query, key, value, output, logsumexp.contiguous()[..., None]),
             *(unused, unused, None, None, None, query.shape[2], key.shape[2], 0.0, causal),
             scale=scale,
@@ -151,7 +151,7 @@ class _Attention(torch.autograd.Function):
         )
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.causal, ctx.scale = causal, scale
-        return output  # type: ignore[no-any-return]
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable

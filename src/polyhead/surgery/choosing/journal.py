@@ -134,6 +134,10 @@ class KeptQuality:
         return self._quality.name
 
     @property
+    def words(self) -> str:
+        return self._quality.words
+
+    @property
     def whole(self) -> float:
         return self._quality.whole
 
