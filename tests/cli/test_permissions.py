@@ -152,7 +152,8 @@ def test_a_flag_of_this_command_line_permits_what_the_run_cannot(hostile, tmp_pa
     _, run, proof, _ = hostile
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    invoke("inspect", "--resume", run, "--trust-remote-code")
+    # The code ran, as the flag permits; that it makes another model than the run began with is refused after that.
+    assert "with the model it began with" in invoke("inspect", "--resume", run, "--trust-remote-code", code=2).stderr
     assert proof.exists()
 
 

@@ -11,12 +11,15 @@ from polyhead.errors import OptionError
 
 
 def writable_file(file: Path | None) -> Path | None:
-    """A file that results can be written to, or None."""
-    from polyhead.observatory.run_folder import check_file
+    """Check that results can be written to a file, in a folder that is made if it is missing."""
+    from polyhead.observatory.run_folder import check_file, check_place
 
     if file is not None:
         try:
-            check_file(file, "--output")
+            if file.parent.is_dir():
+                check_file(file, "--output")
+            else:
+                check_place(file.parent, "--output")
         except OptionError as error:
             raise typer.BadParameter(str(error)) from None
     return file
