@@ -279,7 +279,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     save(path, session.observations)
     before = path.read_bytes()
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(polyhead.errors.OptionError, match="disk full"):
         save(path, session.observations)
     assert path.read_bytes() == before
     assert [x.name for x in tmp_path.iterdir()] == ["seen.safetensors"]

@@ -291,7 +291,7 @@ def test_a_syntax_table_of_another_model_or_none_is_refused(inspections, tmp_pat
     with pytest.raises(OptionError, match=r"of one model, got head 3 of 'another.module'"):
         page_of(inspections["bert"], syntax=Syntax.load(file))
     file.write_text("{}")
-    with pytest.raises(OptionError, match="what `polyhead syntax --output` wrote"):
+    with pytest.raises(OptionError, match="as `polyhead syntax --output` wrote it"):
         Syntax.load(file)
     with pytest.raises(OptionError, match="there is no file"):
         Syntax.load(tmp_path / "none.json")

@@ -214,12 +214,12 @@ def resolve(
             key_ends = _fewer(key_ends, real_keys)
             query_ends = query_ends if real_queries is None else _fewer(query_ends, real_queries)
             is_aligned = is_aligned and queries == keys and padding.queries is None
-    index = torch.arange(keys, device=device)[None]
     if first_keys is not None:
-        key_ordinals = index - (keys - first_keys)[:, None]
+        key_ordinals = torch.arange(keys, device=device)[None] - (keys - first_keys)[:, None]
     if key_ends is not None and not is_aligned:
         shift = key_ends - (queries if query_ends is None else query_ends)
-        query_positions, key_positions = torch.arange(queries, device=device) + shift[:, None], index
+        query_positions = torch.arange(queries, device=device) + shift[:, None]
+        key_positions = torch.arange(keys, device=device)[None]
     documents = []
     for packed in mask.packed:
         query_ids, key_ids = _check_rows("document ids", packed.queries, packed.keys, batch, queries, keys, device)

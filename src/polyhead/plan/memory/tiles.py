@@ -32,7 +32,8 @@ def record_tiles(call: Recorder, query: Block, key: Block, value: Block, heads: 
     of_bias = gradient_of_bias = dense = 0
     if call.bias is not None:
         by_head = wide(min(pairs * group, heads.queries) * one)
-        of_bias, gradient_of_bias = tile + by_head, INDEX * one + by_head
+        # The gradient of a tile is added up by distance in float64.
+        of_bias, gradient_of_bias = tile + by_head, INDEX * one + 3 * by_head
     if call.is_dense:
         dense = wide(heads.queries * work.queries * work.keys)
         gradient_of_bias = tile + 2 * dense + dense // 4
