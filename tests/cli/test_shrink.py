@@ -114,7 +114,7 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
     seen = {}  # what is found and what it is worth are the test's own from here on
 
     def searched(shrinker, target, quality, *, progress):
-        seen["rows"] = sum(len(batch["input_ids"]) for batch in quality.batches)
+        seen["rows"] = sum(len(batch["input_ids"]) for batch in quality._quality.batches)
         first = shrinker.reach(target)
         other = min(shrinker.evidence.layers, key=lambda path: len(first.get(path, ())))
         gone = {other: (0, 1)}
@@ -171,8 +171,9 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     assert "can be left with heads/key heads 2/2, 2/1, 1/1, of which 1/1 leaves 25% of the heads, 50% of the" in said
 
 
-def test_a_family_that_has_no_fewer_heads_is_told_before_its_text_is_read(place):
-    options = ["--target", "25%-heads", "--text", place / "nowhere", "--form", "uniform", "--device", "cpu"]
+def test_a_family_that_has_no_fewer_heads_is_refused_before_its_text_is_read(place, tmp_path):
+    (tmp_path / "unreadable.txt").write_bytes(b"\xff\xfe\x00\xd8")
+    options = ["--target", "25%-heads", "--text", tmp_path / "unreadable.txt", "--form", "uniform", "--device", "cpu"]
     said = invoke("shrink", place / "bert", *options, "--preview", code=2).stderr
     assert "got a BertModel, of which no config says fewer heads than it has; the forms for it are padded" in said
 

@@ -312,7 +312,7 @@ def test_a_session_does_not_go_on_over_an_edit():
     other = polyhead.observe(model)
     with torch.no_grad(), other:
         model(input_ids=IDS)
-    with pytest.raises(OptionError, match="only the same heads"):
+    with pytest.raises(OptionError, match="only observations of one model can be merged"):
         session.observations.merge(other.observations)
     with pytest.raises(OptionError, match="heads of this model were edited"):
         polyhead.observe(model, via_weights=True)
