@@ -95,7 +95,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no UTF-8": (rewrite("inspection.json", b"\xff{}"), "inspection.json", "codec can't decode"),
     "nested": (rewrite("inspection.json", b"[" * 200_000), "inspection.json", "nested too deeply"),
     "no sites": (change_json("inspection.json", lambda x: x.pop("sites")), "inspection.json", "no 'sites'"),
-    "other sites": (change_json("inspection.json", lambda x: x.update(sites=[{"a": 1}])), "inspection.json", "no name"),
+    "other sites": (change_json("inspection.json", lambda x: x.update(sites=[{"a": 1}])), "inspection.json", "no 'name'"),
     "a site of 10^9 heads": (
         change_json("inspection.json", lambda x: x["sites"][0].update(num_heads=10**9)), "inspection.json", "65,536",
     ),
@@ -312,8 +312,7 @@ def test_a_full_disk_is_one_line_and_nothing_half_written(place, tmp_path, monke
         said = invoke("report", place / "run", "--html", tmp_path / "page.html").stderr
         assert "page.html: No space left on device" in said
     assert (tmp_path / "old.txt").read_text() == "old"
-    assert sorted(x.name for x in tmp_path.iterdir() if x.name != "run") == ["old.txt"]
-    assert list((tmp_path / "run").iterdir()) == []
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["old.txt"]  # an empty folder of a run is removed again
 
 
 LIMITED = """
