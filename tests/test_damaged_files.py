@@ -95,7 +95,9 @@ RUNS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no UTF-8": (rewrite("inspection.json", b"\xff{}"), "inspection.json", "codec can't decode"),
     "nested": (rewrite("inspection.json", b"[" * 200_000), "inspection.json", "nested too deeply"),
     "no sites": (change_json("inspection.json", lambda x: x.pop("sites")), "inspection.json", "no 'sites'"),
-    "other sites": (change_json("inspection.json", lambda x: x.update(sites=[{"a": 1}])), "inspection.json", "no 'name'"),
+    "other sites": (
+        change_json("inspection.json", lambda x: x.update(sites=[{"a": 1}])), "inspection.json", "no 'name'",
+    ),
     "a site of 10^9 heads": (
         change_json("inspection.json", lambda x: x["sites"][0].update(num_heads=10**9)), "inspection.json", "65,536",
     ),

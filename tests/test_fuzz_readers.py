@@ -94,7 +94,7 @@ def changed_value(draw: DrawFn, value: Any) -> Any:
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(places_in(value)))
-        new = draw(st.sampled_from(HOSTILE))
+        new = copy.deepcopy(draw(st.sampled_from(HOSTILE)))  # the next change may be made inside it
         if not path:
             return new
         owner = value
