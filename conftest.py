@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _spread(names: list[str], most: int) -> list[bool]:
-    """Which of the cases to keep: at most so many of each name, the first and the last among them."""
+    """Select the cases to keep: at most so many of each name, the first and the last among them."""
     totals, seen = Counter(names), Counter[str]()
     kept = []
     for name in names:

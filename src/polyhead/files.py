@@ -45,7 +45,7 @@ def refusing(path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] 
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error says, without its type where its words are enough."""
+    """Return the message of an error, without its type where its words are enough."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_LONGEST]

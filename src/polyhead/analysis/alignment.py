@@ -210,7 +210,7 @@ def watch(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """What was gathered of so many whole batches; one value, so that no interrupt finds half of it."""
+    """Observations of the batches read so far, all of them whole; one value, so that no interrupt finds half of it."""
 
     observations: Observations
     batches: int = 0

@@ -1,4 +1,4 @@
-"""What a verb prints while it works: an error in one line, and how far it is."""
+"""Output of a running command: progress, and errors in one line."""
 
 from __future__ import annotations
 

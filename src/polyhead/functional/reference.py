@@ -167,6 +167,8 @@ def _by_group(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     if torch.is_grad_enabled() and right.requires_grad:
         # The gradient of the right-hand side is a sum over rows: one for each head loses less than one for the group.
-        return (left.unflatten(1, (kv_heads, -1)) @ right[:, :, None]).flatten(1, 2)
+        # One product after the other, so that no copy of the right-hand side is made for each head.
+        by_member = left.unflatten(1, (kv_heads, -1)).unbind(2)
+        return torch.stack([member @ right for member in by_member], 2).flatten(1, 2)
     folded = left.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
     return (folded @ right).view(batch, heads, rows, right.shape[3])

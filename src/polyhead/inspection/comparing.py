@@ -39,7 +39,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What changed from one inspection to another; heads with roles are at their places in the first."""
+    """Differences between two inspections; heads with roles are at their places in the first."""
 
     changes: tuple[Change, ...]
     gained: tuple[tuple[Head, str], ...]  # roles
