@@ -79,7 +79,7 @@ def invoke(*arguments: str, code: int = 0) -> str:
 
 
 def test_without_a_gpu_it_says_so_and_measures_the_cpu(without_gpu, tmp_path):
-    path = tmp_path / "kept" / "run.json"
+    path = tmp_path / "run.json"
     shown = invoke("--quick", "--shapes", "1x2x71x16", "--output", str(path), "--commit", "abc123", "--seed", "5")
     assert "no CUDA GPU was found: left out are forward, backward, profile, materialised, memory" in shown
     assert "cpu, forward + backward, causal" in shown

@@ -11,15 +11,12 @@ from polyhead.errors import OptionError
 
 
 def writable_file(file: Path | None) -> Path | None:
-    """Check that results can be written to a file, in a folder that is made if it is missing."""
-    from polyhead.observatory.run_folder import check_file, check_place
+    """Check that results can be written to a file."""
+    from polyhead.observatory.run_folder import check_file
 
     if file is not None:
         try:
-            if file.parent.is_dir():
-                check_file(file, "--output")
-            else:
-                check_place(file.parent, "--output")
+            check_file(file, "--output")
         except OptionError as error:
             raise typer.BadParameter(str(error)) from None
     return file
