@@ -109,6 +109,22 @@ def test_repair_says_what_it_needs(edits, batches, words):
     assert fingerprint(model) == before
 
 
+def test_moments_of_another_model_of_the_same_shape_are_refused():
+    model, other = block(), block()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_()
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match="with another output matrix than attention; gather them from this model"):
+        apply(model, [PruneHeads(0, (1,))], repair=OutputRepair(gather_moments(other, text())))
+    assert fingerprint(model) == before
+    with pytest.raises(OptionError, match="merged, got moments of layers with other output matrices"):
+        gather_moments(model, text())["attention"].merge(gather_moments(other, text())["attention"])
+    rounded = block()
+    rounded.load_state_dict({name: x.bfloat16().double() for name, x in model.state_dict().items()})
+    apply(model, [PruneHeads(0, (1,))], repair=OutputRepair(gather_moments(rounded, text())))
+
+
 def test_bad_ridges_and_missing_moments_are_refused():
     model = block()
     for ridge in (-1, float("inf"), "much"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.surgery.anatomy.head_weights import read_heads
 from polyhead.surgery.anatomy.layers import AttentionLayer
 from polyhead.surgery.calibration.lending import evaluating
 from polyhead.surgery.calibration.looks import real_tokens
@@ -30,22 +31,29 @@ class OutputMoments:
     count: int
     total: Tensor  # [channels]
     products: Tensor  # [channels, channels]
+    signature: Tensor | None = None  # [channels], `output_signature` of the layer that they were gathered from
 
     @classmethod
-    def empty(cls, channels: int, device: torch.device | str | None = None) -> OutputMoments:
+    def empty(
+        cls, channels: int, device: torch.device | str | None = None, signature: Tensor | None = None
+    ) -> OutputMoments:
         zeros = torch.zeros(channels, channels, dtype=torch.float64, device=device)
-        return cls(0, zeros[0].clone(), zeros)
+        return cls(0, zeros[0].clone(), zeros, signature)
 
     def update(self, rows: Tensor) -> OutputMoments:
         """With these rows, [tokens, channels]."""
         rows = rows.detach().to(torch.float64)
-        return OutputMoments(self.count + rows.shape[0], self.total + rows.sum(0), self.products + rows.T @ rows)
+        total, products = self.total + rows.sum(0), self.products + rows.T @ rows
+        return replace(self, count=self.count + rows.shape[0], total=total, products=products)
 
     def merge(self, other: OutputMoments) -> OutputMoments:
         if other.total.shape != self.total.shape:
             raise ShapeError(f"moments of one layer are merged, got {len(self.total)} channels and {len(other.total)}")
+        if not same_layer(self.signature, other.signature):
+            raise OptionError("moments of one layer are merged, got moments of layers with other output matrices")
         total, products = other.total.to(self.total.device), other.products.to(self.products.device)
-        return OutputMoments(self.count + other.count, self.total + total, self.products + products)
+        signature = other.signature if self.signature is None else self.signature
+        return OutputMoments(self.count + other.count, self.total + total, self.products + products, signature)
 
     def compute(self, *, centred: bool) -> tuple[Tensor, Tensor]:
         """The mean of the heads' outputs and the mean of their products, on the CPU; of those without the mean."""
@@ -78,7 +86,9 @@ def gather_moments(
             real = real_tokens(model, layer, current, rows)
             rows = rows.flatten(0, -2) if real is None else rows[real]
             held = gathered.get(layer.path)
-            held = OutputMoments.empty(rows.shape[-1], rows.device) if held is None else held
+            if held is None:
+                signature = output_signature(read_heads(model, layer).output)
+                held = OutputMoments.empty(rows.shape[-1], rows.device, signature)
             gathered[layer.path] = held.update(rows)
 
         return note
@@ -94,6 +104,23 @@ def gather_moments(
             "calibration needs some text, got no batch, or batches that no attention layer was called for"
         )
     return gathered
+
+
+def output_signature(output: Tensor) -> Tensor:
+    """W_O, [heads, value_dim, embed_dim], times fixed random signs: [channels], in float64 on the CPU.
+
+    Enough to tell layers apart, and nearly the same in another dtype.
+    """
+    matrix = output.detach().flatten(0, 1).to("cpu", torch.float64)
+    signs = torch.randint(2, (matrix.shape[1],), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return matrix @ (2 * signs - 1)
+
+
+def same_layer(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether two signatures differ by rounding alone; one that is not known may be that of any layer."""
+    if first is None or second is None:
+        return True
+    return first.shape == second.shape and bool((first - second).norm() <= 0.05 * first.norm())
 
 
 def root(symmetric: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.functional.scaled_dot_product import without_cudnn
 from polyhead.surgery.anatomy.finding import find_layers
+from polyhead.surgery.anatomy.head_weights import read_heads
 from polyhead.surgery.anatomy.layers import AttentionLayer
 from polyhead.surgery.calibration.lending import evaluating
-from polyhead.surgery.calibration.moments import OutputMoments, root
+from polyhead.surgery.calibration.moments import OutputMoments, output_signature, root
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
@@ -74,15 +75,19 @@ def weighed_moments(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss
     Repair over these makes up first for what is missing where the model is sensitive to it. Padding has no gradient
     and counts for nothing; other arguments are as of `loss_weights`.
     """
+    layers = {layer.path: layer for layer in find_layers(model)}
     sums: dict[str, OutputMoments] = {}
     weights: dict[str, float] = {}
     for path, given, gradient in _gradients(model, batches, loss):
         own = gradient.double().square().sum(-1).flatten()
         held = sums.get(path)
-        held = OutputMoments.empty(given.shape[-1], given.device) if held is None else held
+        if held is None:
+            signature = output_signature(read_heads(model, layers[path]).output)
+            held = OutputMoments.empty(given.shape[-1], given.device, signature)
         rows = given.flatten(0, -2).double()
         products = held.products + rows.T @ (rows * own[:, None])
-        sums[path] = OutputMoments(held.count + int((own > 0).sum()), held.total + own @ rows, products)
+        count = held.count + int((own > 0).sum())
+        sums[path] = replace(held, count=count, total=held.total + own @ rows, products=products)
         weights[path] = weights.get(path, 0.0) + float(own.sum())
     return {path: _scaled(held, weights[path]) for path, held in sums.items()}
 
@@ -103,7 +108,7 @@ def token_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: 
 def _scaled(held: OutputMoments, weight: float) -> OutputMoments:
     """Where the weights have this sum, as if their mean were 1."""
     factor = held.count / weight if weight else 0.0
-    return OutputMoments(held.count, held.total * factor, held.products * factor)
+    return replace(held, total=held.total * factor, products=held.products * factor)
 
 
 def _gradients(

@@ -180,12 +180,19 @@ class KeptEvidence(Evidence):
                     ("count", torch.tensor(own.count, dtype=torch.float64)),
                     ("total", own.total),
                     ("products", own.products),
+                    ("signature", own.signature),
                 )
+                if x is not None
             }
 
         kept = self._kept(name, packed)
         return {
-            path: OutputMoments(int(kept[f"{path}/count"]), kept[f"{path}/total"], kept[f"{path}/products"])
+            path: OutputMoments(
+                int(kept[f"{path}/count"]),
+                kept[f"{path}/total"],
+                kept[f"{path}/products"],
+                kept.get(f"{path}/signature"),
+            )
             for path in self._in_order(kept)
         }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.surgery.anatomy.head_weights import HeadWeights
-from polyhead.surgery.calibration.moments import OutputMoments
+from polyhead.surgery.calibration.moments import OutputMoments, output_signature, same_layer
 
 RIDGE = 1e-4
 
@@ -137,6 +137,11 @@ def check_moments(moments: OutputMoments, heads: HeadWeights, path: str) -> None
     if len(moments.total) != channels:
         raise OptionError(
             f"the heads of {path} have {channels} channels, got moments of {len(moments.total)}; gather them anew"
+        )
+    if not same_layer(moments.signature, output_signature(heads.output)):
+        raise OptionError(
+            f"repair needs moments of the layer that is repaired, got moments of a layer with another output matrix "
+            f"than {path}; gather them from this model"
         )
     if moments.count < channels:
         raise OptionError(
