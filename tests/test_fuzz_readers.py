@@ -10,6 +10,7 @@ import copy
 import gzip
 import io
 import json
+import re
 import shutil
 import struct
 import warnings
@@ -42,6 +43,7 @@ from polyhead.sources.treebank import read_treebank
 from polyhead.surgery import PruneHeads, apply, edits_from_json, load, load_record, save
 from polyhead.surgery.storage.folders import FILES, check_free
 from tests.inspection.small_models import model_folder, text_folder
+from tests.sources.small_gguf import write_gguf
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -54,6 +56,9 @@ SYNTAX_ROW = {
 }  # fmt: skip
 SYNTAX = {"heads": 8, "texts": [5, 5], "minimum": 3, "seed": 0, "left_out": [["obj", "up", 1]]}
 OURS = {"kind": "multi_head", "embed_dim": 24, "num_heads": 4, "causal": True}
+
+# The keys of a GGUF file with a 32-bit number, and the type of that.
+GGUF_NUMBERS = re.compile(rb"llama\.[a-z_.]*(?:length|count|kv|size)\x04\x00\x00\x00")
 
 HOSTILE: tuple[Any, ...] = (
     None, 0, -3, 1, 2**31, 10**9, 10**400, True, 0.5, -1e308, float("nan"), float("inf"), "", "x", "__class__", "../up",
@@ -159,11 +164,20 @@ def changed_columns(draw: DrawFn, whole: bytes) -> bytes:
     return buffer.getvalue()
 
 
+@st.composite
+def changed_numbers(draw: DrawFn, whole: bytes) -> bytes:
+    """A GGUF file with another number of layers, heads or channels, of entries or of tensors."""
+    place = draw(st.sampled_from([8, 16, *(match.end() for match in GGUF_NUMBERS.finditer(whole))]))
+    hostile = st.sampled_from((0, 1, 7, 64, 4097, 10**6, 2**31 - 1, 2**31, 2**32 - 1))
+    return whole[:place] + struct.pack("<I", draw(hostile)) + whole[place + 4 :]
+
+
 CHANGES: dict[str, Callable[[bytes], SearchStrategy[bytes]]] = {
     "bytes": changed_bytes,
     "json": changed_json,
     "safetensors": changed_tensors,
     "parquet": changed_columns,
+    "gguf": changed_numbers,
 }
 
 
@@ -178,7 +192,7 @@ class Reader:
     read: Callable[[Path], object]
     changes: tuple[str, ...]
     times: int = 25
-    names: str | None = None  # what an error names, where that is not the file
+    names: Callable[[Path], str] = lambda file: file.name  # what an error names
 
 
 def read_run(file: Path) -> None:
@@ -190,6 +204,22 @@ def read_run(file: Path) -> None:
 def read_observations(file: Path) -> None:
     read_facts(file)
     load_observations(file)
+
+
+def read_model(file: Path) -> None:
+    load_model(file.parent)
+
+
+def read_edited(file: Path) -> None:
+    load(file.parent)
+
+
+def read_edits(file: Path) -> None:
+    edits_from_json(file.read_text("utf-8", "replace"))
+
+
+def read_own(file: Path) -> None:
+    AttentionConfig.from_json(file.read_text())
 
 
 def undone(file: Path) -> None:
@@ -205,6 +235,14 @@ def read_lines(file: Path) -> None:
         pass
 
 
+def folder_name(file: Path) -> str:
+    return file.parent.name
+
+
+def nothing(file: Path) -> str:
+    return ""
+
+
 READERS = {
     "run: json": Reader("run/inspection.json", read_run, ("json", "bytes"), 30),
     "run: table": Reader("run/heads.parquet", read_run, ("parquet", "bytes"), 12),
@@ -212,17 +250,18 @@ READERS = {
     "run: pictures": Reader("run/pictures.safetensors", read_run, ("safetensors", "bytes"), 15),
     "observations": Reader("observations.safetensors", read_observations, ("safetensors", "bytes")),
     "edit record": Reader("edited/polyhead-record.safetensors", undone, ("safetensors", "bytes"), 40),
-    "edits": Reader("edits.json", lambda file: edits_from_json(file.read_text("utf-8", "replace")), ("json",), 25, ""),
-    "manifest": Reader("edited/polyhead.json", lambda file: load(file.parent), ("json", "bytes"), 10),
-    "file list": Reader(f"edited/{FILES}", check_list, ("json", "bytes"), 25, "edited"),
-    "edited weights": Reader("edited/polyhead.safetensors", lambda file: load(file.parent), ("safetensors",), 8, "e"),
-    "config": Reader("model/config.json", lambda file: load_model(file.parent), ("json", "bytes"), 12, "model"),
-    "weights": Reader("model/model.safetensors", lambda file: load_model(file.parent), ("safetensors",), 8, "model"),
-    "tokenizer": Reader("model/tokenizer.json", lambda file: load_model(file.parent), ("json", "bytes"), 6, "model"),
+    "edits": Reader("edits.json", read_edits, ("json",), 25, nothing),
+    "manifest": Reader("edited/polyhead.json", read_edited, ("json", "bytes"), 10),
+    "file list": Reader(f"edited/{FILES}", check_list, ("json", "bytes"), 25, folder_name),
+    "edited weights": Reader("edited/polyhead.safetensors", read_edited, ("safetensors",), 8, folder_name),
+    "config": Reader("model/config.json", read_model, ("json", "bytes"), 12, folder_name),
+    "weights": Reader("model/model.safetensors", read_model, ("safetensors",), 8, folder_name),
+    "tokenizer": Reader("model/tokenizer.json", read_model, ("json", "bytes"), 6, folder_name),
+    "gguf": Reader("small.gguf", load_model, ("gguf", "bytes"), 25, lambda file: file.stem),
     "index": Reader("sharded/model.safetensors.index.json", lambda file: check_folder(file.parent, False), ("json",)),
     "layout": Reader("model/config.json", lambda file: read_layout(file, causal=True), ("json", "bytes")),
     "own layout": Reader("ours.json", read_layout, ("json", "bytes")),
-    "layer config": Reader("ours.json", lambda file: AttentionConfig.from_json(file.read_text()), ("json",), 25, ""),
+    "layer config": Reader("ours.json", read_own, ("json",), 25, nothing),
     "machine": Reader("machine.json", Machine.load, ("json", "bytes"), 12),
     "syntax": Reader("syntax.json", SyntaxTable.load, ("json", "bytes")),
     "syntax table": Reader("syntax.parquet", SyntaxTable.load, ("parquet", "bytes")),
@@ -247,6 +286,7 @@ def valid(tmp_path_factory) -> Path:
     with observe(loaded.model, gather=()) as session:
         loaded.model(torch.arange(9)[None])
     save_observations(folder / "observations.safetensors", session.observations, {"settings": {}})
+    write_gguf(folder / "small.gguf")
     shutil.copytree(folder / "model", folder / "sharded")
     (folder / "sharded" / "model.safetensors").rename(folder / "sharded" / "model-1.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(loaded.model.state_dict(), "model-1.safetensors")}
@@ -286,7 +326,7 @@ def test_a_file_that_anybody_may_have_written_is_read_or_refused_in_one_line(nam
 
 
 def _fuzz(reader: Reader, file: Path, contents: SearchStrategy[bytes]) -> None:
-    named = file.name if reader.names is None else file.parent.name if reader.names else ""
+    named = reader.names(file)
 
     @settings(
         max_examples=reader.times, deadline=None, derandomize=True, database=None,

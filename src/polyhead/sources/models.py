@@ -19,7 +19,7 @@ from torch import nn
 from polyhead.errors import CheckpointError, DeviceError, OptionError
 from polyhead.files import as_type, read_json, refusing, short
 from polyhead.sources import packaged
-from polyhead.sources.config_sizes import check_config, check_room
+from polyhead.sources.config_sizes import check_config, check_room, check_sizes
 from polyhead.sources.loading import describe_failure, quiet
 
 # causal and masked models have a head that predicts tokens; a decoder and an encoder are the same without one.
@@ -217,7 +217,10 @@ def _read_stock(
     check_kernels(config, place.name, trusted)
     if model_class is None:
         model_class = _model_class(config, place.name, trusted, from_gguf=place.gguf_file is not None)
-    if folder is not None and hasattr(model_class, "_from_config"):
+    if place.gguf_file is not None:
+        check_sizes(config.to_dict(), place.gguf_file)
+        check_room(model_class, config, (Path(place.location) / place.gguf_file).stat().st_size, place.gguf_file)
+    elif folder is not None and hasattr(model_class, "_from_config"):
         check_room(model_class, config, _weight_bytes(folder), str(folder))
     model, report = model_class.from_pretrained(
         place.location,
