@@ -135,6 +135,8 @@ OTHERS = (
         "text_config": {**_ENCODER, "projection_dim": 16, "eos_token_id": 2, "bos_token_id": 1},
         "vision_config": {**_VISION, "projection_dim": 16}, "projection_dim": 16}),
 )  # fmt: skip
+# Newer than the oldest transformers that is supported.
+GRANITE_SWA = _decoder("granite_swa", sliding_window=7, layer_types=ALTERNATING, attention_multiplier=0.3)
 FAMILIES = (*DECODERS, *ENCODERS, *SEQ2SEQ, *OTHERS)
 
 

@@ -160,12 +160,12 @@ def test_what_is_longer_than_the_map_falls_into_its_last_block():
     torch.testing.assert_close(values["maps"].map.sum((1, 2)), torch.full((2,), 63.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kind", ["ours", "torch", "llama"])
+@pytest.mark.parametrize("kind", ["ours", "torch", "llama", "bert"])
 def test_contributions_are_moments_of_the_heads_outputs(kind):
     torch.manual_seed(0)
-    if kind == "llama":
-        model = models.build(FAMILIES["llama"])
-        inputs = batches("llama", 3)
+    if kind in ("llama", "bert"):
+        model = models.build(FAMILIES[kind])
+        inputs = batches(kind, 3)
         session = gathered(model, inputs)
         sites = session.observations.gathered
         total = sum(int(one["attention_mask"].sum()) for one in inputs)
