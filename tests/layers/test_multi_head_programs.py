@@ -89,15 +89,13 @@ def assert_compiles(layer: MultiHeadAttention, backend: str, shapes: list[tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["plain", "grouped, causal, rotary", "sinks, softcap"])
-def test_inductor_compiles_the_layer_whole_forward_and_backward(options: str) -> None:
-    assert_compiles(make(options), "inductor", [(BATCH, LENGTH)], 1e-5)
+def test_inductor_compiles_the_layer_whole_forward_and_backward() -> None:
+    assert_compiles(make("grouped, causal, rotary"), "inductor", [(BATCH, LENGTH)], 1e-5)
 
 
-@pytest.mark.slow
-def test_inductor_compiles_lengths_that_change_from_call_to_call() -> None:
+def test_one_graph_takes_lengths_that_change_from_call_to_call() -> None:
     layer = make("grouped, causal, rotary")
-    compiled = torch.compile(lambda x, n: layer(x, mask=Mask.lengths(n)).output, fullgraph=True)
+    compiled = torch.compile(lambda x, n: layer(x, mask=Mask.lengths(n)).output, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for lengths in ([LENGTH, 0, 4], [1, 2, 3]):
             x = randn()
