@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +17,7 @@ from typer.testing import CliRunner
 from polyhead.cli import app
 from polyhead.observatory.session import Call
 from polyhead.surgery.choosing.journal import NUMBERS, Journal
+from tests.forked import stopped_when
 from tests.inspection.small_models import model_folder, text_folder
 from tests.sources.small_tokenizers import WORDPIECE, wordpiece
 
@@ -203,23 +200,34 @@ def test_numbers_are_replayed_in_their_order(tmp_path):
     assert again.numbers("other", lambda: pytest.fail("it is kept")) == [2.0, 3.0]
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("sent", "code"), SIGNALS)
 def test_a_signal_ends_a_shrinking_in_one_line_and_it_goes_on(place, tmp_path, sent, code):
-    arguments = [str(x) for x in shrink_of(place, "bert", tmp_path / "o", "--resume", tmp_path / "run", "--preview")]
-    command = [sys.executable, "-m", "polyhead", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "250", "NO_COLOR": "1"}
-    file = tmp_path / "run" / "weighed_moments.safetensors"
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        until = time.monotonic() + 240
-        while not file.exists() and run.poll() is None and time.monotonic() < until:
-            time.sleep(0.005)
-        run.send_signal(sent)
-        _, said = run.communicate()
-    assert run.returncode == code, said
+    run, fresh = (
+        shrink_of(place, "bert", tmp_path / "o", "--resume", tmp_path / name, "--preview") for name in ("run", "fresh")
+    )
+    found, _, said = stopped_when(tmp_path / "run" / "weighed_moments.safetensors", sent, run)
+    assert found == code, said
     assert "Traceback" not in said
     if sent != signal.SIGKILL:
         assert said.splitlines()[-1].endswith(f"go on with --resume {tmp_path / 'run'}")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    fresh = [x if x != str(tmp_path / "run") else str(tmp_path / "fresh") for x in command]
-    assert done.stdout == subprocess.run(fresh, env=environment, capture_output=True, text=True).stdout
+    assert invoke(*run).stdout == invoke(*fresh).stdout
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("sent", "code"), SIGNALS)
+def test_a_signal_ends_a_syntax_table_in_one_line_and_it_goes_on(reader, tmp_path, sent, code):
+    run, kept = tmp_path / "run", "observations.safetensors"
+    found, _, said = stopped_when(run / kept, sent, syntax_of(reader, tmp_path / "a.json", "--resume", run))
+    assert found == code, said
+    assert "Traceback" not in said
+    assert not (tmp_path / "a.json").exists()
+    if sent != signal.SIGKILL:
+        assert said.splitlines()[-1].endswith(f"go on with --resume {run}")
+    invoke(*syntax_of(reader, tmp_path / "a.json", "--resume", run))
+    invoke(*syntax_of(reader, tmp_path / "b.json", "--resume", tmp_path / "fresh"))
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert (run / kept).read_bytes() == (tmp_path / "fresh" / kept).read_bytes()

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +18,7 @@ from polyhead.observatory import read_facts
 from polyhead.observatory.run_folder import held
 from polyhead.observatory.session import Call
 from polyhead.sources import load_model
+from tests.forked import stopped_when
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")
@@ -52,8 +49,8 @@ def only_reading(monkeypatch) -> None:
 
 def settings_of(model: Path, text: Path, device: str = "cpu") -> Settings:
     return Settings(
-        str(model), str(text), context=48, batch_tokens=200, tokens=700, importance="none", chance=False, device=device
-    )  # four batches
+        str(model), str(text), context=48, batch_tokens=200, tokens=500, importance="none", chance=False, device=device
+    )  # three batches
 
 
 def read(settings: Settings, folder: Path, *, loaded=None, resume: bool = False, save_seconds: float = 1e9):
@@ -105,7 +102,7 @@ def test_stopped_at_every_attention_of_a_batch_it_goes_on_bit_for_bit(models, te
     settings, loaded = settings_of(models[name], text), load_model(str(models[name]), device="cpu")
     whole = read(settings, tmp_path / "whole", loaded=loaded)
     total = read_facts(tmp_path / "whole" / OBSERVATIONS)["batches"]
-    assert total == 4
+    assert total == 3
     errors = list(ERRORS.items())
     for place in (0, *range(CALLS[name], 2 * CALLS[name])):  # the first, and all of the second batch
         word, error = errors[(place + after) % len(errors)]
@@ -158,14 +155,23 @@ def test_every_layer_counts_the_same_tokens_after_an_interrupt(models, text, tmp
 
 
 def command_of(model: Path, text: Path, folder: Path) -> list[str]:
-    options = ["--context", "96", "--batch", "100", "--importance", "none", "--no-chance", "--device", "cpu"]
-    return [
-        sys.executable, "-m", "polyhead", "inspect", str(model), "--text", str(text), *options,
-        "--save", str(folder), "--save-seconds", "0",
-    ]  # fmt: skip
+    options = [
+        "--context",
+        "96",
+        "--batch",
+        "100",
+        "--tokens",
+        "400",
+        "--importance",
+        "none",
+        "--no-chance",
+        "--device",
+        "cpu",
+    ]
+    return ["inspect", str(model), "--text", str(text), *options, "--save", str(folder), "--save-seconds", "0"]
 
 
-@pytest.mark.usefixtures("only_reading")
+@pytest.mark.usefixtures("only_reading", "one_thread")
 @pytest.mark.parametrize(
     ("sent", "code", "words"),
     [
@@ -175,33 +181,20 @@ def command_of(model: Path, text: Path, folder: Path) -> list[str]:
     ],
 )
 def test_a_signal_at_any_moment_leaves_whole_batches(models, text, tmp_path, sent, code, words):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     folder, file = tmp_path / "stopped", tmp_path / "stopped" / OBSERVATIONS
-    with subprocess.Popen(
-        command_of(models["t5"], text, folder), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as run:
-        until = time.monotonic() + 240
-        while not file.exists() and run.poll() is None and time.monotonic() < until:
-            time.sleep(0.002)
-        run.send_signal(sent)
-        out, said = run.communicate()
-    assert run.returncode == code, said.decode()
-    assert words in (out + said).decode()
-    assert "Traceback" not in said.decode()
+    found, out, said = stopped_when(file, sent, command_of(models["t5"], text, folder))
+    assert found == code, said
+    assert words in out + said
+    assert "Traceback" not in said
     if sent == signal.SIGTERM:
-        assert f"--resume {folder}" in said.decode().splitlines()[-1]
+        assert f"--resume {folder}" in said.splitlines()[-1]
     counts = {name: x.amax() for name, x in load_file(file).items() if name.endswith("statistics.moments.count")}
     tokens = read_facts(file)["tokens"]
     assert len(counts) == CALLS["t5"]
     assert {int(x) for x in counts.values()} == {tokens}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        settings = Settings.from_dict(read_facts(file)["settings"])
-        for place, resume in ((folder, True), (tmp_path / "whole", False)):
-            read(settings, place, resume=resume)
-    finally:
-        torch.set_num_threads(threads)
+    settings = Settings.from_dict(read_facts(file)["settings"])
+    for place, resume in ((folder, True), (tmp_path / "whole", False)):
+        read(settings, place, resume=resume)
     assert_same_file(folder, tmp_path / "whole")
 
 
@@ -222,7 +215,7 @@ def begun(models, text, tmp_path, monkeypatch) -> tuple[Settings, Path]:
     ("change", "words"),
     [
         ({"batch_tokens": 100}, "got batch_tokens 100 for 200"),
-        ({"tokens": 70_000}, "got tokens 70000 for 700"),
+        ({"tokens": 70_000}, "got tokens 70000 for 500"),
         ({"context": 64}, "got context 64 for 48"),
         ({"layers": (1,)}, "got layers"),
         ({"statistics": ("entropy",)}, "got statistics"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from polyhead.inspection import Progress, Settings, compare, inspect_model, load
 from polyhead.inspection.across import sample_of
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.observatory import read_facts
+from tests.forked import stopped_when
 from tests.inspection.small_models import MAKERS, NAMES, model_folder, text_folder
 
 pytest.importorskip("pyarrow")
@@ -173,35 +173,30 @@ def test_an_interrupt_leaves_what_was_gathered(folders, text, tmp_path):
         torch.testing.assert_close(resumed.table[name], whole.table[name], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
     options = ["--context", "96", "--batch", "100", "--importance", "none", "--no-chance", "--device", "cpu"]
-    command = [sys.executable, "-m", "polyhead", "inspect", str(folders["llama"]), "--text", str(text), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        "inspect",
+        folders["llama"],
+        "--text",
+        text,
+        *options,
+        "--save",
+        tmp_path / "killed",
+        "--save-seconds",
+        0,
+    ]
     file = tmp_path / "killed" / OBSERVATIONS
-    with subprocess.Popen(
-        [*command, "--save", str(tmp_path / "killed"), "--save-seconds", "0"],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    ) as run:
-        until = time.monotonic() + 120
-        while not file.exists() and run.poll() is None and time.monotonic() < until:
-            time.sleep(0.005)
-        run.send_signal(signal.SIGKILL)
-        said = run.communicate()[1]
-    assert file.exists(), said.decode()
-    assert run.returncode == -signal.SIGKILL
+    code, _, said = stopped_when(file, signal.SIGKILL, command)
+    assert file.exists(), said
+    assert code == -signal.SIGKILL
     total = 9
     assert 0 < read_facts(file)["batches"] < total
     settings = Settings.from_dict(read_facts(file)["settings"])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the run that was killed: another number of them adds in another order
-    try:
-        for folder in ("killed", "whole"):
-            place = tmp_path / folder
-            save_inspection(place, inspect_model(settings, folder=place, resume=folder == "killed"))
-    finally:
-        torch.set_num_threads(threads)
+    for folder in ("killed", "whole"):
+        place = tmp_path / folder
+        save_inspection(place, inspect_model(settings, folder=place, resume=folder == "killed"))
     assert read_facts(file)["batches"] >= total
     from safetensors.torch import load_file
 
