@@ -155,20 +155,9 @@ def test_every_layer_counts_the_same_tokens_after_an_interrupt(models, text, tmp
 
 
 def command_of(model: Path, text: Path, folder: Path) -> list[str]:
-    options = [
-        "--context",
-        "96",
-        "--batch",
-        "100",
-        "--tokens",
-        "400",
-        "--importance",
-        "none",
-        "--no-chance",
-        "--device",
-        "cpu",
-    ]
-    return ["inspect", str(model), "--text", str(text), *options, "--save", str(folder), "--save-seconds", "0"]
+    options = ["--context", "96", "--batch", "100", "--tokens", "400", "--importance", "none", "--no-chance"]
+    saved = ["--device", "cpu", "--save", str(folder), "--save-seconds", "0"]
+    return ["inspect", str(model), "--text", str(text), *options, *saved]
 
 
 @pytest.mark.usefixtures("only_reading", "one_thread")

@@ -176,17 +176,8 @@ def test_an_interrupt_leaves_what_was_gathered(folders, text, tmp_path):
 @pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
     options = ["--context", "96", "--batch", "100", "--importance", "none", "--no-chance", "--device", "cpu"]
-    command = [
-        "inspect",
-        folders["llama"],
-        "--text",
-        text,
-        *options,
-        "--save",
-        tmp_path / "killed",
-        "--save-seconds",
-        0,
-    ]
+    saved = ["--save", tmp_path / "killed", "--save-seconds", 0]
+    command = ["inspect", folders["llama"], "--text", text, *options, *saved]
     file = tmp_path / "killed" / OBSERVATIONS
     code, _, said = stopped_when(file, signal.SIGKILL, command)
     assert file.exists(), said
