@@ -28,6 +28,7 @@ GROUPS = {
 }
 # Tests that take long and belong to no group, one a line, as they were measured.
 SLOW = Path(__file__).parent / "tests" / "slow.txt"
+_thaw = gc.unfreeze
 _left_out: Counter[str] = Counter()  # GPU tests that were not collected, by file
 
 
@@ -105,15 +106,19 @@ def _spread(names: list[str], most: int) -> list[bool]:
 
 
 def pytest_collection_finish() -> None:
-    """Hide what is imported by now from the garbage collector, which would look through a million objects each time."""
+    """Hide what is imported by now from the garbage collector, which would look through a million objects each time.
+
+    A benchmark freezes what there is for itself and thaws all of it, so a thaw is followed by a freeze. (To ask for
+    `gc.get_freeze_count()` after each test would count that million.)
+    """
     gc.collect()
     gc.freeze()
+    gc.unfreeze = _thaw_and_freeze
 
 
-def pytest_runtest_teardown() -> None:
-    """Benchmarks freeze what there is for themselves, and thaw all of it."""
-    if not gc.get_freeze_count():
-        gc.freeze()
+def _thaw_and_freeze() -> None:
+    _thaw()
+    gc.freeze()
 
 
 @cache
@@ -145,6 +150,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze = _thaw
     gc.unfreeze()  # what is frozen when Python ends is taken for a leak by nanobind, which says so
     workeroutput = getattr(session.config, "workeroutput", None)
     if workeroutput is not None:

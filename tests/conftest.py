@@ -55,7 +55,9 @@ def _seeded() -> None:
     """Start every test from the same random state, so that no test depends on which ran before it."""
     random.seed(SEED)
     np.random.seed(SEED)
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)
+    if torch.cuda.is_available():  # `torch.manual_seed` keeps a seed and a stack trace for every kind of device
+        torch.cuda.manual_seed_all(SEED)
 
 
 @pytest.fixture
