@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -67,6 +69,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What is logged. (pytest's own plugin adds handlers to dozens of loggers around every test, so it is off.)"""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logging.getLogger().addHandler(handler)
+    yield text
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def test_a_computation_that_runs_out_of_memory_ends_and_the_next_begins(error):
     assert second == [{"fine": 1}]
 
 
-def test_a_computation_that_fails_is_logged_and_tells_no_secrets(jobs, caplog):
+def test_a_computation_that_fails_is_logged_and_tells_no_secrets(jobs, log):
     def fail(job):
         raise KeyError("somebody/private")
         yield
@@ -223,7 +223,7 @@ def test_a_computation_that_fails_is_logged_and_tells_no_secrets(jobs, caplog):
     assert failure == Failure(
         500, "failed", "The computation failed with KeyError; the terminal of the viewer shows where."
     )
-    assert "private" in caplog.text
+    assert "private" in log.getvalue()
     assert second == [{"fine": 1}]
 
 
