@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -86,6 +87,7 @@ class Import:
         return f"{self.importer} (line {self.line}) imports {self.target}"
 
 
+@functools.cache
 def read_tree(source: Path) -> dict[str, ast.Module]:
     """Parse every module under source, by dotted name; a package goes by the name of its folder."""
     trees = {}
@@ -260,7 +262,7 @@ def plant(tmp_path: Path, files: Mapping[str, str]) -> dict[str, ast.Module]:
         path = tmp_path / "polyhead" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return read_tree(tmp_path)
+    return read_tree.__wrapped__(tmp_path)
 
 
 def run_python(program: str, *arguments: str) -> str:

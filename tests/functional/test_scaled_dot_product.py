@@ -42,7 +42,8 @@ def modules_calling(root: Path, name: str) -> set[str]:
     """The modules below a folder that call an attribute whose name holds this."""
     found = set()
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if name in text else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name in node.func.attr:
                 found.add(path.relative_to(root).as_posix())
     return {path for path in found if not path.startswith("lab/")}
