@@ -73,18 +73,18 @@ EDITS: Mapping[str, Callable[[AttentionLayer], list[HeadEdit]]] = {
 }
 
 
-def forms_of(family: models.Family, folder: Path) -> list[str]:
-    """One word for each of EDITS: what can load the edited model. "no" where the edit itself is refused."""
+def forms_of(family: models.Family, folder: Path, edits: Sequence[str] = tuple(EDITS)) -> list[str]:
+    """One word for each edit: what can load the edited model. "no" where the edit itself is refused."""
     if family.name in REFUSED:
-        return ["no"] * len(EDITS)
+        return ["no"] * len(edits)
     # Read from files first: some tables are computed anew by whoever reads them, in float32.
     build(family).save_pretrained(folder / "whole")
     model = ready(polyhead.load(folder / "whole"))
     found = []
-    for name, make in EDITS.items():
+    for name in edits:
         layers = [layer for layer in find_layers(model) if not layer.refusals]
         try:
-            record = apply(model, [edit for layer in layers for edit in make(layer)])
+            record = apply(model, [edit for layer in layers for edit in EDITS[name](layer)])
         except OptionError:
             found.append("no")
             continue

@@ -8,7 +8,7 @@ import transformers
 
 from polyhead.surgery import find_layers
 from tests.surgery.gated import FAMILIES, REFUSED
-from tests.surgery.storage.saved_forms import EDITS, END, PAGE, START, forms_of, line
+from tests.surgery.storage.saved_forms import EDITS, END, PAGE, START, forms_of
 
 
 def listed() -> tuple[str, dict[str, str]]:
@@ -21,11 +21,14 @@ def listed() -> tuple[str, dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_page_says_what_loads_an_edited_model(name, tmp_path):
+    """Of two edits a family, every edit in its turn; the script that writes the page tries all of them."""
     version, rows = listed()
-    found = line(name, forms_of(FAMILIES[name], tmp_path))
+    first = 2 * list(FAMILIES).index(name) % len(EDITS)
+    edits = list(EDITS)[first : first + 2]
+    found = forms_of(FAMILIES[name], tmp_path, edits)
     if version != transformers.__version__:
         pytest.skip(f"the page speaks of transformers {version}, installed is {transformers.__version__}: {found}")
-    assert rows[name] == found
+    assert rows[name].strip("| ").split(" | ")[1:][first : first + 2] == found
 
 
 def test_the_page_lists_every_family_and_every_word_is_used():
