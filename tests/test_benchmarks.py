@@ -97,10 +97,13 @@ def test_slow_calls_get_the_alternations_that_fit_and_no_fewer_than_the_fewest(m
     assert {len(samples) for samples in timings.samples_ms.values()} == {expected}
 
 
-def test_collection_is_as_it_was_after_a_settled_run():
+def test_collection_is_as_it_was_after_a_settled_run(monkeypatch):
+    calls = []
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
     with runner.settled():
-        assert gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() == 0
+        assert calls == ["freeze"]
+    assert calls == ["freeze", "unfreeze"]
 
 
 def test_time_of_one_of_several_things_that_a_call_does():

@@ -434,7 +434,9 @@ def check_twice(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_in_the_interpreter_every_option_gives_the_gradients_of_the_formula(dtype: torch.dtype) -> None:
-    in_the_interpreter(check_all, flags(), [dtype], "cpu")
+    cases = list(flags().items())
+    # The same code in either dtype: in float16 every third, beside the random scenes below.
+    in_the_interpreter(check_all, dict(cases if dtype is torch.float32 else cases[::3]), [dtype], "cpu")
 
 
 @pytest.mark.numerics

@@ -177,7 +177,7 @@ def test_text_is_cut_once_and_packed_text_is_the_same(file, tmp_path):
 
 
 def test_the_command_goes_on(file, tmp_path):
-    output = tmp_path / "kept" / "results.jsonl"
+    output = tmp_path / "results.jsonl"
     command = ["bench", "training", "--text", str(file), "--output", str(output), "--quick"]
     for _ in range(2):
         done = CliRunner().invoke(app, [*command, "--minutes", "0.0001", "--commit", "abc"])

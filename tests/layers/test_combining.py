@@ -291,18 +291,12 @@ def results(call: nn.Module, layer: MultiHeadAttention, x: Tensor) -> list[Tenso
 @every_kind
 def test_a_layer_compiles_whole_with_any_batch_and_length(kind: str, x: Tensor) -> None:
     layer = make(kind, causal=True, positions=Rotary(HEAD_DIM))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for given in (x, torch.randn(5, 7, EMBED, dtype=DOUBLE)):
+    # Sizes that are not known take most of the time, so one kind has them.
+    dynamic = kind == "mixed"
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for given in (x, torch.randn(5, 7, EMBED, dtype=DOUBLE))[: 1 + dynamic]:
         for ours, exact in zip(results(compiled, layer, given), results(layer, layer, given), strict=True):
             close(ours, exact, 1e-10)
-
-
-@pytest.mark.slow
-def test_inductor_compiles_a_layer_whole_forward_and_backward(x: Tensor) -> None:
-    layer = make("mixed", causal=True)
-    compiled = torch.compile(layer, fullgraph=True)
-    for ours, exact in zip(results(compiled, layer, x), results(layer, layer, x), strict=True):
-        close(ours, exact, 1e-10)
 
 
 @both_kinds

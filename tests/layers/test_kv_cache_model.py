@@ -325,7 +325,7 @@ MACHINES = {
     "rolling that goes back": RollingMachineThatGoesBack,
     "paged": PagedMachine,
 }
-CHECKED = settings(max_examples=40, stateful_step_count=30)
+CHECKED = settings(max_examples=20, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("kind", MACHINES)
