@@ -67,6 +67,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"head_pairs": [(0, 1), (1, 0), (1, 1)]},
 )
 PLACES = (16, 16), (16, 32), (32, 32)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @contextmanager
@@ -303,19 +304,28 @@ def on_gpu(question: Question, dtype: torch.dtype) -> None:
     assert_right(moved(found, home), question, 1e-4)
 
 
+def windows(queries: int, keys: int, aligned: bool) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Two windows of rows and columns that one compiled kernel serves: 16 divides both starts, or neither."""
+    if aligned:
+        return [((0, queries), (0, keys)), ((16, queries), (16, keys - 6))]
+    return [((5, queries - 2), (3, keys - 6)), ((3, queries), (5, keys))]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCENES)
-def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype) -> None:
+def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype, turn: int) -> None:
+    """A third of the flags, which between the dtypes are asked for in both kinds of windows."""
     scene = SCENES[name]()
     _, _, queries, keys = scene.sizes
-    for options in (*COLUMNS, *ROWS):
-        on_gpu(Question(scene, (0, queries), (0, keys), options), dtype)
-        on_gpu(Question(scene, (5, queries - 3), (3, keys - 5), options), dtype)
+    for place, options in list(enumerate((*COLUMNS, *ROWS)))[turn::3]:
+        for rows, columns in windows(queries, keys, (place + DTYPES.index(dtype)) % 2 == 0):
+            on_gpu(Question(scene, rows, columns, options), dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 40, 64, 128, 256])
 @pytest.mark.parametrize(
     "who", [Who(), Who(causal=True), Who(causal=True, left=200, first=4)], ids=["all", "causal", "window"]
