@@ -46,6 +46,7 @@ GUESSED = {
     "tests/kernels/test_forward.py::test_on_a_gpu_each_statistic_can_be_asked_for_alone": 45.0,
     "tests/kernels/test_forward.py::test_on_a_gpu_the_rest_holds_too": 12.0,
     "tests/kernels/test_profile.py::test_on_a_gpu_every_flag_on_every_kind_of_mask": 14.0,
+    "tests/kernels/test_ragged.py::test_on_a_gpu_every_head_dim_keeps_to_the_bounds": 24.0,
     "tests/kernels/test_ragged.py::test_on_a_gpu_the_rest_holds_too": 15.0,
     "tests/kernels/test_ragged.py::test_on_hopper_the_twin_keeps_to_the_bounds": 20.0,
     "tests/layers/test_decode.py::test_on_a_gpu_no_step_waits": 12.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -354,8 +354,12 @@ def test_on_a_gpu_more_heads_than_a_grid_axis_has_room_for() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_both_walks_agree_ties_go_low_and_nothing_hidden_leaks() -> None:
-    check_walks_agree("cuda")
-    check_ties_and_strides("cuda")
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        check_hidden_values("cuda", dtype)
+@pytest.mark.parametrize("check", [check_walks_agree, check_ties_and_strides])
+def test_on_a_gpu_both_walks_agree_ties_go_low_and_any_strides_are_read(check: Callable[[str], None]) -> None:
+    check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_nothing_hidden_leaks(dtype: torch.dtype) -> None:
+    check_hidden_values("cuda", dtype)
