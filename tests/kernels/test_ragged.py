@@ -384,7 +384,7 @@ def check_rows_of_twin(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """No rows at all, and all of them where one key is broken."""
     whole = twin_scene(dims, "window both ways")
     which = torch.zeros(2, 4, 517, dtype=torch.bool)
-    check_case("twin, no rows", Chosen(whole, which, padding=1200), [dtype], "cuda")
+    check_case("twin, no rows", Chosen(whole, which, padding=1201), [dtype], "cuda")
     key = whole.key.clone()
     key[1, 1, 300] = torch.nan
     case = Chosen(replace(whole, key=key, who=Who(causal=True)), torch.ones_like(which)).to(dtype)
