@@ -47,6 +47,7 @@ SCENES = {
         scale=normal(4, seed=9) * torch.tensor([1.0, 1, 0, 1]),
     ),
 }  # fmt: skip
+BY_RESOLUTION = {"block_map": BlockMap(resolution=(4, 4))}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"received": True, "received_by_group": True},
     {"received": True, "block_map": BlockMap(block=(16, 16))},
@@ -56,7 +57,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"received": True, "block_map": BlockMap(block=(20, 40))},
     {"block_map": BlockMap(block=(4, 5), pool="max")},
     {"block_map": BlockMap(block=(5, 3))},
-    {"block_map": BlockMap(resolution=(4, 4))},
+    BY_RESOLUTION,
     {"offsets": True},
 )
 ROWS: tuple[dict[str, Any], ...] = (
@@ -304,11 +305,14 @@ def on_gpu(question: Question, dtype: torch.dtype) -> None:
     assert_right(moved(found, home), question, 1e-4)
 
 
-def windows(queries: int, keys: int, aligned: bool) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Two windows of rows and columns that one compiled kernel serves: 16 divides both starts, or neither."""
-    if aligned:
-        return [((0, queries), (0, keys)), ((16, queries), (16, keys - 6))]
-    return [((5, queries - 2), (3, keys - 6)), ((3, queries), (5, keys))]
+def windows(queries: int, keys: int, kind: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Two windows of rows and columns; unless they are mixed, one compiled kernel serves both."""
+    whole, odd = ((0, queries), (0, keys)), ((5, queries - 3), (3, keys - 5))
+    return {
+        "mixed": [whole, odd],
+        "16 divides both starts": [whole, ((16, queries), (16, keys - 6))],
+        "16 divides no start": [((5, queries - 2), (3, keys - 6)), ((3, queries), (5, keys))],
+    }[kind]
 
 
 @pytest.mark.gpu
@@ -320,7 +324,10 @@ def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype
     scene = SCENES[name]()
     _, _, queries, keys = scene.sizes
     for place, options in list(enumerate((*COLUMNS, *ROWS)))[turn::3]:
-        for rows, columns in windows(queries, keys, (place + DTYPES.index(dtype)) % 2 == 0):
+        kind = ("16 divides both starts", "16 divides no start")[(place + DTYPES.index(dtype)) % 2]
+        if options == BY_RESOLUTION:  # whose blocks, and so the kernel, follow from the size of the window
+            kind = "mixed"
+        for rows, columns in windows(queries, keys, kind):
             on_gpu(Question(scene, rows, columns, options), dtype)
 
 
