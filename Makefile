@@ -44,7 +44,7 @@ test-fast: $(VENV)/.installed-dev ## two cases of each test that needs no compil
 
 # With the interpreter that is there and what is installed beside it: a CUDA build of torch is not what .venv has.
 test-gpu: ## run the tests that need a CUDA device, and write a record of the run
-	@PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -p tests.gpu_suite \
+	@env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -p no:benchmark -p no:cacheprovider -p tests.gpu_suite \
 		-o addopts="--import-mode=importlib --strict-markers" -q -n $(GPU_JOBS) --dist worksteal \
 		--gpu-record $(RECORD) --gpu-seconds $(GPU_SECONDS) $(PYTEST_FLAGS) tests
 

@@ -183,21 +183,31 @@ def test_a_kernel_is_compiled_once_and_written_down(monkeypatch: pytest.MonkeyPa
 
 
 def test_slow_tests_come_first_for_every_worker_and_the_others_in_their_order() -> None:
-    names = [f"tests/quick.py::test_{i}" for i in range(37)]
+    names = [f"test_{i}" for i in range(37)]
+    seconds = [0.0] * 37
     for place in (5, 6, 20, 30, 36):
-        names[place] = gpu_suite.SLOW[place % len(gpu_suite.SLOW)] + f"[{place}]"
+        names[place], seconds[place] = f"slow_{place}", 10.0 + place
     for workers in (1, 4, 16, 50):
-        order = [names[place] for place in gpu_suite.slow_first(names, workers)]
+        order = [names[place] for place in gpu_suite.slow_first(names, seconds, workers)]
         assert sorted(order) == sorted(names)
-        assert [x for x in order if "quick" in x] == [x for x in names if "quick" in x]
+        assert order[0] == "slow_36"
+        assert [x for x in order if x.startswith("test")] == [x for x in names if x.startswith("test")]
         begins, left = [0], len(names)
         for others in range(workers, 1, -1):
             begins.append(begins[-1] + left // others)
             left -= left // others
-        assert not any("quick" in order[begin] for begin in begins[:5]) or workers > len(names)
+        assert all(order[begin].startswith("slow") for begin in begins[:5]) or workers > len(names)
 
 
-def test_what_is_called_slow_is_there() -> None:
-    for start in gpu_suite.SLOW:
+def test_what_a_test_took_is_read_from_the_record_and_else_guessed(tmp_path: Path) -> None:
+    start, guess = next(iter(gpu_suite.GUESSED.items()))
+    names = [f"{start}[a]", f"{start}[b]", "tests/quick.py::test_c"]
+    assert gpu_suite.expected_seconds(names, tmp_path / "none.json") == [guess, guess, 0.0]
+    (tmp_path / "record.json").write_text(json.dumps({"slowest": {names[1]: 77.5, "tests/gone.py::test": 90.0}}))
+    assert gpu_suite.expected_seconds(names, tmp_path / "record.json") == [guess, 77.5, 0.0]
+
+
+def test_what_is_guessed_of_is_there() -> None:
+    for start in gpu_suite.GUESSED:
         path, name = start.split("::")
         assert f"def {name.split('[')[0]}(" in (gpu_record.ROOT / path).read_text(), start

@@ -122,7 +122,11 @@ def check_told(name: str, case: Scene, told: tuple[str, ...], device: str) -> No
     assert_draws_within_error_budget(samples, name=f"{name}, through {', '.join(told)}")
 
 
-def told_scene(**options: object) -> Scene:
+def causal_scene() -> Scene:
+    return scene(sinks=normal(2, seed=7), who=Who(causal=True))
+
+
+def told_scene() -> Scene:
     """Every input that learns, in one scene."""
     return scene(
         bias=normal(1, 2, 1, 41, seed=4),
@@ -132,16 +136,20 @@ def told_scene(**options: object) -> Scene:
         scale=torch.tensor([0.4, -0.7], dtype=torch.float64),
         softcap=2.5,
         who=Who(causal=True),
-        **options,
     )
 
 
-def check_each_statistic(device: str) -> None:
-    for name in ("logsumexp", *DIFFERENTIABLE):
-        check_told("causal", scene(sinks=normal(2, seed=7), who=Who(causal=True)), ("output", name), device)
-    for name in ("max_logit", "max_abs_logit", "confidence"):
-        check_told("every input", told_scene(), ("output", name), device)
-    check_told("every input", told_scene(), ("output", "logsumexp", *DIFFERENTIABLE), device)
+# Names of statistics, each with the output, in the scene of their gradients.
+TOLD: dict[str, tuple[Callable[[], Scene], tuple[str, ...]]] = {
+    **{name: (causal_scene, (name,)) for name in ("logsumexp", *DIFFERENTIABLE)},
+    **{f"{name}, every input": (told_scene, (name,)) for name in ("max_logit", "max_abs_logit", "confidence")},
+    "all, every input": (told_scene, ("logsumexp", *DIFFERENTIABLE)),
+}
+
+
+def check_statistic(kind: str, device: str) -> None:
+    make, names = TOLD[kind]
+    check_told(kind, make(), ("output", *names), device)
 
 
 def check_scenes(dtype: torch.dtype, examples: int) -> None:
@@ -323,7 +331,8 @@ def test_in_the_interpreter_any_order_of_the_keys_keeps_to_the_budget(dtype: tor
 
 @pytest.mark.numerics
 def test_in_the_interpreter_every_statistic_passes_its_gradient_on() -> None:
-    in_the_interpreter(check_each_statistic, "cpu")
+    for kind in TOLD:
+        in_the_interpreter(check_statistic, kind, "cpu")
     in_the_interpreter(check_zero_scale, "cpu")
 
 
@@ -378,9 +387,9 @@ def test_on_a_gpu_every_option_keeps_to_the_budget(name: str, dtype: torch.dtype
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_every_statistic_passes_its_gradient_on() -> None:
-    check_each_statistic("cuda")
-    check_zero_scale("cuda")
+@pytest.mark.parametrize("kind", TOLD)
+def test_on_a_gpu_every_statistic_passes_its_gradient_on(kind: str) -> None:
+    check_statistic(kind, "cuda")
 
 
 @pytest.mark.gpu
@@ -391,12 +400,11 @@ def test_on_a_gpu_what_is_hidden_changes_nothing(kind: str, dtype: torch.dtype) 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_rest_holds_too() -> None:
-    check_seen("cuda")
-    check_dropout("cuda")
-    check_refusals("cuda")
-    check_programs("cuda")
-    check_layouts("cuda")
+@pytest.mark.parametrize(
+    "check", [check_zero_scale, check_seen, check_dropout, check_refusals, check_programs, check_layouts]
+)
+def test_on_a_gpu_the_rest_holds_too(check: Callable[[str], None]) -> None:
+    check("cuda")
 
 
 @pytest.mark.gpu

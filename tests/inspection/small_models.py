@@ -64,3 +64,19 @@ def text_folder(folder: Path, documents: int = 6, words: int = 120) -> Path:
         drawn = [draw.choice(WORDS) + (" ." if draw.random() < 0.1 else "") for _ in range(words + 7 * number)]
         (folder / f"{number}.txt").write_text(" ".join(drawn))
     return folder
+
+
+ODD_LENGTHS = (31, 37, 41, 47, 61, 65, 67, 69, 71, 73, 75, 95)  # in tokens
+
+
+def odd_text_folder(folder: Path) -> Path:
+    """Documents of odd lengths, for which Triton compiles the same kernels: 16 divides none of their strides.
+
+    In batches of up to 100 tokens there are two of two documents, and eight of one.
+    """
+    folder.mkdir(exist_ok=True)
+    draw = random.Random(5)
+    for number, length in enumerate(ODD_LENGTHS):
+        words = ["." if place % 11 == 10 else draw.choice(WORDS) for place in range(length - 2)]
+        (folder / f"{number:02}.txt").write_text(" ".join(words))
+    return folder

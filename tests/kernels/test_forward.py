@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -300,24 +300,22 @@ def check_all(cases: dict[str, Scene], dtypes: list[torch.dtype], device: str, *
             check(name, case, dtype, device, **options)
 
 
-def check_one_by_one(device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
+ONE_BY_ONE = {"nothing": Who(), "causal": Who(causal=True)}
+
+
+def check_one_by_one(name: str, device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
     """Every statistic asked for alone, each with its own choice of full tiles, and none at all."""
-    cases = {
-        "nothing": scene(queries=41, sinks=normal(2, seed=7)),
-        "causal": scene(queries=41, sinks=normal(2, seed=7), who=Who(causal=True)),
-    }
-    for name, case in cases.items():
-        case = case.to(torch.float32)
-        exact_case = case.to(torch.float64)
-        exact = exact_case.run("reference", statistics=Statistics(sink_keys=SINK_KEYS, window=WINDOW)).statistics
-        assert exact is not None
-        with tiles(blocks):
-            for asked in NAMES:
-                found = run(case, device, (asked,), argmax=False)
-                assert list(found.statistics) == [asked]
-                assert not found.indices
-                check_statistics(name, found.statistics, exact, bounds(exact_case))
-            assert run(case, device, (), argmax=True).statistics == {}
+    case = scene(queries=41, sinks=normal(2, seed=7), who=ONE_BY_ONE[name]).to(torch.float32)
+    exact_case = case.to(torch.float64)
+    exact = exact_case.run("reference", statistics=Statistics(sink_keys=SINK_KEYS, window=WINDOW)).statistics
+    assert exact is not None
+    with tiles(blocks):
+        for asked in NAMES:
+            found = run(case, device, (asked,), argmax=False)
+            assert list(found.statistics) == [asked]
+            assert not found.indices
+            check_statistics(name, found.statistics, exact, bounds(exact_case))
+        assert run(case, device, (), argmax=True).statistics == {}
 
 
 def check_ties(device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
@@ -434,7 +432,8 @@ def test_in_the_interpreter_dropout_leaves_the_weights_it_should() -> None:
 
 
 def test_in_the_interpreter_each_statistic_can_be_asked_for_alone() -> None:
-    in_the_interpreter(check_one_by_one, "cpu")
+    for name in ONE_BY_ONE:
+        in_the_interpreter(check_one_by_one, name, "cpu")
 
 
 def test_in_the_interpreter_ties_go_to_the_lowest_key() -> None:
@@ -484,13 +483,20 @@ def test_on_a_gpu_dropout_leaves_the_weights_it_should(dtype: torch.dtype) -> No
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_rest_holds_too() -> None:
-    check_one_by_one("cuda", None)
-    check_ties("cuda", None)
-    check_extremes("cuda", None)
-    check_poison("cuda", None)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_on_a_gpu_each_statistic_can_be_asked_for_alone(name: str) -> None:
+    check_one_by_one(name, "cuda", None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check_rest", [check_ties, check_extremes, check_poison, check_strides])
+def test_on_a_gpu_the_rest_holds_too(check_rest: Callable[[str, None], None]) -> None:
+    check_rest("cuda", None)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_gives_zeros() -> None:
     check_nothing_there("cuda")
-    check_strides("cuda", None)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -47,6 +47,7 @@ SCENES = {
         scale=normal(4, seed=9) * torch.tensor([1.0, 1, 0, 1]),
     ),
 }  # fmt: skip
+BY_RESOLUTION = {"block_map": BlockMap(resolution=(4, 4))}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"received": True, "received_by_group": True},
     {"received": True, "block_map": BlockMap(block=(16, 16))},
@@ -56,7 +57,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"received": True, "block_map": BlockMap(block=(20, 40))},
     {"block_map": BlockMap(block=(4, 5), pool="max")},
     {"block_map": BlockMap(block=(5, 3))},
-    {"block_map": BlockMap(resolution=(4, 4))},
+    BY_RESOLUTION,
     {"offsets": True},
 )
 ROWS: tuple[dict[str, Any], ...] = (
@@ -67,6 +68,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"head_pairs": [(0, 1), (1, 0), (1, 1)]},
 )
 PLACES = (16, 16), (16, 32), (32, 32)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @contextmanager
@@ -303,19 +305,34 @@ def on_gpu(question: Question, dtype: torch.dtype) -> None:
     assert_right(moved(found, home), question, 1e-4)
 
 
+def windows(queries: int, keys: int, kind: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Two windows of rows and columns; unless they are mixed, one compiled kernel serves both."""
+    whole, odd = ((0, queries), (0, keys)), ((5, queries - 3), (3, keys - 5))
+    return {
+        "mixed": [whole, odd],
+        "16 divides both starts": [whole, ((16, queries), (16, keys - 6))],
+        "16 divides no start": [((5, queries - 2), (3, keys - 6)), ((3, queries), (5, keys))],
+    }[kind]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCENES)
-def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype) -> None:
+def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype, turn: int) -> None:
+    """A third of the flags, which between the dtypes are asked for in both kinds of windows."""
     scene = SCENES[name]()
     _, _, queries, keys = scene.sizes
-    for options in (*COLUMNS, *ROWS):
-        on_gpu(Question(scene, (0, queries), (0, keys), options), dtype)
-        on_gpu(Question(scene, (5, queries - 3), (3, keys - 5), options), dtype)
+    for place, options in list(enumerate((*COLUMNS, *ROWS)))[turn::3]:
+        kind = ("16 divides both starts", "16 divides no start")[(place + DTYPES.index(dtype)) % 2]
+        if options == BY_RESOLUTION:  # whose blocks, and so the kernel, follow from the size of the window
+            kind = "mixed"
+        for rows, columns in windows(queries, keys, kind):
+            on_gpu(Question(scene, rows, columns, options), dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 40, 64, 128, 256])
 @pytest.mark.parametrize(
     "who", [Who(), Who(causal=True), Who(causal=True, left=200, first=4)], ids=["all", "causal", "window"]
@@ -344,8 +361,12 @@ def test_on_a_gpu_more_heads_than_a_grid_axis_has_room_for() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_both_walks_agree_ties_go_low_and_nothing_hidden_leaks() -> None:
-    check_walks_agree("cuda")
-    check_ties_and_strides("cuda")
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        check_hidden_values("cuda", dtype)
+@pytest.mark.parametrize("check", [check_walks_agree, check_ties_and_strides])
+def test_on_a_gpu_both_walks_agree_ties_go_low_and_any_strides_are_read(check: Callable[[str], None]) -> None:
+    check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_nothing_hidden_leaks(dtype: torch.dtype) -> None:
+    check_hidden_values("cuda", dtype)
