@@ -73,7 +73,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """What is logged. (pytest's own plugin adds handlers to dozens of loggers around every test, so it is off.)"""
+    """Capture log records as text. (pytest's logging plugin is off: it adds handlers around every phase of a test.)"""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     logging.getLogger().addHandler(handler)

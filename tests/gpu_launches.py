@@ -144,7 +144,7 @@ def _no_formula(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> er
 
 
 def _seen(rules: tuple[Any, ...], batch: int, queries: int, keys: int) -> Tensor:
-    """Who sees whom, not pair by pair but from our own masks, [batch, queries, keys]."""
+    """Return the visibility that our own masks give, without computing it pair by pair, [batch, queries, keys]."""
     from polyhead.functional.visibility import resolve
     from tests.functional.oracle import Who
 

@@ -45,7 +45,7 @@ def test_shares_are_recorded_and_the_largest_are_summed_up(tmp_path, monkeypatch
     assert first["share"] > budget_report.MOST > second["share"]
     assert "test_shares_are_recorded" in first["test"]
     head, worst = budget_report.summary([first, second], count=1)
-    assert head == "2 results of 1 tests were held to an error budget; 1 of ours used more than 0.7 of it"
+    assert head == "2 results of 1 tests were held to an error budget; 1 used more than 0.7 of it"
     assert worst.startswith("0.9")
 
 

@@ -16,9 +16,9 @@ from tests.error_budget import ORDERS, Compared, Formula, assert_draws_within_er
 from tests.functional.oracle import ON_THE_CPU, Pairs, Scene, Who, normal, result_and_gradients, scenes
 
 OURS = ("reference", "blockwise")
-# The factor PyTorch's CPU kernel needs in place of our 2, as measured over these scenes and rounded up. In float32 it
-# needs up to 2.0 for the gradient of queries, which leaves no room for another machine.
-SDPA_FACTOR = {torch.float32: 3.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+# PyTorch's CPU kernel has a factor of its own in place of our 2: what it was measured to need, with room for a machine
+# that was not seen. In float32 that is 2.9, for the gradient of values (torch 2.11, AVX2).
+SDPA_FACTOR = {torch.float32: 4.5, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
 @pytest.fixture(autouse=True)

@@ -201,8 +201,7 @@ def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True], ids=["as it comes", "deterministic"])
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize(("name", "deterministic"), [("bert", False), ("llama", True)])
 def test_on_a_gpu_a_killed_run_goes_on(folders, tmp_path, name, deterministic):
     """Within 1e-6 of what it would have been, and bit by bit where that was asked for."""
     text = odd_text_folder(tmp_path / "text")

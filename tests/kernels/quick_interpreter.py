@@ -19,6 +19,8 @@ READ = "3.9."  # the release whose sources the patches of types were written for
 
 def install() -> None:
     """For the rest of this process."""
+    if triton.__version__.startswith("3.6."):
+        _convert_arrays_of_one_number()
     _patch_the_language_once_a_launch()
     _remember_dtypes()
     if triton.__version__.startswith(READ):
@@ -32,6 +34,17 @@ def install() -> None:
     if not interpreter.interpreter_builder.options.debug:
         options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         interpreter.interpreter_builder.options = options
+
+
+def _convert_arrays_of_one_number() -> None:
+    """Scalars are arrays of shape [1], which NumPy 2.5 does not convert to `int`; Triton 3.7 squeezes them first."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_index
 
 
 def _patch_the_language_once_a_launch() -> None:

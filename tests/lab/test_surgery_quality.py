@@ -145,7 +145,7 @@ def test_perplexity_is_the_exponential_of_the_mean_loss_with_its_paired_error(la
 
 
 def test_every_way_is_measured_and_leaves_the_model_as_it_was(language, tmp_path):
-    before, path = fingerprint(language.model), tmp_path / "found" / "points.jsonl"
+    before, path = fingerprint(language.model), tmp_path / "points.jsonl"
     bench = Bench(language, facts={"text": "random"}, tries=7)
     points = tuned([0.3], ["6/3", "6/2"]) + curves([0.3])
     for point in points:

@@ -101,7 +101,6 @@ def read_results(path: Path) -> list[Result]:
 
 def append_result(path: Path, result: Result) -> None:
     """One line in one write: several processes may share the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         file.write((result.to_json() + "\n").encode())
 
