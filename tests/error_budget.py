@@ -183,10 +183,9 @@ def budget_used(*samples: Compared, factor: float = 2, name: str = "result") -> 
         assert exact.dtype is torch.float64, f"{name}: what is exact is float64, got {exact.dtype}"
         finite = ~exact.isinf()
         errors.append(0.0 if actual is None else _largest_error(actual, exact, finite, name))
-        loose = plain.detach().double()[finite]
         assert plain.shape == exact.shape, f"{name}: shapes {list(exact.shape)} and {list(plain.shape)} differ"
+        right, loose = _chosen(finite, exact.detach(), plain.detach().double())
         assert loose.isfinite().all(), f"{name}: the plain formula overflows in {plain.dtype}, so it sets no budget"
-        right = exact.detach()[finite]
         if right.numel():
             plain_errors.append(float((loose - right).abs().max()))
             sizes.append(float(right.abs().max()))
@@ -199,6 +198,11 @@ def _largest_error(actual: Tensor, exact: Tensor, finite: Tensor, name: str) -> 
     assert actual.shape == exact.shape, f"{name}: shapes {list(actual.shape)} and {list(exact.shape)} differ"
     actual, exact = actual.detach().double(), exact.detach()
     assert torch.equal(actual[~finite], exact[~finite]), f"{name}: infinities stand elsewhere"
-    actual, exact = actual[finite], exact[finite]
+    actual, exact = _chosen(finite, actual, exact)
     assert actual.isfinite().all(), f"{name}: {int((~actual.isfinite()).sum())} elements are not finite"
     return float((actual - exact).abs().max()) if exact.numel() else 0.0
+
+
+def _chosen(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The elements of each tensor where the mask is true; the tensors themselves where it is true everywhere."""
+    return tensors if mask.all() else tuple(x[mask] for x in tensors)

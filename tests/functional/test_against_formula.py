@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from tests.functional.oracle import ON_THE_CPU, Pairs, Scene, Who, normal, resul
 OURS = ("reference", "blockwise")
 # PyTorch's CPU kernel has a factor of its own in place of our 2: what it was measured to need, with room for a machine
 # that was not seen. In float32 that is 2.9, for the gradient of values (torch 2.11, AVX2).
-SDPA_FACTOR = {torch.float32: 4.5, torch.bfloat16: 1.0, torch.float16: 1.0}
+SDPA_FACTOR = {torch.float32: 5.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +120,9 @@ def everything_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
 
 
 def assert_within_budgets(
-    scene: Scene, backend: str, dtype: torch.dtype, *, factor: float = 2, everything: bool = False
+    scene: Scene, backends: Sequence[str], dtypes: Iterable[torch.dtype] = SDPA_FACTOR, *, everything: bool = False
 ) -> None:
-    """Several draws, under the mask as it is, and several orders of one of them are held to one budget."""
+    """Several draws, under the mask as it is, and several orders of one of them are held to one budget, in each dtype."""
 
     def results(scene: Scene, backend: str | None = None) -> dict[str, Tensor]:
         found = result_and_gradients(scene, backend, everything=everything)
@@ -130,35 +131,39 @@ def assert_within_budgets(
             parts |= {"log-sum-exp": found.logsumexp, "weights": found.weights}
         return parts | {f"gradient of {name}": grad for name, grad in found.gradients.items()}
 
-    samples = []
-    for some in (scene.redrawn(ORDERS), scene.reordered()):
-        exact, plain, actual = results(some), results(some.to(dtype)), results(some.to(dtype), backend)
-        assert exact.keys() == plain.keys() == actual.keys()
-        assert all(x.dtype is dtype for name, x in actual.items() if name.startswith("gradient"))
-        if isinstance(some.who, Pairs):
-            actual["gradient of table"] = None  # it does not learn where distances differ by head
-        samples.append({name: Compared(actual[name], exact[name], plain[name]) for name in exact})
-    assert_draws_within_error_budget(samples, factor=factor)
+    draws = (scene.redrawn(ORDERS), scene.reordered())
+    all_exact = [results(draw) for draw in draws]
+    for dtype in dtypes:
+        all_plain = [results(draw.to(dtype)) for draw in draws]
+        for backend in backends:
+            samples = []
+            for draw, exact, plain in zip(draws, all_exact, all_plain, strict=True):
+                actual = results(draw.to(dtype), backend)
+                assert exact.keys() == plain.keys() == actual.keys()
+                assert all(x.dtype is dtype for name, x in actual.items() if name.startswith("gradient"))
+                if isinstance(draw.who, Pairs):
+                    actual["gradient of table"] = None  # it does not learn where distances differ by head
+                samples.append({name: Compared(actual[name], exact[name], plain[name]) for name in exact})
+            factor = SDPA_FACTOR[dtype] if backend == "sdpa" else 2
+            assert_draws_within_error_budget(samples, factor=factor, name=f"{backend} in {dtype}")
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("backend", OURS)
-def test_our_backends_stay_within_the_error_budget(backend: str, mask: str, dtype: torch.dtype) -> None:
-    queries, keys = 19, 31
-    who = MASKS[mask](queries, keys)
-    assert_within_budgets(fixed_scene(queries, keys, who), backend, dtype)
-    assert_within_budgets(everything_scene(queries, keys, who), backend, dtype, everything=True)
+def test_every_backend_stays_within_its_error_budget(mask: str) -> None:
+    assert_within_budgets(fixed_scene(19, 31, MASKS[mask](19, 31)), ON_THE_CPU)
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("dtype", SDPA_FACTOR, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_pytorchs_kernel_stays_within_its_documented_factor(mask: str, dtype: torch.dtype) -> None:
-    for queries, keys in ((19, 31), (23, 23)):
-        scene = fixed_scene(queries, keys, MASKS[mask](queries, keys))
-        assert_within_budgets(scene, "sdpa", dtype, factor=SDPA_FACTOR[dtype])
+def test_every_option_stays_within_the_error_budget(mask: str) -> None:
+    assert_within_budgets(everything_scene(19, 31, MASKS[mask](19, 31)), OURS, everything=True)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("mask", ["nothing", "causal"])
+def test_pytorchs_kernel_without_a_mask_tensor_stays_within_its_factor(mask: str) -> None:
+    assert_within_budgets(fixed_scene(23, 23, MASKS[mask](23, 23)), ["sdpa"])
 
 
 @pytest.mark.numerics

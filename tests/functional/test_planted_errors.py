@@ -98,7 +98,7 @@ def scenes() -> list[tuple[Scene, bool]]:
 
 def check(dtype: torch.dtype) -> None:
     for scene, everything in scenes():
-        assert_within_budgets(scene, "blockwise", dtype, everything=everything)
+        assert_within_budgets(scene, ["blockwise"], [dtype], everything=everything)
 
 
 @pytest.mark.numerics
