@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import types
 from collections import Counter
@@ -29,6 +30,7 @@ GROUPS = {
 # Tests that take long and belong to no group, one a line, as they were measured.
 SLOW = Path(__file__).parent / "tests" / "slow.txt"
 _thaw = gc.unfreeze
+_frozen_modules = 0
 _left_out: Counter[str] = Counter()  # GPU tests that were not collected, by file
 
 
@@ -106,14 +108,26 @@ def _spread(names: list[str], most: int) -> list[bool]:
 
 
 def pytest_collection_finish() -> None:
-    """Hide what is imported by now from the garbage collector, which would look through a million objects each time.
+    gc.unfreeze = _thaw_and_freeze  # a benchmark freezes what there is for itself, and thaws all of it
+    gc.set_threshold(20_000, 10, 20)  # compilers allocate so much that a tenth of their time would go to collections
+    _freeze_imports()
 
-    A benchmark freezes what there is for itself and thaws all of it, so a thaw is followed by a freeze. (To ask for
-    `gc.get_freeze_count()` after each test would count that million.)
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze_imports()
+
+
+def _freeze_imports(at_least: int = 50) -> None:
+    """Hide imported modules from the garbage collector, which would look through a million objects each time.
+
+    Again whenever tests have imported so many more. (`gc.get_freeze_count()` would count that million.)
     """
-    gc.collect()
-    gc.freeze()
-    gc.unfreeze = _thaw_and_freeze
+    global _frozen_modules
+    if len(sys.modules) >= _frozen_modules + at_least:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 def _thaw_and_freeze() -> None:
