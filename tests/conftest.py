@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import logging
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer.testing
 
 from tests.budget_report import pytest_configure  # noqa: F401, a hook
 from tests.gpu_suite import MARK, has_gpu_tests
@@ -27,6 +29,9 @@ if importlib.util.find_spec("hypothesis") is not None:
         "ci", parent=settings.get_profile("dev"), derandomize=True, print_blob=True, database=None
     )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+# Every call of a runner would build all commands and their options again.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 SEED = 20_231
 NO_DATA = "needs real text: `POLYHEAD_DATA=FOLDER make test` with a folder of it runs them"

@@ -18,16 +18,19 @@ PATIENCE = 240.0  # seconds; nothing here takes more than a few
 
 
 class Forked:
-    """`polyhead ARGUMENTS` in a child that computes with one thread; what it writes is read when it has ended."""
+    """`polyhead ARGUMENTS` in a child that computes with one thread; what it writes is read when it has ended.
 
-    def __init__(self, arguments: Sequence[object]) -> None:
+    `before` is called in the child, before the command.
+    """
+
+    def __init__(self, arguments: Sequence[object], before: Callable[[], object] = lambda: None) -> None:
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by `end`
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
-            self._run([str(x) for x in arguments])
+            self._run([str(x) for x in arguments], before)
 
-    def _run(self, arguments: list[str]) -> None:
+    def _run(self, arguments: list[str], before: Callable[[], object]) -> None:
         code = 1
         try:
             for number, file in zip((1, 2), self._files, strict=True):
@@ -36,6 +39,7 @@ class Forked:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.update(COLUMNS="250", NO_COLOR="1")
             torch.set_num_threads(1)  # the threads of the parent are not here
+            before()
             from polyhead.cli import main
 
             sys.argv = ["polyhead", *arguments]

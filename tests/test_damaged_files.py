@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from polyhead.sources import load_model, read_texts
 from polyhead.sources import texts as texts_module
 from polyhead.surgery import PruneHeads, apply, load, load_record, save, undo
 from polyhead.surgery.stock.configs import ConfigChange
+from tests.forked import Forked
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")
@@ -317,26 +318,19 @@ def test_a_full_disk_is_one_line_and_nothing_half_written(place, tmp_path, monke
     assert sorted(x.name for x in tmp_path.iterdir()) == ["old.txt"]  # an empty folder of a run is removed again
 
 
-LIMITED = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-from polyhead.cli import main
-main()
-"""
+def limit_files() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def test_a_file_that_cannot_grow_is_one_line_too(place, tmp_path):
     """Written by the safetensors library itself, which fails in its own way."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     arguments = ["prune", place / "llama", "--heads", "0.0", "--no-repair", "--device", "cpu", "-o", tmp_path / "out"]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *map(str, arguments)],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert str(tmp_path / "out") in done.stderr.splitlines()[-1]
+    command = Forked(arguments, limit_files)
+    said = command.end()[1]
+    assert command.returncode == 2, said
+    assert "Traceback" not in said
+    assert str(tmp_path / "out") in said.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
 
 

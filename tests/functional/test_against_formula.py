@@ -122,7 +122,7 @@ def everything_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
 def assert_within_budgets(
     scene: Scene, backends: Sequence[str], dtypes: Iterable[torch.dtype] = SDPA_FACTOR, *, everything: bool = False
 ) -> None:
-    """Several draws, under the mask as it is, and several orders of one of them are held to one budget, in each dtype."""
+    """Hold several draws, under the mask as it is, and several orders of one of them to one budget in each dtype."""
 
     def results(scene: Scene, backend: str | None = None) -> dict[str, Tensor]:
         found = result_and_gradients(scene, backend, everything=everything)

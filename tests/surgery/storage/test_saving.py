@@ -259,7 +259,7 @@ class Interruption(BaseException):
     ("form", "replaced"), [("uniform", False), ("uneven", False), ("padded", False), ("uneven", True)]
 )
 def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_path, monkeypatch):
-    old, new = llama(), llama()
+    old, new, words = llama(), llama(), tokenizer()
     record = apply(new, [PruneHeads(layer, (0, 1)) for layer in range(2)])
     place = tmp_path / "model"
     if replaced:
@@ -281,7 +281,7 @@ def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_
     for moment in range(200):
         left[:] = [moment]
         try:
-            save(new, place, form=form, record=record, tokenizer=tokenizer(), replace=replaced)
+            save(new, place, form=form, record=record, tokenizer=words, replace=replaced)
         except Interruption:
             left[:] = [10**6]
             # The last moments come after the folder has its name.
