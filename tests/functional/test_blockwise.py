@@ -23,7 +23,8 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.largest = 0
         self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # and those that went since they were last looked for
+        self._bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -32,9 +33,13 @@ class Allocations(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
                 reference = StorageWeakRef(storage)
-                self._alive[reference.cdata] = (reference, storage.nbytes())
-        self._alive = {name: kept for name, kept in self._alive.items() if not kept[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+                if reference.cdata not in self._alive:
+                    self._alive[reference.cdata] = (reference, storage.nbytes())
+                    self._bytes += storage.nbytes()
+        if self._bytes > self.peak:
+            self._alive = {name: kept for name, kept in self._alive.items() if not kept[0].expired()}
+            self._bytes = sum(size for _, size in self._alive.values())
+            self.peak = max(self.peak, self._bytes)
         return result
 
 
