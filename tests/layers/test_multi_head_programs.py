@@ -104,44 +104,46 @@ def test_one_graph_takes_lengths_that_change_from_call_to_call() -> None:
 
 @pytest.mark.parametrize("options", [name for name in OPTIONS if name not in ("causal", "learned")])
 def test_every_option_traces_whole_and_two_with_any_batch_and_length(options: str) -> None:
-    """Sizes that are not known take most of the time."""
+    """Dynamic sizes take most of the time, so two options have them; the exported programs below have them for all.
+
+    T5 trains with `blockwise`, whose loops are unrolled: another shape is another graph, and traced by Dynamo alone. Its
+    gradients after AOTAutograd are compared in tests/functional/test_programs.py.
+    """
     shapes = [(BATCH, LENGTH), OTHER] if options in ("grouped, causal, rotary", "T5") else [(BATCH, LENGTH)]
-    assert_compiles(make(options).double(), "aot_eager", shapes, 1e-12)
+    assert_compiles(make(options).double(), "eager" if options == "T5" else "aot_eager", shapes, 1e-12)
 
 
 def test_a_compiled_layer_takes_masks_gates_sources_and_gives_weights() -> None:
     layer = make()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x, source, gate = randn(), randn(BATCH, 13), torch.rand(BATCH, HEADS, LENGTH)
-    close(compiled(x, head_gate=gate).output, layer(x, head_gate=gate).output)
-    close(compiled(x, source).output, layer(x, source).output)
+    x, source, gate = randn(), randn(BATCH, 13), torch.rand(BATCH, HEADS, LENGTH, requires_grad=True)
+    outputs = [call(x, source, head_gate=gate).output for call in (compiled, layer)]
+    close(*outputs)
+    learned = [gate, *layer.parameters()]
+    for ours, exact in zip(*(torch.autograd.grad(y.mean(), learned) for y in outputs), strict=True):
+        close(ours, exact)
+    # The gradients of every kind of mask are compared in tests/functional/test_programs.py.
     with torch.no_grad():
         close(compiled(x, layer.remember(source)).output, layer(x, source).output)
-    asked = {"weights": True, "logsumexp": True}
-    for name in ("output", "weights", "logsumexp"):
-        close(getattr(compiled(x, **asked), name), getattr(layer(x, **asked), name))
-    masks: dict[str, Callable[[Tensor], Mask]] = {
-        "lengths": lambda t: Mask.causal() & Mask.lengths(t),
-        "documents": Mask.documents,
-        "dense": Mask.dense,
-        "bias": Mask.bias,
-    }
-    tensors = {
-        "lengths": torch.tensor([LENGTH, 1, 4]),
-        "documents": torch.tensor([[0, 0, 1, 1, 1, 2, -1]] * BATCH),
-        "dense": torch.rand(LENGTH, LENGTH) > 0.3,
-        "bias": torch.randn(BATCH, HEADS, LENGTH, LENGTH),
-    }
-    for name, build in masks.items():
-        masked = lambda y, t, build=build: layer(y, mask=build(t)).output  # noqa: E731
-        whole = torch.compile(masked, fullgraph=True, backend="aot_eager")
-        close(whole(x, tensors[name]), masked(x, tensors[name]))
+        asked = {"weights": True, "logsumexp": True}
+        for name in ("output", "weights", "logsumexp"):
+            close(getattr(compiled(x, **asked), name), getattr(layer(x, **asked), name))
+        lengths, documents = torch.tensor([LENGTH, 1, 4]), torch.tensor([[0, 0, 1, 1, 1, 2, -1]] * BATCH)
+        dense, bias = torch.rand(LENGTH, LENGTH) > 0.3, torch.randn(BATCH, HEADS, LENGTH, LENGTH)
+        masks: list[tuple[Callable[[Tensor, Tensor], Mask], Tensor, Tensor]] = [
+            (lambda t, b: Mask.causal() & Mask.lengths(t) & Mask.bias(b), lengths, bias),
+            (lambda t, allowed: Mask.documents(t) & Mask.dense(allowed), documents, dense),
+        ]
+        for build, *tensors in masks:
+            masked = lambda y, t, u, build=build: layer(y, mask=build(t, u)).output  # noqa: E731
+            close(torch.compile(masked, fullgraph=True, backend="aot_eager")(x, *tensors), masked(x, *tensors))
 
 
 @pytest.mark.parametrize("lengths", [None, [LENGTH, 2, 5]])
 def test_a_compiled_layer_generates_with_a_cache(lengths: list[int] | None) -> None:
     layer = make("grouped, causal, rotary").eval()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    # Writes into the cache by index, which lengths need, are those that AOTAutograd may get wrong.
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if lengths else "eager")
     with torch.no_grad():
         results = []
         for call in (compiled, layer):
@@ -157,7 +159,8 @@ def test_compiled_dropout_with_a_seed_is_that_of_the_formula() -> None:
     layer, x = make(dropout=0.4), randn()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     seed = torch.tensor([11])
-    close(compiled(x, seed=seed).output, layer(x, seed=seed, backend="reference").output)
+    with torch.no_grad():  # gradients of a compiled dropout: tests/functional/test_programs.py
+        close(compiled(x, seed=seed).output, layer(x, seed=seed, backend="reference").output)
 
 
 def test_compiled_layers_see_weights_that_change() -> None:
@@ -187,9 +190,13 @@ class OutputOnly(nn.Module):
         return self.layer(x, mask=None if lengths is None else Mask.lengths(lengths)).output
 
 
+# Every option with one of the two tracers, each tracer with a bias by distance, and the common layer with both.
 @pytest.mark.parametrize(
     ("options", "strict"),
-    [*((name, False) for name in OPTIONS), *((name, True) for name in ("plain", "grouped, causal, rotary", "ALiBi"))],
+    [
+        *((name, False) for name in OPTIONS if name not in ("causal", "ALiBi")),
+        *((name, True) for name in ("grouped, causal, rotary", "ALiBi")),
+    ],
 )
 def test_export_with_dynamic_batch_and_length(options: str, strict: bool) -> None:
     layer = make(options).eval()
@@ -229,11 +236,10 @@ def run_onnx(session: Any, *inputs: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["grouped, causal, rotary", "sinks, softcap"])
-def test_onnx_runs_in_onnxruntime_with_any_batch_and_length(options: str, tmp_path: Path) -> None:
-    module = OutputOnly(make(options)).eval()
-    shapes = ({0: BATCHES, 1: LENGTHS},)
-    session = onnx_session(module, (randn(),), shapes, tmp_path / "layer.onnx")
+def test_onnx_runs_in_onnxruntime_with_any_batch_and_length(tmp_path: Path) -> None:
+    """Through PyTorch's attention; the next test goes through the formula."""
+    module = OutputOnly(make("grouped, causal, rotary")).eval()
+    session = onnx_session(module, (randn(),), ({0: BATCHES, 1: LENGTHS},), tmp_path / "layer.onnx")
     for shape in ((BATCH, LENGTH), OTHER, (2, 31), (1, 1)):
         x = randn(*shape)
         close(run_onnx(session, x), module(x).detach())
@@ -242,11 +248,12 @@ def test_onnx_runs_in_onnxruntime_with_any_batch_and_length(options: str, tmp_pa
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:# The axis name:UserWarning")  # that batch names one size in both inputs
 def test_onnx_takes_lengths_as_an_input(tmp_path: Path) -> None:
-    module = OutputOnly(make("causal")).eval()
+    module = OutputOnly(make("sinks, softcap")).eval()
     shapes = ({0: BATCHES, 1: LENGTHS}, {0: BATCHES})
     session = onnx_session(module, (randn(), torch.tensor([LENGTH, 1, 4])), shapes, tmp_path / "layer.onnx")
-    x, lengths = randn(*OTHER), torch.tensor([11, 0, 3, 1, 7])
-    close(run_onnx(session, x, lengths), module(x, lengths).detach())
+    for lengths in ([11, 0, 3, 1, 7], [31, 2], [1]):
+        x, given = randn(len(lengths), max(lengths)), torch.tensor(lengths)
+        close(run_onnx(session, x, given), module(x, given).detach())
 
 
 # ---- dtypes

@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_map_is_refused() -> None:
 
 @both_ways
 def test_it_compiles_in_one_graph() -> None:
-    layer = pair(causal=True, positions=Rotary(HEAD_DIM))[0].float()
+    layer = pair(causal=True)[0].float()
     x = torch.randn(BATCH, LENGTH, EMBED)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x).output, layer(x).output)
