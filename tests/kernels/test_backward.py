@@ -443,14 +443,15 @@ def test_in_the_interpreter_every_option_gives_the_gradients_of_the_formula(dtyp
 @pytest.mark.slow
 def test_in_the_interpreter_any_mask_with_any_options_gives_the_gradients_of_the_formula() -> None:
     # In float16 alone: among a handful of numbers, what float32 loses is a matter of luck, for the formula as for us.
-    in_the_interpreter(check_scenes, torch.float16, "cpu", 40)
+    in_the_interpreter(check_scenes, torch.float16, "cpu", 20)
 
 
 @pytest.mark.numerics
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_in_the_interpreter_every_choice_of_tiles_gives_the_gradients_of_the_formula(dtype: torch.dtype) -> None:
-    in_the_interpreter(check_all, sizes(), [dtype], "cpu", None)
+    cases = list(sizes().items())
+    in_the_interpreter(check_all, dict(cases if dtype is torch.float32 else cases[::2]), [dtype], "cpu", None)
 
 
 def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros() -> None:

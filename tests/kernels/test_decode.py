@@ -324,15 +324,15 @@ def check_operator(device: str) -> None:
         assert ours.equal(theirs)
 
 
-def check_all(dtype: torch.dtype, device: str) -> None:
-    for case in CASES:
+def check_all(dtype: torch.dtype, device: str, step: int) -> None:
+    for case in CASES[::step]:
         check(case, dtype, device)
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_in_the_interpreter_every_layout_gives_the_formula(dtype: torch.dtype) -> None:
-    in_the_interpreter(check_all, dtype, "cpu")
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.float16, 3)])
+def test_in_the_interpreter_every_layout_gives_the_formula(dtype: torch.dtype, step: int) -> None:
+    in_the_interpreter(check_all, dtype, "cpu", step)
 
 
 def test_in_the_interpreter_a_broken_value_reaches_those_who_see_it_alone() -> None:
