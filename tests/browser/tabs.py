@@ -23,12 +23,20 @@ class Tab:
     page: Any
     is_expected: Callable[[str], bool]  # of an address that the page may request
     problems: list[str] = field(default_factory=list)
+    color_scheme: str = "light"  # as a context has it by default
+    permissions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.page.add_init_script(WATCH)
         self.page.on("console", self._logged)
         self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         self.page.on("request", self._requested)
+
+    def change_scheme(self, color_scheme: str) -> None:
+        """Prefer light or dark, as the settings of a system do."""
+        if self.color_scheme != color_scheme:
+            self.page.emulate_media(color_scheme=color_scheme)
+        self.color_scheme = color_scheme
 
     def _requested(self, request: Any) -> None:
         if not (self.is_expected(request.url) or request.url.startswith(("data:", "blob:"))):
@@ -68,9 +76,10 @@ class Tabs:
         self.taken.append((kind, tab))
         if tab.page.viewport_size != size:
             tab.page.set_viewport_size(size)
-        tab.page.emulate_media(color_scheme=color_scheme)
+        tab.change_scheme(color_scheme)
         if permissions:
             tab.page.context.grant_permissions(list(permissions))
+        tab.permissions = permissions
         return tab
 
     def give_back(self, count: int) -> None:
@@ -85,7 +94,8 @@ class Tabs:
                 if page.url != EMPTY:
                     page.evaluate("localStorage.clear()")
                     page.goto(EMPTY)
-                context.clear_permissions()
+                if tab.permissions:
+                    context.clear_permissions()
                 page.mouse.move(0, 0)
             except Exception:
                 context.close()

@@ -22,11 +22,11 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 @pytest.mark.parametrize(("scheme", "colour"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 22, 29)")])
 def test_it_is_as_dark_as_the_system_asks(open_page, scheme, colour):
-    tab = open_page(color_scheme=scheme).tab
-    assert tab.evaluate(BACKGROUND) == colour
-    tab.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
+    opened = open_page(color_scheme=scheme)
+    assert opened.tab.evaluate(BACKGROUND) == colour
+    opened.of.change_scheme("light" if scheme == "dark" else "dark")
     other = {"light": "rgb(20, 22, 29)", "dark": "rgb(255, 255, 255)"}[scheme]
-    expect(tab.locator("body")).to_have_css("background-color", other)
+    expect(opened.tab.locator("body")).to_have_css("background-color", other)
 
 
 def test_the_reader_chooses_the_theme_and_it_stays(open_page):
