@@ -13,7 +13,7 @@ PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13; do \
 endif
 JOBS ?= 2
 PYTEST_FLAGS ?=
-SCREENSHOTS ?= build/screenshots
+SCREENSHOTS ?=
 BENCH_FLAGS ?=
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 16
@@ -36,6 +36,7 @@ help: ## show the targets
 demo: $(VENV)/.installed-demo ## see what every head of a real model does, in the terminal and as a page
 	@$(BIN)/polyhead inspect --html polyhead-report.html
 
+# SCREENSHOTS=FOLDER keeps pictures of the pages that the browser tests open, which no test looks at.
 test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests and the examples in docstrings
 	@POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) $(PYTEST_FLAGS)
 

@@ -1,11 +1,11 @@
-"""A real browser, opened once: pages are written as a user's are, and whatever goes wrong in one is written down."""
+"""A real browser, opened once a process: pages are written as a user's are, and whatever goes wrong is written down."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,11 @@ import pytest
 
 from polyhead.report.page import Assets, html_of
 from tests.browser.payloads import synthetic
+from tests.browser.tabs import PATIENCE, Tab, Tabs
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCREENSHOTS = "POLYHEAD_SCREENSHOTS"
-PATIENCE = 60_000  # milliseconds; a machine that does other work besides is slow and not wrong
-WATCH = """
-window.violations = [];
-document.addEventListener("securitypolicyviolation", (event) => {
-  window.violations.push(`${event.violatedDirective}: ${event.blockedURI} ${event.sample}`);
-});
-"""
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-software-rasterizer")  # nothing here is drawn by a graphics card
 
 
 def _missing(what: str, how: str) -> None:
@@ -33,9 +28,9 @@ def _missing(what: str, how: str) -> None:
     pytest.skip(words)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """Chromium, one for all tests."""
+    """Chromium, one for all tests of this process."""
     try:
         from playwright.sync_api import expect, sync_playwright
     except ImportError:
@@ -45,18 +40,26 @@ def browser() -> Iterator[Any]:
         _missing(f"got none of {', '.join(NAMES)}", "`make system` installs chromium")
     expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         yield launched
         launched.close()
+
+
+@pytest.fixture(scope="session")
+def tabs(browser: Any) -> Tabs:
+    return Tabs(browser)
 
 
 @dataclass
 class Opened:
     """A page in the browser, with all that went wrong in it."""
 
-    tab: Any
+    of: Tab
     file: Path
-    problems: list[str] = field(default_factory=list)
+
+    @property
+    def tab(self) -> Any:
+        return self.of.page
 
     def go(self, view: str) -> None:
         """Open a view by its link, as a reader who was sent it."""
@@ -65,26 +68,7 @@ class Opened:
 
     def check(self) -> None:
         violations = self.tab.evaluate("window.violations ?? []")
-        assert [*self.problems, *violations] == []
-
-
-def watched(tab: Any, file: Path) -> Opened:
-    """Errors, warnings and requests are problems; the page itself and pictures it made are not."""
-    opened = Opened(tab, file)
-
-    def requested(request: Any) -> None:
-        if request.url.split("#")[0] != file.as_uri() and not request.url.startswith(("data:", "blob:")):
-            opened.problems.append(f"asked for {request.url}")
-
-    def said(message: Any) -> None:
-        if message.type in ("error", "warning"):
-            opened.problems.append(f"console: {message.text}")
-
-    tab.add_init_script(WATCH)
-    tab.on("console", said)
-    tab.on("pageerror", lambda error: opened.problems.append(f"error: {error}"))
-    tab.on("request", requested)
-    return opened
+        assert [*self.of.problems, *violations] == []
 
 
 def written(payload: dict[str, Any], file: Path) -> Path:
@@ -92,31 +76,32 @@ def written(payload: dict[str, Any], file: Path) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of `payloads.synthetic`."""
     return written(synthetic(), tmp_path_factory.mktemp("page") / "small.html")
 
 
 @pytest.fixture
-def open_page(browser: Any, small_page: Path) -> Iterator[Callable[..., Opened]]:
-    """Opens a page in a fresh context of the browser; afterwards nothing may have gone wrong."""
-    all_opened: list[tuple[Any, Opened]] = []
+def open_page(tabs: Tabs, small_page: Path) -> Iterator[Callable[..., Opened]]:
+    """Opens a page in an empty tab; afterwards nothing may have gone wrong, and nothing was requested but the page."""
+    all_opened: list[Opened] = []
 
-    def opening(file: Path = small_page, view: str = "overview", **options: Any) -> Opened:
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(PATIENCE)
-        opened = watched(context.new_page(), file)
-        all_opened.append((context, opened))
-        opened.go(view)
+    def opening(file: Path = small_page, view: str | None = "overview", **options: Any) -> Opened:
+        opened = Opened(tabs.take(lambda address: address.split("#")[0] == file.as_uri(), **options), file)
+        all_opened.append(opened)
+        if view is None:
+            opened.tab.goto(file.as_uri())
+        else:
+            opened.go(view)
         return opened
 
     yield opening
-    for context, opened in all_opened:
-        try:
+    try:
+        for opened in all_opened:
             opened.check()
-        finally:
-            context.close()
+    finally:
+        tabs.give_back(len(all_opened))
 
 
 @pytest.fixture
@@ -127,6 +112,6 @@ def keep_picture() -> Callable[[Opened, str], None]:
         folder = os.environ.get(SCREENSHOTS)
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            opened.tab.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
+            opened.tab.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True, scale="css")
 
     return keeping

@@ -21,7 +21,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("view", FIGURES)
 def test_every_figure_of_a_view_is_saved(open_page, view):
-    tab = open_page(view=view, accept_downloads=True).tab
+    tab = open_page(view=view).tab
     figures = tab.locator("figure")
     expect(figures).to_have_count(FIGURES[view])
     for figure in figures.all():
@@ -31,7 +31,7 @@ def test_every_figure_of_a_view_is_saved(open_page, view):
 
 
 def test_a_saved_chart_has_the_colours_it_is_seen_in(open_page):
-    tab = open_page(view="matters", color_scheme="dark", accept_downloads=True).tab
+    tab = open_page(view="matters", color_scheme="dark").tab
     file, _ = saved(tab, tab.get_by_role("button", name="as SVG").first)
     root = ElementTree.parse(file).getroot()
     background = root.find(f"{SVG}rect")

@@ -36,7 +36,7 @@ VIEWS = ("overview", "head/0/1?draw=lines&word=8", "head/1/1?word=17", "alike", 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_nothing_runs_and_nothing_breaks(open_page, keep_picture, tmp_path, language):
     page = with_tokens({**synthetic(), "lang": language}, TOKENS)
-    opened = open_page(written(page, tmp_path / "hostile.html"), viewport={"width": 360, "height": 740})
+    opened = open_page(written(page, tmp_path / "hostile.html"), viewport=(360, 740))
     tab = opened.tab
     for view in VIEWS:
         opened.go(view)
@@ -72,9 +72,7 @@ def test_what_cannot_be_seen_is_shown_by_its_name(open_page, tmp_path):
 
 
 def test_a_hostile_word_is_saved_as_text(open_page, tmp_path):
-    opened = open_page(
-        written(with_tokens(synthetic(), TOKENS), tmp_path / "hostile.html"), "head/0/1", accept_downloads=True
-    )
+    opened = open_page(written(with_tokens(synthetic(), TOKENS), tmp_path / "hostile.html"), "head/0/1")
     tab = opened.tab
     with tab.expect_download() as waiting:
         tab.get_by_role("button", name="Save “On real sentences” as SVG").click()

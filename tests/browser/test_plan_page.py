@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from polyhead.plan.curves import over_context, over_heads
 from polyhead.plan.planning import plan_model
 from polyhead.plan.timing.machine import Machine
 from polyhead.report.plan_page import write_plan_page
-from tests.browser.conftest import Opened, watched
-
-SERIOUS = ("serious", "critical")
+from tests.browser.accessibility import serious_violations
 
 
 @pytest.fixture(scope="module")
@@ -29,31 +25,20 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_it_is_read_without_trouble(
-    browser: Any, page: Path, keep_picture: Callable[[Opened, str], None], scheme: str, width: int
-) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    try:
-        opened = watched(context.new_page(), page)
-        opened.tab.goto(page.as_uri())
-        expect(opened.tab.locator("figure")).to_have_count(3 * 3 + 1)
-        assert opened.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        # Every bar and point is drawn in a colour of the style, and none in the black of a class that is missing.
-        fills = opened.tab.evaluate(
-            "[...new Set([...document.querySelectorAll('rect, circle')].map((x) => getComputedStyle(x).fill))]"
-        )
-        assert len(fills) >= 4
-        assert "rgb(0, 0, 0)" not in fills
-        # No word of a chart lies on another, nor beyond its edge.
-        assert opened.tab.evaluate(_OVERLAPS) == []
-        found = Axe().run(opened.tab).response["violations"]
-        assert [rule["id"] for rule in found if rule["impact"] in SERIOUS] == []
-        keep_picture(opened, f"plan-{scheme}-{width}")
-        opened.check()
-    finally:
-        context.close()
+def test_it_is_read_without_trouble(open_page, page, keep_picture, scheme, width):
+    opened = open_page(page, None, viewport=(width, 800), color_scheme=scheme)
+    expect(opened.tab.locator("figure")).to_have_count(3 * 3 + 1)
+    assert opened.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    # Every bar and point is drawn in a colour of the style, and none in the black of a class that is missing.
+    fills = opened.tab.evaluate(
+        "[...new Set([...document.querySelectorAll('rect, circle')].map((x) => getComputedStyle(x).fill))]"
+    )
+    assert len(fills) >= 4
+    assert "rgb(0, 0, 0)" not in fills
+    # No word of a chart lies on another, nor beyond its edge.
+    assert opened.tab.evaluate(_OVERLAPS) == []
+    assert serious_violations(opened.tab) == []
+    keep_picture(opened, f"plan-{scheme}-{width}")
 
 
 _OVERLAPS = """

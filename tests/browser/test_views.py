@@ -64,7 +64,7 @@ def test_it_opens_with_every_head_and_what_was_found(open_page):
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (3840, 2160)])
 def test_what_people_ask_first_is_answered_before_anybody_scrolls(open_page, keep_picture, width, height):
-    opened = open_page(viewport={"width": width, "height": height})
+    opened = open_page(viewport=(width, height))
     tab = opened.tab
     answers = dict(zip(tab.locator(".glance dt").all_inner_texts(), tab.locator(".glance dd").all(), strict=True))
 
@@ -229,7 +229,7 @@ def test_heads_alike_are_ranked_by_the_chosen_relation(open_page):
 
 
 def test_a_group_can_be_acted_on_by_a_command_to_copy(open_page, keep_picture):
-    opened = open_page(view="alike", permissions=["clipboard-read", "clipboard-write"])
+    opened = open_page(view="alike", permissions=("clipboard-read", "clipboard-write"))
     tab = opened.tab
     weaker, stronger = sorted((head_at(1, 0), head_at(1, 3)), key=lambda head: head["values"]["ablation"])
     of_group = tab.locator(".groups .command")
@@ -276,7 +276,7 @@ def test_grammar_stands_beside_its_baseline(open_page):
 
 
 def test_a_link_to_the_view_is_copied(open_page, small_page):
-    opened = open_page(view="head/2/1?word=3", permissions=["clipboard-read", "clipboard-write"])
+    opened = open_page(view="head/2/1?word=3", permissions=("clipboard-read", "clipboard-write"))
     tab = opened.tab
     tab.get_by_label("Language").select_option("zh")
     tab.get_by_role("button", name="复制链接").click()

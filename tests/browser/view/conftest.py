@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import transformers
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.sources import load_model
-from tests.browser.conftest import PATIENCE, WATCH
+from tests.browser.tabs import PATIENCE, Tab, Tabs
 from tests.inspection import small_models
 
 TOKEN = "a-token-of-this-test"
@@ -80,7 +80,7 @@ def small_viewer(folder: Path, name: str) -> tuple[Viewer, Path]:
     return Viewer(ViewedModel(load_model(path))), path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Running]]:
     """A server on the small model of a name, one for all tests: llama, t5, or long, which reads 3,100 tokens."""
     servers: dict[str, Running] = {}
@@ -108,12 +108,19 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 class Opened:
     """The viewer's page in the browser, with all that went wrong in it."""
 
-    tab: Any
+    of: Tab
     server: Running
-    problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.first_readings = dict(self.server.viewer.readings)
+
+    @property
+    def tab(self) -> Any:
+        return self.of.page
+
+    @property
+    def problems(self) -> list[str]:
+        return self.of.problems
 
     def go(self, view: str) -> None:
         self.tab.goto(f"{self.server.address}#/{view}")
@@ -136,41 +143,26 @@ class Opened:
     def check(self) -> None:
         if self.server.viewer.readings != self.first_readings:
             # A question on its way while its text was replaced is refused, which the browser itself writes down.
-            self.problems = [problem for problem in self.problems if "410 (Gone)" not in problem]
+            self.problems[:] = [problem for problem in self.problems if "410 (Gone)" not in problem]
         assert [*self.problems, *self.tab.evaluate("window.violations ?? []")] == []
 
 
 @pytest.fixture
-def open_view(browser: Any, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
-    """Opens the viewer in a fresh context; afterwards no error, no foreign request, no violation of its policy."""
-    all_opened: list[tuple[Any, Opened]] = []
+def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
+    """Opens the viewer in an empty tab; afterwards no error, no foreign request, no violation of its policy."""
+    all_opened: list[Opened] = []
 
     def opening(server: str | Running = "llama", view: str = "", **options: Any) -> Opened:
         chosen = running(server) if isinstance(server, str) else server
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(PATIENCE)
-        opened = Opened(context.new_page(), chosen)
-        all_opened.append((context, opened))
-
-        def requested(request: Any) -> None:
-            if not request.url.startswith((chosen.address, "data:", "blob:")):
-                opened.problems.append(f"asked for {request.url}")
-
-        def said(message: Any) -> None:
-            if message.type in ("error", "warning"):
-                opened.problems.append(f"console: {message.text}")
-
-        opened.tab.add_init_script(WATCH)
-        opened.tab.on("console", said)
-        opened.tab.on("pageerror", lambda error: opened.problems.append(f"error: {error}"))
-        opened.tab.on("request", requested)
+        opened = Opened(tabs.take(lambda address: address.startswith(chosen.address), **options), chosen)
+        all_opened.append(opened)
         opened.go(view)
         opened.tab.wait_for_selector("#text-A")
         return opened
 
     yield opening
-    for context, opened in all_opened:
-        try:
+    try:
+        for opened in all_opened:
             opened.check()
-        finally:
-            context.close()
+    finally:
+        tabs.give_back(len(all_opened))

@@ -17,17 +17,23 @@ TOKENS = 2_999  # with one before them; 1,024 cells of 4 tokens are the most tha
 
 def open_long(open_view: Callable[..., Any], view: str, **options: Any) -> Any:
     """A view over the long text, the whole matrix of each of its maps computed."""
-    opened = open_view("long", **options)
+    opened = open_view("long", view, **options)
     if opened.server.viewer.readings["A"] is None:
+        opened.go("")
         draw = random.Random(7)
         opened.read(" ".join(draw.choice(WORDS) for _ in range(TOKENS)))
-    go(opened, view)
+        opened.go(view)
+    wait_for_maps(opened, view)
     return opened
 
 
 def go(opened: Any, view: str) -> None:
     """Open a view of one or two maps, and wait until they are computed and on the screen."""
     opened.go(view)
+    wait_for_maps(opened, view)
+
+
+def wait_for_maps(opened: Any, view: str) -> None:
     for number in range(2 if "with=" in view else 1):
         opened.tab.locator(".head-panel").nth(number).locator(".map-state[data-how=exact]").wait_for()
     opened.tab.locator(".map-plot").first.evaluate("(plot) => plot.scrollIntoView({ block: 'end' })")

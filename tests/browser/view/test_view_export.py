@@ -16,7 +16,7 @@ def texts(root) -> list[str]:
 
 
 def test_every_picture_of_the_viewer_is_saved(open_view):
-    opened = open_view(accept_downloads=True)
+    opened = open_view()
     opened.read()
     tab = opened.tab
     (figure,) = tab.locator("figure").all()
@@ -56,7 +56,7 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_saved_map_is_what_is_seen(open_view, scheme):
-    opened = open_long(open_view, "head/1/2?map=1200.5_300.25_16", accept_downloads=True, color_scheme=scheme)
+    opened = open_long(open_view, "head/1/2?map=1200.5_300.25_16", color_scheme=scheme)
     view, tab, tokens = Map(opened), opened.tab, opened.server.tokens()
     view.settle()
     figure = tab.locator("figure.map")
@@ -95,7 +95,7 @@ def test_a_saved_map_is_what_is_seen(open_view, scheme):
 
 
 def test_a_hostile_word_in_a_saved_map_is_text(open_view):
-    opened = open_view(accept_downloads=True)
+    opened = open_view()
     opened.read("<script>window.hacked=1</script> a\u202eb w1")
     opened.go("head/1/2")
     opened.tab.locator(".map-state[data-how=exact]").wait_for()

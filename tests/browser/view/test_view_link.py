@@ -85,7 +85,7 @@ def test_a_link_beyond_the_text_shows_its_end(open_view):
 
 
 def test_compared_maps_zoom_and_move_together(open_view, keep_picture):
-    opened = open_long(open_view, "head/1/2?with=A.0.1", viewport={"width": 1600, "height": 900})
+    opened = open_long(open_view, "head/1/2?with=A.0.1", viewport=(1600, 900))
     one, other = Map(opened), Map(opened, 1)
     zoom(opened, one, 12)
     other.settle()
@@ -136,3 +136,5 @@ def test_a_short_text_beside_a_long_one_goes_as_far_as_it_can(open_view):
     assert long.scale == pytest.approx(zoomed, rel=ROUNDED)
     opened.tab.locator(".map-zoom button").last.click()
     opened.wait(lambda: long.scale == pytest.approx(whole, rel=ROUNDED))
+    opened.tab.get_by_role("button", name="Remove text B").click()  # what follows on this server has one text
+    opened.wait(lambda: opened.server.viewer.readings["B"] is None)

@@ -187,6 +187,7 @@ def test_an_estimate_is_called_one_until_the_exact_numbers_are_there(opened, mon
 
     monkeypatch.setitem(tiles.ESTIMATE_PAIRS, "cpu", 1 << 18)
     monkeypatch.setitem(tiles.STRIP_PAIRS, "cpu", 1 << 16)
+    opened.server.viewer.cache.clear()  # of a picture that another test computed no estimate is made
     opened.tab.evaluate(
         """() => {
           window.seen = [];

@@ -1,0 +1,103 @@
+"""Tabs that serve one test after another: opening one takes longer than loading a page into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+PATIENCE = 60_000  # milliseconds; a machine that does other work besides is slow and not wrong
+EMPTY = "about:blank"
+WATCH = """
+window.violations = [];
+document.addEventListener("securitypolicyviolation", (event) => {
+  window.violations.push(`${event.violatedDirective}: ${event.blockedURI} ${event.sample}`);
+});
+"""
+
+
+@dataclass
+class Tab:
+    """A tab in a context of its own, with everything that went wrong in it since it was taken."""
+
+    page: Any
+    is_expected: Callable[[str], bool]  # of an address that the page may request
+    problems: list[str] = field(default_factory=list)
+    color_scheme: str = "light"  # as a context has it by default
+    permissions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.page.add_init_script(WATCH)
+        self.page.on("console", self._logged)
+        self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
+        self.page.on("request", self._requested)
+
+    def change_scheme(self, color_scheme: str) -> None:
+        """Prefer light or dark, as the settings of a system do."""
+        if self.color_scheme != color_scheme:
+            self.page.emulate_media(color_scheme=color_scheme)
+        self.color_scheme = color_scheme
+
+    def _requested(self, request: Any) -> None:
+        if not (self.is_expected(request.url) or request.url.startswith(("data:", "blob:"))):
+            self.problems.append(f"requested {request.url}")
+
+    def _logged(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(f"console: {message.text}")
+
+
+class Tabs:
+    """The tabs of one browser. A tab that comes back is emptied: storage, routes, permissions, pointer and problems."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser = browser
+        self.free: dict[str, list[Tab]] = {}
+        self.taken: list[tuple[str, Tab]] = []
+
+    def take(
+        self,
+        is_expected: Callable[[str], bool],
+        *,
+        viewport: tuple[int, int] = (1280, 800),
+        color_scheme: str = "light",
+        permissions: tuple[str, ...] = (),
+        **options: Any,
+    ) -> Tab:
+        """Return an empty tab; `options` are those of a context that cannot be changed later."""
+        size, kind = {"width": viewport[0], "height": viewport[1]}, repr(sorted(options.items()))
+        if self.free.get(kind):
+            tab = self.free[kind].pop()
+            tab.is_expected, tab.problems = is_expected, []
+        else:
+            context = self.browser.new_context(viewport=size, **options)
+            context.set_default_timeout(PATIENCE)
+            tab = Tab(context.new_page(), is_expected)
+        self.taken.append((kind, tab))
+        if tab.page.viewport_size != size:
+            tab.page.set_viewport_size(size)
+        tab.change_scheme(color_scheme)
+        if permissions:
+            tab.page.context.grant_permissions(list(permissions))
+        tab.permissions = permissions
+        return tab
+
+    def give_back(self, count: int) -> None:
+        """Empty the tabs that were taken last and keep them for the next test; close one that cannot be emptied."""
+        for kind, tab in [self.taken.pop() for _ in range(count)]:
+            page, context = tab.page, tab.page.context
+            try:
+                for other in context.pages:
+                    if other != page:
+                        other.close()
+                page.unroute_all()
+                if page.url != EMPTY:
+                    page.evaluate("localStorage.clear()")
+                    page.goto(EMPTY)
+                if tab.permissions:
+                    context.clear_permissions()
+                page.mouse.move(0, 0)
+            except Exception:
+                context.close()
+                raise
+            self.free.setdefault(kind, []).append(tab)
