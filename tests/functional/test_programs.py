@@ -80,7 +80,8 @@ def test_every_mask_compiles_in_one_graph() -> None:
 
 @pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
 def test_masks_compile_in_one_graph_with_their_gradients(backend: str) -> None:
-    # Without tensors in the mask: `blockwise` in the test of every option and in that of the statistics.
+    # The others with `blockwise`: causal in the test of every option, nothing in that of a layer with sinks and softcap
+    # (tests/layers/test_multi_head_programs.py).
     apart = ("nothing", "causal") if backend == "blockwise" else ()
     masks = {name: mask for name, mask in TOGETHER.items() if name not in apart}
 

@@ -106,8 +106,8 @@ def test_one_graph_takes_lengths_that_change_from_call_to_call() -> None:
 def test_every_option_traces_whole_and_two_with_any_batch_and_length(options: str) -> None:
     """Dynamic sizes take most of the time, so two options have them; the exported programs below have them for all.
 
-    T5 trains with `blockwise`, whose loops are unrolled: another shape is another graph, and traced by Dynamo alone. Its
-    gradients after AOTAutograd are compared in tests/functional/test_programs.py.
+    T5 trains with `blockwise`, whose loops are unrolled: another shape is another graph. Dynamo alone traces it here;
+    the gradients of a relative table after AOTAutograd are compared in tests/functional/test_programs.py.
     """
     shapes = [(BATCH, LENGTH), OTHER] if options in ("grouped, causal, rotary", "T5") else [(BATCH, LENGTH)]
     assert_compiles(make(options).double(), "eager" if options == "T5" else "aot_eager", shapes, 1e-12)
