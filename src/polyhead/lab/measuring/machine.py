@@ -29,7 +29,8 @@ def describe(device: torch.device, known_commit: str | None = None) -> dict[str,
         "versions": {
             "polyhead": __version__,
             "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "triton", "numpy", "x-transformers")},
+            "torch": str(torch.__version__),  # with the build, which the package's metadata may lack
+            **{name: version(name) for name in ("triton", "numpy", "x-transformers")},
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         },
