@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -51,6 +51,16 @@ def logits_of(scene: Scene) -> Tensor:
         place = (scene.who.distances(batch, queries, keys) + scene.zero).clamp(0, scene.table.shape[1] - 1)
         logits = logits + scene.table[:, place].transpose(0, 1)
     return logits
+
+
+def has_ties(scene: Scene) -> bool:
+    """Whether the two largest logits of a row, or their sizes, are equal but for rounding: either is the maximum."""
+    logits, seen = logits_of(scene), scene.visible()
+    for x in (logits, logits.abs()):
+        largest = torch.where(seen, x, -torch.inf).sort(-1, descending=True).values[..., :2]
+        if largest.shape[-1] == 2 and (largest[..., 0] - largest[..., 1] < 1e-9).any():
+            return True
+    return False
 
 
 def definitions(scene: Scene, *, sink_keys: int = 1, window: int = 64) -> dict[str, Tensor]:
@@ -137,9 +147,11 @@ def assert_as_defined(scene: Scene, backend: str, asked: Statistics, *, toleranc
 @pytest.mark.usefixtures("small_tiles")
 def test_every_statistic_is_its_definition_in_every_backend(scene: Scene, sink_keys: int, window: int) -> None:
     asked = Statistics(sink_keys=sink_keys, window=window)
+    plain = replace(scene, sinks=None, softcap=None, bias=None, table=None)
+    assume(not has_ties(scene) and not has_ties(plain))
     for backend in OURS:
         assert_as_defined(scene, backend, asked)
-    assert_as_defined(replace(scene, sinks=None, softcap=None, bias=None, table=None), "sdpa", asked)
+    assert_as_defined(plain, "sdpa", asked)
 
 
 SIZES = {"self": (31, 31), "more keys": (19, 43), "more queries": (43, 19), "one query": (1, 37)}
