@@ -9,9 +9,9 @@ The first runs the GPU tests under `tests.pretend_cuda` on any machine: no kerne
 assertions from being made of the numbers that are missing, so that a test goes on to its last launch. The second
 compares two such lists, and fails if a variant is lost.
 
-A *variant* is a kernel with its constexpr arguments, dtypes, present and absent tensors, warps and stages. Triton also
-compiles anew for integers that are 1 or multiples of 16 and for pointers that are aligned: a *specialisation* is a
-variant with these.
+A *variant* is a kernel with its constexpr arguments, the sizes of its dtypes, present and absent tensors, warps and
+stages. Triton also compiles anew for bfloat16 and float16, for integers that are 1 or multiples of 16 and for pointers
+that are aligned: a *specialisation* is a variant with these.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch import Tensor
 from tests import error_budget
 
 OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")
+HALVES = ("bf16", "fp16", "bfloat16", "float16")  # as Triton and PyTorch write them
 
 
 class Launch(NamedTuple):
@@ -54,6 +55,8 @@ def launch_of(fn: Any, compile: dict[str, Any]) -> Launch:
             types[name] = str(getattr(value, "value", value))
     options = {name: compile[name] for name in OPTIONS if compile.get(name) is not None}
     variant = json.dumps([types, options], sort_keys=True)
+    for half in HALVES:
+        variant = variant.replace(half, "half")
     return Launch(f"{function.module}.{function.fn.__name__}", variant, str(compile["key"]))
 
 

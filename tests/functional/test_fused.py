@@ -23,9 +23,9 @@ from tests.functional.oracle import Pairs, Scene, Who, normal, result_and_gradie
 from tests.functional.test_hidden_values import break_hidden, with_options
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
 from tests.kernels.test_forward import flags, scene
+from tests.two_dtypes import in_two_dtypes
 
 SINK_KEYS, WINDOW = 2, 6
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DIFFERENTIABLE = tuple(name for name in NAMES if name != "visible_keys")
 
 
@@ -380,8 +380,7 @@ def test_every_limit_of_the_kernels_is_a_reason() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", flags())
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(flags(), torch.float16))
 def test_on_a_gpu_every_option_keeps_to_the_budget(name: str, dtype: torch.dtype) -> None:
     check_output(name, flags()[name], dtype, "cuda")
 
@@ -393,8 +392,7 @@ def test_on_a_gpu_every_statistic_passes_its_gradient_on(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", HIDING)
+@pytest.mark.parametrize(("kind", "dtype"), in_two_dtypes(HIDING))
 def test_on_a_gpu_what_is_hidden_changes_nothing(kind: str, dtype: torch.dtype) -> None:
     check_hidden(kind, "cuda", dtype)
 

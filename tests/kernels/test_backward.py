@@ -19,6 +19,7 @@ from polyhead.functional.visibility import Visibility, resolve
 from tests.error_budget import Compared, assert_draws_within_error_budget
 from tests.functional.oracle import Scene, Who, normal
 from tests.kernels.interpreted import in_the_interpreter
+from tests.two_dtypes import in_two_dtypes
 
 SEED = 5
 SINK_KEYS, WINDOW = 2, 3
@@ -459,19 +460,14 @@ def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros()
     in_the_interpreter(check_nothing_there, "cpu")
 
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", flags())
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(flags(), torch.float16))
 def test_on_a_gpu_every_option_gives_the_gradients_of_the_formula(name: str, dtype: torch.dtype) -> None:
     check(name, flags()[name], dtype, "cuda", None)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", sizes())
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(sizes(), torch.float16))
 def test_on_a_gpu_every_choice_of_tiles_gives_the_gradients_of_the_formula(name: str, dtype: torch.dtype) -> None:
     check(name, sizes()[name], dtype, "cuda", None)
 

@@ -19,6 +19,7 @@ from polyhead.functional.statistics import NAMES
 from polyhead.functional.visibility import resolve
 from tests.error_budget import Compared, assert_draws_within_error_budget, output_in_orders, plain_formula
 from tests.kernels.interpreted import in_the_interpreter
+from tests.two_dtypes import in_two_dtypes
 
 ALL = tuple(name for name in NAMES if name != "learned_sink_mass")
 BATCH, KV_HEADS = 2, 2
@@ -344,8 +345,7 @@ def test_in_the_interpreter_the_operator_is_one_that_pytorch_can_trace() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_two_dtypes(CASES, torch.float16))
 def test_on_a_gpu_every_layout_gives_the_formula(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cuda")
 

@@ -19,6 +19,7 @@ from tests.error_budget import DRAWS
 from tests.kernels import test_decode as plain
 from tests.kernels.interpreted import in_the_interpreter
 from tests.kernels.test_decode import BATCH, KV_HEADS, Case
+from tests.two_dtypes import in_two_dtypes
 
 CASES = [
     Case(dims=(24, 16)),
@@ -131,8 +132,7 @@ def test_in_the_interpreter_broken_latents_tracing_and_small_machines() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_two_dtypes(CASES))
 def test_on_a_gpu_latents_give_the_formula(case: Case, dtype: torch.dtype) -> None:
     # One token of few heads and channels is a hundred numbers; 16 bits hide their errors by their own rounding.
     check(case, dtype, "cuda", DRAWS if dtype is torch.float32 else 1)
@@ -157,8 +157,7 @@ MANY_HEADS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", MANY_HEADS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_two_dtypes(MANY_HEADS, float32=False))
 def test_on_a_gpu_many_heads_give_the_formula(case: Case, dtype: torch.dtype) -> None:
     from polyhead.kernels import decode_latent as kernels
 

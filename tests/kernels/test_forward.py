@@ -22,10 +22,10 @@ from polyhead.kernels.mask_arguments import MaskArguments
 from tests.error_budget import DRAWS, Compared, assert_draws_within_error_budget
 from tests.functional.oracle import Scene, Who, normal
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
+from tests.two_dtypes import DTYPES, in_two_dtypes
 
 SINK_KEYS, WINDOW, SEED = 2, 6, 11
 SMALL = (16, 16, 4, 1)  # tiles so small that short sequences have several, full ones among them
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HALVES_AND_SINGLES = [torch.float32, torch.float16]
 
 
@@ -455,23 +455,20 @@ def test_in_the_interpreter_any_strides_give_the_same() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", flags())
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(flags()))
 def test_on_a_gpu_every_option_keeps_to_the_bounds(name: str, dtype: torch.dtype) -> None:
     check(name, flags()[name], dtype, "cuda", None)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", sizes())
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(sizes()))
 def test_on_a_gpu_all_sizes_keep_to_the_bounds(name: str, dtype: torch.dtype) -> None:
     check(name, sizes()[name], dtype, "cuda", None)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("descriptors", [False, None], ids=["pointers", "descriptors where they fit"])
-@pytest.mark.parametrize("name", long())
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(long()))
 def test_on_a_gpu_long_sequences_keep_to_the_bounds(name: str, dtype: torch.dtype, descriptors: bool | None) -> None:
     check(name, long()[name], dtype, "cuda", None, descriptors=descriptors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from polyhead.functional.profiling import profile
 from tests.functional.oracle import Scene, Who, normal
 from tests.functional.profile_oracle import Question, assert_right, moved
 from tests.kernels.interpreted import in_the_interpreter
+from tests.two_dtypes import DTYPES, in_two_dtypes
 
 
 def scene_of(
@@ -68,7 +70,6 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"head_pairs": [(0, 1), (1, 0), (1, 1)]},
 )
 PLACES = (16, 16), (16, 32), (32, 32)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @contextmanager
@@ -317,28 +318,26 @@ def windows(queries: int, keys: int, kind: str) -> list[tuple[tuple[int, int], t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("turn", range(3))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(SCENES))
 def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype, turn: int) -> None:
     """A third of the flags, which between the dtypes are asked for in both kinds of windows."""
     scene = SCENES[name]()
     _, _, queries, keys = scene.sizes
     for place, options in list(enumerate((*COLUMNS, *ROWS)))[turn::3]:
-        kind = ("16 divides both starts", "16 divides no start")[(place + DTYPES.index(dtype)) % 2]
+        kind = ("16 divides both starts", "16 divides no start")[(place + (dtype is torch.float32)) % 2]
         if options == BY_RESOLUTION:  # whose blocks, and so the kernel, follow from the size of the window
             kind = "mixed"
         for rows, columns in windows(queries, keys, kind):
             on_gpu(Question(scene, rows, columns, options), dtype)
 
 
+LONG_ROWS = {"all": Who(), "causal": Who(causal=True), "window": Who(causal=True, left=200, first=4)}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [16, 40, 64, 128, 256])
-@pytest.mark.parametrize(
-    "who", [Who(), Who(causal=True), Who(causal=True, left=200, first=4)], ids=["all", "causal", "window"]
-)
-def test_on_a_gpu_long_rows_of_every_head_dim(dim: int, dtype: torch.dtype, who: Who) -> None:
-    scene = scene_of(1, 4, 2, 700, 700, dim, who)
+@pytest.mark.parametrize(("who", "dim", "dtype"), in_two_dtypes(itertools.product(LONG_ROWS, [16, 40, 64, 128, 256])))
+def test_on_a_gpu_long_rows_of_every_head_dim(who: str, dim: int, dtype: torch.dtype) -> None:
+    scene = scene_of(1, 4, 2, 700, 700, dim, LONG_ROWS[who])
     for options in (
         {"received": True, "received_by_group": True, "block_map": BlockMap(block=(128, 128))},
         {"received": True, "block_map": BlockMap(block=(32, 16), pool="max")},

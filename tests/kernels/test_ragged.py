@@ -23,8 +23,7 @@ from tests.functional.chosen_rows import Chosen, check, random_choice
 from tests.functional.oracle import Scene, Who, normal
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
 from tests.kernels.test_forward import SINK_KEYS, WINDOW, bounds, check_statistics
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+from tests.two_dtypes import in_two_dtypes
 
 
 def scene(
@@ -320,16 +319,14 @@ def test_in_the_interpreter_searches_refusals_and_compilers() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(cases()))
 def test_on_a_gpu_every_mask_and_option_keeps_to_the_bounds(name: str, dtype: torch.dtype) -> None:
     # In float32 the errors of gradients are those of the one row that loses most; 16 bits hide it by their rounding.
     check_case(name, cases(517)[name], [dtype], "cuda", DRAWS if dtype is torch.float32 else 1)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "dtype"), in_two_dtypes([16, 64, 80, 128, 256]))
 def test_on_a_gpu_every_head_dim_keeps_to_the_bounds(dim: int, dtype: torch.dtype) -> None:
     for who in (Who(), Who(causal=True)):
         whole = scene(heads=(4, 2), queries=389, keys=517, dims=(dim, dim), who=who)

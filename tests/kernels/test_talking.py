@@ -17,6 +17,7 @@ from polyhead.functional.talking import mixed_weights, talking_attention
 from tests.error_budget import DRAWS, Compared, assert_draws_within_error_budget
 from tests.functional.talking_formula import mixed, plain_talking, talking_maps
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
+from tests.two_dtypes import in_two_dtypes
 
 NAMES = ("query", "key", "value", "logits_mix", "weights_mix")
 
@@ -205,8 +206,7 @@ def test_in_the_interpreter_the_tiles_of_a_gpu_and_poison_do_as_they_should() ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", {**SMALL, **LONG})
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes({**SMALL, **LONG}, float32=False))
 def test_on_a_gpu_outputs_and_gradients_keep_to_the_bounds(name: str, dtype: torch.dtype) -> None:
     check(name, {**SMALL, **LONG}[name], dtype, "cuda", small=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from polyhead.layers.positions import ALiBi, Positions, Rotary, T5Bias
 from tests.error_budget import Compared, assert_draws_within_error_budget, output_in_orders, plain_formula
 from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
 from tests.kernels.test_decode import assert_close
+from tests.two_dtypes import in_two_dtypes
 from tests.waiting import waiting_is_an_error
 
 BATCH, HEAD_DIM, VALUE_DIM, PROMPT = 2, 16, 24, 37
@@ -599,9 +601,7 @@ def test_pages_take_no_positions_and_nothing_is_no_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(("kind", "case", "dtype"), in_two_dtypes(itertools.product(CACHES, CASES)))
 def test_on_a_gpu_every_step_gives_the_formula(kind: str, case: str, dtype: torch.dtype) -> None:
     check(kind, CASES[case], dtype, "cuda")
 
