@@ -1,0 +1,118 @@
+"""Files that version 0.1.0 saved are read: runs, checkpoints, what undoes edits, configs, machines and tables."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import polyhead
+from polyhead.analysis.syntax_table import SyntaxTable
+from polyhead.cli import app
+from polyhead.inspection import load_inspection
+from polyhead.layers.config import AttentionConfig, build_attention
+from polyhead.plan import CostEstimate
+from polyhead.plan.layouts.model import ModelLayout
+from polyhead.plan.timing.machine import Machine
+from polyhead.surgery import EditRecord, edits_from_json, undo
+
+SAVED = Path(__file__).parent / "saved"
+# Columns of a run's table that have another name today.
+RENAMED: dict[str, str] = {}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A copy of all that was saved, as the working directory: paths in the files are relative."""
+    folder = tmp_path / "saved"
+    shutil.copytree(SAVED, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def command(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(x) for x in arguments], env={"COLUMNS": "250", "NO_COLOR": "1"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder"])
+def test_a_run_has_every_number_that_was_saved(name):
+    run = load_inspection(SAVED / f"run-{name}")
+    rows = pyarrow.parquet.read_table(SAVED / f"run-{name}" / "heads.parquet").to_pydict()
+    read = run.table.to_arrow().to_pydict()
+    assert len(read["head"]) == 8
+    for column, numbers in rows.items():
+        assert list(map(repr, read[RENAMED.get(column, column)])) == list(map(repr, numbers)), column  # NaN is NaN
+    rest = json.loads((SAVED / f"run-{name}" / "inspection.json").read_text("utf-8"))
+    assert len(run.roles) == len(rest["roles"]) == 8
+    assert len(run.findings) == len(rest["findings"]) > 0
+    assert len(run.examples) == len(rest["examples"]) > 0
+    assert (len(run.groups), len(run.pairs)) == (len(rest["groups"]), len(rest["pairs"]))
+
+
+def test_saved_runs_are_compared_and_make_a_page(place):
+    assert "0" in command("compare", "run-decoder", "run-decoder")
+    command("report", "run-encoder", "--html", "page.html")
+    assert (place / "page.html").stat().st_size > 100_000
+
+
+def test_a_stopped_run_goes_on(place):
+    command("inspect", "--resume", "run-stopped")
+    assert set(load_inspection(place / "run-stopped").table["tokens"].tolist()) == {167.0}
+
+
+@pytest.mark.parametrize(("form", "original"), [("uniform", "decoder"), ("padded", "decoder"), ("uneven", "encoder")])
+def test_an_edited_model_is_loaded_and_comes_back(form, original):
+    model = polyhead.load(SAVED / f"model-{form}")
+    assert model(torch.arange(5)[None])[0].isfinite().all()
+    undo(model, EditRecord.load(SAVED / f"model-{form}" / "polyhead-record.safetensors"))
+    kind = {"decoder": transformers.LlamaForCausalLM, "encoder": transformers.BertModel}[original]
+    before = kind.from_pretrained(SAVED / original).state_dict()
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_edits_are_read():
+    edits = edits_from_json((SAVED / "edits.json").read_text("utf-8"))
+    names = ["GroupQueries", "GroupQueries", "PruneHeads", "ReorderHeads", "MergeHeads", "ReviveHeads"]
+    assert [type(edit).__name__ for edit in edits] == names
+
+
+def test_a_shrinking_goes_on_from_its_journal(place):
+    before = {file.name: file.read_bytes() for file in (place / "journal").iterdir()}
+    read = ["--text", "text", "--context", "24", "--tokens", "200", "--device", "cpu"]
+    command("shrink", "encoder", "--target", "25%-heads", *read, "--resume", "journal", "--output", "shrunk")
+    assert {file.name: file.read_bytes() for file in (place / "journal").iterdir()} == before
+    assert polyhead.load(place / "shrunk").config.num_hidden_layers == 2
+
+
+def test_configs_of_every_layer_are_read():
+    saved = json.loads((SAVED / "configs.json").read_text("utf-8"))
+    assert len({config["kind"] for config in saved}) == 8
+    for config in saved:
+        read = AttentionConfig.from_dict(config)
+        assert AttentionConfig.from_dict(read.to_dict()) == read
+        assert sum(x.numel() for x in build_attention(read, device="meta").parameters()) > 0
+
+
+def test_layouts_costs_and_machines_are_read():
+    layout = ModelLayout.from_dict(json.loads((SAVED / "layout.json").read_text("utf-8")))
+    assert (layout.name, layout.context, layout.cache_dtype) == ("a model", 4096, torch.int8)
+    cost = CostEstimate.from_json((SAVED / "cost.json").read_text("utf-8"))
+    assert (cost.parameters, cost.pairs) == (4776, 17787)
+    machine = Machine.load(SAVED / "machine.json")
+    assert machine.device == "cpu"
+    assert len(machine.samples) > 2
+
+
+def test_tables_of_syntax_are_read():
+    tables = [SyntaxTable.load(SAVED / f"syntax.{form}") for form in ("json", "parquet")]
+    assert tables[0] == tables[1]
+    assert len(tables[0]) > 0
