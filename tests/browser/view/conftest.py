@@ -134,6 +134,23 @@ class Opened:
         self.wait(lambda: self.server.viewer.readings[slot] is not before)
         self.tab.wait_for_selector(f"[data-slot={slot}] .pictures-note[data-done=true]")
 
+    def hurry(self) -> None:
+        """Let the timers of the page run ten times as fast, until it is loaded again; `pauses` returns their lengths."""
+        self.tab.evaluate(
+            """() => {
+              const wait = window.setTimeout;
+              window.pauses = [];
+              window.setTimeout = (call, milliseconds = 0, ...rest) => {
+                window.pauses.push(milliseconds);
+                return wait(call, milliseconds / 10, ...rest);
+              };
+            }"""
+        )
+
+    def pauses(self) -> list[float]:
+        """The milliseconds of every timer since `hurry`, as the page set it."""
+        return self.tab.evaluate("window.pauses")
+
     def wait(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE / 1000
         while not is_so():

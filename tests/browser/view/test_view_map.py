@@ -252,6 +252,7 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
         refused.append(route.request.post_data)
         route.fulfill(status=429, headers={"Retry-After": "1"}, body=json.dumps(busy))
 
+    opened.hurry()
     tab.route("**/api/tile", refuse)
     view.point(0.5, 0.6)
     for _ in range(4):
@@ -263,7 +264,7 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
     view.panel.get_by_role("button", name="Whole", exact=True).click()
     expect(tab.locator(".waiting")).to_be_empty()
     asked = len(refused)
-    tab.wait_for_timeout(1800)
+    tab.wait_for_timeout(400)  # twice as long as the longest pause
     assert len(refused) == asked
     # Back there, everything comes as soon as the server has room.
     tab.go_back()
