@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.sources import load_model
 from tests.browser.tabs import PATIENCE, Tab, Tabs
+from tests.browser.view.map_page import go_anew, open_long
 from tests.inspection import small_models
 
 TOKEN = "a-token-of-this-test"
@@ -135,7 +137,7 @@ class Opened:
         self.tab.wait_for_selector(f"[data-slot={slot}] .pictures-note[data-done=true]")
 
     def hurry(self) -> None:
-        """Let the timers of the page run ten times as fast, until it is loaded again; `pauses` returns their lengths."""
+        """Let the timers of the page run ten times as fast until it is loaded again, and note how long each was."""
         self.tab.evaluate(
             """() => {
               const wait = window.setTimeout;
@@ -164,8 +166,8 @@ class Opened:
         assert [*self.problems, *self.tab.evaluate("window.violations ?? []")] == []
 
 
-@pytest.fixture
-def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
+@contextmanager
+def views(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
     """Opens the viewer in an empty tab; afterwards no error, no foreign request, no violation of its policy."""
     all_opened: list[Opened] = []
 
@@ -183,3 +185,25 @@ def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callabl
             opened.check()
     finally:
         tabs.give_back(len(all_opened))
+
+
+@pytest.fixture
+def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
+    with views(tabs, running) as opening:
+        yield opening
+
+
+@pytest.fixture(scope="module")
+def long_page(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Opened]:
+    """A page on the long text, one for the tests of a file that ask nothing of a page just loaded."""
+    with views(tabs, running) as opening:
+        yield open_long(opening, "head/1/2")
+
+
+@pytest.fixture
+def opened_long(long_page: Opened) -> Iterator[Opened]:
+    """Head 2 of layer 1 over a long text, its whole matrix computed."""
+    long_page.tab.mouse.move(0, 0)
+    go_anew(long_page, "head/1/2")
+    yield long_page
+    long_page.check()
