@@ -119,27 +119,25 @@ def test_generation_goes_on_step_by_step(open_view, keep_picture):
     assert list(viewer.readings["A"].ids) == [*ids, greedy]
 
 
-@pytest.mark.parametrize(
-    ("status", "kind", "words"),
-    [
+def test_what_the_server_refuses_is_said_in_words(open_view):
+    opened = open_view()
+    alert = opened.tab.locator("[role=alert]")
+    for status, kind, words in (
         (413, "too-large", "That is too long."),
         (507, "out-of-memory", "The memory was not enough."),
         (422, "invalid", "The server did not take that."),
         (500, "failed", "Something went wrong in the server."),
-    ],
-)
-def test_what_the_server_refuses_is_said_in_words(open_view, status, kind, words):
-    opened = open_view()
-    error = {"error": {"status": status, "kind": kind, "message": "Its own <b>words</b>."}}
-    opened.tab.route("**/api/read", lambda route: route.fulfill(status=status, body=json.dumps(error)))
-    opened.tab.locator("#text-A").fill("w1 w2")
-    opened.tab.keyboard.press("Control+Enter")
-    alert = opened.tab.locator("[role=alert]")
-    expect(alert).to_contain_text(words)
-    expect(alert).to_contain_text("Its own <b>words</b>.")
-    opened.tab.unroute("**/api/read")
-    opened.read("w1 w2")  # and the page goes on
-    expect(alert).to_be_empty()
+    ):
+        error = {"error": {"status": status, "kind": kind, "message": "Its own <b>words</b>."}}
+        answer = {"status": status, "body": json.dumps(error)}
+        opened.tab.route("**/api/read", lambda route, *, answer=answer: route.fulfill(**answer))
+        opened.tab.locator("#text-A").fill("w1 w2")
+        opened.tab.keyboard.press("Control+Enter")
+        expect(alert).to_contain_text(words)
+        expect(alert).to_contain_text("Its own <b>words</b>.")
+        opened.tab.unroute("**/api/read")
+        opened.read("w1 w2")  # and the page goes on
+        expect(alert).to_be_empty()
     opened.problems.clear()  # a refused request is written down by the browser itself
 
 
