@@ -132,7 +132,8 @@ class Opened:
         """Type a text and wait until every head is drawn."""
         before = self.server.viewer.readings[slot]
         self.tab.locator(f"#text-{slot}").fill(text)
-        self.tab.locator(f"form:has(#text-{slot}) button[type=submit]").click()
+        with self.tab.expect_response("**/api/heads"):  # the pictures of this text, not of the one before
+            self.tab.locator(f"form:has(#text-{slot}) button[type=submit]").click()
         self.wait(lambda: self.server.viewer.readings[slot] is not before)
         self.tab.wait_for_selector(f"[data-slot={slot}] .pictures-note[data-done=true]")
 
