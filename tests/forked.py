@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -50,9 +51,14 @@ class Forked:
         except BaseException:  # noqa: BLE001 - read by the parent
             traceback.print_exc()
         finally:
+            threading._shutdown()  # threads that still run are waited for, as at the end of any process
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+    def printed(self) -> str:
+        """Return the text written to stdout so far."""
+        return os.pread(self._files[0].fileno(), 1 << 20, 0).decode()
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""

@@ -93,6 +93,14 @@ def bare() -> Payload:
     return page
 
 
+def few_heads() -> Payload:
+    """The same page with the numbers of eight heads, those that its findings name and one of each other layer."""
+    page = synthetic()
+    places = {(0, 2), (0, 4), (1, 0), (1, 3), (2, 1), (2, 4), (3, 1), (4, 0)}
+    page["heads"] = [head for head in page["heads"] if (head["site"], head["head"]) in places]
+    return page
+
+
 def weights(page: Payload, example: int, site: int) -> torch.Tensor:
     """The weights that an example's packed bytes stand for, [heads, queries, keys]."""
     packed = page["examples"][example]["sites"][str(site)]

@@ -6,6 +6,8 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser.accessibility import serious_violations
+from tests.browser.conftest import written
+from tests.browser.payloads import few_heads
 
 VIEWS = (
     "overview",
@@ -112,8 +114,9 @@ def test_a_wall_is_filled(open_page, keep_picture):
 
 
 @pytest.mark.parametrize(("scheme", "language"), [("light", "en"), ("dark", "zh")])
-def test_axe_finds_nothing_serious_in_any_view(open_page, keep_picture, scheme, language):
-    opened = open_page(color_scheme=scheme, view=f"overview?lang={language}")
+def test_axe_finds_nothing_serious_in_any_view(open_page, keep_picture, tmp_path, scheme, language):
+    file = written(few_heads(), tmp_path / "page.html")
+    opened = open_page(file, color_scheme=scheme, view=f"overview?lang={language}")
     for view in VIEWS:
         opened.go(view)
         for closed in opened.tab.locator("main details:not([open]) > summary").all()[:3]:

@@ -15,7 +15,7 @@ from tests.inspection.small_models import model_folder, text_folder
 def inspections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Inspection]:
     """A model that makes vectors (its heads are taken out), one that writes (gradients), an encoder-decoder."""
     folder = tmp_path_factory.mktemp("inspections")
-    text = str(text_folder(folder / "text", documents=5, words=60))
+    text = str(text_folder(folder / "text", documents=3, words=60))
     return {
         name: inspect_model(Settings(str(model_folder(folder / name, name)), text, context=64, batch_tokens=400))
         for name in ("bert", "llama", "t5")

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.sources import load_model
 from tests.browser.tabs import PATIENCE, Tab, Tabs
+from tests.browser.view.map_page import go_anew, open_long
 from tests.inspection import small_models
 
 TOKEN = "a-token-of-this-test"
@@ -130,9 +132,27 @@ class Opened:
         """Type a text and wait until every head is drawn."""
         before = self.server.viewer.readings[slot]
         self.tab.locator(f"#text-{slot}").fill(text)
-        self.tab.locator(f"form:has(#text-{slot}) button[type=submit]").click()
+        with self.tab.expect_response("**/api/heads"):  # the pictures of this text, not of the one before
+            self.tab.locator(f"form:has(#text-{slot}) button[type=submit]").click()
         self.wait(lambda: self.server.viewer.readings[slot] is not before)
         self.tab.wait_for_selector(f"[data-slot={slot}] .pictures-note[data-done=true]")
+
+    def hurry(self) -> None:
+        """Let the timers of the page run ten times as fast until it is loaded again, and note how long each was."""
+        self.tab.evaluate(
+            """() => {
+              const wait = window.setTimeout;
+              window.pauses = [];
+              window.setTimeout = (call, milliseconds = 0, ...rest) => {
+                window.pauses.push(milliseconds);
+                return wait(call, milliseconds / 10, ...rest);
+              };
+            }"""
+        )
+
+    def pauses(self) -> list[float]:
+        """The milliseconds of every timer since `hurry`, as the page set it."""
+        return self.tab.evaluate("window.pauses")
 
     def wait(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE / 1000
@@ -147,8 +167,8 @@ class Opened:
         assert [*self.problems, *self.tab.evaluate("window.violations ?? []")] == []
 
 
-@pytest.fixture
-def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
+@contextmanager
+def views(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
     """Opens the viewer in an empty tab; afterwards no error, no foreign request, no violation of its policy."""
     all_opened: list[Opened] = []
 
@@ -166,3 +186,25 @@ def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callabl
             opened.check()
     finally:
         tabs.give_back(len(all_opened))
+
+
+@pytest.fixture
+def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
+    with views(tabs, running) as opening:
+        yield opening
+
+
+@pytest.fixture(scope="module")
+def long_page(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Opened]:
+    """A page on the long text, one for the tests of a file that ask nothing of a page just loaded."""
+    with views(tabs, running) as opening:
+        yield open_long(opening, "head/1/2")
+
+
+@pytest.fixture
+def opened_long(long_page: Opened) -> Iterator[Opened]:
+    """Head 2 of layer 1 over a long text, its whole matrix computed."""
+    long_page.tab.mouse.move(0, 0)
+    go_anew(long_page, "head/1/2")
+    yield long_page
+    long_page.check()

@@ -33,6 +33,13 @@ def go(opened: Any, view: str) -> None:
     wait_for_maps(opened, view)
 
 
+def go_anew(opened: Any, view: str) -> None:
+    """Open a view of maps as a link does: from elsewhere in the page, so that nothing is left of the maps before."""
+    opened.go("")
+    opened.tab.locator(".pictures-note[data-done=true]").wait_for()
+    go(opened, view)
+
+
 def wait_for_maps(opened: Any, view: str) -> None:
     for number in range(2 if "with=" in view else 1):
         opened.tab.locator(".head-panel").nth(number).locator(".map-state[data-how=exact]").wait_for()

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from tests.browser.saving import SVG, check_png, number, saved_svg, title_of
-from tests.browser.view.map_page import Map, open_long
+from tests.browser.view.map_page import Map, go_anew
 
 
 def texts(root) -> list[str]:
@@ -55,8 +55,10 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_saved_map_is_what_is_seen(open_view, scheme):
-    opened = open_long(open_view, "head/1/2?map=1200.5_300.25_16", color_scheme=scheme)
+def test_a_saved_map_is_what_is_seen(opened_long, scheme):
+    opened = opened_long
+    opened.of.change_scheme(scheme)
+    go_anew(opened, "head/1/2?map=1200.5_300.25_16")
     view, tab, tokens = Map(opened), opened.tab, opened.server.tokens()
     view.settle()
     figure = tab.locator("figure.map")

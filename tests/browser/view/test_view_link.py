@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.view.map_page import Map, go, open_long
+from tests.browser.view.map_page import Map, go, go_anew, open_long
 
 HERE = (0.31, 0.77)
 # The address keeps hundredths of a token, and the closest view shows about twelve tokens: 0.005 / 12 and a little.
@@ -23,8 +23,8 @@ def zoom(opened, view: Map, times: int) -> None:
     view.settle()
 
 
-def test_a_link_opens_the_same_view(open_view):
-    opened = open_long(open_view, "head/1/2")
+def test_a_link_opens_the_same_view(opened_long, open_view):
+    opened = opened_long
     assert "map=" not in opened.tab.url  # the whole needs no place
     view = Map(opened)
     zoom(opened, view, 5)
@@ -47,8 +47,8 @@ def test_a_link_opens_the_same_view(open_view):
     assert again.scale == pytest.approx(scale, rel=ROUNDED)
 
 
-def test_back_and_forward_move_the_map(open_view):
-    opened = open_long(open_view, "head/1/2")
+def test_back_and_forward_move_the_map(opened_long):
+    opened = opened_long
     view, scales = Map(opened), []
     for times in (3, 4):
         scales.append(view.scale)
@@ -70,15 +70,16 @@ def test_back_and_forward_move_the_map(open_view):
     expect(opened.tab.locator("main h2").first).to_have_text("Layer 1, head 2")
 
 
-@pytest.mark.parametrize("place", ["nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"])
-def test_a_link_that_makes_no_sense_shows_the_whole(open_view, place):
-    opened = open_long(open_view, f"head/1/2?map={place}&pool=median")
-    assert Map(opened).level == 3
-    assert "look at tokens" in Map(opened).read_at(*HERE)
+def test_a_link_that_makes_no_sense_shows_the_whole(opened_long):
+    for place in ("nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"):
+        go_anew(opened_long, f"head/1/2?map={place}&pool=median")
+        assert Map(opened_long).level == 3, place
+        assert "look at tokens" in Map(opened_long).read_at(*HERE), place
 
 
-def test_a_link_beyond_the_text_shows_its_end(open_view):
-    view = Map(open_long(open_view, "head/1/2?map=999999_999999_20"))
+def test_a_link_beyond_the_text_shows_its_end(opened_long):
+    go_anew(opened_long, "head/1/2?map=999999_999999_20")
+    view = Map(opened_long)
     view.settle()
     assert view.level == 0
     assert "(2,999) looks at" in view.read_at(0.99, 0.99)
@@ -116,8 +117,8 @@ def test_compared_maps_zoom_and_move_together(open_view, keep_picture):
         expect(button).to_have_attribute("aria-pressed", "true")
 
 
-def test_a_short_text_beside_a_long_one_goes_as_far_as_it_can(open_view):
-    opened = open_long(open_view, "head/1/2")
+def test_a_short_text_beside_a_long_one_goes_as_far_as_it_can(opened_long):
+    opened = opened_long
     opened.tab.get_by_role("button", name="Compare with a second text").click()
     opened.tab.locator("#text-B").fill("w1 w2 w3 w4 w5 w6 w7 w8 w9")
     opened.tab.keyboard.press("Control+Enter")

@@ -14,7 +14,7 @@ from tests.browser.view.map_page import TOKENS, Map, go, open_long
 
 @pytest.fixture
 def opened(open_view):
-    """Head 2 of layer 1 over a long text, its whole matrix computed."""
+    """Head 2 of layer 1 over a long text, its whole matrix computed, in a page that has no tile of it yet."""
     return open_long(open_view, "head/1/2")
 
 
@@ -37,16 +37,16 @@ def check_written(text: str, weight: float) -> None:
     assert float(text.replace("E", "e")) == pytest.approx(weight, abs=last_digit / 2 + 1e-4 * weight)
 
 
-def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture):
-    view, tokens, exact = Map(opened), opened.server.tokens(), weights()
+def test_from_the_whole_to_single_tokens_and_back(opened_long, weights, keep_picture):
+    view, tokens, exact = Map(opened_long), opened_long.server.tokens(), weights()
     n = len(tokens)
     assert n == TOKENS + 1
     assert view.level == 3
     assert view.scale * n == pytest.approx(view.plot.bounding_box()["width"], rel=0.01)
-    keep_picture(opened, "view-map-whole")
+    keep_picture(opened_long, "view-map-whole")
     # The whole: cells of 4 x 4 tokens, whose sum is told as the share of their four queries.
     x, y = view.point(0.31, 0.77)
-    expect(opened.tab.locator(".map-readout")).to_contain_text("look at tokens")
+    expect(opened_long.tab.locator(".map-readout")).to_contain_text("look at tokens")
     numbers = [int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())]
     first_row, last_row, first_column, last_column = numbers
     assert (last_row - first_row, last_column - first_column) == (3, 3)
@@ -61,8 +61,8 @@ def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture)
     assert view.scale == pytest.approx(40)
     for step in ((0, 0), (85, 0), (0, -130)):
         x, y = x + step[0], y + step[1]
-        opened.tab.mouse.move(x, y)
-        opened.tab.wait_for_timeout(50)
+        opened_long.tab.mouse.move(x, y)
+        opened_long.tab.wait_for_timeout(50)
         found = re.fullmatch(r"“(.*)” \(([\d,]+)\) looks at “(.*)” \(([\d,]+)\): (.*)", view.readout())
         query, key = (int(found[i].replace(",", "")) for i in (2, 4))
         assert (found[1], found[3]) == (tokens[query], tokens[key])
@@ -71,20 +71,20 @@ def test_from_the_whole_to_single_tokens_and_back(opened, weights, keep_picture)
         check_written(found[5], float(exact[query, key]))
         assert abs(query - 0.77 * n) < 8
         assert abs(key - 0.31 * n) < 8
-    keep_picture(opened, "view-map-tokens")
-    opened.tab.get_by_role("button", name="Whole", exact=True).click()
+    keep_picture(opened_long, "view-map-tokens")
+    opened_long.tab.get_by_role("button", name="Whole", exact=True).click()
     assert view.level == 3
     view.point(0.31, 0.77)
-    opened.tab.wait_for_timeout(50)
+    opened_long.tab.wait_for_timeout(50)
     assert [int(x.replace(",", "")) for x in re.findall(r"[\d,]+(?=–)", view.readout())] == [first_row, first_column]
 
 
-def test_what_is_drawn_is_what_is_told(opened, weights):
+def test_what_is_drawn_is_what_is_told(opened_long, weights):
     """The pixels of single tokens are in the order of their weights."""
-    view, exact = Map(opened), weights()
+    view, exact = Map(opened_long), weights()
     view.point(0.2, 0.6)
     view.zoom_in()
-    cells = opened.tab.evaluate(
+    cells = opened_long.tab.evaluate(
         """() => {
           const [drawn, plot] = [document.querySelector(".map-plot canvas"), document.querySelector(".map-plot")];
           const copy = new OffscreenCanvas(drawn.width, drawn.height).getContext("2d", { willReadFrequently: true });
@@ -113,8 +113,8 @@ def test_what_is_drawn_is_what_is_told(opened, weights):
     assert greys[0] > greys[-1] + 50
 
 
-def test_a_click_chooses_the_word_that_looks_however_far_it_stands(opened, weights):
-    view, exact, tokens, tab = Map(opened), weights(), opened.server.tokens(), opened.tab
+def test_a_click_chooses_the_word_that_looks_however_far_it_stands(opened_long, weights):
+    view, exact, tokens, tab = Map(opened_long), weights(), opened_long.server.tokens(), opened_long.tab
     view.point(0.31, 0.77)
     view.zoom_in()
     query = int(re.search(r"” \(([\d,]+)\) looks at", view.readout())[1].replace(",", ""))
@@ -131,22 +131,22 @@ def test_a_click_chooses_the_word_that_looks_however_far_it_stands(opened, weigh
             assert float(row[int(item.get_attribute("data-token"))]) == pytest.approx(expected, rel=1e-3)
 
 
-def test_words_of_a_long_text_are_shaded_by_single_weights(opened, weights):
+def test_words_of_a_long_text_are_shaded_by_single_weights(opened_long, weights):
     """What is sent of so long a row is the largest of several; the words drawn have their own."""
-    tab, query = opened.tab, 23
+    tab, query = opened_long.tab, 23
     tab.locator(".word").nth(query).click()
     shaded = "all => all.map((word) => word.style.background !== 'transparent')"
     wanted = [weight >= 0.005 for weight in weights()[query, :300].tolist()]
     assert 10 < sum(wanted) <= query + 1
-    opened.wait(lambda: tab.eval_on_selector_all(".word", shaded) == wanted)
+    opened_long.wait(lambda: tab.eval_on_selector_all(".word", shaded) == wanted)
 
 
-def test_the_largest_weight_of_a_cell(opened, weights):
-    view, exact = Map(opened), weights()
-    opened.tab.get_by_role("button", name="their largest weight").click()
+def test_the_largest_weight_of_a_cell(opened_long, weights):
+    view, exact = Map(opened_long), weights()
+    opened_long.tab.get_by_role("button", name="their largest weight").click()
     view.settle()
     view.point(0.1, 0.4)
-    expect(opened.tab.locator(".map-readout")).to_contain_text("at most")
+    expect(opened_long.tab.locator(".map-readout")).to_contain_text("at most")
     row, last_row, column, last_column = (
         int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())
     )
@@ -154,9 +154,9 @@ def test_the_largest_weight_of_a_cell(opened, weights):
     assert share == pytest.approx(float(exact[row : last_row + 1, column : last_column + 1].max()), abs=6e-4)
 
 
-def test_the_keyboard_alone_reaches_a_token(opened, weights):
-    view, exact, tokens = Map(opened), weights(), opened.server.tokens()
-    tab = opened.tab
+def test_the_keyboard_alone_reaches_a_token(opened_long, weights):
+    view, exact, tokens = Map(opened_long), weights(), opened_long.server.tokens()
+    tab = opened_long.tab
     tab.locator(".map-zoom button").last.focus()
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.className") == "map-plot"
@@ -252,6 +252,7 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
         refused.append(route.request.post_data)
         route.fulfill(status=429, headers={"Retry-After": "1"}, body=json.dumps(busy))
 
+    opened.hurry()
     tab.route("**/api/tile", refuse)
     view.point(0.5, 0.6)
     for _ in range(4):
@@ -263,7 +264,7 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
     view.panel.get_by_role("button", name="Whole", exact=True).click()
     expect(tab.locator(".waiting")).to_be_empty()
     asked = len(refused)
-    tab.wait_for_timeout(1800)
+    tab.wait_for_timeout(400)  # twice as long as the longest pause
     assert len(refused) == asked
     # Back there, everything comes as soon as the server has room.
     tab.go_back()
