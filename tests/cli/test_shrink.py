@@ -227,9 +227,13 @@ def test_the_plot_has_the_better_at_the_top_and_every_curve_in_its_column():
 
 
 def test_points_of_a_small_model_are_measured_and_taken_up_again(place, tmp_path, monkeypatch):
-    from polyhead.lab.surgery_quality import language
+    """Of each list of points every few: test_surgery_quality measures every way."""
+    from polyhead.lab.surgery_quality import language, points
 
     monkeypatch.setattr(language, "CONTEXT", 16)
+    tuned, curves = points.tuned, points.curves
+    monkeypatch.setattr(points, "tuned", lambda shares, stock: tuned(shares, stock)[::6])
+    monkeypatch.setattr(points, "curves", lambda shares: curves(shares)[::5])
     text = tmp_path / "text.txt"
     text.write_text("\n".join(path.read_text() for path in sorted((place / "text").rglob("*.txt"))) * 12)
     output = tmp_path / "points.jsonl"
