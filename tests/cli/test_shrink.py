@@ -147,7 +147,7 @@ def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
 
 
 def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_path):
-    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uniform"]
+    options = ["--text", place / "text", "--context", "16", "--tokens", "400", "--device", "cpu", "--form", "uniform"]
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--output", tmp_path / "small").stdout
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
