@@ -110,21 +110,21 @@ def _spread(names: list[str], most: int) -> list[bool]:
 def pytest_collection_finish() -> None:
     gc.unfreeze = _thaw_and_freeze  # a benchmark freezes what there is for itself, and thaws all of it
     gc.set_threshold(20_000, 10, 20)  # compilers allocate so much that a tenth of their time would go to collections
-    _freeze_imports()
+    _freeze_what_stays()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is not None and nextitem.path != item.path:
-        _freeze_imports()
+        _freeze_what_stays()
 
 
-def _freeze_imports(at_least: int = 50) -> None:
-    """Hide imported modules from the garbage collector, which would look through a million objects each time.
+def _freeze_what_stays(modules: int = 50, objects: int = 50_000) -> None:
+    """Hide imported modules and compiled programs from the garbage collector, which would look through millions.
 
-    Again whenever tests have imported so many more. (`gc.get_freeze_count()` would count that million.)
+    Again whenever tests have imported so many more, or left so much. (`gc.get_freeze_count()` would count all of it.)
     """
     global _frozen_modules
-    if len(sys.modules) >= _frozen_modules + at_least:
+    if len(sys.modules) >= _frozen_modules + modules or len(gc.get_objects()) >= objects:
         gc.collect()
         gc.freeze()
         _frozen_modules = len(sys.modules)

@@ -1,4 +1,4 @@
-"""The command line in a fork of this process: signals reach it as they would, and nothing is imported again."""
+"""Forks of this process, in which nothing is imported again: the command line, as signals reach it, and bystanders."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -96,3 +98,38 @@ def stopped_when(exists: Path, sent: signal.Signals, arguments: Sequence[object]
     command = Forked(arguments).wait_for(exists.exists)
     out, said = command.end(sent)
     return command.returncode, out, said
+
+
+class Bystander:
+    """A fork that has nothing but what this process had when it was made: "another process", without its imports.
+
+    Make it before whatever it must not know.
+    """
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        self._process = get_context("fork").Process(target=_stand_by, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def run(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """The result of a function at the top of its module, called there; or a failure with its traceback."""
+        self._connection.send((function, arguments))
+        found, failed = self._connection.recv()
+        assert failed is None, failed
+        return found
+
+    def end(self) -> None:
+        self._process.kill()  # it would wait on: other forks hold this end of the connection as well
+        self._process.join()
+        self._connection.close()
+
+
+def _stand_by(connection: Connection) -> None:
+    torch.set_num_threads(1)  # the threads of the parent are not here
+    while True:
+        function, arguments = connection.recv()
+        try:
+            connection.send((function(*arguments), None))
+        except Exception:  # noqa: BLE001 - read by the parent
+            connection.send((None, traceback.format_exc()))

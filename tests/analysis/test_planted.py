@@ -39,8 +39,9 @@ def ranked(relation: Tensor) -> list[tuple[int, int]]:
 
 
 def test_planted_duplicates_come_first_and_random_weights_have_no_group() -> None:
-    planted, null = planted_model(0), random_model(100)
-    tokens = random_tokens(0, batch=24, length=61, vocab_size=Sizes().vocab_size)
+    sizes = Sizes(vocab_size=48, token_dim=48, num_heads=8)
+    planted, null = planted_model(0, sizes=sizes), random_model(100, sizes=sizes)
+    tokens = random_tokens(0, batch=24, length=61, vocab_size=sizes.vocab_size)
     moments, weights, heads = moments_of(planted.model, tokens)
     truth = {tuple(sorted((heads.index(one), heads.index(other)))) for one, other in planted.duplicates}
     assert len(truth) == 2
@@ -51,5 +52,5 @@ def test_planted_duplicates_come_first_and_random_weights_have_no_group() -> Non
     few = tokens[:9]  # less text makes heads that have nothing in common look more alike, never less
     chance = cosine(*moments_of(null, few)[:2])
     assert set(redundancy(relations["cosine"], chance).groups) == truth
-    other = cosine(*moments_of(random_model(200), few)[:2])
+    other = cosine(*moments_of(random_model(200, sizes=sizes), few)[:2])
     assert redundancy(other, chance).groups == ()

@@ -6,9 +6,7 @@ import io
 import math
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,17 +17,7 @@ from typer.testing import CliRunner
 import polyhead
 from polyhead.cli import app
 from polyhead.cli.drawing import heat_map, matrix
-
-SOURCE = Path(__file__).resolve().parents[2] / "src"
-
-
-def run_demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """In a fresh interpreter, with bytes for output, as a user's pipe sees it."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING")}
-    return subprocess.run(
-        [sys.executable, "-c", "from polyhead.cli import main; main()", *arguments],
-        capture_output=True, env={**kept, "PYTHONPATH": str(SOURCE), **environment}, timeout=120, check=False,
-    )  # fmt: skip
+from tests.forked import Forked
 
 
 def invoke(*arguments: str) -> str:
@@ -108,9 +96,17 @@ def test_a_bad_option_is_refused_in_words(arguments, words):
 
 
 def test_a_pipe_without_unicode_gets_escapes_and_no_crash():
-    done = run_demo("demo", PYTHONIOENCODING="ascii", COLUMNS="60")
-    assert done.returncode == 0, done.stderr.decode()
-    shown = done.stdout.decode("ascii")
+    def as_ascii() -> None:  # what PYTHONIOENCODING=ascii does
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(encoding="ascii", errors="strict" if stream is sys.stdout else "backslashreplace")
+        for name in ("NO_COLOR", "FORCE_COLOR"):
+            os.environ.pop(name, None)
+        os.environ["COLUMNS"] = "60"
+
+    command = Forked(["demo"], before=as_ascii)
+    shown, said = command.end()
+    assert command.returncode == 0, said
+    assert shown.isascii()
     assert "\\u90a3" in shown  # 那
     assert "Which kernel ran" in shown
     assert "\x1b" not in shown

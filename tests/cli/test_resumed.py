@@ -124,7 +124,7 @@ def test_a_shrunk_model_stopped_again_and_again_is_the_same(place, tmp_path, mon
     kind = {"bert": transformers.BertModel, "llama": transformers.LlamaModel}[name]
     plain = invoke(*shrink_of(place, name, tmp_path / "plain", *more))
     calls, forward = [0], kind.forward
-    stops = [1, 2, 3, 4, 5, 6, 7, 9, 12, 16, 22, 30, 45, 70, 110, 200, 400]
+    stops = [1, 2, 3, 4, 6, 9, 14, 22, 45, 110, 400]
     errors = (KeyboardInterrupt, MemoryError)
 
     def stopped(self, *positional, **keywords):
@@ -203,18 +203,26 @@ def test_numbers_are_replayed_in_their_order(tmp_path):
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 
 
+@pytest.fixture(scope="module")
+def never_stopped(place, tmp_path_factory) -> str:
+    folder, threads = tmp_path_factory.mktemp("fresh"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return invoke(*shrink_of(place, "bert", folder / "o", "--resume", folder / "run", "--preview")).stdout
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("sent", "code"), SIGNALS)
-def test_a_signal_ends_a_shrinking_in_one_line_and_it_goes_on(place, tmp_path, sent, code):
-    run, fresh = (
-        shrink_of(place, "bert", tmp_path / "o", "--resume", tmp_path / name, "--preview") for name in ("run", "fresh")
-    )
+def test_a_signal_ends_a_shrinking_in_one_line_and_it_goes_on(place, tmp_path, never_stopped, sent, code):
+    run = shrink_of(place, "bert", tmp_path / "o", "--resume", tmp_path / "run", "--preview")
     found, _, said = stopped_when(tmp_path / "run" / "weighed_moments.safetensors", sent, run)
     assert found == code, said
     assert "Traceback" not in said
     if sent != signal.SIGKILL:
         assert said.splitlines()[-1].endswith(f"go on with --resume {tmp_path / 'run'}")
-    assert invoke(*run).stdout == invoke(*fresh).stdout
+    assert invoke(*run).stdout == never_stopped
 
 
 @pytest.mark.usefixtures("one_thread")

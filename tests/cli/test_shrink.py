@@ -147,7 +147,7 @@ def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
 
 
 def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_path):
-    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uniform"]
+    options = ["--text", place / "text", "--context", "16", "--tokens", "400", "--device", "cpu", "--form", "uniform"]
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--output", tmp_path / "small").stdout
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
@@ -227,9 +227,13 @@ def test_the_plot_has_the_better_at_the_top_and_every_curve_in_its_column():
 
 
 def test_points_of_a_small_model_are_measured_and_taken_up_again(place, tmp_path, monkeypatch):
-    from polyhead.lab.surgery_quality import language
+    """Of each list of points every few: test_surgery_quality measures every way."""
+    from polyhead.lab.surgery_quality import language, points
 
     monkeypatch.setattr(language, "CONTEXT", 16)
+    tuned, curves = points.tuned, points.curves
+    monkeypatch.setattr(points, "tuned", lambda shares, stock: tuned(shares, stock)[::6])
+    monkeypatch.setattr(points, "curves", lambda shares: curves(shares)[::5])
     text = tmp_path / "text.txt"
     text.write_text("\n".join(path.read_text() for path in sorted((place / "text").rglob("*.txt"))) * 12)
     output = tmp_path / "points.jsonl"

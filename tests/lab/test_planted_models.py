@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from polyhead.geometry import HeadId
 from polyhead.lab.planted import (
     BEGIN,
     PLANTED_ROLES,
+    Planted,
     Sharpness,
     Sizes,
     planted_model,
@@ -21,6 +24,12 @@ from polyhead.lab.planted.circuits import Drawer
 from polyhead.lab.planted.spaces import LARGEST_COSINE, draw_spaces
 
 SIZES = Sizes(vocab_size=23, max_length=37, token_dim=19, num_layers=3, num_heads=5)
+
+
+@cache
+def planted_once(seed: int) -> Planted:
+    """Only to be looked at."""
+    return planted_model(seed)
 
 
 def matrices(model, head):
@@ -80,7 +89,7 @@ def test_the_null_has_the_layout_of_the_planted_model():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_duplicates_have_the_same_circuits_and_matrices_that_do_not_resemble_each_other(seed):
-    planted = planted_model(seed)
+    planted = planted_once(seed)
     (inside, _) = planted.duplicates
     first, second = (matrices(planted.model, head) for head in inside)
     for name in first:
@@ -97,7 +106,7 @@ def test_duplicates_have_the_same_circuits_and_matrices_that_do_not_resemble_eac
 def test_no_channel_and_no_axis_of_the_stream_stands_out(seed):
     """The sink's logits have rank one: without rotations all its weight would lie on a single channel and axis. Of a
     random direction in 128 dimensions the largest square is about 12 / 128 of the whole."""
-    planted = planted_model(seed)
+    planted = planted_once(seed)
     for head in planted.roles:
         for name, matrix in matrices(planted.model, head).items():
             squares = matrix.square() / matrix.square().sum()

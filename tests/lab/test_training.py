@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -120,7 +121,11 @@ def test_what_is_under_way_is_begun_once_and_seeds_wait_for_their_sweep():
     assert next_trial(TINY, swept, begun) == Trial("multi-head", "tokens", RATES[0], SEEDS[1])
 
 
-def test_several_at_a_time_find_what_one_after_another_finds(file, tmp_path):
+@pytest.mark.usefixtures("one_thread")
+def test_several_at_a_time_find_what_one_after_another_finds(file, tmp_path, monkeypatch):
+    """In forks of this process, which need not import PyTorch anew."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: fork)
     small = replace(TINY, arrangements={"multi-head": TINY.arrangements["multi-head"]}, steps=2)
     every = []
     for processes in (1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -65,11 +66,36 @@ def expected_sums(
     follows = torch.zeros_like(same)
     follows[:, 1:] = same[:, :-1]
     follows.fill_diagonal_(False)
+    keep = torch.zeros(size, 1)
+    keep[rows] = 1
+    # What no head's weights decide: how many keys a row sees, those far away, and the words and sentences asked about.
+    seen = visible.sum(-1).tolist()
+    far = visible & (distance.abs() > WINDOW)
+    far[:, first] = False
+    far_rows = sum(bool(far[i].any()) for i in rows)
+    pair_rows = {
+        name: sum(bool((pairs[i] & visible[i]).any()) for i in rows)
+        for name, pairs in (("duplicate", same), ("induction", follows))
+    }
+    inside: dict[str, list[tuple[int, Tensor]]] = {"word": [], "sentence": []}
+    for name, numbers in zip(inside, (x[0] for x in cut(tokens[None])), strict=True):
+        several = len(set(numbers[real & (numbers >= 0)].tolist())) > 1
+        for i in rows:
+            own = (numbers == numbers[i]) & real
+            if numbers[i] >= 0 and (own.sum() > 1 if name == "word" else several):
+                inside[name].append((i, own))
+    cosines, by_offset = [], []
+    if meaning is not None:
+        text = real & ~special
+        other = text[:, None] & text & (tokens[:, None] != tokens)
+        cosines = [vectors @ vectors.T for vectors in meaning[tokens].double().unbind(1)]
+        for offset in [*range(-NEAR, NEAR + 1), -size, size]:
+            at = distance == offset if abs(offset) <= NEAR else distance * offset > NEAR * size
+            if (at & other).any():
+                by_offset.append((at, [float(cosine[at & other].mean()) for cosine in cosines]))
     sums: dict[str, list[float]] = {name: [] for name in COLUMNS}
     hits = []
     for p in weights:
-        keep = torch.zeros(size, 1)
-        keep[rows] = 1
         p = p * keep
         found = dict.fromkeys(COLUMNS, 0.0)
         found["rows"] = found["key_set_rows"] = len(rows)
@@ -82,44 +108,27 @@ def expected_sums(
         found["reach"] = float((p * distance.abs()).sum())
         offsets = [0] * BINS
         for i in rows:
-            seen = int(visible[i].sum())
-            if seen > 1:
+            if seen[i] > 1:
                 found["entropy_rows"] += 1
-                found["entropy_share"] += float(-torch.xlogy(p[i], p[i]).sum()) / float(
-                    torch.tensor(seen).double().log()
-                )
+                found["entropy_share"] += float(-torch.xlogy(p[i], p[i]).sum()) / math.log(seen[i])
             top = int(p[i].argmax())
             offsets[max(-NEAR - 1, min(NEAR + 1, top - i)) + NEAR + 1] += 1
-            far = visible[i] & (distance[i].abs() > WINDOW)
-            far[first] = False
-            found["far_rows"] += bool(far.any())
-            found["far"] += bool(far[top]) and bool(p[i].max() > 0.5)
-            for name, pairs in (("duplicate", same), ("induction", follows)):
-                found[f"{name}_rows"] += bool((pairs[i] & visible[i]).any())
-        for name, numbers in zip(("word", "sentence"), (x[0] for x in cut(tokens[None])), strict=True):
-            for i in rows:
-                inside = (numbers == numbers[i]) & real
-                asked = inside.sum() > 1 if name == "word" else len(set(numbers[real & (numbers >= 0)].tolist())) > 1
-                if asked and numbers[i] >= 0:
-                    found[f"{name}_rows"] += 1
-                    found[name] += float(p[i][inside].sum())
+            found["far"] += bool(far[i, top]) and bool(p[i, top] > 0.5)
+        found["far_rows"] = far_rows
+        for name, count in pair_rows.items():
+            found[f"{name}_rows"] = count
+        for name, chosen in inside.items():
+            found[f"{name}_rows"] = len(chosen)
+            found[name] = sum(float(p[i][own].sum()) for i, own in chosen)
         found["duplicate"], found["induction"] = float(p[same].sum()), float(p[follows].sum())
         if meaning is not None:
-            text = real & ~special
-            other = text[:, None] & text & (tokens[:, None] != tokens)
             found["different"] = float(p[other].sum())
             apart = p * (distance != 0)
+            apart_shares = [(float(apart[at].sum() / apart.sum()), means) for at, means in by_offset]
             for index, name in enumerate(("alike", "shuffled", "reshuffled")):
-                vectors = meaning[tokens, index].double()
-                cosine = vectors @ vectors.T
-                found[name] = float((p * cosine)[other].sum())
-                by_offset = 0.0
-                for offset in [*range(-NEAR, NEAR + 1), -size, size]:
-                    at = distance == offset if abs(offset) <= NEAR else distance * offset > NEAR * size
-                    pairs = at & other
-                    if pairs.any():
-                        by_offset += float(apart[at].sum() / apart.sum() * cosine[pairs].mean())
-                found[f"{name}_expected"] = by_offset * found["different"]
+                found[name] = float((p * cosines[index])[other].sum())
+                mean = sum(share * means[index] for share, means in apart_shares)
+                found[f"{name}_expected"] = mean * found["different"]
         for name in COLUMNS:
             sums[name].append(found[name])
         hits.append(offsets)

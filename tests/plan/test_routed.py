@@ -16,7 +16,7 @@ from polyhead.layers.positions.config import ALiBiConfig, LearnedConfig, RotaryC
 from polyhead.layers.routed_config import RoutedConfig
 from polyhead.plan import Workload, estimate_cost
 
-BATCH, QUERIES, KEYS, PAST = 3, 7, 11, 5
+BATCH, QUERIES, KEYS, PAST = 2, 5, 7, 3
 EMBED, HEADS = 24, 6
 
 

@@ -51,7 +51,7 @@ def test_pruned_heads_are_heads_switched_off_and_come_back(name):
         for implementation in implementations:
             model.set_attn_implementation(implementation)
             found[implementation] = [result_of(model, family)]
-            if name in CACHED:
+            if name in CACHED and implementation in (implementations[0], "polyhead"):  # one of transformers' and ours
                 found[implementation].append(generated(model, family))
         return found
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.layers import MultiHeadAttention
@@ -24,34 +23,26 @@ from polyhead.surgery import (
     take_shape,
     undo,
 )
+from tests.forked import Bystander
 from tests.surgery.gated import FAMILIES, build, decoder
 
-ELSEWHERE = """
-import sys
-import torch
-from safetensors.torch import load_file
-from polyhead.surgery import EditRecord, fingerprint, take_shape, undo
-from tests.huggingface import models
-from tests.surgery.gated import build
-for family in models.FAMILIES:
-    if family.name in sys.argv[2:]:
-        model = build(family, seed=5, dtype=torch.bfloat16)  # other weights: what matters comes from the files
-        record = EditRecord.load(f"{sys.argv[1]}/{family.name}.record.safetensors")
-        take_shape(model, record)
-        missing, unexpected = model.load_state_dict(
-            load_file(f"{sys.argv[1]}/{family.name}.safetensors"), strict=False
-        )
-        assert unexpected == [] and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # tied to the embedding
-        undo(model, record)
-        print(family.name, fingerprint(model))
-"""
+
+def undone(folder: Path, name: str) -> str:
+    model = build(FAMILIES[name], seed=5, dtype=torch.bfloat16)  # other weights: what matters comes from the files
+    record = EditRecord.load(folder / f"{name}.record.safetensors")
+    take_shape(model, record)
+    missing, unexpected = model.load_state_dict(load_file(folder / f"{name}.safetensors"), strict=False)
+    assert unexpected == []
+    assert set(missing) <= {"lm_head.weight"}  # tied to the embedding
+    undo(model, record)
+    return fingerprint(model)
 
 
-def test_edits_are_undone_in_another_process_from_the_shrunk_checkpoint(tmp_path, project_root):
-    expected = []
-    for name in ("gpt2", "llama"):
-        model = build(FAMILIES[name], dtype=torch.bfloat16)
-        expected.append(f"{name} {fingerprint(model)}")
+def test_edits_are_undone_in_another_process_from_the_shrunk_checkpoint(tmp_path):
+    built = {name: build(FAMILIES[name], dtype=torch.bfloat16) for name in ("gpt2", "llama")}
+    elsewhere, expected = Bystander(), {}
+    for name, model in built.items():
+        expected[name] = fingerprint(model)
         whole = dict(model.named_parameters())
         record = apply(model, [PruneHeads(0, (1,)), ReorderHeads(0, (2, 0, 1)), PruneHeads(1, (0, 1))])
         path = tmp_path / f"{name}.record.safetensors"
@@ -60,18 +51,8 @@ def test_edits_are_undone_in_another_process_from_the_shrunk_checkpoint(tmp_path
         touched = sum(whole[name].nbytes for name, p in model.named_parameters() if p is not whole[name])
         assert record.num_bytes == touched
         assert path.stat().st_size < touched + 16_384  # the header, and nothing twice
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(project_root / "src"), str(project_root)))}
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(tmp_path), "gpt2", "llama"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-        cwd=project_root,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == expected
+    assert {name: elsewhere.run(undone, tmp_path, name) for name in expected} == expected
+    elsewhere.end()
 
 
 def test_a_record_is_the_same_after_a_file(tmp_path):
