@@ -67,7 +67,8 @@ def test_the_layer_compiles_whole_forward_and_backward(form: str) -> None:
 @pytest.mark.parametrize("lengths", [None, [LENGTH, 2, 5]])
 def test_a_compiled_layer_generates_with_a_latent_cache(lengths: list[int] | None) -> None:
     layer = make(causal=True).eval()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    # Writes into the cache by index, which lengths need, are those that AOTAutograd may get wrong.
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if lengths else "eager")
     blocks = [randn(), *(randn(length=1) for _ in range(5))]
     results = []
     with torch.no_grad():
