@@ -76,7 +76,8 @@ def test_a_compiled_layer_generates_with_a_latent_cache(lengths: list[int] | Non
             cache = PreallocatedLatentCache.for_layout(
                 layer.layout.absorbed, batch_size=BATCH, capacity=17, dtype=DOUBLE
             )
-            outputs = [call(blocks[0], cache=cache, lengths=lengths).output]
+            # A compiled prompt in one of the two: each graph takes its time.
+            outputs = [(layer if lengths else call)(blocks[0], cache=cache, lengths=lengths).output]
             results.append(torch.cat([*outputs, *(call(block, cache=cache).output for block in blocks[1:])], 1))
     close(*results)
 
