@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -247,27 +248,30 @@ def test_registering_fills_both_registries_and_twice_is_once():
     assert AttentionMaskInterface()["polyhead"].__name__ == "make_mask"
 
 
-def run(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_importing_the_package_does_not_import_transformers():
-    assert run("import sys, polyhead.huggingface; print('transformers' in sys.modules)").strip() == "False"
-
-
-def test_without_transformers_the_error_says_what_to_install():
+@cache
+def lines_without_transformers() -> list[str]:
+    """Import the package, print whether transformers came along, then do without transformers what needs it."""
     program = """
 import sys
-sys.modules["transformers"] = None
 import polyhead.huggingface
+print("transformers" in sys.modules)
+sys.modules["transformers"] = None
 for act in (polyhead.huggingface.register, polyhead.huggingface.families):
     try:
         act()
     except polyhead.huggingface.registration.OptionError as error:
         print(error)
 """
-    lines = run(program).splitlines()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_importing_the_package_does_not_import_transformers():
+    assert lines_without_transformers()[0] == "False"
+
+
+def test_without_transformers_the_error_says_what_to_install():
+    _, *lines = lines_without_transformers()
     assert len(lines) == 2
     assert all("pip install 'polyhead[hf]'" in line for line in lines)

@@ -9,9 +9,11 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 from polyhead.layers.positions import ALiBi, DynamicNTKScaling, Learned, QuadraticRelative1D, Rotary, Sinusoidal, T5Bias
 from polyhead.layers.positions.row_tables import FIRST_CAPACITY, LARGEST_CAPACITY, row_table
+from tests.layers.compiling import QUICK_INDUCTOR, with_dynamic_sizes
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 5, 19, 26
 
@@ -173,7 +175,7 @@ def assert_same_with_gradients(actual, expected, x: Tensor) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_one_graph_serves_all_lengths_and_offsets() -> None:
     block = Block()
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = with_dynamic_sizes(torch.compile(block, fullgraph=True, backend="aot_eager"), 1)
     assert_same_with_gradients(compiled, block, tokens(BATCH, 19, HEADS * HEAD_DIM))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (23, 301, 37):
@@ -220,7 +222,8 @@ def test_inductor_computes_a_table_once_and_not_for_every_head() -> None:
     from torch._inductor.utils import run_and_get_code
 
     rotary, x = Rotary(HEAD_DIM), tokens(BATCH, HEADS, LENGTH, HEAD_DIM)
-    found, (code,) = run_and_get_code(torch.compile(rotary, fullgraph=True), x)
+    with inductor_config.patch(QUICK_INDUCTOR):
+        found, (code,) = run_and_get_code(torch.compile(rotary, fullgraph=True), x)
     torch.testing.assert_close(found, rotary(x), rtol=1e-6, atol=2e-6)
     loops_with_cosines = [part for part in code.split("for(int64_t x0=") if ".cos()" in part or "std::cos" in part]
     assert loops_with_cosines
@@ -230,7 +233,7 @@ def test_inductor_computes_a_table_once_and_not_for_every_head() -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_dynamic_ntk_compiles_on_both_sides_of_the_original_length() -> None:
     rotary = Rotary(HEAD_DIM, scaling=DynamicNTKScaling(2.0, original_length=23))
-    compiled = torch.compile(rotary, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = with_dynamic_sizes(torch.compile(rotary, fullgraph=True, backend="aot_eager"), 2)
     for length in (19, 29, 37, 17, 21):
         # Up to the original length one graph serves all; beyond it each length has its own frequencies and graph.
         with torch._dynamo.config.patch(error_on_recompile=length in (17, 21)):

@@ -213,9 +213,9 @@ def test_tied_embeddings_are_the_output_map() -> None:
 def test_a_language_model_learns_a_rule(options: dict[str, Any]) -> None:
     """Each token is the one three before it plus one: a single head can find that."""
     model = LanguageModel(17, EMBED, HEADS, LAYERS, positions=Rotary(HEAD_DIM), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss = torch.tensor(math.inf)
-    for _ in range(150):
+    for _ in range(60):
         data = torch.cat([(start := torch.randint(17, (32, 3))), (start + 1) % 17, (start + 2) % 17], 1)
         logits = model(data[:, :-1])
         loss = F.cross_entropy(logits[:, 2:].flatten(0, 1), data[:, 3:].flatten())
@@ -228,6 +228,7 @@ def test_a_language_model_learns_a_rule(options: dict[str, Any]) -> None:
 # ---- generation
 
 
+@torch.no_grad()
 def by_hand(model: LanguageModel, prompt: Tensor, count: int) -> Tensor:
     """The likeliest next token of one sequence, again and again, with nothing but the forward."""
     sequence = prompt
@@ -236,27 +237,28 @@ def by_hand(model: LanguageModel, prompt: Tensor, count: int) -> Tensor:
     return sequence[len(prompt) :]
 
 
-@pytest.mark.parametrize("caches", [*CACHES, None])
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_generation_is_the_forward_again_and_again(positions: str, caches: str | None) -> None:
+def test_generation_is_the_forward_again_and_again(positions: str) -> None:
     model, prompt = language_model(positions, num_kv_heads=2), tokens(BATCH, LENGTH)
     expected = torch.stack([by_hand(model, row, 9) for row in prompt])
     assert len(expected.unique()) > 5  # a model that repeats itself would prove little
-    assert torch.equal(model.generate(prompt, 9, caches=caches), expected)
+    for caches in (*CACHES, None):
+        assert torch.equal(model.generate(prompt, 9, caches=caches), expected), caches
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("caches", [*CACHES, None])
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_ragged_prompts_generate_as_each_would_alone(positions: str, caches: str | None, side: str) -> None:
+def test_ragged_prompts_generate_as_each_would_alone(positions: str) -> None:
     model = language_model(positions, num_kv_heads=2)
     lengths = [5, LENGTH, 1]
     prompts = [tokens(length) for length in lengths]
-    padded = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        padded[row, slice(None, len(prompt)) if side == "right" else slice(LENGTH - len(prompt), None)] = prompt
-    generated = model.generate(padded, 7, caches=caches, lengths=lengths, side=side)  # type: ignore[arg-type]
-    assert torch.equal(generated, torch.stack([by_hand(model, prompt, 7) for prompt in prompts]))
+    expected = torch.stack([by_hand(model, prompt, 7) for prompt in prompts])
+    for side in ("right", "left"):
+        padded = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            padded[row, slice(None, len(prompt)) if side == "right" else slice(LENGTH - len(prompt), None)] = prompt
+        for caches in (*CACHES, None):
+            generated = model.generate(padded, 7, caches=caches, lengths=lengths, side=side)  # type: ignore[arg-type]
+            assert torch.equal(generated, expected), (side, caches)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -406,17 +408,18 @@ POSITION_PAIRS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("caches", [*CACHES, None])
 @pytest.mark.parametrize("options", POSITION_PAIRS)
-def test_a_sequence_model_generates_what_its_forward_says(options: str, caches: str | None) -> None:
+def test_a_sequence_model_generates_what_its_forward_says(options: str) -> None:
     model, source = sequence_model(**POSITION_PAIRS[options]), tokens(BATCH, SOURCE) % 89
     lengths, start = [SOURCE, 1, 6], 3
     target = torch.full((BATCH, 1), start)
-    for _ in range(9):
-        best = model(source, target, source_lengths=lengths)[:, -1].argmax(-1)
-        target = torch.cat([target, best[:, None]], 1)
-    generated = model.generate(source, 9, start=start, source_lengths=lengths, caches=caches)
-    assert torch.equal(generated, target[:, 1:])
+    with torch.no_grad():
+        for _ in range(9):
+            best = model(source, target, source_lengths=lengths)[:, -1].argmax(-1)
+            target = torch.cat([target, best[:, None]], 1)
+    for caches in (*CACHES, None):
+        generated = model.generate(source, 9, start=start, source_lengths=lengths, caches=caches)
+        assert torch.equal(generated, target[:, 1:]), caches
 
 
 def test_a_source_is_projected_once_for_all_steps() -> None:

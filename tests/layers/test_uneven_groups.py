@@ -233,8 +233,9 @@ def test_a_checkpoint_of_another_map_is_refused() -> None:
 
 
 @both_ways
+@torch.no_grad()  # what AOTAutograd makes of it, with gradients: tests/functional/test_uneven.py
 def test_it_compiles_in_one_graph() -> None:
     layer = pair(causal=True)[0].float()
     x = torch.randn(BATCH, LENGTH, EMBED)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x).output, layer(x).output)
