@@ -325,15 +325,17 @@ def check_operator(device: str) -> None:
         assert ours.equal(theirs)
 
 
-def check_all(dtype: torch.dtype, device: str, step: int) -> None:
-    for case in CASES[::step]:
+def check_all(cases: list[Case], dtype: torch.dtype, device: str) -> None:
+    for case in cases:
         check(case, dtype, device)
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.float16, 3)])
-def test_in_the_interpreter_every_layout_gives_the_formula(dtype: torch.dtype, step: int) -> None:
-    in_the_interpreter(check_all, dtype, "cpu", step)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_in_the_interpreter_every_layout_gives_the_formula(dtype: torch.dtype) -> None:
+    # The same code in either dtype: every third in float16, the others in float32.
+    cases = [case for i, case in enumerate(CASES) if (i % 3 == 0) == (dtype is torch.float16)]
+    in_the_interpreter(check_all, cases, dtype, "cpu")
 
 
 def test_in_the_interpreter_a_broken_value_reaches_those_who_see_it_alone() -> None:

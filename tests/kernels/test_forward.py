@@ -405,7 +405,9 @@ def check_strides(device: str, blocks: tuple[int, int, int, int] | None = SMALL)
 @pytest.mark.numerics
 @pytest.mark.parametrize("dtype", HALVES_AND_SINGLES, ids=str)
 def test_in_the_interpreter_every_option_keeps_to_the_bounds(dtype: torch.dtype) -> None:
-    in_the_interpreter(check_all, flags(), [dtype], "cpu")
+    # The same code in either dtype: every third in float16, the others in float32.
+    cases = {name: case for i, (name, case) in enumerate(flags().items()) if (i % 3 == 2) == (dtype is torch.float16)}
+    in_the_interpreter(check_all, cases, [dtype], "cpu")
 
 
 @pytest.mark.numerics
