@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def small():
-    return Run(CPU, torch.float32, 3, 0, 0.1, 3)
+    return Run(CPU, torch.float32, 3, 0, 0.01, 3)
 
 
 @pytest.mark.parametrize("causal", [True, False])
