@@ -418,14 +418,13 @@ def test_no_submodule_takes_the_place_of_a_public_name(trees):
     shuffled = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     program = """
 import importlib, os, sys, types
-import torch
+import polyhead
+before = {name: getattr(polyhead, name) for name in polyhead.__all__}
 for names in sys.argv[1:]:
-    child = os.fork()  # with torch, and nothing of polyhead
+    child = os.fork()  # with polyhead as it was imported, and nothing that an earlier order loaded
     if child:
         assert os.waitpid(child, 0)[1] == 0, "see above"
         continue
-    import polyhead
-    before = {name: getattr(polyhead, name) for name in polyhead.__all__}
     for name in names.split():
         importlib.import_module(name)
     for name, value in before.items():

@@ -37,17 +37,17 @@ MAKERS = {
     "llama": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=130)
     ),
-    "t5": lambda: transformers.T5ForConditionalGeneration(
+    "t5": lambda layers=2: transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=len(NAMES), d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
+            vocab_size=len(NAMES), d_model=24, d_kv=6, d_ff=32, num_layers=layers, num_heads=4, decoder_start_token_id=0
         )
     ),
 }
 
 
-def model_folder(folder: Path, name: str, seed: int = 0) -> Path:
+def model_folder(folder: Path, name: str, seed: int = 0, **options: int) -> Path:
     torch.manual_seed(seed)
-    model = MAKERS[name]()
+    model = MAKERS[name](**options)
     with torch.no_grad():  # attention far from uniform, as a trained model's is
         for path, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in path:

@@ -337,18 +337,24 @@ def test_origins_of_a_site_are_of_its_heads():
         AttentionSite.from_dict({**site, "num_heads": 3, **told})
 
 
+def plainly_inspected(folder, text):
+    return inspect_model(Settings(str(folder), str(text), context=64, batch_tokens=400, chance=False))
+
+
+@pytest.fixture(scope="module")
+def whole_llama(text, tmp_path_factory):
+    folder = model_folder(tmp_path_factory.mktemp("llama"), "llama")
+    return folder, plainly_inspected(folder, text)
+
+
 @pytest.mark.parametrize("form", ["uneven", "padded"])
-def test_a_head_of_a_group_that_lost_another_is_itself_in_every_column(form, text, tmp_path):
+def test_a_head_of_a_group_that_lost_another_is_itself_in_every_column(form, whole_llama, text, tmp_path):
     """Query heads of one key head, of which one is gone: keys and values are still those that each head read."""
-    whole = model_folder(tmp_path / "llama", "llama")
+    whole, one = whole_llama
     model = load_model(whole).model
     apply(model, [PruneHeads(0, (0,)), PruneHeads(1, (2, 3))])
     save(model, tmp_path / "pruned", form=form, tokenizer=SideFiles(whole))
-    one, other = (
-        inspect_model(Settings(str(folder), str(text), context=64, batch_tokens=400, chance=False))
-        for folder in (whole, tmp_path / "pruned")
-    )
-    found = compare(one, other)
+    found = compare(one, plainly_inspected(tmp_path / "pruned", text))
     assert [str(x) for x in found.only_before] == ["0.0 removed", "1.2 removed", "1.3 removed"]
     # Its share of what the layer writes, and what the loss makes of it, depend on the others.
     of_others = {"contribution_share", "total_correlation", "gradient", "taylor", "copying"}

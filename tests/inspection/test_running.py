@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
-from polyhead.inspection import Progress, Settings, compare, inspect_model, load_inspection, save_inspection
+from polyhead.inspection import Inspection, Progress, Settings, compare, inspect_model, load_inspection, save_inspection
 from polyhead.inspection.across import sample_of
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.observatory import read_facts
@@ -39,10 +40,28 @@ def settings_for(model: Path, text: Path, **options) -> Settings:
     return Settings(str(model), str(text), context=96, batch_tokens=400, **options)
 
 
+@pytest.fixture(scope="module")
+def inspected(folders, text, tmp_path_factory) -> Callable[[str], tuple[Inspection, list[Progress], Path]]:
+    """A model by name, inspected once; what was reported on the way, and the folder of the run."""
+
+    @functools.cache
+    def once(name: str) -> tuple[Inspection, list[Progress], Path]:
+        seen: list[Progress] = []
+        folder = tmp_path_factory.mktemp("inspected")
+        found = inspect_model(settings_for(folders[name], text), folder=folder, report=seen.append)
+        return found, seen, folder
+
+    return once
+
+
+@pytest.fixture(scope="module")
+def plain_bert(folders, text) -> Inspection:
+    return inspect_model(settings_for(folders["bert"], text, importance="none", chance=False))
+
+
 @pytest.mark.parametrize("name", sorted(MAKERS))
-def test_every_kind_of_model_is_inspected(folders, text, name):
-    seen: list[Progress] = []
-    found = inspect_model(settings_for(folders[name], text), report=seen.append)
+def test_every_kind_of_model_is_inspected(inspected, name):
+    found, seen, _ = inspected(name)
     stacks = 3 if name == "t5" else 1
     assert len(found.table) == stacks * 8
     assert found.facts["documents"] == 6
@@ -116,13 +135,12 @@ def test_duplicated_heads_are_found_within_and_across_layers(folders, text, tmp_
     assert any("0.0 and 0.1 say the same thing" in str(finding) for finding in found.findings)
 
 
-def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(folders, text, monkeypatch):
-    settings = settings_for(folders["bert"], text, importance="none", chance=False)
-    found = inspect_model(settings)
+def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(plain_bert, monkeypatch):
+    found = plain_bert
     assert "every pair is measured" in found.facts["pairs_by"]
     assert len(found.pairs) == 16  # all there are
     monkeypatch.setattr("polyhead.inspection.across.sample_of", functools.partial(sample_of, most_bytes=0))
-    picked = inspect_model(settings)
+    picked = inspect_model(found.settings)
     assert "projected at random to 64 numbers" in picked.facts["pairs_by"]
     guesses, measured = (torch.tensor([getattr(x, name) for x in picked.pairs]) for name in ("guess", "cosine"))
     assert 0 < (guesses - measured).abs().max() < 0.35  # 64 numbers for 24, drawn at random
@@ -131,10 +149,10 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
         assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
 
 
-def test_it_is_kept_and_read_again(folders, text, tmp_path):
-    found = inspect_model(settings_for(folders["llama"], text), folder=tmp_path)
-    save_inspection(tmp_path, found)
-    again = load_inspection(tmp_path)
+def test_it_is_kept_and_read_again(inspected):
+    found, _, folder = inspected("llama")
+    save_inspection(folder, found)
+    again = load_inspection(folder)
     assert again.settings == found.settings
     assert repr(again.roles) == repr(found.roles)  # NaN is not equal to itself
     assert again.groups == found.groups
@@ -156,39 +174,38 @@ def test_it_is_kept_and_read_again(folders, text, tmp_path):
     assert same.gained == same.lost == ()
 
 
-def test_an_interrupt_leaves_what_was_gathered(folders, text, tmp_path):
+def test_an_interrupt_leaves_what_was_gathered(folders, plain_bert, text, tmp_path):
     def stop(now: Progress) -> None:
         if now.step == "read the text" and now.done > 0:
             raise KeyboardInterrupt
 
-    found = inspect_model(settings_for(folders["bert"], text), folder=tmp_path, report=stop)
+    found = inspect_model(settings_for(folders["bert"], text, chance=False), folder=tmp_path, report=stop)
     assert found.facts["interrupted"]
     assert 0 < found.facts["tokens"] < 800
     assert found.roles == ()
     assert found.table["entropy"].isfinite().all()
-    whole = inspect_model(settings_for(folders["bert"], text, importance="none"))
     settings = dataclasses.replace(found.settings, importance="none")
     resumed = inspect_model(settings, folder=tmp_path, resume=True)
-    for name in whole.table.columns:
-        torch.testing.assert_close(resumed.table[name], whole.table[name], rtol=0, atol=0, equal_nan=True)
+    for name, column in plain_bert.table.columns.items():
+        torch.testing.assert_close(resumed.table[name], column, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
     options = ["--context", "96", "--batch", "100", "--importance", "none", "--no-chance", "--device", "cpu"]
-    saved = ["--save", tmp_path / "killed", "--save-seconds", 0]
+    saved = ["--tokens", 600, "--save", tmp_path / "killed", "--save-seconds", 0]
     command = ["inspect", folders["llama"], "--text", text, *options, *saved]
     file = tmp_path / "killed" / OBSERVATIONS
     code, _, said = stopped_when(file, signal.SIGKILL, command)
     assert file.exists(), said
     assert code == -signal.SIGKILL
-    total = 9
-    assert 0 < read_facts(file)["batches"] < total
+    before = read_facts(file)["batches"]
     settings = Settings.from_dict(read_facts(file)["settings"])
     for folder in ("killed", "whole"):
         place = tmp_path / folder
         save_inspection(place, inspect_model(settings, folder=place, resume=folder == "killed"))
-    assert read_facts(file)["batches"] >= total
+    total = read_facts(tmp_path / "whole" / OBSERVATIONS)["batches"]
+    assert 0 < before < total == read_facts(file)["batches"]
     from safetensors.torch import load_file
 
     one, other = (load_file(tmp_path / folder / OBSERVATIONS) for folder in ("killed", "whole"))
@@ -252,11 +269,9 @@ def test_a_run_goes_on_with_its_own_text_alone(folders, text, tmp_path):
         inspect_model(found.settings, folder=tmp_path / "run", resume=True)
 
 
-def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(folders, text, tmp_path):
-    other = model_folder(tmp_path / "other", "bert", seed=1)
-    options = {"importance": "none", "chance": False}
-    one = inspect_model(settings_for(folders["bert"], text, **options))
-    two = inspect_model(settings_for(other, text, **options))
+def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(plain_bert, tmp_path):
+    other, one = model_folder(tmp_path / "other", "bert", seed=1), plain_bert
+    two = inspect_model(dataclasses.replace(one.settings, model=str(other)))
     found = compare(one, two)
     assert len(found.beyond()) > 10
     assert found.only_before == found.only_after == ()

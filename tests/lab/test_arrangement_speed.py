@@ -10,13 +10,16 @@ from typer.testing import CliRunner
 from polyhead.cli import app
 from polyhead.lab import arrangement_speed
 from polyhead.lab.arrangement_speed import floors, routed, talking
+from polyhead.lab.measuring import runner
 from polyhead.lab.measuring.runner import Run
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def small():
+def small(monkeypatch):
+    """Samples of one call: no test here reads a time."""
+    monkeypatch.setattr(runner, "SAMPLE_SECONDS", 1e-6)
     return Run(CPU, torch.float32, 3, 0, 0.1, 3)
 
 

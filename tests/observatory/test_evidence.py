@@ -12,7 +12,8 @@ from torch import Tensor
 
 import polyhead
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observatory import Notes
+from polyhead.masks import Mask
+from polyhead.observatory import Notes, evidence
 from polyhead.observatory.evidence import EvidenceGatherer, HeadEvidence
 from polyhead.observatory.evidence_rows import COLUMNS, WINDOW
 from polyhead.observatory.evidence_tokens import BINS, NEAR, NEAREST, Meaning, rare_tokens
@@ -188,6 +189,48 @@ def test_evidence_equals_the_weights_of_eager_attention(name: str, side: str, kn
             for b in (1, 0, 2)
         ]
         assert_evidence(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_what_all_layers_of_a_stack_see_is_measured_once_and_is_the_same_bit_for_bit(padded: bool, monkeypatch) -> None:
+    """T5 joins a mask and a bias anew in every layer; encoder and decoder see different keys."""
+    model = models.build(FAMILIES["t5"], dtype=torch.float32)
+    tokens = models.tokens() % 19 + 3
+    real = torch.arange(tokens.shape[1]) < torch.tensor([tokens.shape[1], 17 if padded else 24, 24])[:, None]
+    notes = Notes(documents=torch.arange(3), tokens=tokens, classes=classes_of(tokens))
+
+    def gathered() -> tuple[int, list[dict[str, Tensor]]]:
+        made: list[object] = []
+        true = evidence.ground
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(evidence, "ground", lambda *given: made.append(given) or true(*given))
+            with polyhead.observe(model, statistics=False, gather=[EvidenceGatherer(segments=cut)]) as session:
+                session.notes = notes
+                masks = {"attention_mask": real.long(), "decoder_attention_mask": real.long()}
+                model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False, **masks)
+        values = session.observations.gathered.values()
+        return len(made), [x["evidence"].state() for x in values if "evidence" in x]
+
+    count, found = gathered()
+    monkeypatch.setattr(evidence, "_same_keys", lambda *_: False)
+    count_apart, apart = gathered()
+    assert (count, count_apart) == (2, 4)
+    assert len(found) == len(apart) == 4
+    for one, other in zip(found, apart, strict=True):
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+def test_masks_with_other_parts_show_other_keys() -> None:
+    same, bias = evidence._same_keys, torch.randn(1, 2, 5, 5)
+    dense, lengths, packed = Mask.dense(torch.ones(5, 5).bool().tril()), Mask.lengths([5]), Mask.documents([0] * 5)
+    placed = Mask.positions(torch.arange(5), torch.arange(5))
+    masks = [None, Mask.causal(), Mask.window(3), Mask.window(3, sinks=1), Mask.bias(bias), Mask.bias(bias.clone())]
+    masks += [dense, lengths, Mask.lengths([5]), packed, placed, Mask.causal() & lengths, lengths & packed]
+    for one, other in itertools.product(masks, masks):
+        assert same(one, other) == (one is other), (one, other)
+    for one, other in ((lengths, Mask.bias(bias)), (Mask.causal(), dense), (placed, packed)):
+        assert same(one & other, one & other)
 
 
 def attended_layer(causal: bool = True) -> polyhead.MultiHeadAttention:

@@ -54,26 +54,37 @@ class EvidenceGatherer:
         self.name = name
         self.most_documents = most_documents
         self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments)
-        self._latest: tuple[Notes, Mask | None, torch.Size, torch.device, Ground] | None = None
+        self._latest: tuple[Notes, Mask | None, tuple[object, ...], Ground] | None = None
 
     def empty(self, site: AttentionSite, device: torch.device) -> HeadEvidence | None:
         """None for a cross-attention: its queries have no place among its keys."""
         return HeadEvidence.empty(self, site, device) if site.kind == "self" else None
 
     def ground_of(self, attended: Attended, real: Tensor | None, notes: Notes) -> Ground:
-        """What is true of the batch whatever the heads do; found once for all layers with one mask."""
+        """What is true of the batch whatever the heads do; found once for layers in a row that see the same keys."""
         shape, device = attended.query.shape, attended.query.device
         size = torch.Size((shape[0], shape[2]))
+        key = (size, device, attended.query.dtype, attended.sinks is None)
         latest = self._latest
-        if latest is not None and latest[0] is notes and latest[1] is attended.mask and latest[2:4] == (size, device):
-            return latest[4]
+        if latest is not None and latest[0] is notes and latest[2] == key and _same_keys(latest[1], attended.mask):
+            return latest[3]
         causal = attended.mask is not None and attended.mask.right == 0
         if notes.tokens is not None and notes.tokens.shape != size:
             raise ShapeError(f"notes must name every token, here {list(size)}, got {list(notes.tokens.shape)}")
         tokens = self.tables.read(notes, real, causal=causal, device=device)
         found = ground(attended, real, tokens)
-        self._latest = (notes, attended.mask, size, device, found)
+        self._latest = (notes, attended.mask, key, found)
         return found
+
+
+def _same_keys(one: Mask | None, other: Mask | None) -> bool:
+    """Whether two masks show the same keys, by the identity of their parts: T5 joins them anew in every layer."""
+    if one is None or other is None:
+        return one is other
+    plain = [(m.left, m.right, m.sinks, m.padding, m.packed, len(m.allowed), len(m.biases)) for m in (one, other)]
+    tensors = [(*m.allowed, *m.biases) for m in (one, other)]
+    same = plain[0] == plain[1] and one.placed is other.placed
+    return same and all(x is y for x, y in zip(*tensors, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -255,9 +255,7 @@ class Interruption(BaseException):
     """Like a key that is pressed: no error, and nothing may catch it as one."""
 
 
-@pytest.mark.parametrize(
-    ("form", "replaced"), [("uniform", False), ("uneven", False), ("padded", False), ("uneven", True)]
-)
+@pytest.mark.parametrize(("form", "replaced"), [("uniform", False), ("padded", False), ("uneven", True)])
 def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_path, monkeypatch):
     old, new, words = llama(), llama(), tokenizer()
     record = apply(new, [PruneHeads(layer, (0, 1)) for layer in range(2)])
