@@ -123,6 +123,8 @@ class Kept:
     def leave(self, has_failed: bool) -> None:
         """Check what a test did to the page, and close it where anything is wrong."""
         opened, is_well = self.opened, False
+        if opened is None:
+            return  # it could not be opened
         try:
             if not has_failed:
                 opened.check()

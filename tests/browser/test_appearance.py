@@ -134,3 +134,14 @@ def test_axe_finds_nothing_serious_in_any_view(open_page, keep_picture, tmp_path
         tab.get_by_label("语言").select_option("en")
         opened.of.change_scheme("light")
         tab.locator("html[data-theme=light]").wait_for()
+
+
+def test_axe_notices_what_a_scheme_and_a_language_can_break(open_page):
+    tab = open_page(view="matters", fresh=True).tab
+    assert (bad_contrasts(tab), bad_words(tab)) == ([], [])
+    tab.locator("p.facts").evaluate("(line) => { line.style.color = 'rgb(200, 200, 200)'; }")
+    (contrast,) = bad_contrasts(tab)
+    assert contrast.startswith('color-contrast: <p class="facts"')
+    tab.locator("main button").last.evaluate("(button) => { button.replaceChildren(); button.ariaLabel = '' }")
+    tab.evaluate("document.documentElement.lang = 'xx-nonsense'")
+    assert {words.partition(":")[0] for words in bad_words(tab)} == {"button-name", "html-lang-valid"}

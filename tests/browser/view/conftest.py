@@ -228,3 +228,43 @@ def opened_long(request: pytest.FixtureRequest, long_page: Kept) -> Iterator[Ope
         opened.walk()
     finally:
         long_page.leave(request.node.stash.get(HAS_FAILED, False))
+
+
+@pytest.fixture(scope="session")
+def sentence_page(tabs: Tabs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """A page on a server of its own that has read the sentence, one for the tests that change neither."""
+
+    def no_other(name: str) -> Running:
+        raise AssertionError(f"{name} is not the server of this page")
+
+    @contextmanager
+    def opening() -> Iterator[Opened]:
+        with (
+            Running(*small_viewer(tmp_path_factory.mktemp("sentence") / "llama", "llama")) as server,
+            views(tabs, no_other) as open_one,
+        ):
+            opened = open_one(server)
+            opened.read()
+            yield opened
+
+    kept = Kept(opening)
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def read_sentence(request: pytest.FixtureRequest, sentence_page: Kept) -> Iterator[Callable[..., Opened]]:
+    """All heads of the sentence, as a reader comes to them from one head: no word is chosen."""
+
+    def opening(viewport: tuple[int, int] = (1280, 800)) -> Opened:
+        opened = sentence_page.take()
+        opened.of.change_size(viewport)
+        opened.tab.mouse.move(0, 0)
+        opened.go("head/0/0")
+        opened.tab.locator(".head-panel[data-head='0.0']").wait_for()
+        opened.go("")
+        opened.tab.locator(".pictures-note[data-done=true]").wait_for()
+        return opened
+
+    yield opening
+    sentence_page.leave(request.node.stash.get(HAS_FAILED, False))

@@ -148,9 +148,8 @@ def test_no_string_is_left_in_english(open_view, keep_picture):
 
 
 @pytest.mark.parametrize("width", [360, 3840])
-def test_a_phone_never_scrolls_sideways_and_a_wall_is_filled(open_view, keep_picture, width):
-    opened = open_view(viewport=(width, width * 9 // 16 if width > 1000 else 740))
-    opened.read()
+def test_a_phone_never_scrolls_sideways_and_a_wall_is_filled(read_sentence, keep_picture, width):
+    opened = read_sentence((width, width * 9 // 16 if width > 1000 else 740))
     for view in VIEWS:
         opened.go(view)
         opened.tab.locator(".word").nth(3).click()
