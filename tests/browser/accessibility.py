@@ -8,6 +8,24 @@ from typing import Any
 SERIOUS = ("serious", "critical")
 # What passes is not listed node by node, which takes most of the time.
 ONLY = {"resultTypes": ["violations"]}
+# The rules about languages, names and texts that stand for something else: what a translation can break.
+OF_WORDS = ("cat.language", "cat.name-role-value", "cat.forms", "cat.text-alternatives")
+# One of the elements that have words of their own for each tag, class, colour and size of the words, and everything
+# that is painted behind them. Contrast takes three quarters of axe's time, so much for each element.
+ONE_OF_A_KIND = """() => {
+  const kinds = new Map();
+  for (const element of document.body.querySelectorAll("*")) {
+    if (![...element.childNodes].some((child) => child.nodeType === Node.TEXT_NODE && child.data.trim())) continue;
+    const { color, fill, fontSize, fontWeight } = getComputedStyle(element);
+    const kind = [element.getAttribute("class"), color, fill, fontSize, fontWeight];
+    for (let at = element; at; at = at.parentElement) {
+      const { backgroundColor, backgroundImage, opacity } = getComputedStyle(at);
+      kind.push(at.tagName, backgroundColor, backgroundImage, opacity);
+    }
+    if (!kinds.has(kind.join())) kinds.set(kind.join(), element);
+  }
+  return [...kinds.values()];
+}"""
 
 
 @cache
@@ -18,10 +36,26 @@ def _script() -> str:
 
 
 def serious_violations(tab: Any) -> list[str]:
-    """Return each serious violation of any of axe's rules, with its element; axe is loaded once a page."""
+    """Return each serious violation of any of axe's rules, with its element."""
+    return _violations(tab, "document", {})
+
+
+def bad_contrasts(tab: Any) -> list[str]:
+    """Return each kind of element whose words are hard to see: all that another colour scheme can break."""
+    assert tab.evaluate(f"({ONE_OF_A_KIND})().length") > 10
+    return _violations(tab, f"({ONE_OF_A_KIND})()", {"runOnly": ["color-contrast"]})
+
+
+def bad_words(tab: Any) -> list[str]:
+    """Return each serious violation of a rule about languages, names and texts: all that another language can break."""
+    return _violations(tab, "document", {"runOnly": list(OF_WORDS)})
+
+
+def _violations(tab: Any, context: str, options: dict[str, Any]) -> list[str]:
+    """Run axe on a part of the page; it is loaded once a page."""
     if tab.evaluate("typeof axe") == "undefined":
         tab.evaluate(_script())
-    found = tab.evaluate("(options) => axe.run(document, options)", ONLY)["violations"]
+    found = tab.evaluate(f"(options) => axe.run({context}, options)", {**ONLY, **options})["violations"]
     return [
         f"{rule['id']}: {node['html'][:200]}" for rule in found if rule["impact"] in SERIOUS for node in rule["nodes"]
     ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,40 @@ import pytest
 
 from polyhead.report.page import Assets, html_of
 from tests.browser.payloads import synthetic
-from tests.browser.tabs import PATIENCE, Tab, Tabs
+from tests.browser.tabs import PATIENCE, Kept, Tab, Tabs
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCREENSHOTS = "POLYHEAD_SCREENSHOTS"
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-software-rasterizer")  # nothing here is drawn by a graphics card
+
+HAS_FAILED = pytest.StashKey[bool]()
+# Everything that a page shows is made anew on the way from one view to another; language and colours stay.
+RESET = """async ([elsewhere, view]) => {
+  for (const [known, first] of [["auto", "auto"], ["zh", "en"]]) {
+    const choice = document.querySelector(`.switches select:has(option[value=${known}])`);
+    if (choice.value === first) continue;
+    choice.value = first;
+    choice.dispatchEvent(new Event("change", { bubbles: true }));
+  }
+  localStorage.clear();
+  document.activeElement.blur();
+  for (const hash of [elsewhere, view]) {
+    const changed = new Promise((resolve) => addEventListener("hashchange", resolve, { once: true }));
+    location.hash = `#/${hash}`;
+    await changed;
+    await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
+  }
+  document.activeElement.blur();
+  scrollTo(0, 0);
+}"""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember of a test that it failed, for what it leaves to the next."""
+    report = yield
+    item.stash[HAS_FAILED] = item.stash.get(HAS_FAILED, False) or report.failed
+    return report
 
 
 def _missing(what: str, how: str) -> None:
@@ -82,12 +112,12 @@ def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(synthetic(), tmp_path_factory.mktemp("page") / "small.html")
 
 
-@pytest.fixture
-def open_page(tabs: Tabs, small_page: Path) -> Iterator[Callable[..., Opened]]:
+@contextmanager
+def pages(tabs: Tabs) -> Iterator[Callable[..., Opened]]:
     """Opens a page in an empty tab; afterwards nothing may have gone wrong, and nothing was requested but the page."""
     all_opened: list[Opened] = []
 
-    def opening(file: Path = small_page, view: str | None = "overview", **options: Any) -> Opened:
+    def opening(file: Path, view: str | None, **options: Any) -> Opened:
         opened = Opened(tabs.take(lambda address: address.split("#")[0] == file.as_uri(), **options), file)
         all_opened.append(opened)
         if view is None:
@@ -96,12 +126,61 @@ def open_page(tabs: Tabs, small_page: Path) -> Iterator[Callable[..., Opened]]:
             opened.go(view)
         return opened
 
-    yield opening
     try:
+        yield opening
         for opened in all_opened:
             opened.check()
     finally:
-        tabs.give_back(len(all_opened))
+        tabs.give_back([opened.of for opened in all_opened])
+
+
+@pytest.fixture(scope="session")
+def kept_page(tabs: Tabs, small_page: Path) -> Iterator[Kept]:
+    """The small page, one for the tests that start from one of its views."""
+
+    @contextmanager
+    def opening() -> Iterator[Opened]:
+        with pages(tabs) as open_one:
+            yield open_one(small_page, "overview")
+
+    kept = Kept(opening)
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def open_page(
+    request: pytest.FixtureRequest, tabs: Tabs, small_page: Path, kept_page: Kept
+) -> Iterator[Callable[..., Opened]]:
+    """Opens a page: the small one as the last test left it, but for all that it can have changed, others anew.
+
+    `fresh` loads the small one anew too, for what a page does when it is opened by a link, and where Tab begins.
+    """
+    used = False
+
+    def take_kept(view: str, viewport: tuple[int, int] = (1280, 800), color_scheme: str = "light") -> Opened:
+        nonlocal used
+        used, opened = True, kept_page.take()
+        opened.of.change_size(viewport)
+        opened.of.change_scheme(color_scheme)
+        opened.tab.mouse.move(0, 0)
+        opened.tab.evaluate(RESET, ["overview?reset" if view.startswith("findings") else "findings?reset", view])
+        return opened
+
+    try:
+        with pages(tabs) as open_one:
+
+            def opening(
+                file: Path = small_page, view: str | None = "overview", *, fresh: bool = False, **options: Any
+            ) -> Opened:
+                if fresh or used or file != small_page or view is None or options.keys() - {"viewport", "color_scheme"}:
+                    return open_one(file, view, **options)
+                return take_kept(view, **options)
+
+            yield opening
+    finally:
+        if used:
+            kept_page.leave(request.node.stash.get(HAS_FAILED, False))
 
 
 @pytest.fixture

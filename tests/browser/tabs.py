@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ class Tab:
     """A tab in a context of its own, with everything that went wrong in it since it was taken."""
 
     page: Any
+    kind: str  # the options of its context
     is_expected: Callable[[str], bool]  # of an address that the page may request
     problems: list[str] = field(default_factory=list)
     color_scheme: str = "light"  # as a context has it by default
@@ -38,6 +40,11 @@ class Tab:
             self.page.emulate_media(color_scheme=color_scheme)
         self.color_scheme = color_scheme
 
+    def change_size(self, viewport: tuple[int, int]) -> None:
+        size = {"width": viewport[0], "height": viewport[1]}
+        if self.page.viewport_size != size:
+            self.page.set_viewport_size(size)
+
     def _requested(self, request: Any) -> None:
         if not (self.is_expected(request.url) or request.url.startswith(("data:", "blob:"))):
             self.problems.append(f"requested {request.url}")
@@ -53,7 +60,6 @@ class Tabs:
     def __init__(self, browser: Any) -> None:
         self.browser = browser
         self.free: dict[str, list[Tab]] = {}
-        self.taken: list[tuple[str, Tab]] = []
 
     def take(
         self,
@@ -72,19 +78,17 @@ class Tabs:
         else:
             context = self.browser.new_context(viewport=size, **options)
             context.set_default_timeout(PATIENCE)
-            tab = Tab(context.new_page(), is_expected)
-        self.taken.append((kind, tab))
-        if tab.page.viewport_size != size:
-            tab.page.set_viewport_size(size)
+            tab = Tab(context.new_page(), kind, is_expected)
+        tab.change_size(viewport)
         tab.change_scheme(color_scheme)
         if permissions:
             tab.page.context.grant_permissions(list(permissions))
         tab.permissions = permissions
         return tab
 
-    def give_back(self, count: int) -> None:
-        """Empty the tabs that were taken last and keep them for the next test; close one that cannot be emptied."""
-        for kind, tab in [self.taken.pop() for _ in range(count)]:
+    def give_back(self, tabs: list[Tab]) -> None:
+        """Empty tabs that were taken and keep them for the next test; close one that cannot be emptied."""
+        for tab in tabs:
             page, context = tab.page, tab.page.context
             try:
                 for other in context.pages:
@@ -100,4 +104,36 @@ class Tabs:
             except Exception:
                 context.close()
                 raise
-            self.free.setdefault(kind, []).append(tab)
+            self.free.setdefault(tab.kind, []).append(tab)
+
+
+class Kept:
+    """A page that stays open for one test after another; when one has failed, the next gets a page just loaded."""
+
+    def __init__(self, opening: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.opening = opening
+        self.opened: Any = None
+        self.stack = ExitStack()
+
+    def take(self) -> Any:
+        if self.opened is None:
+            self.opened = self.stack.enter_context(self.opening())
+        return self.opened
+
+    def leave(self, has_failed: bool) -> None:
+        """Check what a test did to the page, and close it where anything is wrong."""
+        opened, is_well = self.opened, False
+        if opened is None:
+            return  # it could not be opened
+        try:
+            if not has_failed:
+                opened.check()
+                is_well = True
+        finally:
+            if not is_well:
+                opened.of.problems.clear()  # they are told of this test
+                self.close()
+
+    def close(self) -> None:
+        self.opened = None
+        self.stack.close()

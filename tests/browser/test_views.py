@@ -53,7 +53,7 @@ def cells(tab, script: str) -> list:
 
 
 def test_it_opens_with_every_head_and_what_was_found(open_page):
-    tab = open_page().tab
+    tab = open_page(fresh=True).tab
     expect(tab.locator(".head-grid")).to_have_count(2)
     expect(tab.locator("a.cell")).to_have_count(ALL)
     expect(tab.locator("h1")).to_have_text("small: a model of known numbers")
@@ -89,7 +89,7 @@ def test_what_people_ask_first_is_answered_before_anybody_scrolls(open_page, kee
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_opens_by_its_link(open_page, view):
-    tab = open_page(view=view).tab
+    tab = open_page(view=view, fresh=True).tab
     expect(tab.locator("main h2").first).to_have_text(VIEWS[view])
 
 

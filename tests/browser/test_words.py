@@ -74,7 +74,7 @@ def test_lines_join_the_words(open_page):
 
 
 def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
-    tab = open_page().tab
+    tab = open_page(fresh=True).tab
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
     tab.keyboard.press("Enter")

@@ -19,7 +19,8 @@ import transformers
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.sources import load_model
-from tests.browser.tabs import PATIENCE, Tab, Tabs
+from tests.browser.conftest import HAS_FAILED
+from tests.browser.tabs import PATIENCE, Kept, Tab, Tabs
 from tests.browser.view.map_page import go_anew, open_long
 from tests.inspection import small_models
 
@@ -138,10 +139,11 @@ class Opened:
         self.tab.wait_for_selector(f"[data-slot={slot}] .pictures-note[data-done=true]")
 
     def hurry(self) -> None:
-        """Let the timers of the page run ten times as fast until it is loaded again, and note how long each was."""
+        """Let the timers of the page run ten times as fast until it may walk again, and note how long each was."""
         self.tab.evaluate(
             """() => {
               const wait = window.setTimeout;
+              window.walk = () => { window.setTimeout = wait; };
               window.pauses = [];
               window.setTimeout = (call, milliseconds = 0, ...rest) => {
                 window.pauses.push(milliseconds);
@@ -149,6 +151,10 @@ class Opened:
               };
             }"""
         )
+
+    def walk(self) -> None:
+        """End a hurry, if there is one."""
+        self.tab.evaluate("window.walk?.()")
 
     def pauses(self) -> list[float]:
         """The milliseconds of every timer since `hurry`, as the page set it."""
@@ -180,12 +186,12 @@ def views(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..
         opened.tab.wait_for_selector("#text-A")
         return opened
 
-    yield opening
     try:
+        yield opening
         for opened in all_opened:
             opened.check()
     finally:
-        tabs.give_back(len(all_opened))
+        tabs.give_back([opened.of for opened in all_opened])
 
 
 @pytest.fixture
@@ -194,17 +200,71 @@ def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callabl
         yield opening
 
 
-@pytest.fixture(scope="module")
-def long_page(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Opened]:
-    """A page on the long text, one for the tests of a file that ask nothing of a page just loaded."""
-    with views(tabs, running) as opening:
-        yield open_long(opening, "head/1/2")
+@pytest.fixture(scope="session")
+def long_page(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Kept]:
+    """A page on the long text, one for the tests that ask nothing of a page just loaded."""
+
+    @contextmanager
+    def opening() -> Iterator[Opened]:
+        with views(tabs, running) as open_one:
+            yield open_long(open_one, "head/1/2")
+
+    kept = Kept(opening)
+    yield kept
+    kept.close()
 
 
 @pytest.fixture
-def opened_long(long_page: Opened) -> Iterator[Opened]:
-    """Head 2 of layer 1 over a long text, its whole matrix computed."""
-    long_page.tab.mouse.move(0, 0)
-    go_anew(long_page, "head/1/2")
-    yield long_page
-    long_page.check()
+def opened_long(request: pytest.FixtureRequest, long_page: Kept) -> Iterator[Opened]:
+    """Head 2 of layer 1 over a long text, its whole matrix computed and no tile of it in the page."""
+    opened = long_page.take()
+    opened.of.change_size((1280, 800))
+    opened.of.change_scheme("light")
+    opened.tab.mouse.move(0, 0)
+    go_anew(opened, "head/1/2")
+    yield opened
+    try:
+        opened.tab.unroute_all()
+        opened.walk()
+    finally:
+        long_page.leave(request.node.stash.get(HAS_FAILED, False))
+
+
+@pytest.fixture(scope="session")
+def sentence_page(tabs: Tabs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """A page on a server of its own that has read the sentence, one for the tests that change neither."""
+
+    def no_other(name: str) -> Running:
+        raise AssertionError(f"{name} is not the server of this page")
+
+    @contextmanager
+    def opening() -> Iterator[Opened]:
+        with (
+            Running(*small_viewer(tmp_path_factory.mktemp("sentence") / "llama", "llama")) as server,
+            views(tabs, no_other) as open_one,
+        ):
+            opened = open_one(server)
+            opened.read()
+            yield opened
+
+    kept = Kept(opening)
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def read_sentence(request: pytest.FixtureRequest, sentence_page: Kept) -> Iterator[Callable[..., Opened]]:
+    """All heads of the sentence, as a reader comes to them from one head: no word is chosen."""
+
+    def opening(viewport: tuple[int, int] = (1280, 800)) -> Opened:
+        opened = sentence_page.take()
+        opened.of.change_size(viewport)
+        opened.tab.mouse.move(0, 0)
+        opened.go("head/0/0")
+        opened.tab.locator(".head-panel[data-head='0.0']").wait_for()
+        opened.go("")
+        opened.tab.locator(".pictures-note[data-done=true]").wait_for()
+        return opened
+
+    yield opening
+    sentence_page.leave(request.node.stash.get(HAS_FAILED, False))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import struct
 
-import pytest
-
 from tests.browser.saving import SVG, check_png, number, saved_svg, title_of
 from tests.browser.view.map_page import Map, go_anew
 
@@ -54,10 +52,9 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
     assert len(list(strip.iter(f"{SVG}line"))) == 2
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_saved_map_is_what_is_seen(opened_long, scheme):
+def test_a_saved_map_is_what_is_seen(opened_long):
+    """In light with all its words and as a PNG, in dark its colours."""
     opened = opened_long
-    opened.of.change_scheme(scheme)
     go_anew(opened, "head/1/2?map=1200.5_300.25_16")
     view, tab, tokens = Map(opened), opened.tab, opened.server.tokens()
     view.settle()
@@ -72,7 +69,14 @@ def test_a_saved_map_is_what_is_seen(opened_long, scheme):
         assert any(said[i : i + 15] == wanted for i in range(len(said)))
     ends = tab.locator("figure.map .ramp-ends span").all_inner_texts()
     assert {"tokens looked at →", "← tokens that look", ends[0], ends[-1]} <= set(said)
-    # The picture has the colours of the canvas.
+    light = check_colours(tab, root)
+    opened.of.change_scheme("dark")
+    tab.locator("html[data-theme=dark]").wait_for()
+    assert check_colours(tab, saved_svg(tab, figure)) != light
+
+
+def check_colours(tab, root) -> list[int]:
+    """The picture of a saved map has the colours of the canvas; return one of them."""
     (image,) = root.iter(f"{SVG}image")
     data = base64.b64decode(next(value for key, value in image.items() if key.endswith("href")).partition(",")[2])
     size = struct.unpack(">II", data[16:24])
@@ -94,6 +98,7 @@ def test_a_saved_map_is_what_is_seen(opened_long, scheme):
         [base64.b64encode(data).decode(), 0.47, 0.61],
     )
     assert same[0] == same[1]
+    return same[0]
 
 
 def test_a_hostile_word_in_a_saved_map_is_text(open_view):

@@ -76,9 +76,8 @@ def test_a_text_is_read_and_every_head_is_drawn(open_view, keep_picture):
     keep_picture(opened, "view-heads")
 
 
-def test_a_word_is_followed_through_every_head(open_view, keep_picture):
-    opened = open_view()
-    opened.read()
+def test_a_word_is_followed_through_every_head(read_sentence, keep_picture):
+    opened = read_sentence()
     weights, tokens, word = opened.server.weights(), opened.server.tokens(), 10
     opened.tab.locator(".word").nth(word).hover()
     opened.tab.locator(".grids.of-word").wait_for()
@@ -96,9 +95,8 @@ def test_a_word_is_followed_through_every_head(open_view, keep_picture):
     keep_picture(opened, "view-word-in-heads")
 
 
-def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(open_view, keep_picture):
-    opened = open_view(color_scheme="light")
-    opened.read()
+def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(read_sentence, keep_picture):
+    opened = read_sentence()
     opened.tab.locator("a.cell[data-key='1.2']").click()
     opened.tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
     weights, tokens, word = opened.server.weights()[1, 2], opened.server.tokens(), 6
@@ -114,9 +112,8 @@ def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(open_view, keep_p
     opened.tab.get_by_role("heading", name="Looked at most, on average").wait_for()
 
 
-def test_a_link_keeps_the_chosen_word(open_view):
-    opened = open_view()
-    opened.read()
+def test_a_link_keeps_the_chosen_word(read_sentence):
+    opened = read_sentence()
     opened.go("head/1/2")
     tab = opened.tab
     tab.locator(".word").nth(4).click()
@@ -162,9 +159,8 @@ def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):
     keep_picture(opened, "view-cross")
 
 
-def test_two_heads_stand_side_by_side(open_view, keep_picture):
-    opened = open_view()
-    opened.read()
+def test_two_heads_stand_side_by_side(read_sentence, keep_picture):
+    opened = read_sentence()
     opened.go("head/0/1?with=A.1.3")
     opened.tab.locator(".distance[data-distance]").wait_for()
     one, other = (opened.server.weights()[layer, head].double() for layer, head in ((0, 1), (1, 3)))

@@ -9,13 +9,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.view.map_page import TOKENS, Map, go, open_long
-
-
-@pytest.fixture
-def opened(open_view):
-    """Head 2 of layer 1 over a long text, its whole matrix computed, in a page that has no tile of it yet."""
-    return open_long(open_view, "head/1/2")
+from tests.browser.view.map_page import TOKENS, Map, go
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +176,10 @@ def test_the_keyboard_alone_reaches_a_token(opened_long, weights):
     assert view.level == 3
 
 
-def test_an_estimate_is_called_one_until_the_exact_numbers_are_there(opened, monkeypatch):
+def test_an_estimate_is_called_one_until_the_exact_numbers_are_there(opened_long, monkeypatch):
     from polyhead.report.viewer import tiles
 
+    opened = opened_long
     monkeypatch.setitem(tiles.ESTIMATE_PAIRS, "cpu", 1 << 18)
     monkeypatch.setitem(tiles.STRIP_PAIRS, "cpu", 1 << 16)
     opened.server.viewer.cache.clear()  # of a picture that another test computed no estimate is made
@@ -204,8 +199,8 @@ def test_an_estimate_is_called_one_until_the_exact_numbers_are_there(opened, mon
     opened.wait(lambda: opened.tab.evaluate("window.seen.slice(-2)") == ["estimate", "exact"])
 
 
-def test_moving_on_calls_off_what_is_no_longer_looked_at(opened):
-    tab = opened.tab
+def test_moving_on_calls_off_what_is_no_longer_looked_at(opened_long):
+    opened, tab = opened_long, opened_long.tab
     failed = []
     tab.on("requestfailed", lambda request: failed.append((request.url.rpartition("/")[2], request.failure)))
     held = []
@@ -223,8 +218,8 @@ def test_moving_on_calls_off_what_is_no_longer_looked_at(opened):
     view.settle()
 
 
-def test_a_tile_that_fails_is_told_and_keeps_no_other_from_coming(opened):
-    tab, view = opened.tab, Map(opened)
+def test_a_tile_that_fails_is_told_and_keeps_no_other_from_coming(opened_long):
+    opened, tab, view = opened_long, opened_long.tab, Map(opened_long)
     asked: list[str] = []
     failure = {"error": {"status": 507, "kind": "out-of-memory", "message": "Its own words."}}
 
@@ -240,11 +235,13 @@ def test_a_tile_that_fails_is_told_and_keeps_no_other_from_coming(opened):
     expect(tab.locator("[role=alert]")).to_contain_text("Its own words.")
     view.settle()
     assert len(set(asked)) == len(asked) == 9
+    tab.locator(".trouble").get_by_role("button").click()
+    expect(tab.locator("[role=alert]")).to_be_empty()
     opened.problems.clear()  # a refused request is written down by the browser itself
 
 
-def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked_at(opened):
-    tab, view = opened.tab, Map(opened)
+def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked_at(opened_long):
+    opened, tab, view = opened_long, opened_long.tab, Map(opened_long)
     refused: list[str] = []
     busy = {"error": {"status": 429, "kind": "busy", "message": "Too many."}}
 
