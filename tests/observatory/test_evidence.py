@@ -226,6 +226,7 @@ def test_masks_with_other_parts_show_other_keys() -> None:
     dense, lengths, packed = Mask.dense(torch.ones(5, 5).bool().tril()), Mask.lengths([5]), Mask.documents([0] * 5)
     placed = Mask.positions(torch.arange(5), torch.arange(5))
     masks = [None, Mask.causal(), Mask.window(3), Mask.window(3, sinks=1), Mask.bias(bias), Mask.bias(bias.clone())]
+    masks += [Mask.relative(torch.zeros(2, 3), 1), Mask.relative(torch.zeros(2, 3), 1)]
     masks += [dense, lengths, Mask.lengths([5]), packed, placed, Mask.causal() & lengths, lengths & packed]
     for one, other in itertools.product(masks, masks):
         assert same(one, other) == (one is other), (one, other)

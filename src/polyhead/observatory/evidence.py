@@ -81,10 +81,9 @@ def _same_keys(one: Mask | None, other: Mask | None) -> bool:
     """Whether two masks show the same keys, by the identity of their parts: T5 joins them anew in every layer."""
     if one is None or other is None:
         return one is other
-    plain = [(m.left, m.right, m.sinks, m.padding, m.packed, len(m.allowed), len(m.biases)) for m in (one, other)]
-    tensors = [(*m.allowed, *m.biases) for m in (one, other)]
-    same = plain[0] == plain[1] and one.placed is other.placed
-    return same and all(x is y for x, y in zip(*tensors, strict=True))
+    edges = [(m.left, m.right, m.sinks, m.padding, m.packed, m.relative_biases) for m in (one, other)]
+    tensors = [(len(m.allowed), *map(id, (*m.allowed, *m.biases))) for m in (one, other)]
+    return edges[0] == edges[1] and one.placed is other.placed and tensors[0] == tensors[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
