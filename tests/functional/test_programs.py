@@ -34,11 +34,10 @@ MASKS = {
 # Each backend cuts what a mask resolves to in its own way, so that each is given every kind; what a single mask
 # resolves to is the same for all of them, and is followed with `reference` alone.
 TOGETHER = {
-    "nothing": MASKS["nothing"],
-    "causal": MASKS["causal"],
-    "window of left padding": lambda x: MASKS["left padding"](x) & MASKS["window"](x) & MASKS["bias"](x),
-    "documents": lambda x: MASKS["documents"](x) & MASKS["dense"](x) & MASKS["relative"](x),
-    "positions": lambda x: MASKS["positions"](x) & MASKS["torch"](x),
+    "window of left padding": lambda x: (
+        MASKS["left padding"](x) & MASKS["window"](x) & MASKS["bias"](x) & MASKS["torch"](x)
+    ),
+    "documents": lambda x: MASKS["documents"](x) & MASKS["positions"](x) & MASKS["dense"](x) & MASKS["relative"](x),
 }
 
 
@@ -80,20 +79,17 @@ def test_every_mask_compiles_in_one_graph() -> None:
 
 @pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
 def test_masks_compile_in_one_graph_with_their_gradients(backend: str) -> None:
-    # The others with `blockwise`: causal in the test of every option, nothing in that of a layer with sinks and softcap
-    # (tests/layers/test_multi_head_programs.py).
-    apart = ("nothing", "causal") if backend == "blockwise" else ()
-    masks = {name: mask for name, mask in TOGETHER.items() if name not in apart}
-
+    # The others: causal with `blockwise` in the test of every option; no mask with `blockwise` (a layer with sinks), no
+    # mask with `sdpa` (a plain one) and causal with it (rotary positions) in tests/layers/test_multi_head_programs.py.
     def compute(x: dict[str, Tensor]) -> dict[str, AttentionOutput]:
         query, key, value = x["query"], x["key"], x["value"]
-        return {name: attention(query, key, value, mask=mask(x), backend=backend) for name, mask in masks.items()}
+        return {name: attention(query, key, value, mask=mask(x), backend=backend) for name, mask in TOGETHER.items()}
 
     x = inputs()
     learned = [x["query"], x["key"], x["value"]]
     compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
     expected, result = compute(x), compiled(x)
-    for name in masks:
+    for name in TOGETHER:
         assert result[name].backend == expected[name].backend == backend
         torch.testing.assert_close(result[name].output, expected[name].output, msg=name)
     for ours, theirs in zip(

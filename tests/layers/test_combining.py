@@ -292,8 +292,8 @@ def results(call: Callable[[Tensor], Any], layer: MultiHeadAttention, x: Tensor)
 @every_kind
 def test_a_layer_compiles_whole_with_any_batch_and_length(kind: str, x: Tensor) -> None:
     layer = make(kind, causal=True)
-    # What has no more than another kind is traced by Dynamo alone.
-    backend = "eager" if kind in ("one group", "mixed alone") else "aot_eager"
+    # One kind of each class goes through AOTAutograd; what differs little from it is traced by Dynamo alone.
+    backend = "aot_eager" if kind in ("grouped", "mixed in full, projected") else "eager"
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     # Dynamic sizes take most of the time, so one kind has them.
     dynamic = kind == "mixed"
@@ -304,19 +304,21 @@ def test_a_layer_compiles_whole_with_any_batch_and_length(kind: str, x: Tensor) 
             close(found, expected, 1e-10)
 
 
-@both_kinds
 @torch.no_grad()
-def test_a_compiled_layer_generates_with_a_cache(kind: str, x: Tensor) -> None:
-    """A compiled prompt, and writes into a cache after AOTAutograd, are tested with layers that only concatenate."""
-    layer = make(kind, causal=True, positions=Rotary(HEAD_DIM)).eval()
+def test_a_compiled_layer_generates_with_a_cache(x: Tensor) -> None:
+    """Whatever combines the heads comes after the cache, so that one kind is enough.
+
+    A compiled prompt, and writes into a cache after AOTAutograd, are tested with layers that only concatenate.
+    """
+    layer = make("mixed", causal=True, positions=Rotary(HEAD_DIM)).eval()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     cache = PreallocatedCache.for_layout(layer.layout, batch_size=BATCH, dtype=DOUBLE, capacity=31)
-    prompt, *tokens = x.split([9, 1, 1, 1, 1], 1)
+    prompt, *tokens = x.split([10, 1, 1, 1], 1)
     parts = [layer(prompt, cache=cache).output, *(compiled(token, cache=cache).output for token in tokens)]
     close(torch.cat(parts, 1), layer(x).output)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["grouped", "mixed", "mixed in full, projected"])
 def test_export_with_dynamic_batch_and_length(kind: str, x: Tensor) -> None:
     layer = make(kind, causal=True).eval()
     shapes = ({0: torch.export.Dim("batch", max=97), 1: torch.export.Dim("length", max=31)},)

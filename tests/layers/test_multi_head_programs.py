@@ -46,8 +46,10 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def make(name: str = "plain", **more: Any) -> MultiHeadAttention:
-    layer = MultiHeadAttention(EMBED, HEADS, **OPTIONS[name](), **more)
+def make(*names: str, **more: Any) -> MultiHeadAttention:
+    """A layer with the options of all these names, none of whose parameters has its neutral value."""
+    options = {key: value for name in names for key, value in OPTIONS[name]().items()}
+    layer = MultiHeadAttention(EMBED, HEADS, **options, **more)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -96,7 +98,7 @@ def test_inductor_compiles_the_layer_whole_forward_and_backward() -> None:
 
 def test_one_graph_takes_lengths_that_change_from_call_to_call() -> None:
     layer = make("grouped, causal, rotary")
-    compiled = torch.compile(lambda x, n: layer(x, mask=Mask.lengths(n)).output, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x, n: layer(x, mask=Mask.lengths(n)).output, fullgraph=True, backend="eager")
     with torch.no_grad():
         for lengths in ([LENGTH, 0, 4], [1, 2, 3]):
             x = randn()
@@ -118,17 +120,24 @@ def test_a_graph_with_unrolled_loops_takes_another_batch_and_length_by_another_g
     The gradients of a relative table after AOTAutograd are compared in tests/functional/test_programs.py.
     """
     layer = make("T5").double()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for shape in ((BATCH, LENGTH), OTHER):
         assert_compiles(compiled, layer, randn(*shape).double(), 1e-12)
 
 
+# Options that do not exclude each other share a graph, those of `blockwise` and those of PyTorch's attention apart.
+# Biases by distance go through AOTAutograd in tests/functional/test_programs.py; the plain layer does below.
 @pytest.mark.parametrize(
-    "options", ["plain", "ALiBi", "sinusoidal", "sinks, softcap", "window", "norms, gate, values of their own"]
+    ("options", "backend"),
+    [
+        (("sinks, softcap", "norms, gate, values of their own"), "aot_eager"),
+        (("sinusoidal", "window"), "aot_eager"),
+        (("ALiBi",), "eager"),
+    ],
 )
-def test_every_option_traces_whole(options: str) -> None:
-    layer = make(options).double()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+def test_every_option_traces_whole(options: tuple[str, ...], backend: str) -> None:
+    layer = make(*options).double()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend=backend)
     assert_compiles(compiled, layer, randn().double(), 1e-12)
 
 
@@ -144,40 +153,41 @@ def test_a_compiled_layer_takes_masks_gates_sources_and_gives_weights() -> None:
     # What AOTAutograd makes of every kind of mask, with gradients: tests/functional/test_programs.py.
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     with torch.no_grad():
-        close(compiled(x, layer.remember(source)).output, layer(x, source).output)
         asked = {"weights": True, "logsumexp": True}
+        found, expected = compiled(x, layer.remember(source), **asked), layer(x, source, **asked)
         for name in ("output", "weights", "logsumexp"):
-            close(getattr(compiled(x, **asked), name), getattr(layer(x, **asked), name))
+            close(getattr(found, name), getattr(expected, name))
         lengths, documents = torch.tensor([LENGTH, 1, 4]), torch.tensor([[0, 0, 1, 1, 1, 2, -1]] * BATCH)
         dense, bias = torch.rand(LENGTH, LENGTH) > 0.3, torch.randn(BATCH, HEADS, LENGTH, LENGTH)
-        masks: list[tuple[Callable[[Tensor, Tensor], Mask], Tensor, Tensor]] = [
-            (lambda t, b: Mask.causal() & Mask.lengths(t) & Mask.bias(b), lengths, bias),
-            (lambda t, allowed: Mask.documents(t) & Mask.dense(allowed), documents, dense),
-        ]
-        for build, *tensors in masks:
-            masked = lambda y, t, u, build=build: layer(y, mask=build(t, u)).output  # noqa: E731
-            close(torch.compile(masked, fullgraph=True, backend="eager")(x, *tensors), masked(x, *tensors))
+
+        def masked(x: Tensor, lengths: Tensor, documents: Tensor, dense: Tensor, bias: Tensor) -> Tensor:
+            mask = Mask.causal() & Mask.lengths(lengths) & Mask.documents(documents) & Mask.dense(dense)
+            return layer(x, mask=mask & Mask.bias(bias)).output
+
+        tensors = (x, lengths, documents, dense, bias)
+        close(torch.compile(masked, fullgraph=True, backend="eager")(*tensors), masked(*tensors))
 
 
 @pytest.mark.parametrize("lengths", [None, [LENGTH, 2, 5]])
 def test_a_compiled_layer_generates_with_a_cache(lengths: list[int] | None) -> None:
     layer = make("grouped, causal, rotary").eval()
-    # Writes into the cache by index, which lengths need, are those that AOTAutograd may get wrong.
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if lengths else "eager")
+    # AOTAutograd follows the steps with lengths: their writes into the cache by index are those it may get wrong.
+    prompt = torch.compile(layer, fullgraph=True, backend="eager")
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager" if lengths else "eager")
     with torch.no_grad():
         results = []
-        for call in (compiled, layer):
+        for first, further in ((prompt, step), (layer, layer)):
             torch.manual_seed(5)
             cache = PreallocatedCache.for_layout(layer.layout, batch_size=BATCH, capacity=17)
-            steps = [call(randn(), cache=cache, lengths=lengths).output]
-            steps += [call(randn(length=1), cache=cache).output for _ in range(5)]
+            steps = [first(randn(), cache=cache, lengths=lengths).output]
+            steps += [further(randn(length=1), cache=cache).output for _ in range(3)]
             results.append(torch.cat(steps, 1))
     close(*results)
 
 
 def test_compiled_dropout_with_a_seed_is_that_of_the_formula() -> None:
     layer, x = make(dropout=0.4), randn()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     seed = torch.tensor([11])
     with torch.no_grad():  # gradients of a compiled dropout: tests/functional/test_programs.py
         close(compiled(x, seed=seed).output, layer(x, seed=seed, backend="reference").output)
@@ -206,17 +216,23 @@ class OutputOnly(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        return self.layer(x, mask=None if lengths is None else Mask.lengths(lengths)).output
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).output
 
 
-# Every option, and the common layer with both tracers; Dynamo traces biases by distance and any size above.
+# Every option, several in a layer; the tracer that is not strict meets the common layer in the test of files below.
 @pytest.mark.parametrize(
     ("options", "strict"),
-    [*((name, False) for name in OPTIONS if name != "causal"), ("grouped, causal, rotary", True)],
+    [
+        (("grouped, causal, rotary",), True),
+        (("ALiBi",), False),
+        (("T5", "sinks, softcap"), False),
+        (("learned", "norms, gate, values of their own"), False),
+        (("sinusoidal", "window"), False),
+    ],
 )
-def test_export_with_dynamic_batch_and_length(options: str, strict: bool) -> None:
-    layer = make(options).eval()
+def test_export_with_dynamic_batch_and_length(options: tuple[str, ...], strict: bool) -> None:
+    layer = make(*options).eval()
     program = torch.export.export(layer, (randn(),), dynamic_shapes=({0: BATCHES, 1: LENGTHS},), strict=strict)
     for shape in ((BATCH, LENGTH), OTHER, (2, 31)):
         x = randn(*shape)
@@ -230,47 +246,47 @@ def test_export_with_dynamic_batch_and_length(options: str, strict: bool) -> Non
 # torch 2.11 reads the archive into a tensor over memory that it may not write to.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_an_exported_program_survives_its_file() -> None:
-    module, x = OutputOnly(make("grouped, causal, rotary")).eval(), randn(*OTHER)
+    module = OutputOnly(make("grouped, causal, rotary")).eval()
     shapes = ({0: BATCHES, 1: LENGTHS},)
     program = torch.export.export(module, (randn(),), dynamic_shapes=shapes, strict=False)
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
-    close(torch.export.load(file).module()(x), module(x))
-
-
-def onnx_session(module: nn.Module, inputs: tuple[Tensor, ...], shapes: tuple[Any, ...], path: Path) -> Any:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
-    assert program is not None
-    program.save(str(path))
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-
-def run_onnx(session: Any, *inputs: Tensor) -> Tensor:
-    names = [node.name for node in session.get_inputs()]
-    return torch.from_numpy(session.run(None, dict(zip(names, (t.numpy() for t in inputs), strict=True)))[0])
-
-
-@pytest.mark.slow
-def test_onnx_runs_in_onnxruntime_with_any_batch_and_length(tmp_path: Path) -> None:
-    """Through the formula; the next test goes through PyTorch's attention."""
-    module = OutputOnly(make("sinks, softcap")).eval()
-    session = onnx_session(module, (randn(),), ({0: BATCHES, 1: LENGTHS},), tmp_path / "layer.onnx")
-    for shape in ((BATCH, LENGTH), OTHER, (2, 31), (1, 1)):
+    loaded = torch.export.load(file).module()
+    for shape in ((BATCH, LENGTH), OTHER, (2, 31)):
         x = randn(*shape)
-        close(run_onnx(session, x), module(x).detach())
+        close(loaded(x), module(x))
+
+
+class TwoWays(nn.Module):
+    """A layer that goes through the formula, and one that goes through PyTorch's attention with lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formula = make("sinks, softcap")
+        self.common = make(num_kv_heads=KV_HEADS, causal=True, positions=Rotary(HEAD_DIM, rotary_dim=4))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return self.formula(x).output, self.common(x, mask=Mask.lengths(lengths)).output
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:# The axis name:UserWarning")  # that batch names one size in both inputs
-def test_onnx_takes_lengths_as_an_input(tmp_path: Path) -> None:
-    module = OutputOnly(make("grouped, causal, rotary")).eval()
-    shapes = ({0: BATCHES, 1: LENGTHS}, {0: BATCHES})
-    session = onnx_session(module, (randn(), torch.tensor([LENGTH, 1, 4])), shapes, tmp_path / "layer.onnx")
-    for lengths in ([11, 0, 3, 1, 7], [31, 2], [1]):
+def test_onnx_runs_in_onnxruntime_with_any_batch_and_length_and_lengths_as_an_input(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    module, any_length = TwoWays().eval(), torch.export.Dim("length")
+    shapes = ({0: BATCHES, 1: any_length}, {0: BATCHES})
+    inputs = (randn(), torch.tensor([LENGTH, 1, 4]))
+    program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    assert program is not None
+    program.save(str(path := tmp_path / "layer.onnx"))
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [node.name for node in session.get_inputs()]
+    for lengths in ([LENGTH, 1, 4], [11, 0, 3, 1, 7], [301, 2], [1]):
         x, given = randn(len(lengths), max(lengths)), torch.tensor(lengths)
-        close(run_onnx(session, x, given), module(x, given).detach())
+        found = session.run(None, dict(zip(names, (x.numpy(), given.numpy()), strict=True)))
+        for ours, expected in zip(found, module(x, given), strict=True):
+            close(torch.from_numpy(ours), expected.detach())
 
 
 # ---- dtypes

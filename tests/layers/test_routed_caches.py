@@ -52,13 +52,19 @@ def generate(layer: RoutedHeads, x: Tensor, cache: KVCache, pieces: list[int]) -
         return torch.cat([layer(block, cache=cache).output for block in x.split(pieces, 1)], 1)
 
 
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-@pytest.mark.parametrize("kind", CACHES)
-@shapes
-def test_generation_equals_the_full_forward(options, kind, pieces):
-    layer, x = make(options), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
+# Every shape with every cache in pieces that hold single tokens too; from the first token on one by one, the caches
+# take turns.
+@pytest.mark.parametrize(
+    ("shape", "kind", "pieces"),
+    [
+        *((shape, kind, "a prompt, then chunks") for shape in SHAPES for kind in CACHES),
+        *((shape, kind, "token by token") for shape, kind in zip(SHAPES, [*CACHES, "paged"], strict=True)),
+    ],
+)
+def test_generation_equals_the_full_forward(shape, kind, pieces):
+    layer, x = make(SHAPES[shape]), torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
     cache = new_cache(kind, layer)
-    torch.testing.assert_close(generate(layer, x, cache, pieces), layer(x).output)
+    torch.testing.assert_close(generate(layer, x, cache, PIECES[pieces]), layer(x).output)
     assert cache.lengths == (LENGTH,) * BATCH
 
 

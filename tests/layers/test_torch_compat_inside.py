@@ -224,7 +224,8 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-# Every call once, with and without weights in both modes, and a mask in both; the next test trains with padding.
+# Every call once, with and without weights in both modes, and a mask in both, all but one by Dynamo alone; the next
+# test trains with padding through AOTAutograd.
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     ("name", "training"),
@@ -235,8 +236,8 @@ def _fresh_compiler() -> Iterator[None]:
 )
 def test_a_call_compiles_into_one_graph(name: str, training: bool) -> None:
     module = MultiheadAttention(WIDTH, HEADS, batch_first=True).train(training)
-    # aot_eager runs the graph that the backend "eager" would run as it is, after what autograd makes of it.
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    backend = "aot_eager" if training and name == "per head" else "eager"
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
     tokens = torch.randn(BATCH, TOKENS, WIDTH)
     with torch.set_grad_enabled(training):
         mine, expected = compiled(tokens, tokens, tokens, **CALLS[name]), module(tokens, tokens, tokens, **CALLS[name])
@@ -259,7 +260,7 @@ def test_a_compiled_call_has_the_gradients_of_eager() -> None:
         torch.testing.assert_close(mine, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["weights", "padding", "causal", "per head"])
 def test_an_exported_program_gives_the_numbers_of_eager(name: str) -> None:
     module = MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
     tokens = torch.randn(BATCH, TOKENS, WIDTH)
