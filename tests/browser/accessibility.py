@@ -51,6 +51,17 @@ def bad_words(tab: Any) -> list[str]:
     return _violations(tab, "document", {"runOnly": list(OF_WORDS)})
 
 
+def violations_in_dark_and_chinese(opened: Any) -> list[str]:
+    """Switch the page to dark and then to Chinese, and return what each can break; the page stays like that."""
+    tab = opened.tab
+    opened.of.change_scheme("dark")
+    tab.locator("html[data-theme=dark]").wait_for()
+    found = bad_contrasts(tab)
+    tab.get_by_label("Language").select_option("zh")
+    assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
+    return found + bad_words(tab)
+
+
 def _violations(tab: Any, context: str, options: dict[str, Any]) -> list[str]:
     """Run axe on a part of the page; it is loaded once a page."""
     if tab.evaluate("typeof axe") == "undefined":

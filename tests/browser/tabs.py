@@ -131,7 +131,7 @@ class Kept:
                 is_well = True
         finally:
             if not is_well:
-                opened.of.problems.clear()  # they are told of this test
+                opened.of.problems.clear()  # this test reports them
                 self.close()
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class EvidenceGatherer:
         return HeadEvidence.empty(self, site, device) if site.kind == "self" else None
 
     def ground_of(self, attended: Attended, real: Tensor | None, notes: Notes) -> Ground:
-        """What is true of the batch whatever the heads do; found once for layers in a row that see the same keys."""
+        """Return what no head decides about the batch; computed once for consecutive layers that see the same keys."""
         shape, device = attended.query.shape, attended.query.device
         size = torch.Size((shape[0], shape[2]))
         key = (size, device, attended.query.dtype, attended.sinks is None)

@@ -108,7 +108,7 @@ def test_another_dtype_changes_the_weights_and_nothing_else(place, form):
 
 
 def original_of(folder: Path) -> tuple[str, int]:
-    """Loaded and undone where nobody has told transformers of our attention."""
+    """Load and undo in a process where our attention is not registered with transformers."""
     for functions in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         functions._global_mapping.pop("polyhead", None)
     model = polyhead.load(folder)
