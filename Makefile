@@ -61,6 +61,7 @@ test-numerics: ## run the tests of rounding errors; BUDGETS names the record of 
 lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 	@$(BIN)/python -m tests.gpu_record
 

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-import polyhead.huggingface
+import polyhead.integrations.huggingface
 from polyhead.lab.measuring import machine
 from polyhead.lab.surgery_quality.language import LanguageTask
 from polyhead.lab.surgery_quality.sentences import SentenceTask
 from polyhead.sources import load_model
 from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_forms, find_layers, fingerprint, undo
-from polyhead.surgery.sharing.align import AlignHeads
-from polyhead.surgery.sharing.convert import convert_groups
-from polyhead.surgery.sharing.grouping import neighbours
-from polyhead.surgery.sharing.shared_keys import ShareKeys
+from polyhead.surgery.kv_sharing.align import AlignHeads
+from polyhead.surgery.kv_sharing.convert import convert_groups
+from polyhead.surgery.kv_sharing.grouping import neighbours
+from polyhead.surgery.kv_sharing.shared_keys import ShareKeys
 
 Way = Callable[[Any, int, dict[str, Any]], EditRecord]
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     loaded = load_model(options.model, device=device, dtype=torch.float32)
     model: Any = loaded.model
-    model.set_attn_implementation(polyhead.huggingface.register())
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
     if options.stsb is not None:
         task: Any = SentenceTask.read(
             model, loaded.tokenizer, options.stsb, calibration=options.calibration, rows=options.rows

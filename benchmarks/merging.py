@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import polyhead.huggingface
-from polyhead.inspection import within
+import polyhead.integrations.huggingface
+from polyhead.inspection import layer_similarity
 from polyhead.inspection.heads import Group, Likeness
-from polyhead.inspection.questions import CHANCE_TOKENS, random_twin
+from polyhead.inspection.probing import CHANCE_TOKENS, random_twin
 from polyhead.lab.measuring import machine
 from polyhead.lab.surgery_quality.language import LanguageTask
 from polyhead.lab.surgery_quality.sentences import LONGEST, SentenceTask
 from polyhead.lab.surgery_quality.tasks import Batch
-from polyhead.observatory import AttentionSite, Contributions, find_wiring, observe
+from polyhead.observation import AttentionSite, Contributions, find_wiring, observe
 from polyhead.sources import load_model
 from polyhead.surgery import (
     AttentionLayer,
@@ -45,13 +45,13 @@ from polyhead.surgery import (
     pruning_order,
     read_heads,
 )
-from polyhead.surgery.anatomy.head_weights import pack_heads
+from polyhead.surgery.adapters.head_weights import pack_heads
 from polyhead.surgery.calibration.input_moments import gather_inputs
-from polyhead.surgery.calibration.lending import lent
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece, Streams
-from polyhead.surgery.repair.least_squares import Problem
-from polyhead.surgery.repair.targets import gather_targets
+from polyhead.surgery.calibration.temporary import lent
+from polyhead.surgery.compensation.least_squares import Problem
+from polyhead.surgery.compensation.targets import gather_targets
 
 RIDGE = 1e-3
 PAIRS = 3
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     loaded = load_model(options.model, device=device, dtype=torch.float32)
     model: Any = loaded.model
-    model.set_attn_implementation(polyhead.huggingface.register())
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
     sizes = {"calibration": options.calibration, "rows": options.rows}
     if options.stsb is not None:
         task: Any = SentenceTask.read(model, loaded.tokenizer, options.stsb, **sizes)
@@ -112,7 +112,7 @@ def alike(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> Alike:
     """As `polyhead inspect` has it: against random weights, which read short pieces of the same text."""
     own = _cosines(model, batches)
     null = _cosines(random_twin(model, seed), _beginnings(batches))
-    found = within.groups_of({site: {"cosine": x} for site, x in own.items()}, null)
+    found = layer_similarity.groups_of({site: {"cosine": x} for site, x in own.items()}, null)
     return Alike({site.name: x for site, x in own.items()}, found.get("groups", ()), found.get("likeness"))
 
 
@@ -122,7 +122,7 @@ def _cosines(model: nn.Module, batches: Sequence[Batch]) -> dict[AttentionSite, 
     with observe(model, statistics=False, gather=[Contributions()]) as session:
         for batch in batches:
             model(**batch)
-    return within.cosines_of(session.observations.gathered, wiring)
+    return layer_similarity.cosines_of(session.observations.gathered, wiring)
 
 
 def _beginnings(batches: Sequence[Batch]) -> list[Batch]:

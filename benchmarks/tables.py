@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import recorded
 from benchmarks.plan_tables import accuracy_section
 from benchmarks.surgery_tables import quality_section
+from polyhead.costs import Workload, estimate_cost
 from polyhead.lab.arrangement_speed import floors
 from polyhead.lab.arrangement_speed.steps import FORWARD
 from polyhead.lab.arrangement_speed.steps import TRAINING as TRAINED
@@ -19,7 +20,6 @@ from polyhead.lab.measuring.runner import Ratio
 from polyhead.lab.training.contestants import contest
 from polyhead.lab.training.standings import rows, standings
 from polyhead.lab.training.trials import read_results
-from polyhead.plan import Workload, estimate_cost
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import transformers
 
-from polyhead.huggingface import Family, families
+from polyhead.integrations.huggingface import Family, families
 
 PAGE = Path(__file__).parent / "huggingface.md"
 START, END = "<!-- families: written by docs/list_families.py -->", "<!-- families end -->"

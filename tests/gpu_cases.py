@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from polyhead import Mask, Statistics, attention
-from polyhead.functional.statistics import NAMES
-from polyhead.functional.visibility import resolve
+from polyhead.ops.common.statistics import NAMES
+from polyhead.ops.common.visibility import resolve
 from tests.error_budget import Compared, budget_used, plain_formula
 
 FEW = ("max_logit", "entropy", "reach")
@@ -232,7 +232,7 @@ def _plain(case: Case) -> dict[str, Tensor]:
         bias = torch.where(bias == -torch.inf, 0.0, bias).expand(batch, heads, queries, keys)
     keep, rate = None, case.options.get("dropout", 0.0)
     if rate:
-        from polyhead.functional.dropout import keep_tile
+        from polyhead.ops.common.dropout import keep_tile
 
         seed = torch.tensor([case.options["seed"]], device=DEVICE)
         keep = keep_tile(seed, rate, batch, heads, *everything)

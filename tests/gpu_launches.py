@@ -89,7 +89,7 @@ class Recorder:
 
     def run_reference(self, request: Any) -> Any:
         """What the reference returns, without its numbers: from our own kernels, which compute nothing here."""
-        from polyhead.functional import fused
+        from polyhead.ops.attention import fused
 
         self.aside = True
         try:
@@ -148,8 +148,8 @@ def _no_formula(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> er
 
 def _seen(rules: tuple[Any, ...], batch: int, queries: int, keys: int) -> Tensor:
     """Return the visibility that our own masks give, without computing it pair by pair, [batch, queries, keys]."""
-    from polyhead.functional.visibility import resolve
-    from tests.functional.oracle import Who
+    from polyhead.ops.common.visibility import resolve
+    from tests.ops.oracle import Who
 
     sizes = {"batch": batch, "heads": 1, "queries": queries, "keys": keys}
     visibility = resolve(Who(*rules).mask(), device=torch.device("cpu"), **sizes)
@@ -169,7 +169,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     from triton import knobs
 
-    from polyhead.functional import backends
+    from polyhead.ops.attention import dispatch
     from tests.pretend_cuda import pretend_cuda
 
     path = config.getoption("--launches")
@@ -189,12 +189,13 @@ def pytest_configure(config: pytest.Config) -> None:
     error_budget.assert_within_error_budget = lambda *args, **options: None
     error_budget.assert_draws_within_error_budget = lambda *args, **options: None
     error_budget.plain_formula = _no_formula
-    from tests.functional import oracle, profile_oracle  # which take the above from its module
+    from tests.ops import oracle  # which take the above from its module
+    from tests.ops.profile import oracle as profile_oracle  # which take the above from its module
 
     profile_oracle.assert_right = lambda *args, **options: None
     oracle._seen = _seen
     oracle._distances = lambda rules, batch, queries, keys: torch.zeros(batch, queries, keys, dtype=torch.int64)
-    backends._RUN["reference"] = recorder.run_reference
+    dispatch._RUN["reference"] = recorder.run_reference
     config.pluginmanager.register(recorder)
 
 

@@ -9,41 +9,46 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
 import sys
+import tokenize
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path("benchmarks/results/gpu-suite-cuda-nvidia-h200.json")
-PACKAGE = Path("src/polyhead")
-WHOLE = ("kernels", "functional")  # packages of which every file counts
+OPS = Path("src/polyhead/ops")  # kernels and their callers; import-linter keeps kernels from being imported elsewhere
 
 
 def sources(root: Path = ROOT) -> list[Path]:
-    """The files on which the numbers of a GPU depend most: kernels, `functional`, and whoever imports kernels."""
-    package = root / PACKAGE
-    files = sorted(package.rglob("*.py"))
-    return [file for file in files if file.relative_to(package).parts[0] in WHOLE or _imports_kernels(file.read_text())]
+    """Source files of the kernels and their callers."""
+    return sorted((root / OPS).rglob("*.py"))
 
 
-def _imports_kernels(text: str) -> bool:
-    if "polyhead.kernels" not in text:
-        return False
+def code(text: str) -> str:
+    """Source text without docstrings, comments and blank lines."""
+    lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        if any(name == "polyhead.kernels" or name.startswith("polyhead.kernels.") for name in names):
-            return True
-    return False
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        if ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            assert docstring.end_lineno is not None
+            for line in range(docstring.lineno - 1, docstring.end_lineno):
+                lines[line] = ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def sources_hash(root: Path = ROOT) -> str:
-    """One hash of names and contents; line endings do not count."""
+    """Hash of the names and the code of all sources."""
     found = hashlib.sha256()
     for file in sources(root):
-        content = hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+        content = hashlib.sha256(code(file.read_text(encoding="utf-8")).encode()).hexdigest()
         found.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
     return found.hexdigest()
 

@@ -21,13 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 import polyhead
-from polyhead import BlockMap, Mask
-from polyhead.functional.decode import CacheArguments, decode
-from polyhead.functional.ragged import RaggedRows, ragged_attention
-from polyhead.functional.row_products import RowGroups, spread_product, summed_product
-from polyhead.functional.statistics import NAMES
-from polyhead.functional.talking import mixed_weights, talking_attention
-from polyhead.kernels.row_reduction import reduce_rows
+from polyhead import Mask
+from polyhead.ops.common.kernels.row_reduction import reduce_rows
+from polyhead.ops.common.statistics import NAMES
+from polyhead.ops.decode.fused import CacheArguments, decode
+from polyhead.ops.profile import BlockMap
+from polyhead.ops.selected_rows.api import RaggedRows, ragged_attention
+from polyhead.ops.selected_rows.row_products import RowGroups, spread_product, summed_product
+from polyhead.ops.talking_heads.api import mixed_weights, talking_attention
 
 STATISTICS = tuple(name for name in NAMES if name != "learned_sink_mass")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -64,10 +65,10 @@ def profiled(mask: Mask | None, dim: int = 64, dtype: torch.dtype = BF16, **aske
 def decoded(kind: str) -> list[Tensor]:
     layer = polyhead.MultiHeadAttention(256, 4, num_kv_heads=2, device="cuda", dtype=BF16).eval()
     kinds: dict[str, tuple[type[polyhead.KVCache], dict[str, int]]] = {
-        "preallocated": (polyhead.PreallocatedCache, {"capacity": 80}),
-        "rolling": (polyhead.RollingCache, {"window": 33}),
-        "paged": (polyhead.PagedCache, {"num_pages": 30, "page_size": 16}),
-        "int8": (polyhead.QuantizedCache, {"capacity": 80}),
+        "preallocated": (polyhead.layers.kv_cache.PreallocatedCache, {"capacity": 80}),
+        "rolling": (polyhead.layers.kv_cache.RollingCache, {"window": 33}),
+        "paged": (polyhead.layers.kv_cache.PagedCache, {"num_pages": 30, "page_size": 16}),
+        "int8": (polyhead.layers.kv_cache.QuantizedCache, {"capacity": 80}),
     }
     cls, options = kinds[kind]
     cache = cls.for_layout(layer.layout, batch_size=3, dtype=BF16, device="cuda", **options)

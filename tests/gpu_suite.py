@@ -40,18 +40,18 @@ LONG = 10.0  # seconds; tests that take longer come first: nobody waits for one 
 # Seconds of tests that the last record does not have, by the beginnings of their names.
 GUESSED = {
     "tests/cli/test_bench.py::test_every_part_runs_on_a_gpu": 40.0,
-    "tests/functional/test_fused.py::test_on_a_gpu_every_statistic_passes_its_gradient_on": 12.0,
-    "tests/functional/test_fused.py::test_on_a_gpu_the_rest_holds_too[check_programs]": 50.0,
-    "tests/functional/test_scaled_dot_product.py::test_twelve_cases_in_processes_of_their_own": 40.0,
-    "tests/kernels/test_forward.py::test_on_a_gpu_each_statistic_can_be_asked_for_alone": 45.0,
-    "tests/kernels/test_forward.py::test_on_a_gpu_the_rest_holds_too": 12.0,
-    "tests/kernels/test_profile.py::test_on_a_gpu_every_flag_on_every_kind_of_mask": 14.0,
-    "tests/kernels/test_ragged.py::test_on_a_gpu_every_head_dim_keeps_to_the_bounds": 24.0,
-    "tests/kernels/test_ragged.py::test_on_a_gpu_the_rest_holds_too": 15.0,
-    "tests/kernels/test_ragged.py::test_on_hopper_the_twin_keeps_to_the_bounds": 20.0,
+    "tests/ops/attention/test_fused.py::test_on_a_gpu_every_statistic_passes_its_gradient_on": 12.0,
+    "tests/ops/attention/test_fused.py::test_on_a_gpu_the_rest_holds_too[check_programs]": 50.0,
+    "tests/ops/attention/test_scaled_dot_product.py::test_twelve_cases_in_processes_of_their_own": 40.0,
+    "tests/ops/attention/kernels/test_forward.py::test_on_a_gpu_each_statistic_can_be_asked_for_alone": 45.0,
+    "tests/ops/attention/kernels/test_forward.py::test_on_a_gpu_the_rest_holds_too": 12.0,
+    "tests/ops/profile/kernels/test_second_pass.py::test_on_a_gpu_every_flag_on_every_kind_of_mask": 14.0,
+    "tests/ops/selected_rows/kernels/test_kernels.py::test_on_a_gpu_every_head_dim_keeps_to_the_bounds": 24.0,
+    "tests/ops/selected_rows/kernels/test_kernels.py::test_on_a_gpu_the_rest_holds_too": 15.0,
+    "tests/ops/selected_rows/kernels/test_kernels.py::test_on_hopper_the_twin_keeps_to_the_bounds": 20.0,
     "tests/layers/test_decode.py::test_on_a_gpu_no_step_waits": 12.0,
-    "tests/observatory/test_evidence.py::test_nothing_waits_for_the_device": 12.0,
-    "tests/plan/test_flops_of_kernels.py::test_on_a_gpu_layers_have_the_flops_that_are_planned": 12.0,
+    "tests/observation/test_role_evidence.py::test_nothing_waits_for_the_device": 12.0,
+    "tests/costs/test_flops_of_kernels.py::test_on_a_gpu_layers_have_the_flops_that_are_planned": 12.0,
 }
 
 

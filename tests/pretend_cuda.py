@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_iter, tree_map
 from triton.backends.compiler import GPUTarget
 
-import polyhead.functional
+import polyhead.ops
 
 CAPABILITY = (9, 0)
 SHARED_MEMORY, MULTIPROCESSORS, MEMORY = 232448, 132, 150_000_000_000  # those of an H200
@@ -213,8 +213,9 @@ def pretend_cuda() -> Iterator[None]:
         raise RuntimeError(
             "a CUDA device is there, and what is kept of it would be mixed up: set CUDA_VISIBLE_DEVICES="
         )
-    for module in pkgutil.iter_modules(polyhead.functional.__path__):
-        importlib.import_module(f"polyhead.functional.{module.name}")
+    for module in pkgutil.walk_packages(polyhead.ops.__path__, "polyhead.ops."):
+        if ".kernels" not in module.name:
+            importlib.import_module(module.name)
     get_torch_obj_rule_map()  # what imports Dynamo keeps tables of torch's functions, and should find the true ones
     with contextlib.ExitStack() as stack:
         for name, replacement in _FUNCTIONS.items():

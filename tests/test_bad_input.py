@@ -11,20 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyhead import (
-    GrowingCache,
-    HeadId,
-    HeadLayout,
-    KVCache,
-    Mask,
-    MultiHeadAttention,
-    PagedCache,
-    PreallocatedCache,
-    QuantizedCache,
-    RollingCache,
-    attention,
-    explain,
-)
+from polyhead import HeadId, KVCache, Mask, MultiHeadAttention, attention, explain
 from polyhead.errors import (
     BackendUnsupported,
     CacheError,
@@ -36,6 +23,8 @@ from polyhead.errors import (
     PolyheadError,
     ShapeError,
 )
+from polyhead.geometry import HeadLayout
+from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
 from polyhead.layers.positions import ALiBi, Learned, LinearScaling, Rotary, Sinusoidal, T5Bias
 
 GENERATOR = torch.Generator().manual_seed(1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from _pytest.doctest import DoctestModule
 
-from tests.kernels.interpreted import in_the_interpreter
+from tests.ops.interpreter.interpreted import in_the_interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 

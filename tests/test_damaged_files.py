@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 from polyhead.cli import app
 from polyhead.errors import CheckpointError, OptionError, PolyheadError
 from polyhead.inspection import Settings, inspect_model, load_inspection, save_inspection
-from polyhead.observatory.saving import write_whole
+from polyhead.observation.saving import write_whole
 from polyhead.sources import load_model, read_texts
 from polyhead.sources import texts as texts_module
 from polyhead.surgery import PruneHeads, apply, load, load_record, save, undo
-from polyhead.surgery.stock.configs import ConfigChange
+from polyhead.surgery.native.configs import ConfigChange
 from tests.forked import Forked
 from tests.inspection.small_models import model_folder, text_folder
 

@@ -9,7 +9,7 @@ import torch
 
 from tests import budget_report
 from tests.error_budget import Compared, assert_draws_within_error_budget, budget_used, token_orders
-from tests.functional.oracle import Scene, Who, normal, result_and_gradients
+from tests.ops.oracle import Scene, Who, normal, result_and_gradients
 
 EXACT, LOOSE = torch.tensor([1.0, -2.0], dtype=torch.float64), torch.tensor([1.0, -2.0 + 1e-3])
 

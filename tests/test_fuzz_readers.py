@@ -27,15 +27,15 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from polyhead import MultiHeadAttention
 from polyhead.analysis.syntax_table import SyntaxTable
+from polyhead.costs.layouts.reading import read_layout
+from polyhead.costs.timing.machine import SHIPPED, Machine
 from polyhead.errors import PolyheadError
 from polyhead.inspection import Settings, inspect_model, load_inspection, save_inspection
 from polyhead.inspection import compare as compare_runs
 from polyhead.layers.config import AttentionConfig
-from polyhead.observatory import load as load_observations
-from polyhead.observatory import observe, read_facts
-from polyhead.observatory import save as save_observations
-from polyhead.plan.layouts.reading import read_layout
-from polyhead.plan.timing.machine import SHIPPED, Machine
+from polyhead.observation import load as load_observations
+from polyhead.observation import observe, read_facts
+from polyhead.observation import save as save_observations
 from polyhead.report import page_of
 from polyhead.sources import load_model, read_texts
 from polyhead.sources.models import check_folder

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyhead import HeadId, HeadLayout
+from polyhead import HeadId
 from polyhead.errors import OptionError, ShapeError
+from polyhead.geometry import HeadLayout
 
 
 @given(layer=st.integers(0, 10**6), head=st.integers(0, 10**6))

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 import triton
 
-import polyhead.kernels
+import polyhead.ops
 from tests import gpu_sanitize
 from tests.pretend_cuda import pretend_cuda
 
@@ -21,8 +21,10 @@ from tests.pretend_cuda import pretend_cuda
 def kernels() -> set[str]:
     """Every function that can be launched: by the project's rule its name ends with `kernel`."""
     found = set()
-    for module in pkgutil.iter_modules(polyhead.kernels.__path__):
-        members = vars(importlib.import_module(f"polyhead.kernels.{module.name}"))
+    for module in pkgutil.walk_packages(polyhead.ops.__path__, "polyhead.ops."):
+        if ".kernels." not in module.name:
+            continue
+        members = vars(importlib.import_module(module.name))
         for name, member in members.items():
             if isinstance(member, triton.JITFunction) and name.endswith("kernel"):
                 found.add(f"{member.module}.{name}")

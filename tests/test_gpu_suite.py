@@ -15,12 +15,10 @@ from tests.gpu_record import RECORD, ROOT, sources, sources_hash, warning
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A source tree with a kernel, a caller in another package, and a file that has nothing to do with either."""
+    """A source tree with a kernel, its caller, and a file that has nothing to do with either."""
     files = {
-        "kernels/forward.py": "x = 1\n",
-        "functional/sdpa.py": "y = 1\n",
-        "layers/decode.py": "def f():\n    from polyhead.kernels import forward\n",
-        "layers/words.py": '"""Of polyhead.kernels this file only speaks."""\n',
+        "ops/attention/kernels/forward.py": "x = 1\n",
+        "ops/attention/sdpa.py": "y = 1\n",
         "cli/main.py": "import os\n",
     }
     for name, text in files.items():
@@ -39,21 +37,22 @@ def write(tree: Path, **changes: Any) -> None:
 
 def test_kernels_and_who_calls_them_are_the_sources(tree: Path) -> None:
     names = [path.relative_to(tree / "src/polyhead").as_posix() for path in sources(tree)]
-    assert names == ["functional/sdpa.py", "kernels/forward.py", "layers/decode.py"]
+    assert names == ["ops/attention/kernels/forward.py", "ops/attention/sdpa.py"]
     ours = {path.relative_to(ROOT / "src/polyhead").as_posix() for path in sources()}
-    assert {"kernels/forward.py", "functional/sdpa.py", "functional/decode.py"} < ours
+    assert {"ops/attention/kernels/forward.py", "ops/attention/sdpa.py", "ops/decode/fused.py"} < ours
     assert "cli/main.py" not in ours
 
 
 @pytest.mark.parametrize(
     ("name", "text", "counts"),
     [
-        ("kernels/forward.py", "x = 2\n", True),
-        ("kernels/new.py", "", True),
-        ("functional/sdpa.py", "y = 1\n\n", True),
-        ("functional/sdpa.py", "y = 1\r\n", False),
-        ("layers/decode.py", "import polyhead.kernels.forward\n", True),
-        ("layers/words.py", "z = 1\n", False),
+        ("ops/attention/kernels/forward.py", "x = 2\n", True),
+        ("ops/attention/kernels/new.py", "", True),
+        ("ops/attention/sdpa.py", "y = '# 1'\n", True),
+        ("ops/attention/sdpa.py", "if True:\n    y = 1\n", True),
+        ("ops/attention/sdpa.py", "y = 1\n\n", False),
+        ("ops/attention/sdpa.py", "y = 1\r\n", False),
+        ("ops/attention/sdpa.py", '"""A docstring."""\n\ny = 1  # and a comment\n', False),
         ("cli/main.py", "", False),
     ],
 )
@@ -75,7 +74,7 @@ def test_every_other_record_is_warned_of(tree: Path) -> None:
     write(tree, full=False, counts={"passed": 5, "not run": 2})
     assert "not run to their end (5 passed, 2 not run)" in str(warning(tree))
     write(tree)
-    (tree / "src/polyhead/kernels/forward.py").write_text("x = 3\n")
+    (tree / "src/polyhead/ops/attention/kernels/forward.py").write_text("x = 3\n")
     assert "have changed since" in str(warning(tree))
 
 
@@ -150,7 +149,7 @@ def test_only_all_tests_run_to_their_end_are_full(monkeypatch: pytest.MonkeyPatc
     passed = reported("a", "passed")
     assert record_of([passed], monkeypatch, tmp_path)["full"]
     assert record_of([passed], monkeypatch, tmp_path)["green"]
-    for options in ({"keyword": "decode"}, {"deselect": ["b"]}, {"args": ["tests/kernels"]}):
+    for options in ({"keyword": "decode"}, {"deselect": ["b"]}, {"args": ["tests/ops"]}):
         assert not record_of([passed], monkeypatch, tmp_path, **options)["full"], options
     late = reported("b", "skipped", "setup", gpu_suite.OUT_OF_TIME)
     found = record_of([passed, late], monkeypatch, tmp_path)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyhead import Mask, attention
 from polyhead.errors import DtypeError, MaskError, OptionError
-from tests.functional.oracle import ON_THE_CPU
+from tests.ops.oracle import ON_THE_CPU
 
 
 def visible(mask: Mask, queries: int, keys: int, batch: int = 1, heads: int = 1) -> Tensor:

@@ -16,9 +16,9 @@ from polyhead.analysis.roles_rules import RULES
 from polyhead.geometry import HeadId
 from polyhead.lab.planted import BEGIN, Sizes, planted_model, random_model, random_tokens
 from polyhead.layers.transformer import LanguageModel
-from polyhead.observatory import AttentionSite, Notes
-from polyhead.observatory.evidence import EvidenceGatherer, HeadEvidence
-from polyhead.observatory.evidence_tokens import Meaning, rare_tokens
+from polyhead.observation import AttentionSite, Notes
+from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation.role_evidence_tokens import Meaning, rare_tokens
 from polyhead.sources.probes import repeated_batch
 from polyhead.sources.token_classes import TokenClass
 

@@ -9,7 +9,7 @@ import torch
 
 from polyhead.analysis.alignment import align, cut, pieces_of, watch
 from polyhead.errors import OptionError
-from polyhead.observatory.words import WordAttention
+from polyhead.observation.word_attention import WordAttention
 from polyhead.sources import LoadedModel
 from polyhead.sources.treebank import Sentence, read_treebank
 

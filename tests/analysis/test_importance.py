@@ -29,8 +29,8 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.lab.planted import Sizes, planted_model, repeated_tokens
 from polyhead.layers.positions import Rotary
 from polyhead.layers.transformer import LanguageModel
-from polyhead.observatory import AttentionSite
-from tests.huggingface import models
+from polyhead.observation import AttentionSite
+from tests.integrations.huggingface import models
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
 MASK = 3

@@ -10,11 +10,11 @@ from polyhead.analysis.intervals import normal_quantile, student_quantile
 from polyhead.analysis.pronouns import NAME, PronounTexts, pronoun_table, pronoun_texts
 from polyhead.analysis.roles import head_roles
 from polyhead.errors import OptionError
-from polyhead.observatory import AttentionSite
-from polyhead.observatory.evidence import EvidenceGatherer
-from polyhead.observatory.observations import Observations
-from polyhead.observatory.statistics import Wanted
-from polyhead.observatory.words import ByContext
+from polyhead.observation import AttentionSite
+from polyhead.observation.observations import Observations
+from polyhead.observation.role_evidence import EvidenceGatherer
+from polyhead.observation.statistics import Wanted
+from polyhead.observation.word_attention import ByContext
 from polyhead.sources.pronouns import pronoun_sentences
 
 pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from torch import Tensor
 from polyhead.analysis.redundancy import complete_groups, redundancy
 from polyhead.analysis.relations import cosine
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observatory.head_moments import HeadMoments
+from polyhead.observation.head_moments import HeadMoments
 
 HEADS, DIM, WIDTH, TOKENS = 8, 4, 32, 300
 

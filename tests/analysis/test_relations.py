@@ -19,7 +19,7 @@ from polyhead.analysis.relations import (
     total_correlation,
 )
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observatory.head_moments import HeadMoments
+from polyhead.observation.head_moments import HeadMoments
 
 HEADS, DIM, WIDTH, TOKENS = 4, 3, 11, 501
 

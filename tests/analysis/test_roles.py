@@ -16,13 +16,13 @@ from polyhead.analysis.roles_copying import Copying, copying_scores
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError, ShapeError
 from polyhead.lab.planted import PLANTED_ROLES
-from polyhead.layers.heads import HeadMatrices
-from polyhead.observatory import Notes
-from polyhead.observatory.evidence import EvidenceGatherer, HeadEvidence
-from polyhead.observatory.evidence_rows import COLUMNS
-from polyhead.observatory.evidence_tokens import Meaning
+from polyhead.layers.head_matrices import HeadMatrices
+from polyhead.observation import Notes
+from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation.role_evidence_rows import COLUMNS
+from polyhead.observation.role_evidence_tokens import Meaning
 from tests.analysis.roles_seeds import wrong_roles
-from tests.huggingface import models
+from tests.integrations.huggingface import models
 
 
 # `python -m tests.analysis.roles_seeds --seeds 20` tries as many as are asked for, with and without later tokens.

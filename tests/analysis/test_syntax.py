@@ -14,10 +14,10 @@ from polyhead.analysis.pronouns import pronoun_table, pronoun_texts
 from polyhead.analysis.shares import inner_shares
 from polyhead.analysis.syntax import DOWNWARD, EVERY, UPWARD, SyntaxTable, syntax_table
 from polyhead.errors import OptionError
-from polyhead.functional import Attended
-from polyhead.observatory import Notes, Observations
-from polyhead.observatory.statistics import AttentionSite, Wanted
-from polyhead.observatory.words import SpanAttention, WordAttention, WordMap
+from polyhead.observation import Notes, Observations
+from polyhead.observation.statistics import AttentionSite, Wanted
+from polyhead.observation.word_attention import SpanAttention, WordAttention, WordMap
+from polyhead.ops.attended import Attended
 from polyhead.sources.pronouns import pronoun_sentences
 
 RELATIONS = ("nsubj", "obj", "det")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from polyhead.analysis.text_shares import SHARES, text_shares
-from polyhead.observatory import AttentionSite
-from polyhead.observatory.evidence import EvidenceGatherer, HeadEvidence
-from polyhead.observatory.evidence_rows import COLUMNS
+from polyhead.observation import AttentionSite
+from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation.role_evidence_rows import COLUMNS
 
 SITE = AttentionSite("layer.0", "self", "layer.*", 0, 3)
 DOCUMENTS = 7

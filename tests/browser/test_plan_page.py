@@ -8,10 +8,10 @@ import pytest
 import torch
 from playwright.sync_api import expect
 
-from polyhead.plan import read_layout
-from polyhead.plan.curves import over_context, over_heads
-from polyhead.plan.planning import plan_model
-from polyhead.plan.timing.machine import Machine
+from polyhead.costs import read_layout
+from polyhead.costs.curves import over_context, over_heads
+from polyhead.costs.planning import plan_model
+from polyhead.costs.timing.machine import Machine
 from polyhead.report.plan_page import write_plan_page
 from tests.browser.accessibility import serious_violations
 

@@ -10,15 +10,15 @@ from typer.testing import CliRunner
 
 import polyhead
 from polyhead.cli import app
+from polyhead.costs import read_layout
 from polyhead.errors import OptionError
 from polyhead.inspection import load_inspection
 from polyhead.inspection.vocabulary import column_of
-from polyhead.plan import read_layout
 from polyhead.report import page_of
 from polyhead.surgery import PruneHeads, ReorderHeads, SideFiles, apply, find_layers, preview, save
-from polyhead.surgery.choosing.budgets import Size, Target, check_target
-from tests.huggingface.models import FAMILIES, build
+from polyhead.surgery.selection.budgets import Size, Target, check_target
 from tests.inspection.small_models import model_folder, text_folder
+from tests.integrations.huggingface.models import FAMILIES, build
 
 SHORT = ["--context", "48", "--tokens", "500", "--no-chance"]
 

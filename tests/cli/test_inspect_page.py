@@ -13,11 +13,11 @@ from polyhead.analysis.roles_rules import RULES
 from polyhead.cli import app
 from polyhead.cli.heads_picture import ROLES
 from polyhead.inspection import Inspection, Settings, inspect_model, save_inspection
-from polyhead.inspection.across import CANDIDATES, TOKENS, WIDTH
-from polyhead.inspection.comparing import DEVIATIONS, LEAST
+from polyhead.inspection.comparison import DEVIATIONS, LEAST
+from polyhead.inspection.cross_layer_similarity import CANDIDATES, TOKENS, WIDTH
 from polyhead.inspection.reading import FEW_DOCUMENTS
 from polyhead.inspection.top_keys import CANDIDATES as TOP_KEYS
-from polyhead.observatory.statistics import NAMES
+from polyhead.observation.statistics import NAMES
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")

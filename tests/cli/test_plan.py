@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from polyhead.cli import app
+from polyhead.costs.timing.machine import Machine
 from polyhead.layers.config import MultiHeadConfig
-from polyhead.plan.timing.machine import Machine
 
 SIZES = ("--d-model", 512, "--heads", 8, "--kv-heads", 2, "--layers", 6, "--context", 1024)
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from polyhead.cli import app
-from polyhead.observatory.session import Call
-from polyhead.surgery.choosing.journal import NUMBERS, Journal
+from polyhead.observation.session import Call
+from polyhead.surgery.selection.journal import NUMBERS, Journal
 from tests.forked import stopped_when
 from tests.inspection.small_models import model_folder, text_folder
 from tests.sources.small_tokenizers import WORDPIECE, wordpiece

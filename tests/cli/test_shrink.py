@@ -17,9 +17,9 @@ from polyhead.cli import app
 from polyhead.cli.line_plot import line_plot
 from polyhead.lab.surgery_quality.points import read_results
 from polyhead.surgery import find_layers
-from polyhead.surgery.choosing import shrinking
-from polyhead.surgery.choosing.budgets import Searched
-from polyhead.surgery.choosing.quality import Worth
+from polyhead.surgery.selection import shrinking
+from polyhead.surgery.selection.budgets import Searched
+from polyhead.surgery.selection.quality import Worth
 from tests.inspection.small_models import model_folder, text_folder
 
 

@@ -39,7 +39,7 @@ class Fault:
     def folder(self) -> str:
         """Every test of the package, for a fault that the listed files do not notice."""
         folder = f"tests/{self.file.split('/')[0]}"
-        return folder if "/" in self.file else "tests/functional"
+        return folder if "/" in self.file else "tests/ops"
 
     def plant(self, tree: Path) -> None:
         path = tree / "src/polyhead" / self.file

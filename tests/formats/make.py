@@ -20,17 +20,18 @@ from typer.testing import CliRunner
 
 import polyhead
 from polyhead.cli import app
+from polyhead.costs import Workload, estimate_cost
+from polyhead.costs.layouts.model import ModelLayout, grouped
+from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import Progress, Settings, inspect_model
-from polyhead.layers.arrangements import GroupedHeadsConfig, HeadMixConfig, LatentConfig
-from polyhead.layers.collaborative_config import CollaborativeConfig
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
-from polyhead.layers.differential_config import DifferentialConfig
+from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
-from polyhead.layers.routed_config import RoutedConfig
-from polyhead.layers.talking_heads_config import TalkingHeadsConfig
-from polyhead.plan import Workload, estimate_cost
-from polyhead.plan.layouts.model import ModelLayout, grouped
-from polyhead.plan.timing.machine import Machine
+from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
+from polyhead.layers.variants.collaborative.config import CollaborativeConfig
+from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.routed.config import RoutedConfig
+from polyhead.layers.variants.talking.config import TalkingHeadsConfig
 from polyhead.surgery import (
     GroupQueries,
     MergeHeads,

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 import polyhead
 from polyhead.analysis.syntax_table import SyntaxTable
 from polyhead.cli import app
+from polyhead.costs import CostEstimate
+from polyhead.costs.layouts.model import ModelLayout
+from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import load_inspection
 from polyhead.layers.config import AttentionConfig, build_attention
-from polyhead.plan import CostEstimate
-from polyhead.plan.layouts.model import ModelLayout
-from polyhead.plan.timing.machine import Machine
 from polyhead.surgery import EditRecord, edits_from_json, undo
 
 SAVED = Path(__file__).parent / "saved"

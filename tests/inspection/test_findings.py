@@ -15,7 +15,7 @@ from polyhead.inspection.findings import findings
 from polyhead.inspection.heads import Likeness
 from polyhead.inspection.vocabulary import TELLING
 from polyhead.inspection.wording import Finding, chinese_evidence, words_of
-from polyhead.observatory import AttentionSite, HeadProfile
+from polyhead.observation import AttentionSite, HeadProfile
 
 ONE, TWO = (AttentionSite(f"layer.{n}.attention", "self", "layer.*.attention", n, 3) for n in range(2))
 PLACES = [(site, head) for site in (ONE, TWO) for head in range(3)]

@@ -18,7 +18,7 @@ from polyhead.inspection import Inspection, Settings, compare, inspect_model, lo
 from polyhead.inspection.files import OBSERVATIONS, REST
 from polyhead.inspection.identity import described, edits_of
 from polyhead.inspection.matching import match_heads
-from polyhead.observatory import AttentionSite
+from polyhead.observation import AttentionSite
 from polyhead.report import page_of
 from polyhead.report.syntax import Syntax
 from polyhead.report.viewer.model import ViewedModel

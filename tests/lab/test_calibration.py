@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import polyhead
+from polyhead.costs import Workload
+from polyhead.costs.layer_work import layer_work
+from polyhead.costs.timing.limits import route
+from polyhead.costs.timing.machine import HostCost, Machine
+from polyhead.costs.timing.predict import predict
+from polyhead.costs.work import AttentionCore, Product, Traffic
 from polyhead.errors import OptionError
 from polyhead.lab import calibration
 from polyhead.lab.calibration import calls, compiling, host, layers, places, timing
 from polyhead.layers import MultiHeadConfig
-from polyhead.plan import Workload
-from polyhead.plan.layer_work import layer_work
-from polyhead.plan.timing.limits import route
-from polyhead.plan.timing.machine import HostCost, Machine
-from polyhead.plan.timing.predict import predict
-from polyhead.plan.work import AttentionCore, Product, Traffic
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 TINY = places.Grid(

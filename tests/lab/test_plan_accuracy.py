@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from benchmarks.plan_tables import accuracy_section
 from polyhead.cli import app
+from polyhead.costs.timing.machine import DATASHEETS, Machine
+from polyhead.costs.timing.predict import predict, roofline
+from polyhead.costs.work import AttentionCore
 from polyhead.errors import OptionError
 from polyhead.lab import calibration, plan_accuracy
 from polyhead.lab.calibration import timing
 from polyhead.lab.plan_accuracy import Outcome, shapes, summaries
 from polyhead.lab.plan_accuracy.shapes import CPU, GPU, Shape, draw
-from polyhead.plan.timing.machine import DATASHEETS, Machine
-from polyhead.plan.timing.predict import predict, roofline
-from polyhead.plan.work import AttentionCore
 
 BF16 = torch.bfloat16
 

@@ -15,6 +15,7 @@ from scipy.stats import spearmanr
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import tables
+from polyhead.costs import Workload
 from polyhead.errors import OptionError
 from polyhead.lab.measuring import machine
 from polyhead.lab.measuring.runner import Run
@@ -37,9 +38,8 @@ from polyhead.lab.surgery_quality.sentences import Pairs, SentenceTask, paired_e
 from polyhead.lab.surgery_quality.standings import best_by_place, curves_of, rows
 from polyhead.lab.surgery_quality.tasks import Figure, spearman
 from polyhead.layers import MultiHeadConfig
-from polyhead.plan import Workload
 from polyhead.surgery import PruneHeads, apply, fingerprint, undo
-from polyhead.surgery.choosing.criteria import CRITERIA
+from polyhead.surgery.selection.criteria import CRITERIA
 
 
 def drawing():

@@ -6,18 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyhead import (
-    GrowingCache,
-    KVCache,
-    LatentAttention,
-    LatentCache,
-    Mask,
-    MultiHeadAttention,
-    PagedCache,
-    PreallocatedCache,
-    RollingCache,
-)
+from polyhead import KVCache, LatentAttention, Mask, MultiHeadAttention
 from polyhead.errors import CacheError, OptionError
+from polyhead.layers.kv_cache import GrowingCache, LatentCache, PagedCache, PreallocatedCache, RollingCache
 from polyhead.layers.positions import ALiBi, T5Bias
 from polyhead.layers.transformer import LanguageModel
 

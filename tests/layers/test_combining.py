@@ -12,21 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import polyhead
-from polyhead import (
-    GrowingCache,
-    HeadLayout,
-    KVCache,
-    Mask,
-    MultiHeadAttention,
-    PagedCache,
-    PreallocatedCache,
-    RollingCache,
-)
+from polyhead import KVCache, Mask, MultiHeadAttention
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.geometry import HeadLayout
 from polyhead.layers.combining import CombinesHeads
-from polyhead.layers.grouped_heads import GroupedHeads
-from polyhead.layers.head_mixing import HeadMix
+from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, RollingCache
 from polyhead.layers.positions import ALiBi, Learned, Rotary
+from polyhead.layers.variants.grouped.layer import GroupedHeads
+from polyhead.layers.variants.mixing.layer import HeadMix
 from tests.layers.compiling import with_dynamic_sizes
 from tests.layers.head_formula import earlier, heads_of
 

@@ -24,8 +24,6 @@ from polyhead.layers.config import (
     build_attention,
     config_of,
 )
-from polyhead.layers.grouped_heads import HeadGroups
-from polyhead.layers.kinds import Kinds
 from polyhead.layers.positions import (
     ALiBi,
     BiasesLogits,
@@ -51,6 +49,8 @@ from polyhead.layers.positions.config import (
     T5BiasConfig,
     positions_config_of,
 )
+from polyhead.layers.registry import Kinds
+from polyhead.layers.variants.grouped.layer import HeadGroups
 
 EMBED, HEADS, HEAD_DIM, LENGTH = 30, 6, 10, 11
 SIZES = {"embed_dim": EMBED, "num_heads": HEADS, "head_dim": HEAD_DIM}

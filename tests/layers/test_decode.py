@@ -15,26 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyhead import (
-    GrowingCache,
-    KVCache,
-    Mask,
-    MultiHeadAttention,
-    PagedCache,
-    PreallocatedCache,
-    QuantizedCache,
-    RollingCache,
-    attention,
-)
-from polyhead.functional.cached import cached_reasons
-from polyhead.functional.decode import MOST_QUERIES, CacheArguments
-from polyhead.functional.request import AttentionOutput
-from polyhead.functional.visibility import resolve
-from polyhead.layers import multi_head, steps
+from polyhead import KVCache, Mask, MultiHeadAttention, attention
+from polyhead.layers import steps
+from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
+from polyhead.layers.multi_head import layer as multi_head_layer
 from polyhead.layers.positions import ALiBi, Positions, Rotary, T5Bias
+from polyhead.ops.common.request import AttentionOutput
+from polyhead.ops.common.visibility import resolve
+from polyhead.ops.decode.api import cached_reasons
+from polyhead.ops.decode.fused import MOST_QUERIES, CacheArguments
 from tests.error_budget import Compared, assert_draws_within_error_budget, output_in_orders, plain_formula
-from tests.kernels.interpreted import in_the_interpreter, poisoned_memory
-from tests.kernels.test_decode import assert_close
+from tests.ops.decode.test_split_keys import assert_close
+from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memory
 from tests.two_dtypes import in_two_dtypes
 from tests.waiting import waiting_is_an_error
 
@@ -148,7 +140,7 @@ class Recorded:
 
     def __enter__(self) -> Recorded:
         self._patches = [
-            mock.patch.object(multi_head, "attention", self.attend),
+            mock.patch.object(multi_head_layer, "attention", self.attend),
             mock.patch.object(steps, "cached_attention", self.decode),
         ]
         for patch in self._patches:
@@ -538,7 +530,7 @@ def check_programs() -> None:
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         for kind, lengths in (("preallocated", None), ("quantized", [PROMPT, 23])):
             caches = [new_cache(kind, layer) for _ in range(2)]
-            for cache in caches:  # compiled prompts: tests/layers/test_multi_head_programs.py
+            for cache in caches:  # compiled prompts: tests/layers/multi_head/test_multi_head_programs.py
                 layer(x[:, :PROMPT], cache=cache, lengths=lengths)
             for at in (PROMPT, PROMPT + 1):
                 ours, theirs = (

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from polyhead import CollaborativeAttention, DifferentialAttention, KVCache, MultiHeadAttention, PagedCache
+from polyhead import KVCache, MultiHeadAttention
 from polyhead.layers import QuantizedCache
+from polyhead.layers.kv_cache import PagedCache
 from polyhead.layers.positions import ALiBi, Rotary
-from tests.kernels.interpreted import in_the_interpreter
+from polyhead.layers.variants import CollaborativeAttention, DifferentialAttention
+from tests.ops.interpreter.interpreted import in_the_interpreter
 
 CACHES: dict[str, tuple[type[KVCache], dict[str, int]]] = {
     "paged": (PagedCache, {"num_pages": 9, "page_size": 2}),

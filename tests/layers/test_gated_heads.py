@@ -12,7 +12,8 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
 import polyhead
-from polyhead import GrowingCache, Mask, MultiHeadAttention, PreallocatedCache
+from polyhead import Mask, MultiHeadAttention
+from polyhead.layers.kv_cache import GrowingCache, PreallocatedCache
 from polyhead.layers.positions import Rotary
 from tests.error_budget import Compared, assert_draws_within_error_budget
 from tests.layers.head_formula import causal_orders, earlier, heads_of, project
@@ -154,7 +155,7 @@ def test_generation_equals_the_full_forward(gate: str, x: Tensor) -> None:
 
 
 def test_a_gated_layer_compiles_whole(x: Tensor) -> None:
-    layer = make("head", causal=True)  # "channel": tests/layers/test_multi_head_programs.py
+    layer = make("head", causal=True)  # "channel": tests/layers/multi_head/test_multi_head_programs.py
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     outputs = [call(leaf).output for call, leaf in zip((compiled, layer), leaves, strict=True)]

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyhead import GrowingCache, Mask, MultiHeadAttention
+from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import DtypeError, OptionError, ShapeError
+from polyhead.layers.kv_cache import GrowingCache
 from polyhead.layers.positions import ALiBi, Learned, Positions, Rotary, Sinusoidal, T5Bias
 from polyhead.layers.transformer import (
     DecoderBlock,

@@ -11,21 +11,16 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import polyhead
-from polyhead import (
-    GrowingCache,
-    HeadLayout,
-    KVCache,
-    Mask,
-    MultiHeadAttention,
-    PagedCache,
-    PreallocatedCache,
-)
+from polyhead import KVCache, Mask, MultiHeadAttention
+from polyhead.costs import Workload, estimate_cost
 from polyhead.errors import CheckpointError, OptionError, ShapeError
-from polyhead.functional import uneven
-from polyhead.layers import AttentionConfig, GroupedHeadsConfig, MultiHeadConfig, build_attention, config_of
+from polyhead.geometry import HeadLayout
+from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention, config_of
+from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache
 from polyhead.layers.positions import ALiBi, Learned, Rotary, T5Bias
-from polyhead.observatory.wiring import find_wiring
-from polyhead.plan import Workload, estimate_cost
+from polyhead.layers.variants import GroupedHeadsConfig
+from polyhead.observation.projections import find_wiring
+from polyhead.ops import uneven_groups
 from tests.error_budget import assert_within_error_budget
 
 BATCH, LENGTH, EMBED, HEAD_DIM, VALUE = 3, 13, 23, 6, 5
@@ -59,7 +54,7 @@ def pair(**options: Any) -> tuple[MultiHeadAttention, MultiHeadAttention]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """From how many queries on there is one call, and for how many keys a query."""
     for name, limit in zip(("MANY_QUERIES", "KEYS_A_QUERY"), request.param, strict=True):
-        monkeypatch.setattr(uneven, name, limit)
+        monkeypatch.setattr(uneven_groups, name, limit)
 
 
 both_ways = pytest.mark.usefixtures("way")
@@ -233,7 +228,7 @@ def test_a_checkpoint_of_another_map_is_refused() -> None:
 
 
 @both_ways
-@torch.no_grad()  # what AOTAutograd makes of it, with gradients: tests/functional/test_uneven.py
+@torch.no_grad()  # what AOTAutograd makes of it, with gradients: tests/ops/test_uneven_groups.py
 def test_it_compiles_in_one_graph() -> None:
     layer = pair(causal=True)[0].float()
     x = torch.randn(BATCH, LENGTH, EMBED)

@@ -14,11 +14,11 @@ import torch
 from polyhead.analysis.importance.losses import NAMES as LOSSES
 from polyhead.analysis.syntax import DOWNWARD, UPWARD, SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
-from polyhead.inspection import across, load_inspection, running, save_inspection
+from polyhead.inspection import cross_layer_similarity, load_inspection, running, save_inspection
 from polyhead.inspection.examples import Example
-from polyhead.inspection.looks import SiteLooks, bin_edges
+from polyhead.inspection.head_maps import SiteLooks, bin_edges
 from polyhead.inspection.wording import kind_of_model, loss_in_words, reason_in_words
-from polyhead.observatory.token_sample import TokenSample
+from polyhead.observation.token_sample import TokenSample
 from polyhead.report import page_of
 from polyhead.report.packing import LONGEST_TEXT
 from polyhead.report.pictures import MOST_MAP_CELLS, pooled
@@ -81,7 +81,10 @@ def test_the_facts_of_a_run_are_said_in_chinese_too(pages, inspections, name):
 
 def test_every_reason_that_a_run_can_give_has_chinese_words(inspections):
     wiring = {(f"layer.{number}", "self"): torch.eye(5).expand(3, -1, -1) for number in range(2)}
-    reasons = [running.UNSEEN, *(across.rule(TokenSample(wiring, 1024, name=name)) for name in ("said", "sketches"))]
+    reasons = [
+        running.UNSEEN,
+        *(cross_layer_similarity.rule(TokenSample(wiring, 1024, name=name)) for name in ("said", "sketches")),
+    ]
     with pytest.raises(OptionError) as refused:
         list(repeated_batches(load_model(inspections["bert"].settings.model).tokenizer, seed=0, context=4))
     reasons.append(f"induction and duplicate-token: {refused.value}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from polyhead.costs import LayerGroup, ModelLayout
+from polyhead.costs.curves import over_context, over_heads
+from polyhead.costs.layout_warnings import KINDS
+from polyhead.costs.planning import plan_model
 from polyhead.layers.config import MultiHeadConfig
-from polyhead.plan import LayerGroup, ModelLayout
-from polyhead.plan.curves import over_context, over_heads
-from polyhead.plan.planning import plan_model
-from polyhead.plan.warnings import KINDS
 from polyhead.report.plan_page import plan_html
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from polyhead.layers import MultiHeadAttention
 from polyhead.surgery import HeadWeights, OutputMoments, find_layers, gather_moments, read_heads
-from polyhead.surgery.repair.least_squares import Problem
+from polyhead.surgery.compensation.least_squares import Problem
 
 
 class Block(nn.Module):

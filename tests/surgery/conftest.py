@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from tests.huggingface import models
+from tests.integrations.huggingface import models
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from polyhead.layers import MultiHeadAttention
 from polyhead.surgery import HeadWeights, KeyForm, find_layers, read_heads
 from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.sharing.symmetries import blocks
+from polyhead.surgery.kv_sharing.symmetries import blocks
 
 
 def heads_of(num_heads: int = 6, num_kv_heads: int = 6, *, bias: bool = True, width: int = 29) -> HeadWeights:

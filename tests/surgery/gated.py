@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead.surgery.anatomy.finding import find_layers
-from polyhead.surgery.anatomy.layers import AttentionLayer
-from tests.huggingface import models
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.discovery import find_layers
+from tests.integrations.huggingface import models
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
 REFUSED = {

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import polyhead.huggingface
+import polyhead.integrations.huggingface
 from benchmarks import merging
 from polyhead.lab.surgery_quality.language import LanguageTask
 from polyhead.surgery import KeyForm, find_layers, fingerprint, read_heads, turn_keys, turn_values
-from polyhead.surgery.anatomy.head_weights import pack_heads
+from polyhead.surgery.adapters.head_weights import pack_heads
 from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of
 
 VOCABULARY = 61
@@ -33,7 +33,7 @@ def planted(place: list[int], key_heads: int, *, turned: bool = False) -> Any:
         head_dim=8,
         vocab_size=VOCABULARY,
         initializer_range=0.3,
-        attn_implementation=polyhead.huggingface.register(),
+        attn_implementation=polyhead.integrations.huggingface.register(),
     )
     model = LlamaForCausalLM(config).eval()
     layer = find_layers(model)[1]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.observatory.gathering import Gatherer, Notes
-from polyhead.observatory.observations import Observations
-from polyhead.observatory.run_folder import check_origin, sweep
-from polyhead.observatory.saving import load, read_facts, save
-from polyhead.observatory.session import observe
-from polyhead.observatory.words import LONGEST, WordMap
+from polyhead.observation.collectors import Gatherer, Notes
+from polyhead.observation.observations import Observations
+from polyhead.observation.run_folder import check_origin, sweep
+from polyhead.observation.saving import load, read_facts, save
+from polyhead.observation.session import observe
+from polyhead.observation.word_attention import LONGEST, WordMap
 from polyhead.sources import Context, LoadedModel, batches, special_tokens
 from polyhead.sources.batching import digest_of
 from polyhead.sources.fingerprint import model_digest

@@ -13,9 +13,9 @@ from torch import Tensor
 from polyhead.analysis.alignment import cut, pieces_of
 from polyhead.analysis.intervals import Z, normal_quantile, ratio_of_sums, student_quantile, wilson
 from polyhead.errors import OptionError
-from polyhead.observatory.observations import Observations
-from polyhead.observatory.statistics import AttentionSite
-from polyhead.observatory.words import ByContext, SpanAttention
+from polyhead.observation.observations import Observations
+from polyhead.observation.statistics import AttentionSite
+from polyhead.observation.word_attention import ByContext, SpanAttention
 from polyhead.sources import Context, special_tokens
 from polyhead.sources.pronouns import PronounSentence
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observatory.head_moments import HeadMoments
+from polyhead.observation.head_moments import HeadMoments
 
 _SAME = 1 - 1e-9  # a correlation from here on is that of the same signal, up to rounding
 

@@ -18,10 +18,10 @@ from polyhead.analysis.pronouns import PronounTable
 from polyhead.analysis.roles_copying import Copying
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
-from polyhead.observatory import AttentionSite
-from polyhead.observatory.evidence import HeadEvidence
-from polyhead.observatory.evidence_rows import WINDOW
-from polyhead.observatory.evidence_tokens import NEAR
+from polyhead.observation import AttentionSite
+from polyhead.observation.role_evidence import HeadEvidence
+from polyhead.observation.role_evidence_rows import WINDOW
+from polyhead.observation.role_evidence_tokens import NEAR
 
 DRAWS = 1000
 _LEVEL = 0.95

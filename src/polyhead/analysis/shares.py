@@ -8,13 +8,13 @@ from typing import Any
 
 from polyhead.analysis.intervals import ratio_of_sums
 from polyhead.errors import OptionError
-from polyhead.observatory.observations import Observations
-from polyhead.observatory.words import CIRCLES, ByContext, WordAttention
+from polyhead.observation.observations import Observations
+from polyhead.observation.word_attention import CIRCLES, ByContext, WordAttention
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One head and one of `polyhead.observatory.words.CIRCLES`."""
+    """One head and one of `polyhead.observation.word_attention.CIRCLES`."""
 
     site: str
     layer: int

@@ -16,9 +16,9 @@ from torch import Tensor
 from polyhead.analysis.intervals import wilson
 from polyhead.analysis.syntax_table import SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
-from polyhead.observatory.observations import Observations
-from polyhead.observatory.statistics import AttentionSite
-from polyhead.observatory.words import ByContext, WordAttention, WordMap
+from polyhead.observation.observations import Observations
+from polyhead.observation.statistics import AttentionSite
+from polyhead.observation.word_attention import ByContext, WordAttention, WordMap
 
 __all__ = ["DIRECTIONS", "DOWNWARD", "EVERY", "MINIMUM", "UPWARD", "SyntaxRow", "SyntaxTable", "syntax_table"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, refusing, short
-from polyhead.observatory.saving import write_whole
+from polyhead.observation.saving import write_whole
 
 
 @dataclass(frozen=True, slots=True)

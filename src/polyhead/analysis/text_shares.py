@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.intervals import Z, ratio_of_sums
-from polyhead.observatory.evidence import HeadEvidence
+from polyhead.observation.role_evidence import HeadEvidence
 
 # Each column, what it sums, and the rows it is the mean of.
 SHARES = {

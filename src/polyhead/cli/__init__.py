@@ -23,7 +23,7 @@ from polyhead.cli import (
     undo,
     view,
 )
-from polyhead.cli.telling import end_on_sigterm
+from polyhead.cli.progress import end_on_sigterm
 
 app = typer.Typer(
     name="polyhead",

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from polyhead.costs.timing.machine import Machine
     from polyhead.lab.plan_accuracy import Outcome
     from polyhead.lab.plan_accuracy.shapes import Shape
-    from polyhead.plan.timing.machine import Machine
 
 
 def plan(
@@ -53,9 +53,9 @@ def plan(
     """
     from rich.console import Console
 
+    from polyhead.costs.timing.machine import Machine
     from polyhead.errors import OptionError
     from polyhead.lab import plan_accuracy
-    from polyhead.plan.timing.machine import Machine
 
     try:
         calibrated = Machine.load(machine)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of, writable_file
-from polyhead.cli.telling import errors_told
+from polyhead.cli.progress import errors_told
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.options import writable_file
-from polyhead.cli.telling import errors_told
+from polyhead.cli.progress import errors_told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from polyhead.cli.edit_options import CONTEXT
 
 if TYPE_CHECKING:
     from polyhead.sources import Context, LoadedModel
-    from polyhead.surgery.choosing.quality import Fidelity
+    from polyhead.surgery.selection.quality import Fidelity
 
 # Of a text that has so many contexts, every so many-th is kept to judge the edited model by, up to so many tokens.
 FEW, EVERY, JUDGED = 10, 5, 8192
@@ -77,7 +77,7 @@ class CalibrationText:
 
     def fidelity(self) -> Fidelity | None:
         """To the model as it is now, on the text that is held out; None where none is."""
-        from polyhead.surgery.choosing.quality import Fidelity
+        from polyhead.surgery.selection.quality import Fidelity
 
         return Fidelity(self.loaded.model, list(self._batches_of(self.held_out))) if self.held_out else None
 

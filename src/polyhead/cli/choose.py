@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polyhead.plan.choosing import Choice, Choices
+    from polyhead.costs.choosing import Choice, Choices
 
 T = TypeVar("T")
 
@@ -59,12 +59,12 @@ def choose(
     """
     from rich.console import Console
 
+    from polyhead.costs import choosing
+    from polyhead.costs.layout_warnings import explained
+    from polyhead.costs.layouts.model import named_dtype
+    from polyhead.costs.quantities import parse_count, parse_seconds
+    from polyhead.costs.timing.machine import Machine
     from polyhead.errors import OptionError, PolyheadError
-    from polyhead.plan import choosing
-    from polyhead.plan.layouts.model import named_dtype
-    from polyhead.plan.quantities import parse_count, parse_seconds
-    from polyhead.plan.timing.machine import Machine
-    from polyhead.plan.warnings import explained
 
     limits = {
         "parameters": _parsed(parameters, "--parameters", parse_count),
@@ -113,7 +113,7 @@ def choose(
 def _table(choices: Sequence[Choice], title: str, *, timed: bool) -> Table:
     from rich.table import Table
 
-    from polyhead.plan.quantities import count, seconds, size
+    from polyhead.costs.quantities import count, seconds, size
 
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("layout", overflow="fold")

@@ -24,7 +24,7 @@ from polyhead.cli.edit_options import (
 )
 from polyhead.cli.edited_model import open_model, show_fidelity, show_preview, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, check_positive
-from polyhead.cli.telling import bar, errors_told
+from polyhead.cli.progress import bar, errors_told
 
 
 def convert(
@@ -73,12 +73,12 @@ def convert(
     """
     from rich.console import Console
 
-    import polyhead.huggingface
+    import polyhead.integrations.huggingface
     from polyhead.errors import OptionError
     from polyhead.surgery import ShareKeys, convert_groups
     from polyhead.surgery import preview as count
-    from polyhead.surgery.sharing.convert import GROUPINGS, layers_to_convert
-    from polyhead.surgery.sharing.grouping import neighbours
+    from polyhead.surgery.kv_sharing.convert import GROUPINGS, layers_to_convert
+    from polyhead.surgery.kv_sharing.grouping import neighbours
 
     console = Console(highlight=False)
     with errors_told("convert"):
@@ -111,7 +111,7 @@ def convert(
             return
         calibration = CalibrationText.of(loaded, text, field, context, tokens)
         # Groups that no config of a family can say are known to our attention alone.
-        loaded.model.set_attn_implementation(polyhead.huggingface.register())
+        loaded.model.set_attn_implementation(polyhead.integrations.huggingface.register())
         quality = calibration.fidelity()
         with bar("Share keys and values, layer by layer", len(layers)) as step:
             record = convert_groups(

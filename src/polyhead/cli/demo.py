@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from polyhead import Explanation
     from polyhead.lab.sentence import SentenceTrace
+    from polyhead.ops.attention import Explanation
 
 
 def demo(

@@ -88,7 +88,7 @@ def check_output(
     output: Path | None, form: str | None, *, preview: bool, replace: bool, source: str | Path | None = None
 ) -> None:
     """Check the place for the result, its form, and what is copied there, before anything costs time."""
-    from polyhead.observatory.run_folder import check_place
+    from polyhead.observation.run_folder import check_place
     from polyhead.surgery import SideFiles
     from polyhead.surgery.storage.folders import check_free
 
@@ -117,7 +117,7 @@ def check_reading(text: str | None, field: str, context: int | None, tokens: int
 def check_criterion(criterion: str) -> None:
     """That heads can be chosen by it."""
     from polyhead.errors import OptionError
-    from polyhead.surgery.choosing.criteria import CRITERIA
+    from polyhead.surgery.selection.criteria import CRITERIA
 
     if criterion not in CRITERIA:
         raise OptionError(f"a criterion is one of {', '.join(CRITERIA)}, got {criterion!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from polyhead.cli.telling import working
+from polyhead.cli.progress import working
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polyhead.cli.calibration_text import CalibrationText
     from polyhead.sources import LoadedModel
     from polyhead.surgery import EditRecord, Preview, SavedModel
-    from polyhead.surgery.choosing.quality import Fidelity
+    from polyhead.surgery.selection.quality import Fidelity
 
 
 def open_model(

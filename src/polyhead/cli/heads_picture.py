@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from polyhead.inspection import Inspection
-    from polyhead.observatory import AttentionSite
+    from polyhead.observation import AttentionSite
 
 # Two letters and a colour for each role, the most particular first: that is the one a head is drawn with.
 ROLES = {

@@ -19,8 +19,8 @@ from polyhead.cli.options import (
     check_positive,
     check_text,
 )
+from polyhead.cli.progress import errors_told
 from polyhead.cli.report import check_page, write
-from polyhead.cli.telling import errors_told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -159,7 +159,7 @@ def inspect(
 
     from polyhead.inspection import Settings, inspect_model, save_inspection
     from polyhead.inspection.files import FILES, OBSERVATIONS, REST
-    from polyhead.observatory.run_folder import check_place
+    from polyhead.observation.run_folder import check_place
 
     if resume is not None:
         _check_alone(command)
@@ -243,7 +243,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     if edits is not None:
         console.print(f"Edited, by the heads of the original: {edits.en}", markup=False, soft_wrap=True)
     if found.settings.via_weights:
-        from polyhead.observatory.own_weights import COST
+        from polyhead.observation.returned_weights import COST
 
         console.print(COST.capitalize(), style="yellow", markup=False)
     if facts["interrupted"]:
@@ -320,7 +320,7 @@ def _settings_of(folder: Path) -> Settings:
     from polyhead.errors import OptionError
     from polyhead.inspection import Settings
     from polyhead.inspection.files import OBSERVATIONS
-    from polyhead.observatory import read_facts
+    from polyhead.observation import read_facts
 
     path = folder / OBSERVATIONS
     if not path.exists():

@@ -9,7 +9,7 @@ import typer
 from polyhead.cli.edit_options import Model, Output, PreviewOnly, Replace, SavedDtype, SavedForm, Stack, check_output
 from polyhead.cli.edited_model import open_model, show_preview, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
-from polyhead.cli.telling import errors_told
+from polyhead.cli.progress import errors_told
 
 if TYPE_CHECKING:
     from polyhead.surgery import MergeHeads

@@ -12,7 +12,7 @@ from polyhead.errors import OptionError
 
 def writable_file(file: Path | None) -> Path | None:
     """Check that results can be written to a file."""
-    from polyhead.observatory.run_folder import check_file
+    from polyhead.observation.run_folder import check_file
 
     if file is not None:
         try:

@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.plan.layouts.model import ModelLayout
-    from polyhead.plan.timing.machine import Machine
+    from polyhead.costs.layouts.model import ModelLayout
+    from polyhead.costs.timing.machine import Machine
 
 DEFAULT_CONTEXT = 4096
 
@@ -95,10 +95,10 @@ def plan(
     what a machine was measured to reach, and `--calibrate` measures this one.
     """
     from polyhead.cli.plan_table import draw
+    from polyhead.costs.layouts.model import named_dtype
+    from polyhead.costs.planning import plan_model
+    from polyhead.costs.timing.machine import Machine
     from polyhead.errors import PolyheadError
-    from polyhead.plan.layouts.model import named_dtype
-    from polyhead.plan.planning import plan_model
-    from polyhead.plan.timing.machine import Machine
 
     by_sizes = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
     try:
@@ -126,7 +126,7 @@ def plan(
         found = planned(machine=machine)
         written = None
         if output is not None:
-            from polyhead.plan.curves import over_context, over_heads
+            from polyhead.costs.curves import over_context, over_heads
             from polyhead.report.plan_page import write_plan_page
 
             written = write_plan_page(output, found, over_context(found, machine), over_heads(found, machine))
@@ -150,8 +150,8 @@ def _layout(
     causal: bool | None,
     rotary: bool,
 ) -> ModelLayout:
+    from polyhead.costs.layouts.reading import from_sizes, read_layout
     from polyhead.errors import OptionError
-    from polyhead.plan.layouts.reading import from_sizes, read_layout
 
     given = [
         name for name, value in (("MODEL", model), ("--config", config), ("--d-model", d_model)) if value is not None
@@ -213,10 +213,10 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
     """What would be found out only after minutes of measuring."""
     import torch
 
+    from polyhead.costs.layouts.model import dtype_name, named_dtype
+    from polyhead.costs.timing.machine import check_own_folder
     from polyhead.errors import OptionError
     from polyhead.lab.calibration import DTYPES
-    from polyhead.plan.layouts.model import dtype_name, named_dtype
-    from polyhead.plan.timing.machine import check_own_folder
 
     if not calibrate:
         return
@@ -233,7 +233,7 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
 
 def _check_output(output: Path | None) -> None:
     from polyhead.errors import OptionError
-    from polyhead.observatory.run_folder import check_file
+    from polyhead.observation.run_folder import check_file
     from polyhead.report.page import check_place
 
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):

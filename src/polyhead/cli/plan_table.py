@@ -7,11 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from polyhead.cli.drawing import labelled
-from polyhead.plan import wording
-from polyhead.plan.phases import PhasePlan
-from polyhead.plan.planning import Plan
-from polyhead.plan.timing.machine import list_machines
-from polyhead.plan.warnings import explained
+from polyhead.costs import wording
+from polyhead.costs.layout_warnings import explained
+from polyhead.costs.phases import PhasePlan
+from polyhead.costs.planning import Plan
+from polyhead.costs.timing.machine import list_machines
 
 
 def draw(plan: Plan, console: Console) -> None:

@@ -25,9 +25,9 @@ from polyhead.cli.edit_options import (
     check_reading,
 )
 from polyhead.cli.edited_model import open_model, show_fidelity, show_preview, write_edited
-from polyhead.cli.judging import judge_of, weighting_of
+from polyhead.cli.objectives import judge_of, weighting_of
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
-from polyhead.cli.telling import bar, errors_told
+from polyhead.cli.progress import bar, errors_told
 
 if TYPE_CHECKING:
     from polyhead.surgery import PruneHeads
@@ -140,8 +140,8 @@ def chosen(text: CalibrationText, share: float, *, criterion: str, stack: str | 
     """The heads that can best go by a criterion, of all layers whose heads are known, or of one stack of them."""
     from polyhead.errors import OptionError
     from polyhead.surgery import PruneHeads, choose_heads
-    from polyhead.surgery.choosing.criteria import orders_by
-    from polyhead.surgery.choosing.evidence import Evidence
+    from polyhead.surgery.selection.criteria import orders_by
+    from polyhead.surgery.selection.measurements import Evidence
 
     model = text.loaded.model
     with bar(f"Choose heads by {criterion}", len(list(text.batches()))) as step:

@@ -55,7 +55,7 @@ def report(
 
 def check_page(html: Path | None, lang: str) -> None:
     """Before anything costs time: that a page can be written there, and in that language."""
-    from polyhead.observatory.run_folder import check_file
+    from polyhead.observation.run_folder import check_file
     from polyhead.report.page import Assets, check_place
 
     check_language(lang)

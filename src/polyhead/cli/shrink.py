@@ -25,12 +25,12 @@ from polyhead.cli.edit_options import (
     check_reading,
 )
 from polyhead.cli.edited_model import open_model, show_preview, write_edited
-from polyhead.cli.judging import judge_of, weighting_of
+from polyhead.cli.objectives import judge_of, weighting_of
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.progress import bar, errors_told, working
 from polyhead.cli.shrink_curve import measured_curve, show_curve
 from polyhead.cli.shrink_search import search_batches, search_heads
 from polyhead.cli.shrink_timing import reach_measured
-from polyhead.cli.telling import bar, errors_told, working
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyhead.sources import LoadedModel
-    from polyhead.surgery.choosing.budgets import Target, Trials
-    from polyhead.surgery.choosing.journal import Journal
-    from polyhead.surgery.choosing.quality import Quality
-    from polyhead.surgery.choosing.shrinking import Shrinker
-    from polyhead.surgery.choosing.uniform import UniformLayout, UniformShrinker
-    from polyhead.surgery.repair.as_if import Outputs
+    from polyhead.surgery.compensation.masked_trial import Outputs
+    from polyhead.surgery.selection.budgets import Target, Trials
+    from polyhead.surgery.selection.journal import Journal
+    from polyhead.surgery.selection.quality import Quality
+    from polyhead.surgery.selection.shrinking import Shrinker
+    from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker
 
 METRICS = ("perplexity", "fidelity")
 WAYS = {
@@ -126,11 +126,11 @@ def shrink(
     """
     from rich.console import Console
 
-    from polyhead.observatory.run_folder import held
+    from polyhead.observation.run_folder import held
     from polyhead.surgery import apply
-    from polyhead.surgery.choosing.budgets import Target, check_target
-    from polyhead.surgery.choosing.uniform import uniform_layouts
-    from polyhead.surgery.repair.as_if import GivenOutputs
+    from polyhead.surgery.compensation.masked_trial import GivenOutputs
+    from polyhead.surgery.selection.budgets import Target, check_target
+    from polyhead.surgery.selection.uniform import uniform_layouts
 
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=120, highlight=False)
@@ -242,8 +242,8 @@ def _asked(
 ) -> _Asked:
     from polyhead.errors import OptionError
     from polyhead.sources.fingerprint import model_digest
-    from polyhead.surgery.choosing.journal import Journal, KeptQuality
-    from polyhead.surgery.choosing.quality import Fidelity, Perplexity
+    from polyhead.surgery.selection.journal import Journal, KeptQuality
+    from polyhead.surgery.selection.quality import Fidelity, Perplexity
     from polyhead.version import VERSION
 
     read = CalibrationText.of(loaded, text, field, context, tokens)
@@ -283,9 +283,9 @@ def _asked(
 def _shrinker(
     asked: _Asked, target: Target, criterion: str, layouts: Sequence[UniformLayout] | None
 ) -> Shrinker | UniformShrinker:
-    from polyhead.surgery.choosing.journal import KeptEvidence
-    from polyhead.surgery.choosing.shrinking import Shrinker
-    from polyhead.surgery.choosing.uniform import UniformShrinker
+    from polyhead.surgery.selection.journal import KeptEvidence
+    from polyhead.surgery.selection.shrinking import Shrinker
+    from polyhead.surgery.selection.uniform import UniformShrinker
 
     evidence = KeptEvidence(asked.loaded.model, asked.calibration, judge_of(asked.loaded))
     evidence.journal = asked.journal
@@ -298,8 +298,8 @@ def _shrinker(
 
 def _repair(shrinker: Trials, gone: Mapping[str, tuple[int, ...]], asked: _Asked) -> tuple[dict[str, Outputs], str]:
     """Repaired all at once or layer by layer: what is best on the part of the text that is there to choose on."""
-    from polyhead.surgery.repair.as_if import as_if
-    from polyhead.surgery.repair.in_order import AIMS, solve_in_order
+    from polyhead.surgery.compensation.masked_trial import as_if
+    from polyhead.surgery.compensation.sequential import AIMS, solve_in_order
 
     ways = {"repaired all at once": shrinker.repaired(gone)}
     with bar("Repair layer by layer", len(AIMS) * len(gone)) as step:
@@ -324,7 +324,7 @@ def _show_worth(
     quality: Quality,
     console: Console,
 ) -> None:
-    from polyhead.surgery.repair.as_if import as_if
+    from polyhead.surgery.compensation.masked_trial import as_if
 
     with as_if(shrinker.model, shrinker.evidence.layers, outputs):
         found = quality.measure()

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyhead.cli.line_plot import line_plot
-from polyhead.cli.telling import bar
+from polyhead.cli.progress import bar
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.surgery.choosing.budgets import CurvePoint
-    from polyhead.surgery.choosing.quality import Quality
-    from polyhead.surgery.choosing.shrinking import Shrinker
-    from polyhead.surgery.choosing.uniform import UniformShrinker
+    from polyhead.surgery.selection.budgets import CurvePoint
+    from polyhead.surgery.selection.quality import Quality
+    from polyhead.surgery.selection.shrinking import Shrinker
+    from polyhead.surgery.selection.uniform import UniformShrinker
 
 
 def measured_curve(shrinker: Shrinker | UniformShrinker, quality: Quality) -> list[CurvePoint]:

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyhead.cli.calibration_text import CalibrationText
-from polyhead.cli.telling import bar
+from polyhead.cli.progress import bar
 
 if TYPE_CHECKING:
     from polyhead.sources import Context, LoadedModel
-    from polyhead.surgery.choosing.budgets import Target
-    from polyhead.surgery.choosing.quality import Quality
-    from polyhead.surgery.choosing.shrinking import Shrinker
-    from polyhead.surgery.choosing.uniform import UniformShrinker
+    from polyhead.surgery.selection.budgets import Target
+    from polyhead.surgery.selection.quality import Quality
+    from polyhead.surgery.selection.shrinking import Shrinker
+    from polyhead.surgery.selection.uniform import UniformShrinker
 
 SEARCH_CONTEXTS = 16
 

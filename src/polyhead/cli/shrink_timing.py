@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from polyhead.cli.telling import bar
+from polyhead.cli.progress import bar
 
 if TYPE_CHECKING:
-    from polyhead.surgery.choosing.budgets import Target, Trials
-    from polyhead.surgery.choosing.journal import Journal
+    from polyhead.surgery.selection.budgets import Target, Trials
+    from polyhead.surgery.selection.journal import Journal
 
 
 def reach_measured(
@@ -45,7 +45,7 @@ def _times_faster(trials: Trials, gone: Mapping[str, tuple[int, ...]], batches: 
     """The whole model's time over that of the model without these heads, in turns."""
     import torch
 
-    from polyhead.huggingface import register
+    from polyhead.integrations.huggingface import register
     from polyhead.lab.measuring.runner import alternate
     from polyhead.surgery import apply
 

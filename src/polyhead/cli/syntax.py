@@ -11,7 +11,7 @@ import typer
 
 from polyhead.cli.edit_options import ResumeIn
 from polyhead.cli.options import check_device
-from polyhead.cli.telling import errors_told
+from polyhead.cli.progress import errors_told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from polyhead.analysis.alignment import Aligned
     from polyhead.analysis.shares import Shares
     from polyhead.analysis.syntax import SyntaxTable
-    from polyhead.observatory import Observations
+    from polyhead.observation import Observations
     from polyhead.sources import LoadedModel
 
 KEPT = "observations.safetensors"  # in the folder of --resume
@@ -82,7 +82,7 @@ def syntax(
 
     from polyhead.analysis.shares import inner_shares
     from polyhead.analysis.syntax import syntax_table
-    from polyhead.observatory.run_folder import held
+    from polyhead.observation.run_folder import held
 
     if treebank is None:
         raise typer.BadParameter(
@@ -117,7 +117,7 @@ def syntax(
 def _check_output(output: Path | None) -> None:
     if output is None:
         return
-    from polyhead.observatory.run_folder import check_file
+    from polyhead.observation.run_folder import check_file
 
     if output.suffix not in (".json", ".parquet"):
         raise typer.BadParameter(f"the file must end in .json or .parquet, got {output.name!r}", param_hint="--output")
@@ -153,7 +153,7 @@ def _watched(loaded: LoadedModel, aligned: Aligned, batch: int, console: Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from polyhead.analysis.alignment import watch
-    from polyhead.observatory.words import WordAttention
+    from polyhead.observation.word_attention import WordAttention
     from polyhead.version import VERSION
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -193,7 +193,7 @@ def _show_shares(shares: Shares) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from polyhead.observatory.words import CIRCLES
+    from polyhead.observation.word_attention import CIRCLES
 
     console = Console(highlight=False)
     drawn = Table(box=None, pad_edge=False)

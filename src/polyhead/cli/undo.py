@@ -9,7 +9,7 @@ import typer
 
 from polyhead.cli.edit_options import Replace, check_output
 from polyhead.cli.edited_model import show_saved
-from polyhead.cli.telling import errors_told, working
+from polyhead.cli.progress import errors_told, working
 
 
 def undo(

@@ -1,6 +1,6 @@
 """A whole inspection: a model and a text in, what every head does out; what `polyhead inspect` runs."""
 
-from polyhead.inspection.comparing import Comparison, compare
+from polyhead.inspection.comparison import Comparison, compare
 from polyhead.inspection.examples import Example
 from polyhead.inspection.files import load_inspection, save_inspection
 from polyhead.inspection.heads import Group, Pair

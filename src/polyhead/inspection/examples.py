@@ -12,9 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from polyhead.functional import Attended
 from polyhead.inspection.reading import Reader
-from polyhead.observatory import AttentionSite, Notes, Observations
+from polyhead.observation import AttentionSite, Notes, Observations
+from polyhead.ops.attended import Attended
 from polyhead.sources import Batch, Context, batches, special_tokens
 
 DOCUMENTS = 3

@@ -16,16 +16,16 @@ from torch import Tensor
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, read_tensors, refusing, short
-from polyhead.inspection.checking import check_facts, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.examples import Example
+from polyhead.inspection.head_maps import SiteLooks
 from polyhead.inspection.heads import Group, Head, Likeness, Pair
-from polyhead.inspection.looks import SiteLooks
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.top_keys import TopKey
+from polyhead.inspection.validation import check_facts, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.wording import Finding
-from polyhead.observatory import AttentionSite, HeadProfile
-from polyhead.observatory.saving import write_whole
+from polyhead.observation import AttentionSite, HeadProfile
+from polyhead.observation.saving import write_whole
 
 FORMAT = 2  # 1 had no pictures and no examples, and findings as sentences
 OBSERVATIONS = "observations.safetensors"  # what was gathered, from which a run goes on

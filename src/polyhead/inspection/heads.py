@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyhead.observatory import AttentionSite
+from polyhead.observation import AttentionSite
 
 Head = tuple[AttentionSite, int]
 

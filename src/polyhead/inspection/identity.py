@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from polyhead.inspection.heads import Head, named
 from polyhead.inspection.vocabulary import Language, Text
-from polyhead.observatory import AttentionSite
+from polyhead.observation import AttentionSite
 
 
 def originally(head: Head) -> Text | None:

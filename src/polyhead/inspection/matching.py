@@ -15,7 +15,7 @@ from polyhead.geometry import HeadOrigins
 from polyhead.inspection.heads import Head, named
 from polyhead.inspection.identity import original_name
 from polyhead.inspection.result import Inspection
-from polyhead.observatory import AttentionSite
+from polyhead.observation import AttentionSite
 
 # Of the facts of a run: what all heads of a model have in common.
 SIZES = {"model_type": "model type", "hidden_size": "hidden size", "num_hidden_layers": "number of layers"}

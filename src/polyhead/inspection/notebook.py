@@ -11,9 +11,9 @@ from polyhead.inspection.heads import Group
 from polyhead.inspection.identity import described, edits_of
 from polyhead.inspection.vocabulary import TELLING, role_of
 from polyhead.inspection.wording import Finding, place_of
-from polyhead.observatory import AttentionSite, HeadProfile
-from polyhead.observatory.cards import Cell, folded, grids
-from polyhead.observatory.notebook import cards_html, table_html
+from polyhead.observation import AttentionSite, HeadProfile
+from polyhead.observation.cards import Cell, folded, grids
+from polyhead.observation.notebook import cards_html, table_html
 
 NO_ROLE = "··"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.inspection.settings import CONTEXT, Settings
-from polyhead.observatory import Notes
+from polyhead.observation import Notes
 from polyhead.sources import (
     Batch,
     Context,

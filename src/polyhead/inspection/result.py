@@ -10,13 +10,13 @@ from torch import Tensor
 
 from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection.examples import Example
+from polyhead.inspection.head_maps import SiteLooks
 from polyhead.inspection.heads import Group, Likeness, Pair
-from polyhead.inspection.looks import SiteLooks
 from polyhead.inspection.notebook import inspection_html
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.top_keys import TopKey
 from polyhead.inspection.wording import Finding
-from polyhead.observatory import AttentionSite, HeadProfile
+from polyhead.observation import AttentionSite, HeadProfile
 
 
 @dataclass(frozen=True, slots=True, eq=False)

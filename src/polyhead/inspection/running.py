@@ -19,16 +19,16 @@ from torch import Tensor
 from polyhead.analysis.importance import Importance
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.errors import OptionError
-from polyhead.inspection import across, within
+from polyhead.inspection import cross_layer_similarity, layer_similarity
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.inspection.findings import findings
-from polyhead.inspection.looks import looks_of
-from polyhead.inspection.questions import Questions, embedding_of
+from polyhead.inspection.head_maps import looks_of
+from polyhead.inspection.probing import Questions, embedding_of
 from polyhead.inspection.reading import Reader
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Progress, Report, Settings
 from polyhead.inspection.top_keys import most_frequent, top_keys_of
-from polyhead.observatory import (
+from polyhead.observation import (
     AttentionMaps,
     AttentionSite,
     Contributions,
@@ -41,11 +41,11 @@ from polyhead.observatory import (
     read_facts,
     save,
 )
-from polyhead.observatory.evidence import EvidenceGatherer
-from polyhead.observatory.evidence_tokens import Meaning, rare_tokens
-from polyhead.observatory.origins import is_edited
-from polyhead.observatory.run_folder import held, sweep
-from polyhead.observatory.token_sample import TokenSample
+from polyhead.observation.origins import is_edited
+from polyhead.observation.role_evidence import EvidenceGatherer
+from polyhead.observation.role_evidence_tokens import Meaning, rare_tokens
+from polyhead.observation.run_folder import held, sweep
+from polyhead.observation.token_sample import TokenSample
 from polyhead.sources import LoadedModel, load_model
 from polyhead.sources.fingerprint import model_digest
 from polyhead.sources.models import check_layers
@@ -134,13 +134,17 @@ class _Run:
 
     def run(self, resume: bool, began: float) -> Inspection:
         wiring = self.questions.wiring(self.loaded.model)
-        sample = across.sample_of(wiring, self.settings.seed)
+        sample = cross_layer_similarity.sample_of(wiring, self.settings.seed)
         observations = self.text(sample, resume)
         table = observations.profile
         found: dict[str, Any] = {}
-        matrices, said = within.relations_of(observations.gathered, wiring)
-        spectra = within.spectra_of(wiring)
-        columns = [within.text_columns(observations.gathered), within.circuit_columns(spectra), said]
+        matrices, said = layer_similarity.relations_of(observations.gathered, wiring)
+        spectra = layer_similarity.spectra_of(wiring)
+        columns = [
+            layer_similarity.text_columns(observations.gathered),
+            layer_similarity.circuit_columns(spectra),
+            said,
+        ]
         roles: tuple[HeadRoles, ...] = ()
         if not self.interrupted:
             try:
@@ -148,11 +152,11 @@ class _Run:
             except KeyboardInterrupt:
                 self.interrupted = True
         importance: Importance | None = found.pop("importance", None)
-        matrices = within.with_more(matrices, found.pop("distances", {}), importance)
+        matrices = layer_similarity.with_more(matrices, found.pop("distances", {}), importance)
         inspection = Inspection(
             self.settings,
             {**self.facts(observations, began), "loss": None if importance is None else importance.loss},
-            within.widened(table, columns, importance),
+            layer_similarity.widened(table, columns, importance),
             roles,
             relations=matrices,
             looks=looks_of(observations.gathered),
@@ -177,7 +181,7 @@ class _Run:
         reference: tuple[HeadRoles, ...] = ()
         if self.settings.chance:
             reference, null = ask.chance()
-            found |= within.groups_of(matrices, null)
+            found |= layer_similarity.groups_of(matrices, null)
         roles = head_roles(
             evidence_of(observations.gathered),
             repeated,
@@ -187,8 +191,8 @@ class _Run:
             seed=self.settings.seed,
         )
         if sample is not None:
-            found["pairs"] = across.pairs(observations.gathered, sample, wiring, ask.watched_sample)
-            self.across = across.rule(sample)
+            found["pairs"] = cross_layer_similarity.pairs(observations.gathered, sample, wiring, ask.watched_sample)
+            self.across = cross_layer_similarity.rule(sample)
         found["importance"] = ask.importance()
         return found, roles
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from polyhead.errors import OptionError
 from polyhead.files import build, short
-from polyhead.observatory.statistics import Wanted
+from polyhead.observation.statistics import Wanted
 
 CONTEXT = 512  # tokens, or fewer where the model was made for fewer
 TOKENS = 65_536

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from polyhead.observatory import AttentionSite, Gathered
-from polyhead.observatory.top_keys import SiteTopKeys, TopKeys
+from polyhead.observation import AttentionSite, Gathered
+from polyhead.observation.top_keys import SiteTopKeys, TopKeys
 
 CANDIDATES = 1024  # tokens that are told apart: the most frequent ones of the text
 MOST = 10  # that are told of each head

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from polyhead.inspection.heads import Head
 from polyhead.inspection.identity import described, originally
 from polyhead.inspection.vocabulary import Language, Text, role_of
-from polyhead.observatory.evidence_rows import WINDOW
+from polyhead.observation.role_evidence_rows import WINDOW
 
 FindingKind = Literal["role", "alike", "matters", "resting", "wide", "extreme"]
 
@@ -32,7 +32,7 @@ class Finding:
 def words_of(finding: Finding, language: Language = "en") -> str:
     """A finding as a sentence.
 
-    >>> from polyhead.observatory import AttentionSite
+    >>> from polyhead.observation import AttentionSite
     >>> site = AttentionSite("encoder.layer.2.attention.self", "self", "encoder.layer.*.attention.self", 2, 12)
     >>> print(words_of(Finding("extreme", ((site, 7),), "confidence", {"value": 0.93})))
     layer 2 head 7 is the sharpest: 93% of its attention on one token

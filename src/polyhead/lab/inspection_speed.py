@@ -19,7 +19,7 @@ from polyhead.lab.measuring.runner import OUT_OF_MEMORY, Run, Timings, is_out_of
 from polyhead.lab.statistics_speed import Step
 from polyhead.lab.statistics_speed.places import ROW_STATISTICS
 from polyhead.lab.statistics_speed.problem import tidy
-from polyhead.observatory import AttentionMaps
+from polyhead.observation import AttentionMaps
 from polyhead.sources.models import load_model
 
 PLAIN = "SDPA, nothing watched"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import polyhead
 from polyhead.errors import OptionError
 from polyhead.layers.positions import Sinusoidal
+from polyhead.ops.attention import Explanation
 
 SENTENCES = (
     "那只动物没有过马路，因为它太累了。",
@@ -38,8 +39,8 @@ class SentenceTrace:
     weights: Tensor  # [1, heads, tokens, tokens]
     output: Tensor  # [1, tokens, embed_dim]
     backend: str
-    explanation: polyhead.Explanation
-    weights_explanation: polyhead.Explanation  # for the call that also returned the weights
+    explanation: Explanation
+    weights_explanation: Explanation  # for the call that also returned the weights
 
 
 def tokenize(text: str) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyhead.functional import attention
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed import Step
 from polyhead.masks import Mask
+from polyhead.ops.attention import attention
 from polyhead.report.packing import packed_floats
 from polyhead.report.viewer import tiles, words
 from polyhead.report.viewer.reading import KeptAttention

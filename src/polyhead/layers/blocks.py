@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.layers.multi_head import Memory, MultiHeadAttention
+from polyhead.layers.multi_head.layer import Memory, MultiHeadAttention
 from polyhead.layers.steps import keeps_cache
 from polyhead.masks import Mask
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, DeviceError, DtypeError, OptionError, ShapeError
-from polyhead.functional import BACKENDS, Statistics
-from polyhead.functional.statistics import as_statistics
 from polyhead.geometry import HeadLayout
-from polyhead.layers.heads import HeadMatrices
+from polyhead.layers.head_matrices import HeadMatrices
+from polyhead.ops.attention import BACKENDS, Statistics
+from polyhead.ops.common.statistics import as_statistics
 
 
 def check_size(name: str, size: int | None) -> None:

@@ -1,7 +1,7 @@
 """Attention layers as values: one small config a kind, which builds the layer and goes through JSON unchanged.
 
 A new arrangement of heads joins with a frozen dataclass under `@arrangement`, as those of `arrangements.py` do, and
-with its counts under `@count_layer.register` in `polyhead.plan`.
+with its counts under `@count_layer.register` in `polyhead.costs`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.kinds import Kinds, check_flags
-from polyhead.layers.multi_head import MultiHeadAttention
+from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions.base import Positions
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
+from polyhead.layers.registry import Kinds, check_flags
 from polyhead.layers.steps import own_mask
 from polyhead.masks import Mask
 

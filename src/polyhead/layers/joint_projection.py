@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from polyhead.functional.tracing import is_transformed
+from polyhead.ops.common.tracing import is_transformed
 
 _LINEAR = nn.Linear.forward
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.functional import AttentionOutput, Statistics
-from polyhead.functional.cached import cached_attention, cached_reasons
-from polyhead.functional.decode import CacheArguments
-from polyhead.functional.uneven import uneven_cached_attention
 from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.positions import BiasesLogits
 from polyhead.layers.positions.biases import BiasesByDistance
 from polyhead.masks import Mask, is_readable
+from polyhead.ops.attention import AttentionOutput, Statistics
+from polyhead.ops.decode.api import cached_attention, cached_reasons
+from polyhead.ops.decode.fused import CacheArguments
+from polyhead.ops.uneven_groups import uneven_cached_attention
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -20,7 +20,7 @@ from polyhead.layers.kv_cache import (
     QuantizedCache,
     RollingCache,
 )
-from polyhead.layers.multi_head import Memory
+from polyhead.layers.multi_head.layer import Memory
 from polyhead.layers.positions import AddsToInput, Positions
 from polyhead.masks import Mask, Side
 

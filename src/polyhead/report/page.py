@@ -20,7 +20,7 @@ from polyhead.errors import OptionError
 from polyhead.files import check_regular, refusing
 from polyhead.inspection import Inspection
 from polyhead.inspection.vocabulary import LANGUAGES, Language, Text
-from polyhead.observatory.saving import write_whole
+from polyhead.observation.saving import write_whole
 from polyhead.report.packing import json_in_html
 from polyhead.report.payload import page_of
 from polyhead.report.syntax import Syntax

@@ -20,7 +20,7 @@ from polyhead.inspection.wording import (
     reason_in_words,
     words_of,
 )
-from polyhead.observatory import AttentionSite
+from polyhead.observation import AttentionSite
 from polyhead.report import pictures
 from polyhead.report.packing import clipped, packed_floats, plain
 from polyhead.report.syntax import Syntax

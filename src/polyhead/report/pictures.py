@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from polyhead.inspection import Inspection
-from polyhead.inspection.looks import bin_edges
-from polyhead.observatory import AttentionSite
+from polyhead.inspection.head_maps import bin_edges
+from polyhead.observation import AttentionSite
 from polyhead.report.packing import clipped, packed_floats, packed_shares
 
 # A byte a cell and four thirds of that in base64: 12 layers of 12 heads have maps of 64 x 64.

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from polyhead.observatory.saving import write_whole
-from polyhead.plan import wording
-from polyhead.plan.curves import ContextPoint, HeadsPoint
-from polyhead.plan.phases import PhasePlan
-from polyhead.plan.planning import Plan
-from polyhead.plan.quantities import count, seconds, size
-from polyhead.plan.warnings import explained
+from polyhead.costs import wording
+from polyhead.costs.curves import ContextPoint, HeadsPoint
+from polyhead.costs.layout_warnings import explained
+from polyhead.costs.phases import PhasePlan
+from polyhead.costs.planning import Plan
+from polyhead.costs.quantities import count, seconds, size
+from polyhead.observation.saving import write_whole
 from polyhead.report.page import check_place
 from polyhead.report.plan_charts import Axis, Series, lines, stacked
 from polyhead.report.plan_style import STYLE

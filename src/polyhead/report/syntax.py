@@ -11,7 +11,7 @@ from typing import Any
 from polyhead.analysis.syntax import UPWARD, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.files import read_json
-from polyhead.observatory import AttentionSite
+from polyhead.observation import AttentionSite
 from polyhead.report.packing import clipped
 
 

@@ -1,14 +1,15 @@
 """Changing the heads of a trained model: described, counted, made and undone."""
 
 from polyhead.geometry import HeadOrigins
-from polyhead.surgery.anatomy.finding import find_layers, head_origins
-from polyhead.surgery.anatomy.fingerprint import fingerprint
-from polyhead.surgery.anatomy.head_weights import HeadWeights, read_heads
-from polyhead.surgery.anatomy.layers import AttentionLayer
-from polyhead.surgery.calibration.key_forms import KeyForm, find_key_forms
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.discovery import find_layers, head_origins
+from polyhead.surgery.adapters.fingerprint import fingerprint
+from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
+from polyhead.surgery.calibration.key_transforms import KeyForm, find_key_forms
 from polyhead.surgery.calibration.moments import OutputMoments, gather_moments
 from polyhead.surgery.calibration.sensitivity import loss_weights
-from polyhead.surgery.choosing.orders import PruningOrder, choose_heads, pruning_order
+from polyhead.surgery.compensation.least_squares import OutputRepair
+from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply, take_shape, undo
 from polyhead.surgery.edits.head_edits import (
     GroupQueries,
@@ -22,13 +23,12 @@ from polyhead.surgery.edits.head_edits import (
 )
 from polyhead.surgery.edits.preview import HeadCounts, LayerPreview, Preview, preview
 from polyhead.surgery.edits.records import EditRecord, join_records
-from polyhead.surgery.repair.in_order import apply_in_order
-from polyhead.surgery.repair.least_squares import OutputRepair
-from polyhead.surgery.sharing.align import AlignHeads, aligned
-from polyhead.surgery.sharing.convert import convert_groups
-from polyhead.surgery.sharing.fused_heads import FuseHeads, fuse
-from polyhead.surgery.sharing.shared_keys import ShareKeys, share
-from polyhead.surgery.sharing.symmetries import turn_keys, turn_values
+from polyhead.surgery.kv_sharing.align import AlignHeads, aligned
+from polyhead.surgery.kv_sharing.convert import convert_groups
+from polyhead.surgery.kv_sharing.fused_heads import FuseHeads, fuse
+from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share
+from polyhead.surgery.kv_sharing.symmetries import turn_keys, turn_values
+from polyhead.surgery.selection.orders import PruningOrder, choose_heads, pruning_order
 from polyhead.surgery.storage.loading import load, load_record
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles

@@ -6,7 +6,7 @@ import pytest
 import torch
 from playwright.sync_api import expect
 
-from polyhead.huggingface import register
+from polyhead.integrations.huggingface import register
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.sources import load_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.functional import attention
 from polyhead.masks import Mask
+from polyhead.ops.attention import attention
 from polyhead.report.viewer import tiles, words
 from polyhead.report.viewer.cache import TileCache
 from polyhead.report.viewer.distance import distances

@@ -7,7 +7,7 @@ import torch
 
 from polyhead.errors import ShapeError
 from polyhead.surgery import OutputMoments, find_layers, gather_moments
-from tests.huggingface import models
+from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
 

@@ -8,7 +8,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.surgery import loss_weights
 from polyhead.surgery.calibration.sensitivity import token_weights, weighed_moments
-from tests.huggingface import models
+from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
 

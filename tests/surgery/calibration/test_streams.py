@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-import polyhead.huggingface
+import polyhead.integrations.huggingface
 from polyhead.surgery import find_layers, read_heads
-from polyhead.surgery.anatomy.head_weights import pack_heads
+from polyhead.surgery.adapters.head_weights import pack_heads
 from polyhead.surgery.calibration import streams
 from polyhead.surgery.calibration.streams import Streams, pieces_of
-from tests.huggingface import models
+from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, batches_of_tokens, build
 
 
@@ -20,7 +20,7 @@ from tests.surgery.gated import FAMILIES, batches_of_tokens, build
 def test_a_text_is_read_on_from_where_it_stopped_and_looks_the_same(name):
     family = FAMILIES[name]
     model = build(family)
-    model.set_attn_implementation(polyhead.huggingface.register())
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
     layers = [layer for layer in find_layers(model) if layer.stack == find_layers(model)[0].stack]
     heads = read_heads(model, layers[0])
     lending = pack_heads(model, layers[0], replace(heads, output=heads.output * 0.5))

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import polyhead
-import polyhead.huggingface
+import polyhead.integrations.huggingface
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.positions import Rotary
 from polyhead.surgery import GroupQueries, PruneHeads, ReorderHeads, apply, find_layers, fingerprint, undo
 from polyhead.surgery.edits import applying
-from polyhead.surgery.stock.fitting import is_transformers_model
-from tests.huggingface import models
+from polyhead.surgery.native.fitting import is_transformers_model
+from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build, decoder, generated, result_of, switched_off
 
 
@@ -33,7 +33,7 @@ def test_heads_of_our_layer_that_are_gone_are_heads_switched_off(kv_heads, prune
     before = fingerprint(layer)
     record = apply(layer, [PruneHeads(0, pruned)])
     torch.testing.assert_close(layer(x).output, expected, rtol=0, atol=1e-12)
-    cache = polyhead.GrowingCache()
+    cache = polyhead.layers.kv_cache.GrowingCache()
     with torch.no_grad():
         steps = [layer(x[:, place : place + 1], cache=cache).output for place in range(11)]
     torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=0, atol=1e-12)
@@ -56,7 +56,7 @@ def test_a_plain_layer_of_ours_is_one_product_again_after_surgery():
 @pytest.mark.parametrize("pruned", [(1,), (0, 3, 4), (1, 2, 3)])
 def test_uneven_groups_run_on_our_attention_and_are_refused_by_others(pruned):
     family, model = FAMILIES["llama"], decoder()
-    model.set_attn_implementation(polyhead.huggingface.register())  # eager rounds its weights to float32
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())  # eager rounds its weights to float32
     layers = find_layers(model)
     with switched_off(model, {layer.path: pruned for layer in layers}):
         expected, generation = result_of(model, family), generated(model, family)
@@ -69,7 +69,7 @@ def test_uneven_groups_run_on_our_attention_and_are_refused_by_others(pruned):
         model.set_attn_implementation(implementation)
         with pytest.raises(OptionError, match=f"known to polyhead's attention alone, got '{implementation}'"):
             result_of(model, family)
-    model.set_attn_implementation(polyhead.huggingface.register())
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
     torch.testing.assert_close(result_of(model, family), expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(generated(model, family), generation, rtol=1e-9, atol=1e-9)
     with polyhead.observe(model) as session:  # who watches sees every head with a key head of its own
@@ -87,7 +87,7 @@ def test_uneven_groups_run_on_our_attention_and_are_refused_by_others(pruned):
 def test_uneven_groups_return_weights_of_every_head_also_under_dropout():
     model = decoder()
     apply(model, [PruneHeads(0, (1,)), PruneHeads(1, (1,))])
-    model.set_attn_implementation(polyhead.huggingface.register())
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
     ids = models.tokens(length=5)
     weights = model(ids, output_attentions=True).attentions[0]
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 5, 5, dtype=torch.float64))
@@ -112,7 +112,7 @@ def test_encoders_with_fewer_key_heads_run_on_our_attention():
     record = apply(model, [GroupQueries(number, ((0, 1), (2, 3))) for number in range(2)])
     with pytest.raises(OptionError, match=r"read key heads \(0, 0, 1, 1\)"):
         result_of(model, family)
-    model.set_attn_implementation(polyhead.huggingface.register())
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
     torch.testing.assert_close(result_of(model, family), whole, rtol=1e-9, atol=1e-9)
     undo(model, record)
     model.set_attn_implementation("eager")
@@ -187,9 +187,9 @@ def test_what_does_not_train_stays_so_and_only_what_changes_is_replaced():
 
 def test_an_order_that_splits_groups_is_run_by_its_map():
     family, model = FAMILIES["llama"], decoder()
-    model.set_attn_implementation(polyhead.huggingface.register())  # eager rounds its weights to float32
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())  # eager rounds its weights to float32
     whole = result_of(model, family)
     apply(model, [ReorderHeads(0, (0, 3, 1, 4, 2, 5))])
     assert find_layers(model)[0].layout.key_heads == (0, 1, 0, 1, 0, 1)
-    model.set_attn_implementation(polyhead.huggingface.register())
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
     torch.testing.assert_close(result_of(model, family), whole, rtol=1e-9, atol=1e-9)

@@ -21,7 +21,7 @@ from polyhead.surgery import (
     find_layers,
     fingerprint,
 )
-from polyhead.surgery.anatomy.head_weights import read_heads
+from polyhead.surgery.adapters.head_weights import read_heads
 
 EDITS = (
     PruneHeads(3, (1, 7)),

@@ -15,7 +15,7 @@ import polyhead
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.geometry import HeadOrigins
 from polyhead.layers import MultiHeadAttention
-from polyhead.observatory.origins import ATTRIBUTE, IN_CONFIG
+from polyhead.observation.origins import ATTRIBUTE, IN_CONFIG
 from polyhead.surgery import (
     AlignHeads,
     EditRecord,
@@ -37,7 +37,7 @@ from polyhead.surgery import (
     take_shape,
     undo,
 )
-from polyhead.surgery.anatomy.layers import layer_origins
+from polyhead.surgery.adapters.attention_layer import layer_origins
 from polyhead.surgery.storage.manifest import _digest
 from tests.inspection.small_models import MAKERS
 

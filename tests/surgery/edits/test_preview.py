@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from polyhead.costs import Workload
 from polyhead.errors import OptionError
-from polyhead.plan import Workload
 from polyhead.surgery import PruneHeads, apply, find_layers, fingerprint, preview
 from tests.surgery.gated import FAMILIES, build
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import polyhead
 from polyhead.errors import OptionError
-from polyhead.huggingface import register
+from polyhead.integrations.huggingface import register
 from polyhead.sources.loading import quiet
 from polyhead.surgery import (
     AttentionLayer,
@@ -29,7 +29,7 @@ from polyhead.surgery import (
     save,
     undo,
 )
-from tests.huggingface import models
+from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, REFUSED, build, result_of, some_heads
 
 PAGE = Path(__file__).parents[3] / "docs" / "surgery.md"

@@ -27,8 +27,8 @@ from polyhead.surgery import (
 )
 from polyhead.surgery.storage import manifest
 from tests.forked import Bystander
-from tests.huggingface import models
 from tests.inspection.small_models import model_folder, tokenizer
+from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build, generated, result_of
 
 EDITS = {
@@ -65,7 +65,7 @@ def place(tmp_path_factory, elsewhere) -> Path:
 def edited(place: Path, name: str):
     model = polyhead.load(place / f"{name}-whole")
     apply(model, EDITS[name])
-    model.set_attn_implementation(polyhead.huggingface.register())
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
     return model
 
 
@@ -77,7 +77,7 @@ def test_an_edited_model_computes_what_it_computed(place, name, form):
     found = polyhead.load(place / f"{name}-{form}")
     assert [layer.layout for layer in find_layers(found)] == [layer.layout for layer in find_layers(expected)]
     assert fingerprint(found) == fingerprint(expected)
-    found.set_attn_implementation(polyhead.huggingface.register())
+    found.set_attn_implementation(polyhead.integrations.huggingface.register())
     assert torch.equal(result_of(found, family), result_of(expected, family))
     if family.kind == "decoder":
         assert torch.equal(generated(found, family), generated(expected, family))

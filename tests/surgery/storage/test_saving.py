@@ -28,8 +28,8 @@ from polyhead.surgery import (
     undo,
 )
 from polyhead.surgery.storage import folders
-from tests.huggingface import models
 from tests.inspection.small_models import tokenizer
+from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build, decoder, result_of
 
 

@@ -12,7 +12,7 @@ from polyhead.analysis.importance.losses import Loss, RowLosses, as_loss
 from polyhead.analysis.importance.measuring import Heads, Layers, Place, checked, evaluating, listed, look, of_batch
 from polyhead.analysis.importance.result import Importance, merged
 from polyhead.errors import OptionError
-from polyhead.observatory import Session, observe
+from polyhead.observation import Session, observe
 
 
 def ablate(

@@ -13,8 +13,8 @@ from polyhead.analysis.importance.measuring import Heads, Layers, Place, checked
 from polyhead.analysis.importance.overlap import GradientOverlap
 from polyhead.analysis.importance.result import Importance, merged
 from polyhead.errors import OptionError
-from polyhead.functional.scaled_dot_product import without_cudnn
-from polyhead.observatory import Session, observe
+from polyhead.observation import Session, observe
+from polyhead.ops.attention.scaled_dot_product import without_cudnn
 
 Plan = tuple[tuple[Place, ...], RowLosses]
 

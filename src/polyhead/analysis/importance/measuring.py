@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from polyhead.analysis.importance.losses import Loss, Question, RowLosses
 from polyhead.analysis.importance.result import Importance
 from polyhead.errors import OptionError, ShapeError
-from polyhead.functional import Attended
 from polyhead.geometry import HeadId
-from polyhead.observatory import AttentionSite, Notes, observe
+from polyhead.observation import AttentionSite, Notes, observe
+from polyhead.ops.attended import Attended
 
 Layers = Iterable[int | str] | None
 Heads = Iterable[int | HeadId] | None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyhead.analysis.importance.overlap import GradientOverlap
 from polyhead.errors import OptionError
-from polyhead.observatory import AttentionSite
+from polyhead.observation import AttentionSite
 
 MEASURES = ("ablation", "gradient", "taylor")
 

@@ -20,20 +20,17 @@ from polyhead.lab.arrangement_speed.steps import FORWARD, TRAINING, WITH_PYTHON,
 from polyhead.lab.measuring.results import Row
 from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed.problem import Entrants
-from polyhead.layers import (
-    AttentionConfig,
+from polyhead.layers import AttentionConfig, LatentAttention, MultiHeadAttention, config_of
+from polyhead.layers.positions import QuadraticRelative1D, Rotary
+from polyhead.layers.steps import split_heads
+from polyhead.layers.variants import (
     CollaborativeAttention,
     DifferentialAttention,
     GroupedHeads,
     HeadMix,
-    LatentAttention,
-    MultiHeadAttention,
     RoutedHeads,
     TalkingHeads,
-    config_of,
 )
-from polyhead.layers.positions import QuadraticRelative1D, Rotary
-from polyhead.layers.steps import split_heads
 from polyhead.masks import RelativeBias
 
 TOKENS, WIDTH, HEADS = 4096, 2048, 16

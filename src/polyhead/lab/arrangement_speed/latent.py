@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyhead.functional.decode import CacheArguments, decode
 from polyhead.lab.measuring.agreement import hold
 from polyhead.lab.measuring.graphs import replayed
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed.decode import caches_beyond, l2_bytes
 from polyhead.lab.statistics_speed.problem import Entrants
+from polyhead.ops.decode.fused import CacheArguments, decode
 
 OURS, COPY, PRODUCT = "polyhead", "a copy of as many bytes", "a matrix product of as many FLOPs"
 # Few heads read the cache, many multiply: 60% of the copy's bandwidth, 45% of the product's rate.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import polyhead
 from polyhead import Mask
-from polyhead.functional.ragged import RaggedRows, ragged_attention
 from polyhead.lab.arrangement_speed.steps import (
     CHECKED_TOKENS,
     FORWARD,
@@ -28,7 +27,9 @@ from polyhead.lab.measuring.agreement import hold
 from polyhead.lab.measuring.results import Row
 from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed.problem import Entrants
-from polyhead.layers import MultiHeadAttention, RoutedHeads
+from polyhead.layers import MultiHeadAttention
+from polyhead.layers.variants import RoutedHeads
+from polyhead.ops.selected_rows.api import RaggedRows, ragged_attention
 
 DENSE = "every head (multi-query attention)"
 BOUNDS = {(8, FORWARD): 0.45, (16, FORWARD): 0.70, (8, TRAINING): 0.50, (16, TRAINING): 0.75}

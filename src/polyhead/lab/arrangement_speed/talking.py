@@ -10,12 +10,12 @@ from torch import Tensor
 
 import polyhead
 from polyhead import Mask
-from polyhead.functional.talking import talking_attention
 from polyhead.lab.arrangement_speed.steps import FORWARD, TRAINING
 from polyhead.lab.measuring.agreement import hold
 from polyhead.lab.measuring.results import Row
 from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed.problem import Entrants
+from polyhead.ops.talking_heads.api import talking_attention
 
 HEADS, HEAD_DIM, CHECKED_ROWS = 16, 64, 64
 OURS, ORDINARY, MATERIALISED = "polyhead, talking", "ordinary heads, fused", "talking, materialised"

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import torch
 
+from polyhead.costs.timing.limits import route
+from polyhead.costs.timing.machine import Device, HostCost, Machine, Route, Sample
+from polyhead.costs.timing.predict import predict_piece
+from polyhead.costs.work import AttentionCore, Piece, Product
 from polyhead.errors import OptionError
 from polyhead.lab.calibration.calls import calls_of
 from polyhead.lab.calibration.compiling import Task, compile_ahead, is_ours, layer_task, piece_tasks
@@ -21,10 +25,6 @@ from polyhead.lab.calibration.places import ALWAYS, CPU, GPU, Grid, Group, brief
 from polyhead.lab.calibration.timing import device_seconds, undisturbed
 from polyhead.lab.measuring import machine as described
 from polyhead.lab.measuring.runner import is_out_of_memory
-from polyhead.plan.timing.limits import route
-from polyhead.plan.timing.machine import Device, HostCost, Machine, Route, Sample
-from polyhead.plan.timing.predict import predict_piece
-from polyhead.plan.work import AttentionCore, Piece, Product
 
 __all__ = ["calibrate", "planned"]
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import polyhead
-from polyhead.functional.cached import cached_attention, cached_reasons
-from polyhead.functional.decode import CacheArguments, decode_runs_on
+from polyhead.costs.work import AttentionCore, Piece, Product
 from polyhead.lab.calibration.timing import Call
 from polyhead.lab.statistics_speed.decode import TIMES_L2, l2_bytes
-from polyhead.plan.work import AttentionCore, Piece, Product
+from polyhead.ops.decode.api import cached_attention, cached_reasons
+from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 
 MOST_COPIES = 24  # of a cache, so that none is found in the L2 when its turn comes again
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
+from polyhead.costs.timing.limits import route
+from polyhead.costs.work import AttentionCore, Piece
+from polyhead.costs.workload import Workload
 from polyhead.lab.calibration.calls import calls_of
 from polyhead.lab.calibration.layers import layer_call
 from polyhead.lab.calibration.timing import undisturbed
 from polyhead.lab.measuring.machine import usable_cores
 from polyhead.layers import MultiHeadConfig
-from polyhead.plan.timing.limits import route
-from polyhead.plan.work import AttentionCore, Piece
-from polyhead.plan.workload import Workload
 
 MOST_WORKERS = 12
 MOST_SECONDS = 45.0

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from polyhead.costs.layer_work import layer_work
+from polyhead.costs.timing.limits import route
+from polyhead.costs.timing.machine import Device, HostCost, Route
+from polyhead.costs.work import AttentionCore, Work
+from polyhead.costs.workload import Workload
 from polyhead.lab.calibration.layers import layer_call
 from polyhead.lab.calibration.timing import Call, host_samples
 from polyhead.layers import MultiHeadConfig
-from polyhead.plan.layer_work import layer_work
-from polyhead.plan.timing.limits import route
-from polyhead.plan.timing.machine import Device, HostCost, Route
-from polyhead.plan.work import AttentionCore, Work
-from polyhead.plan.workload import Workload
 
 # (batch, tokens, heads, key heads, width of a head) of layers with next to nothing to compute. A host does something
 # for each sequence of a cache, and heads that share keys take operators of their own.

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyhead.costs.workload import Workload
 from polyhead.lab.calibration.timing import Call
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig, PreallocatedCache
-from polyhead.plan.workload import Workload
 
 CHUNK = 1 << 26  # numbers that are put into a cache at a time
 

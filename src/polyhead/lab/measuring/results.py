@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polyhead.lab.measuring.runner import Comparison, Timings
-from polyhead.observatory.saving import write_whole
+from polyhead.observation.saving import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table

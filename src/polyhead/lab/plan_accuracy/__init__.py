@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from polyhead.costs.timing.limits import Bound
+from polyhead.costs.timing.machine import Datasheet, Machine
+from polyhead.costs.timing.predict import Prediction, predict, roofline
+from polyhead.costs.work import AttentionCore
 from polyhead.errors import OptionError
 from polyhead.lab.calibration.compiling import Task, compile_ahead, is_ours, layer_task
 from polyhead.lab.calibration.layers import layer_call
 from polyhead.lab.calibration.timing import MOST_OF_THE_HOST, steady_samples
 from polyhead.lab.measuring.runner import is_out_of_memory
 from polyhead.lab.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
-from polyhead.observatory.saving import write_whole
-from polyhead.plan.timing.limits import Bound
-from polyhead.plan.timing.machine import Datasheet, Machine
-from polyhead.plan.timing.predict import Prediction, predict, roofline
-from polyhead.plan.work import AttentionCore
+from polyhead.observation.saving import write_whole
 
 __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_dict", "write"]
 

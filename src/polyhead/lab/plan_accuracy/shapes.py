@@ -15,14 +15,14 @@ from typing import Literal, get_args
 
 import torch
 
+from polyhead.costs.layer_work import layer_work
+from polyhead.costs.timing.limits import MASK_TRAFFIC, route
+from polyhead.costs.timing.machine import DATASHEETS, Datasheet, Device
+from polyhead.costs.timing.predict import roofline
+from polyhead.costs.work import PHASES, AttentionCore, Phase, Piece, Work
+from polyhead.costs.workload import Workload
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
-from polyhead.plan.layer_work import layer_work
-from polyhead.plan.timing.limits import MASK_TRAFFIC, route
-from polyhead.plan.timing.machine import DATASHEETS, Datasheet, Device
-from polyhead.plan.timing.predict import roofline
-from polyhead.plan.work import PHASES, AttentionCore, Phase, Piece, Work
-from polyhead.plan.workload import Workload
 
 Regime = Literal["prefill", "decode", "training", "launch-bound"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)

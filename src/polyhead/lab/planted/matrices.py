@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyhead.lab.planted.circuits import Circuit, Sharpness
 from polyhead.lab.planted.spaces import Sizes, Spaces, gaussian, random_rotation
-from polyhead.layers.heads import HeadMatrices
+from polyhead.layers.head_matrices import HeadMatrices
 
 
 def matrices_of(

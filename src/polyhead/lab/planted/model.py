@@ -16,8 +16,8 @@ from polyhead.lab.planted.circuits import PLANTED_ROLES, Drawer, Sharpness
 from polyhead.lab.planted.matrices import matrices_of, random_head
 from polyhead.lab.planted.spaces import Sizes, draw_spaces, gaussian
 from polyhead.lab.planted.texts import random_tokens
-from polyhead.layers.heads import HeadMatrices
-from polyhead.layers.multi_head import MultiHeadAttention
+from polyhead.layers.head_matrices import HeadMatrices
+from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions import Learned
 from polyhead.layers.transformer import DecoderBlock, LanguageModel
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyhead import AttentionProfile, BlockMap, profile
+from polyhead import profile
 from polyhead.lab.measuring.agreement import Disagreement
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Run
@@ -27,6 +27,7 @@ from polyhead.lab.statistics_speed.contenders import (
 from polyhead.lab.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found, check_gradients, check_profile
 from polyhead.lab.statistics_speed.places import LONG, ROW_STATISTICS, Shape
 from polyhead.lab.statistics_speed.problem import Entrants, Problem
+from polyhead.ops.profile import AttentionProfile, BlockMap
 
 STATISTICS_BOUND = 1.05  # with statistics / without, both ours
 TRAINING_BOUND = 1.05

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from polyhead.functional.decode import CacheArguments, decode
 from polyhead.lab.measuring.graphs import replayed
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Run
@@ -15,6 +14,7 @@ from polyhead.lab.statistics_speed.contenders import CUDNN, WITH
 from polyhead.lab.statistics_speed.exact import Exact, Found
 from polyhead.lab.statistics_speed.places import DECODE_STATISTICS, Shape
 from polyhead.lab.statistics_speed.problem import Entrants, Problem
+from polyhead.ops.decode.fused import CacheArguments, decode
 
 BOUND = 1.0
 TIMES_L2 = 3

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead import AttentionOutput, AttentionProfile
+from polyhead import AttentionOutput
 from polyhead.lab.measuring.agreement import hold, hold_within
 from polyhead.lab.statistics_speed.problem import Problem
+from polyhead.ops.profile import AttentionProfile
 
 ROWS = 64
 COLUMNS = 64

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyhead import BlockMap
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed import contenders
@@ -18,6 +17,7 @@ from polyhead.lab.statistics_speed.contenders import CUDNN, PROFILE, WITH
 from polyhead.lab.statistics_speed.exact import Exact, Found, check_profile
 from polyhead.lab.statistics_speed.places import ROW_STATISTICS, Shape
 from polyhead.lab.statistics_speed.problem import Entrants, Problem, tidy
+from polyhead.ops.profile import BlockMap
 
 BYTES_BOUND = 24.0  # a (batch, head, row), for log-sum-exp, largest logit, entropy and reach
 GROWTH_BOUND = 2.05  # of the bytes beyond inputs and output when the tokens double; n² would be 4

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.lab.surgery_quality.tasks import Batch, Figure, Split
-from polyhead.surgery.choosing.evidence import Judge
+from polyhead.surgery.selection.measurements import Judge
 
 CONTEXT = 512
 CHOOSING_ROWS = 64

@@ -12,14 +12,14 @@ from torch import Tensor
 from polyhead.lab.surgery_quality.points import Point, Result, parse_stock
 from polyhead.lab.surgery_quality.tasks import Split, Task
 from polyhead.surgery.calibration.sensitivity import token_weights
-from polyhead.surgery.choosing.criteria import orders_by
-from polyhead.surgery.choosing.evidence import Evidence, Weighting
-from polyhead.surgery.choosing.orders import PruningOrder, choose_heads
-from polyhead.surgery.choosing.search import TRIES, measured_orders, refined, refined_sets
-from polyhead.surgery.choosing.uniform import fits_stock, uniform_sets
-from polyhead.surgery.repair.as_if import Outputs, as_if, plain_outputs
-from polyhead.surgery.repair.in_order import solve_in_order
-from polyhead.surgery.repair.least_squares import Problem
+from polyhead.surgery.compensation.least_squares import Problem
+from polyhead.surgery.compensation.masked_trial import Outputs, as_if, plain_outputs
+from polyhead.surgery.compensation.sequential import solve_in_order
+from polyhead.surgery.selection.criteria import orders_by
+from polyhead.surgery.selection.measurements import Evidence, Weighting
+from polyhead.surgery.selection.orders import PruningOrder, choose_heads
+from polyhead.surgery.selection.search import TRIES, measured_orders, refined, refined_sets
+from polyhead.surgery.selection.uniform import fits_stock, uniform_sets
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
 IN_ORDER_BATCHES = 4

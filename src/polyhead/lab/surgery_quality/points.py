@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 from polyhead.errors import OptionError
 from polyhead.lab.surgery_quality.tasks import Figure, Split
-from polyhead.surgery.choosing.criteria import CRITERIA
-from polyhead.surgery.choosing.evidence import Weighting
-from polyhead.surgery.repair.least_squares import RIDGE
+from polyhead.surgery.compensation.least_squares import RIDGE
+from polyhead.surgery.selection.criteria import CRITERIA
+from polyhead.surgery.selection.measurements import Weighting
 
 # "once" solves all layers on what the whole model feeds them; the others go in order, by what a layer should write.
 Repair = Literal["no", "once", "layer", "output", "stream"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.lab.surgery_quality.tasks import Batch, Figure, Split, spearman
-from polyhead.surgery.choosing.evidence import Judge
+from polyhead.surgery.selection.measurements import Judge
 
 LONGEST = 128
 SENTENCES = 4096  # to calibrate on, of the ten thousand that there are

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from polyhead.surgery.choosing.evidence import Judge
+from polyhead.surgery.selection.measurements import Judge
 
 Split = Literal["choose", "report"]
 Batch = Mapping[str, Any]

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from polyhead.costs import Workload, estimate_cost
 from polyhead.lab.arrangement_speed.steps import drawn, on_its_own
 from polyhead.lab.measuring.results import Figure, Row
 from polyhead.lab.measuring.runner import Run
 from polyhead.lab.statistics_speed import Step
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig
-from polyhead.plan import Workload, estimate_cost
 from polyhead.surgery import PruneHeads, apply
 
 ALLOWED = 1.10

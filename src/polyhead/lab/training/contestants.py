@@ -7,18 +7,16 @@ from typing import Any
 
 from polyhead.lab.training.model import Sizes
 from polyhead.lab.training.trials import Contest
-from polyhead.layers import (
-    AttentionConfig,
+from polyhead.layers import AttentionConfig, LatentConfig, MultiHeadConfig
+from polyhead.layers.positions.config import RotaryConfig
+from polyhead.layers.variants import (
     CollaborativeConfig,
     DifferentialConfig,
     GroupedHeadsConfig,
     HeadMixConfig,
-    LatentConfig,
-    MultiHeadConfig,
     RoutedConfig,
     TalkingHeadsConfig,
 )
-from polyhead.layers.positions.config import RotaryConfig
 
 # A look instead of a figure: it takes a minute on two cores.
 QUICK_SIZES, QUICK_BATCH, QUICK_STEPS = Sizes(embed_dim=64, layers=2, context=64, hidden=256), 8, 20

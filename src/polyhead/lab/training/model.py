@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polyhead.costs import Workload, estimate_cost
 from polyhead.lab.training.text import BYTES
-from polyhead.layers import AttentionConfig, DifferentialConfig, RoutedOutput, build_attention
+from polyhead.layers import AttentionConfig, build_attention
 from polyhead.layers.blocks import FeedForward
-from polyhead.plan import Workload, estimate_cost
+from polyhead.layers.variants import DifferentialConfig, RoutedOutput
 
 BALANCE, Z = 0.01, 0.001  # of the losses that keep routed heads in use
 

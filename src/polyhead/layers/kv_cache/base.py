@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import CacheError
-from polyhead.functional.decode import CacheArguments
 from polyhead.geometry import HeadLayout
 from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, host_integers, integers, longest
 from polyhead.masks import Mask
+from polyhead.ops.decode.fused import CacheArguments
 
 
 class CacheView:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import CacheError
-from polyhead.functional.decode import CacheArguments
 from polyhead.layers.kv_cache.base import CacheView
 from polyhead.layers.kv_cache.slots import GrowingCache, PreallocatedCache, SlotCache
 from polyhead.layers.kv_cache.tokens import TokenLayout, positive
+from polyhead.ops.decode.fused import CacheArguments
 
 
 class KeepsKeysAlone(SlotCache):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import CacheError
-from polyhead.functional.decode import CacheArguments
 from polyhead.layers.kv_cache.base import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import TokenLayout, count, integers, longest, positive
 from polyhead.masks import Mask
+from polyhead.ops.decode.fused import CacheArguments
 
 Tables = list[list[int]]
 

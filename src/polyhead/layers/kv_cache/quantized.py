@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyhead.functional.decode import CacheArguments
 from polyhead.layers.kv_cache.slots import SlotCache
 from polyhead.layers.kv_cache.tokens import TokenLayout, count
+from polyhead.ops.decode.fused import CacheArguments
 
 
 class QuantizedCache(SlotCache):

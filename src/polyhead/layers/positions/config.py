@@ -12,7 +12,6 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
-from polyhead.layers.kinds import Kinds, check_flags
 from polyhead.layers.positions.absolute import Learned, Sinusoidal
 from polyhead.layers.positions.base import Positions
 from polyhead.layers.positions.biases import ALiBi, T5Bias
@@ -26,6 +25,7 @@ from polyhead.layers.positions.rotary_scaling import (
     RotaryScaling,
     YarnScaling,
 )
+from polyhead.layers.registry import Kinds, check_flags
 
 SCALINGS: Kinds[RotaryScaling] = Kinds("a rotary scaling")
 SCALINGS.register("linear")(LinearScaling)

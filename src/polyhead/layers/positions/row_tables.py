@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyhead.functional.tracing import is_exporting
+from polyhead.ops.common.tracing import is_exporting
 
 FIRST_CAPACITY = 256
 # Beyond this many rows a table is computed for the rows in use alone: the memory would outweigh the time it saves.

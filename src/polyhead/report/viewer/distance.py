@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyhead.functional import profile
 from polyhead.masks import Mask
+from polyhead.ops.profile import profile
 from polyhead.report.viewer.failures import invalid
 from polyhead.report.viewer.reading import KeptAttention
 from polyhead.report.viewer.tiles import strip_height

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.observatory import AttentionSite, observe
+from polyhead.observation import AttentionSite, observe
 from polyhead.report.viewer.failures import Refused, invalid
 from polyhead.report.viewer.output import Output, OutputKind
 from polyhead.report.viewer.reading import AxisName, Keeper, KeptAttention, Place, Reading

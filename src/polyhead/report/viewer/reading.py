@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.functional import Attended, AttentionProfile, profile
 from polyhead.masks import Mask
-from polyhead.observatory import AttentionSite, Notes
+from polyhead.observation import AttentionSite, Notes
+from polyhead.ops.attended import Attended
+from polyhead.ops.profile import AttentionProfile, profile
 from polyhead.report.viewer.output import Output
 from polyhead.report.viewer.tokens import Axis
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from polyhead.functional import BlockMap
+from polyhead.ops.profile import BlockMap
 from polyhead.report.viewer.failures import invalid
 from polyhead.report.viewer.reading import KeptAttention
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.surgery.anatomy.head_weights import HeadWeights
-from polyhead.surgery.anatomy.layers import AttentionLayer
-from polyhead.surgery.calibration.looks import rows_of
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.head_weights import HeadWeights
+from polyhead.surgery.calibration.layer_capture import rows_of
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece
 

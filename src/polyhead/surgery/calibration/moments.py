@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.surgery.anatomy.finding import find_layers
-from polyhead.surgery.anatomy.head_weights import read_heads
-from polyhead.surgery.anatomy.layers import AttentionLayer
-from polyhead.surgery.calibration.lending import evaluating
-from polyhead.surgery.calibration.looks import real_tokens
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.adapters.head_weights import read_heads
+from polyhead.surgery.calibration.layer_capture import real_tokens
+from polyhead.surgery.calibration.temporary import evaluating
 
 NOTHING = 1e-12  # of the largest: a direction of this energy is none
 

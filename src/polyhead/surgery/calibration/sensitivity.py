@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.functional.scaled_dot_product import without_cudnn
-from polyhead.surgery.anatomy.finding import find_layers
-from polyhead.surgery.anatomy.head_weights import read_heads
-from polyhead.surgery.anatomy.layers import AttentionLayer
-from polyhead.surgery.calibration.lending import evaluating
+from polyhead.ops.attention.scaled_dot_product import without_cudnn
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.adapters.head_weights import read_heads
 from polyhead.surgery.calibration.moments import OutputMoments, output_signature, root
+from polyhead.surgery.calibration.temporary import evaluating
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 

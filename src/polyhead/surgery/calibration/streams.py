@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead.functional import Attended
-from polyhead.observatory import observe
-from polyhead.surgery.anatomy.layers import AttentionLayer
-from polyhead.surgery.calibration.lending import lent
-from polyhead.surgery.calibration.looks import Caught, Enough, LayerLook, look_at
+from polyhead.observation import observe
+from polyhead.ops.attended import Attended
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.calibration.layer_capture import Caught, Enough, LayerLook, look_at
+from polyhead.surgery.calibration.temporary import lent
 
 KEPT_BYTES = 2 << 30  # of what blocks gave; a longer text is read from its beginning each time
 

@@ -14,14 +14,11 @@ from torch import Tensor, nn
 from polyhead.errors import CheckpointError, OptionError, PolyheadError
 from polyhead.files import in_one_line
 from polyhead.geometry import HeadLayout, HeadOrigins
-from polyhead.huggingface.attention import KEY_HEADS
-from polyhead.huggingface.registration import NAME
+from polyhead.integrations.huggingface.attention import KEY_HEADS
+from polyhead.integrations.huggingface.registration import NAME
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig
-from polyhead.observatory.origins import ATTRIBUTE, IN_CONFIG, config_entry
-from polyhead.surgery.anatomy.finding import find_layers
-from polyhead.surgery.anatomy.fingerprint import check_expected, fingerprint
-from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
-from polyhead.surgery.anatomy.layers import (
+from polyhead.observation.origins import ATTRIBUTE, IN_CONFIG, config_entry
+from polyhead.surgery.adapters.attention_layer import (
     AttentionLayer,
     choose_layer,
     is_conv1d,
@@ -29,10 +26,13 @@ from polyhead.surgery.anatomy.layers import (
     layer_origins,
     sizes_of,
 )
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.adapters.fingerprint import check_expected, fingerprint
+from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
-from polyhead.surgery.stock.configs import ConfigChange, config_at
-from polyhead.surgery.stock.fitting import config_changes, is_transformers_model
+from polyhead.surgery.native.configs import ConfigChange, config_at
+from polyhead.surgery.native.fitting import config_changes, is_transformers_model
 
 
 class Repairs(Protocol):
@@ -59,7 +59,7 @@ def apply(
     If anything is refused, the model is as it was. Parameters that change are replaced by new ones, so that an
     optimizer is to be made after the surgery. Where the groups of a grouped layer become uneven, a model of
     transformers runs on polyhead's attention alone:
-    `model.set_attn_implementation(polyhead.huggingface.register())`.
+    `model.set_attn_implementation(polyhead.integrations.huggingface.register())`.
 
     Args:
         expect: the `fingerprint` of the model that the edits were made for; another model is refused.
@@ -212,7 +212,8 @@ def refuse_other_attention(module: nn.Module, given: object) -> None:
     if name != NAME:
         raise OptionError(
             f"the query heads of this layer read key heads {getattr(module, KEY_HEADS)}, which is known to polyhead's "
-            f"attention alone, got {name!r}; call model.set_attn_implementation(polyhead.huggingface.register())"
+            f"attention alone, got {name!r}; call model.set_attn_implementation("
+            "polyhead.integrations.huggingface.register())"
         )
 
 

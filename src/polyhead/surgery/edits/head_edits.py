@@ -17,8 +17,8 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
-from polyhead.layers.kinds import Kinds
-from polyhead.surgery.anatomy.head_weights import HeadWeights, with_row
+from polyhead.layers.registry import Kinds
+from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
 
 EDITS: Kinds[HeadEdit] = Kinds("a head edit")
 

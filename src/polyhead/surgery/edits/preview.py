@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from polyhead.costs import Workload, estimate_cost
 from polyhead.geometry import HeadLayout
 from polyhead.layers import MultiHeadConfig
-from polyhead.plan import Workload, estimate_cost
 from polyhead.sources.models import kind_of
-from polyhead.surgery.anatomy.finding import find_layers
-from polyhead.surgery.anatomy.head_weights import HeadWeights, read_heads
-from polyhead.surgery.anatomy.layers import AttentionLayer
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.edits.applying import changed, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
-from polyhead.surgery.stock.fitting import is_transformers_model
+from polyhead.surgery.native.fitting import is_transformers_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import as_type, build, read_tensors, refusing
 from polyhead.geometry import HeadLayout, HeadOrigins
-from polyhead.observatory.saving import write_whole
+from polyhead.observation.saving import write_whole
 from polyhead.surgery.edits.head_edits import HeadEdit, edits_from_json, edits_to_json
-from polyhead.surgery.stock.configs import ConfigChange, join_changes
+from polyhead.surgery.native.configs import ConfigChange, join_changes
 
 FORMAT = 1
 _KEY = "polyhead.edit_record"

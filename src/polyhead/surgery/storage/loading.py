@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import read_tensors
 from polyhead.geometry import HeadLayout
-from polyhead.huggingface.registration import register
-from polyhead.observatory.origins import IN_CONFIG
+from polyhead.integrations.huggingface.registration import register
+from polyhead.observation.origins import IN_CONFIG
 from polyhead.sources.config_sizes import check_config, check_room
 from polyhead.sources.loading import describe_failure, quiet
 from polyhead.sources.models import check_kernels, find_class, read_weights
-from polyhead.surgery.anatomy.finding import find_layers
-from polyhead.surgery.anatomy.fingerprint import fingerprint
-from polyhead.surgery.anatomy.head_weights import HeadWeights, pack_heads, read_heads
-from polyhead.surgery.anatomy.layers import AttentionLayer, key_map_of
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, key_map_of
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.adapters.fingerprint import fingerprint
+from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.applying import Changes, committed, origins_after
 from polyhead.surgery.edits.records import EditRecord
-from polyhead.surgery.stock.fitting import without_init
+from polyhead.surgery.native.fitting import without_init
 from polyhead.surgery.storage.manifest import MANIFEST, RECORD, WEIGHTS, Manifest
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from polyhead.errors import CheckpointError, ShapeError
 from polyhead.files import as_type, read_json
 from polyhead.geometry import HeadLayout, HeadOrigins
-from polyhead.surgery.stock.padding import Padding
+from polyhead.surgery.native.padding import Padding
 
 Form = Literal["uniform", "uneven", "padded"]
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import in_one_line
 from polyhead.geometry import HeadOrigins
-from polyhead.observatory.origins import IN_CONFIG, config_entry
+from polyhead.observation.origins import IN_CONFIG, config_entry
 from polyhead.sources.loading import quiet
 from polyhead.sources.models import read_weights
-from polyhead.surgery.anatomy.finding import find_layers
-from polyhead.surgery.anatomy.fingerprint import fingerprint
-from polyhead.surgery.anatomy.layers import AttentionLayer, layer_origins
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, layer_origins
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.adapters.fingerprint import fingerprint
 from polyhead.surgery.edits.records import EditRecord
-from polyhead.surgery.stock.configs import ConfigChange, join_changes
-from polyhead.surgery.stock.fitting import StockFit, fit_uniform, is_transformers_model
-from polyhead.surgery.stock.padding import PaddedFit, fit_padded
+from polyhead.surgery.native.configs import ConfigChange, join_changes
+from polyhead.surgery.native.fitting import StockFit, fit_uniform, is_transformers_model
+from polyhead.surgery.native.padding import PaddedFit, fit_padded
 from polyhead.surgery.storage.folders import check_free, check_not_source, written_whole
 from polyhead.surgery.storage.loading import load_saved
 from polyhead.surgery.storage.manifest import FORMS, RECORD, WEIGHTS, Form, Manifest

@@ -1,0 +1,27 @@
+"""What differential heads cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polyhead.costs.cost import LayerCounts, MatrixFlops, count_heads, count_layer
+from polyhead.costs.workload import Workload
+from polyhead.layers.variants.differential.config import DifferentialConfig
+
+
+@count_layer.register
+def count_differential(config: DifferentialConfig, work: Workload, pairs: int) -> LayerCounts:
+    """Twice the maps, each of half the channels: the scores of plain heads, and twice all that follows a softmax."""
+    layout = config.layout
+    plain = count_heads(config, work, pairs, layout.num_heads * layout.value_dim)
+    positions = config.positions
+    own = 4 * (layout.head_dim // 2) + (layout.num_heads if config.sinks else 0)
+    if positions is not None:
+        own += positions.num_parameters(config.turning) - positions.num_parameters(layout)
+    return replace(
+        plain,
+        parameters=plain.parameters + own,
+        forward=plain.forward + MatrixFlops(values=plain.forward.values),
+        exponentials=2 * plain.exponentials,
+        weights=2 * plain.weights,
+    )

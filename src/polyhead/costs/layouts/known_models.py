@@ -1,0 +1,80 @@
+"""Head layouts that people know, as their published configs say them: points to compare a layout with."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from polyhead.costs.layouts.hf_config import read_hf_config
+from polyhead.costs.layouts.model import ModelLayout
+
+
+def _llama(width: int, heads: int, kv_heads: int, layers: int, context: int, **other: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": context,
+        "attention_bias": False,
+        **other,
+    }
+
+
+def _encoder(width: int, heads: int, layers: int) -> dict[str, Any]:
+    found = _llama(width, heads, heads, layers, 512)
+    return {**found, "model_type": "bert"}
+
+
+def _gpt(width: int, heads: int, layers: int, context: int) -> dict[str, Any]:
+    return {"model_type": "gpt2", "n_embd": width, "n_head": heads, "n_layer": layers, "n_positions": context}
+
+
+def _deepseek(kind: str, width: int, heads: int, layers: int, q_rank: int | None, context: int) -> dict[str, Any]:
+    latent = {"kv_lora_rank": 512, "q_lora_rank": q_rank, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    return {**_llama(width, heads, heads, layers, context), "model_type": kind, **latent, "v_head_dim": 128}
+
+
+def _by_turns(layers: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "transformer-base": {**_encoder(512, 8, 6), "max_position_embeddings": None},  # its encoder
+    "bert-base": _encoder(768, 12, 12),
+    "bert-large": _encoder(1024, 16, 24),
+    "gpt2": _gpt(768, 12, 12, 1024),
+    "gpt3-175b": _gpt(12288, 96, 96, 2048),
+    "llama2-7b": _llama(4096, 32, 32, 32, 4096),
+    "llama2-70b": _llama(8192, 64, 8, 80, 4096),
+    "llama3.1-8b": _llama(4096, 32, 8, 32, 131072),
+    "llama3.1-70b": _llama(8192, 64, 8, 80, 131072),
+    "llama3.1-405b": _llama(16384, 128, 8, 126, 131072),
+    "mistral-7b": _llama(4096, 32, 8, 32, 32768, model_type="mistral", sliding_window=4096),
+    "qwen2.5-7b": _llama(3584, 28, 4, 28, 131072, model_type="qwen2"),
+    "qwen3-0.6b": _llama(1024, 16, 8, 28, 40960, model_type="qwen3", head_dim=128),
+    "qwen3-8b": _llama(4096, 32, 8, 36, 40960, model_type="qwen3", head_dim=128),
+    "qwen3-32b": _llama(5120, 64, 8, 64, 40960, model_type="qwen3", head_dim=128),
+    "gemma2-9b": _llama(
+        3584, 16, 8, 42, 8192, model_type="gemma2", head_dim=256, sliding_window=4096, layer_types=_by_turns(42)
+    ),
+    "gpt-oss-20b": _llama(
+        2880, 64, 8, 24, 131072, model_type="gpt_oss", head_dim=64, sliding_window=128, layer_types=_by_turns(24)
+    )
+    | {"attention_bias": True},
+    "deepseek-v2-lite": _deepseek("deepseek_v2", 2048, 16, 27, None, 163840),
+    "deepseek-v2": _deepseek("deepseek_v2", 5120, 128, 60, 1536, 163840),
+    "deepseek-v3": _deepseek("deepseek_v3", 7168, 128, 61, 1536, 163840),
+}
+KNOWN = tuple(_CONFIGS)
+
+
+@cache
+def known_model(name: str) -> ModelLayout:
+    """A layout of `KNOWN` by its name.
+
+    >>> known_model("deepseek-v3").config.layout.cache_width
+    576
+    """
+    return read_hf_config(_CONFIGS[name], name=name, complete=True)

@@ -1,0 +1,204 @@
+"""What a model is asked beside its text: repeated words, pronouns, a few pieces closely, chance, importance."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.analysis.importance import Importance, Masked, ablate, gradient_scores
+from polyhead.analysis.pronouns import PronounTable, pronoun_table, pronoun_texts
+from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
+from polyhead.analysis.roles_copying import Copying, copying_scores
+from polyhead.errors import PolyheadError
+from polyhead.inspection import layer_similarity
+from polyhead.inspection.examples import Example, ExampleWeights, example_batches, examples_of
+from polyhead.inspection.reading import Reader
+from polyhead.inspection.settings import Progress, Report, Settings
+from polyhead.observation import (
+    AttentionDistances,
+    AttentionSite,
+    Contributions,
+    Gatherer,
+    Observations,
+    Wiring,
+    find_wiring,
+    observe,
+)
+from polyhead.observation.head_distances import SiteDistances
+from polyhead.observation.origins import IN_CONFIG
+from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation.role_evidence_tokens import rare_tokens
+from polyhead.observation.token_sample import TokenSample
+from polyhead.sources import Batch, LoadedModel
+from polyhead.sources.probes import repeated_batches
+from polyhead.sources.pronouns import pronoun_sentences
+
+CHANCE_TOKENS = 1024  # that a model with random weights reads
+DISTANCE_TOKENS = 512
+GRADIENT_TOKENS = 8192
+ABLATION_TOKENS = 256  # every head costs one more reading of these
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Questions:
+    """A model and whoever asks it; `left_out` grows by the reason of each question that could not be asked."""
+
+    settings: Settings
+    loaded: LoadedModel
+    reader: Reader
+    report: Report
+    left_out: list[str] = field(default_factory=list)
+
+    def wiring(self, model: nn.Module) -> dict[AttentionSite, Wiring]:
+        if self.settings.via_weights:
+            return {}  # its modules are not known, only their weights
+        batch = next(self.reader.batches())
+        few = dataclasses.replace(batch, ids=batch.ids[:1, :16], mask=batch.mask[:1, :16])
+        found = find_wiring(model, lambda: self.reader.call(few, model))
+        chosen = self.settings.layers
+        return {site: x for site, x in found.items() if chosen is None or site.layer in chosen}
+
+    def watched(self, model: nn.Module, batches: list[Batch], gather: list[Gatherer], step: str) -> Observations:
+        """A short step: some batches, read by a model, for some gatherers."""
+        total = sum(batch.tokens for batch in batches)
+        session = observe(
+            model,
+            layers=self.settings.layers,
+            statistics=False,
+            gather=gather,
+            via_weights=self.settings.via_weights,
+        )
+        done = 0
+        self.report(Progress(step, done, total))
+        with session:
+            for batch in batches:
+                session.notes = self.reader.notes(batch)
+                self.reader.call(batch, model)
+                done += batch.tokens
+                self.report(Progress(step, done, total))
+        return session.observations
+
+    def watched_sample(self, sample: TokenSample) -> Observations:
+        return self.watched(self.loaded.model, list(self.reader.batches()), [sample], "compare heads across layers")
+
+    def examples(self) -> tuple[Example, ...]:
+        """Every weight of a few short pieces, to be read word by word."""
+        read = example_batches(self.reader)
+        return examples_of(
+            self.reader, read, self.watched(self.loaded.model, read, [ExampleWeights()], "read a few pieces closely")
+        )
+
+    def distances(self) -> dict[AttentionSite, Tensor]:
+        """How differently the heads of a layer look, at the beginnings of some texts: every pair is one more look."""
+        batches = self.reader.some_batches(DISTANCE_TOKENS)
+        gathered = self.watched(self.loaded.model, batches, [AttentionDistances()], "compare where heads look").gathered
+        found = {site: values.get("distances") for site, values in gathered.items()}
+        return {site: x.compute() for site, x in found.items() if isinstance(x, SiteDistances)}
+
+    def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
+        try:
+            batches = list(
+                repeated_batches(self.loaded.tokenizer, seed=self.settings.seed, context=self.reader.context)
+            )
+        except PolyheadError as error:
+            self.left_out.append(f"induction and duplicate-token: {error}")
+            return None
+        step = "read repeated words"
+        return evidence_of(self.watched(model, batches, [EvidenceGatherer()], step).gathered)
+
+    def pronouns(self) -> PronounTable | None:
+        """Not of random weights as well: what chance shows in these sentences is known exactly."""
+        try:
+            texts = pronoun_texts(pronoun_sentences(), self.loaded.tokenizer, longest=self.reader.context)
+        except PolyheadError as error:
+            self.left_out.append(f"pronoun: {error}")
+            return None
+        if len(set(texts.frames)) < 2:
+            self.left_out.append(
+                f"pronoun: of {len(texts.contexts) + texts.unreadable} sentences with pronouns the tokenizer can read "
+                f"{len(texts.contexts)} in a context of {self.reader.context} tokens"
+            )
+            return None
+        batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
+        return pronoun_table(self.watched(self.loaded.model, batches, [texts.gatherer()], step), texts)
+
+    def chance(self) -> tuple[tuple[HeadRoles, ...], dict[AttentionSite, Tensor]]:
+        """The same of a model of the same layout with random weights: what layout and text alone bring about."""
+        model = random_twin(self.loaded.model, self.settings.seed)
+        wiring = self.wiring(model)
+        batches = self.reader.some_batches(CHANCE_TOKENS)
+        gather: list[Gatherer] = [Contributions(), EvidenceGatherer(rare=rare_tokens(self.reader.counts))]
+        observations = self.watched(model, batches, gather, "watch a model with random weights")
+        reference = head_roles(evidence_of(observations.gathered), seed=self.settings.seed)
+        return reference, layer_similarity.cosines_of(observations.gathered, wiring)
+
+    def copying(self, wiring: Mapping[AttentionSite, Wiring]) -> dict[AttentionSite, Copying]:
+        """Only where the model predicts tokens with what its heads write."""
+        embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
+        if embedding is None or unembedding is None or embedding.shape != unembedding.shape:
+            return {}
+        found = {}
+        for site, matrices in wiring.items():
+            if matrices.value is None or matrices.output is None or matrices.value.shape[1] != embedding.shape[1]:
+                continue
+            value = matrices.value.repeat_interleave(site.num_heads // matrices.value.shape[0], 0)
+            found[site] = copying_scores(value, matrices.output, embedding, unembedding, seed=self.settings.seed)
+        return found
+
+    def importance(self) -> Importance | None:
+        wanted, kind = self.settings.importance, self.loaded.kind
+        loss = {"causal": "language", "masked": "masked"}.get(kind, "representation")
+        if wanted == "none" or self.settings.via_weights or (kind == "encoder-decoder" and wanted == "auto"):
+            return None
+        if wanted == "auto":
+            wanted = "ablation" if loss == "representation" else "gradient"
+        step = "take out every head in turn" if wanted == "ablation" else "follow the gradient of every head"
+        measure: Callable[..., Importance] = ablate if wanted == "ablation" else gradient_scores
+        device = next(self.loaded.model.parameters()).device
+        tokens = ABLATION_TOKENS if wanted == "ablation" else GRADIENT_TOKENS
+        batches = [batch.to(device) for batch in self.reader.some_batches(tokens)]
+        return measure(
+            self.loaded.model,
+            batches,
+            _loss(loss, self.loaded.tokenizer, self.settings.seed),
+            layers=self.settings.layers,
+            progress=lambda done, total: self.report(Progress(step, done, total, "runs")),
+        )
+
+
+def _loss(name: str, tokenizer: Any, seed: int) -> Any:
+    return Masked(tokenizer.mask_token_id, seed=seed) if name == "masked" else name
+
+
+def embedding_of(model: Any) -> Tensor | None:
+    """Of its input tokens, [vocabulary, width], where it has one."""
+    found = model.get_input_embeddings()
+    return found.weight.detach() if isinstance(found, nn.Embedding) else None
+
+
+def _unembedding(model: Any) -> Tensor | None:
+    found = model.get_output_embeddings()
+    return None if found is None else found.weight.detach()
+
+
+def random_twin(model: Any, seed: int) -> nn.Module:
+    """A model of the same configuration, as it is before any training."""
+    parameter = next(model.parameters())
+    before = torch.get_default_dtype()
+    config = copy.deepcopy(model.config)
+    if hasattr(config, IN_CONFIG):  # its heads are no heads of the original
+        delattr(config, IN_CONFIG)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.set_default_dtype(parameter.dtype)
+        try:
+            twin: nn.Module = type(model)(config)
+        finally:
+            torch.set_default_dtype(before)
+    return twin.to(parameter.device).eval()

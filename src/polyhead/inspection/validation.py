@@ -1,0 +1,133 @@
+"""Checks of a run that was read from files: what every part of it must hold before anything is drawn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.files import as_type, short
+from polyhead.inspection.heads import Head
+from polyhead.inspection.result import Inspection
+from polyhead.inspection.vocabulary import TELLING
+from polyhead.inspection.wording import words_of
+from polyhead.observation import AttentionSite
+from polyhead.ops.profile import offset_bins
+
+MOST_HEADS, MOST_LAYERS = 1 << 16, 1 << 20
+_FACTS: Mapping[str, Any] = {
+    "model": str,
+    "name": str,
+    "kind": str,
+    "documents": int,
+    "contexts": int,
+    "context": int,
+    "tokens": int,
+    "unknown": float,
+    "intervals_over": str,
+    "pairs_by": str | None,
+    "loss": str | None,
+    "interrupted": bool,
+    "left_out": tuple[str, ...],
+    "seconds": float,
+    "versions": Mapping[str, str],
+}
+
+
+def check_facts(facts: object) -> dict[str, Any]:
+    """The facts of a run, each of its type; one that an older version did not write may be absent."""
+    if not isinstance(facts, dict) or not {"model", "tokens"} <= facts.keys():
+        raise OptionError(f"the facts of a run name its model and its tokens, got {short(facts)}")
+    return {
+        name: as_type(value, _FACTS[name], f"{name} among the facts") if name in _FACTS else value
+        for name, value in facts.items()
+    }
+
+
+def check_sites(sites: list[AttentionSite]) -> None:
+    """Check the places of a model's heads."""
+    for site in sites:
+        if not (0 <= site.layer < MOST_LAYERS and 1 <= site.num_heads <= MOST_HEADS):
+            raise OptionError(
+                f"a site has a layer from 0 on and 1 to {MOST_HEADS:,} heads, got layer {site.layer} and "
+                f"{site.num_heads} heads in {short(site.name)}"
+            )
+    names = [(site.name, site.kind) for site in sites]
+    if len(set(names)) < len(names):
+        raise OptionError("a site is listed once, got one twice")
+
+
+def check_table(inspection: Inspection) -> None:
+    """Check that the table has a row for each head and a number for each row."""
+    table = inspection.table
+    if not len(table):
+        raise OptionError("the table has a row for each head, got none")
+    for head in zip(table.sites, table.heads, strict=True):
+        _check_head(head)
+    if len(set(zip(table.sites, table.heads, strict=True))) < len(table):
+        raise OptionError("a head has one row of the table, got two of one")
+    missing = [name for name in ("tokens", *table.names) if name not in table.columns]
+    if missing:
+        raise OptionError(f"the table has a column for each statistic, got none for {short(missing[0])}")
+
+
+def check_run(inspection: Inspection) -> None:
+    """Check everything else: heads that exist, roles that are known, tensors of one shape, findings with words."""
+    for found in inspection.roles:
+        _check_head((found.site, found.head))
+        unknown = [score.role for score in found.scores if score.role not in TELLING]
+        if unknown:
+            raise OptionError(f"a role is one of {', '.join(TELLING)}; got {short(unknown[0])}")
+    for head in (
+        *(head for group in inspection.groups for head in group.heads),
+        *(head for pair in inspection.pairs for head in (pair.one, pair.other)),
+        *(head for finding in inspection.findings for head in finding.heads),
+    ):
+        _check_head(head)
+    for finding in inspection.findings:
+        try:
+            words_of(finding), words_of(finding, "zh")
+        except (LookupError, TypeError, ValueError) as error:
+            raise OptionError(f"a finding has what its words need, got {short(finding.kind)}: {error!r}") from None
+    for site, keys in inspection.top_keys.items():
+        if len(keys) > site.num_heads:
+            raise OptionError(f"top keys are of each head, got {len(keys)} of {site.num_heads} heads")
+
+
+def check_tensors(inspection: Inspection) -> None:
+    """Check the shapes of matrices, maps, spectra and examples."""
+    for site, matrices in inspection.relations.items():
+        for name, matrix in matrices.items():
+            _check_shape(f"{short(name)} of {short(site.name)}", matrix, (site.num_heads, site.num_heads))
+    bins = (0, len(offset_bins()))
+    for site, looks in inspection.looks.items():
+        if looks.block < 1:
+            raise OptionError(f"a block of a map has 1 token or more, got {looks.block}")
+        side = looks.map.shape[-1] if looks.map.ndim == 3 else -1
+        _check_shape(f"the map of {short(site.name)}", looks.map, (site.num_heads, side, side))
+        _check_shape(f"the offsets of {short(site.name)}", looks.offsets, (site.num_heads, None))
+        if looks.offsets.shape[-1] not in bins:
+            raise OptionError(f"offsets are counted in {bins[1]} bins, got {looks.offsets.shape[-1]}")
+    for site, spectra in inspection.spectra.items():
+        for name, spectrum in spectra.items():
+            _check_shape(f"the spectrum {short(name)} of {short(site.name)}", spectrum, (site.num_heads, None))
+    for example in inspection.examples:
+        for site, weights in example.weights.items():
+            shape = (site.num_heads, len(example.queries), len(example.keys))
+            _check_shape(f"the weights of {short(example.title)} at {short(site.name)}", weights, shape)
+
+
+def _check_head(head: Head) -> None:
+    if isinstance(head[1], bool) or not isinstance(head[1], int) or not 0 <= head[1] < head[0].num_heads:
+        raise OptionError(f"{short(head[0].name)} has heads 0 to {head[0].num_heads - 1}, got {short(head[1])}")
+
+
+def _check_shape(what: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
+    fits = x.ndim == len(shape) and all(size in (None, found) for size, found in zip(shape, x.shape, strict=True))
+    if not fits or not x.is_floating_point():
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise OptionError(
+            f"{what} must be floating-point numbers of shape [{wanted}], got {list(x.shape)} of {x.dtype}"
+        )

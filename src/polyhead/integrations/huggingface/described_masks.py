@@ -1,0 +1,169 @@
+"""A mask that looks like the tensor transformers expects and holds only its description.
+
+Between the function that makes a mask and the attention that reads it stands code that is not ours: models and
+`generate` ask a mask for its shape, dtype and device, move it, slice it, combine it. `DescribedMask` is a tensor
+[batch, 1, queries, keys] without storage. Passed along, it costs nothing; whoever computes with it meets the values
+that eager attention would be given, made at that moment: 0 where a query may attend, the least number of the dtype
+elsewhere. Every family can work with those; some invert booleans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from polyhead.masks import Documents, Mask, Padding
+from polyhead.ops.common.visibility import resolve
+
+_aten = torch.ops.aten
+_SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
+
+
+class DescribedMask(Tensor):
+    """A `polyhead.Mask` in the clothes of an additive tensor [batch, 1, queries, keys].
+
+    >>> import torch
+    >>> from polyhead import Mask
+    >>> mask = DescribedMask(Mask.causal(), (1, 1, 3, 3), torch.float16, torch.device("cpu"))
+    >>> mask
+    DescribedMask([1, 1, 3, 3], Mask(causal))
+    >>> mask[0, 0]
+    tensor([[     0., -65504., -65504.],
+            [     0.,      0., -65504.],
+            [     0.,      0.,      0.]], dtype=torch.float16)
+    """
+
+    description: Mask
+    made: Tensor | None  # the dense mask, once somebody has computed with it; it then says more than the description
+    anchor: Tensor
+
+    @staticmethod
+    def __new__(
+        cls,
+        description: Mask,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        anchor: Tensor | None = None,
+    ) -> DescribedMask:
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+
+    def __init__(
+        self,
+        description: Mask,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        anchor: Tensor | None = None,
+    ) -> None:
+        self.description = description
+        self.made = None
+        # torch.compile wants a tensor inside, whatever the mask says.
+        self.anchor = torch.empty(0, device=device) if anchor is None else anchor
+        for name, part in zip(_part_names(description), description.tensors, strict=True):
+            setattr(self, name, part)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        mask = args[0] if args else None
+        if isinstance(mask, DescribedMask) and mask.made is None:
+            if function in _SAME_VALUES:
+                return DescribedMask(mask.description, mask.shape, mask.dtype, mask.device)
+            if function is _aten._to_copy.default and keywords.get("dtype") in (None, mask.dtype):
+                device = torch.device(keywords.get("device") or mask.device)
+                return DescribedMask(mask.description.to(device), mask.shape, mask.dtype, device)
+        plain = tree_map_only(DescribedMask, DescribedMask.dense, (tuple(args), keywords))
+        result = function(*plain[0], **plain[1])
+        if isinstance(mask, DescribedMask) and _writes_first(function):
+            return mask  # its values were changed in place
+        return result
+
+    def dense(self) -> Tensor:
+        """The values, [batch, 1, queries, keys]; made once and kept, so that what is written into them stays."""
+        if self.made is None:
+            batch, _, queries, keys = self.shape
+            visibility = resolve(self.description, batch=batch, heads=1, queries=queries, keys=keys, device=self.device)
+            allowed = None if visibility is None else visibility.allowed_tile((0, queries), (0, keys))
+            values = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self.made = values if allowed is None else torch.where(allowed, values, torch.finfo(self.dtype).min)
+        return self.made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DescribedMask({list(self.shape)}, {self.description!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        return _rebuild, (
+            _layout(self.description),
+            self.description.tensors,
+            tuple(self.shape),
+            self.dtype,
+            self.device,
+        )
+
+    # ---- what torch.compile asks of a tensor that is made of others
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["anchor", *_part_names(self.description)], (_layout(self.description), self.dtype, str(self.device))
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: Mapping[str, Tensor], context: tuple[Any, ...], size: Sequence[int], stride: Sequence[int]
+    ) -> DescribedMask:
+        layout, dtype, device = context
+        anchor, *rest = parts.values()
+        return _rebuild(layout, rest, size, dtype, torch.device(device), anchor)
+
+
+def _writes_first(function: Any) -> bool:
+    arguments = function._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
+
+def _part_names(description: Mask) -> list[str]:
+    return [f"part_{index}" for index in range(len(description.tensors))]
+
+
+def _layout(description: Mask) -> tuple[Any, ...]:
+    """Everything of a description that is not a tensor, as values that can be compared."""
+    return (
+        description.left,
+        description.right,
+        description.sinks,
+        tuple((term.queries is not None, term.side) for term in description.padding),
+        tuple(term.keys is not None for term in description.packed),
+        description.placed is not None,
+        len(description.allowed),
+    )
+
+
+def _rebuild(
+    layout: tuple[Any, ...],
+    parts: Sequence[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    anchor: Tensor | None = None,
+) -> DescribedMask:
+    left, right, sinks, padding, packed, placed, allowed = layout
+    rest = list(parts)
+
+    def take(there: bool = True) -> Any:
+        return rest.pop(0) if there else None
+
+    # In the order of `Mask.tensors`.
+    description = Mask(left=left, right=right, sinks=sinks)
+    description = replace(description, padding=tuple(Padding(take(), take(there), side) for there, side in padding))
+    description = replace(description, packed=tuple(Documents(take(), take(there)) for there in packed))
+    description = replace(description, placed=(take(), take()) if placed else None)
+    description = replace(description, allowed=tuple(take() for _ in range(allowed)))
+    return DescribedMask(description, shape, dtype, device, anchor)

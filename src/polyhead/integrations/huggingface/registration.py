@@ -1,0 +1,36 @@
+"""Puts our attention and our masks into the registries of transformers, both at once."""
+
+from __future__ import annotations
+
+from polyhead.errors import OptionError
+from polyhead.integrations.huggingface.attention import attend
+from polyhead.integrations.huggingface.masks import make_mask
+
+NAME = "polyhead"
+
+
+def register() -> str:
+    """Make `"polyhead"` an attention implementation of transformers, and return that name.
+
+    Calling it again changes nothing. Models are switched one by one, and back:
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import polyhead.integrations.huggingface
+    >>> config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    ...                      num_key_value_heads=2, vocab_size=17)
+    >>> model = LlamaForCausalLM(config)
+    >>> model.set_attn_implementation(polyhead.integrations.huggingface.register())
+    >>> model.config._attn_implementation
+    'polyhead'
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise OptionError(
+            "polyhead.integrations.huggingface needs transformers 5 or newer, with AttentionInterface and "
+            "AttentionMaskInterface, "
+            f"got: {error}; install it with: pip install 'polyhead[hf]'"
+        ) from error
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+    return NAME

@@ -1,0 +1,124 @@
+"""Config of `LatentAttention`."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Literal, Self
+
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadLayout
+from polyhead.layers import checks
+from polyhead.layers.config import (
+    AttentionConfig,
+    arrangement,
+    check_options,
+    checked_positions,
+    edges,
+)
+from polyhead.layers.latent.forms import FORMS, LatentLayout, still_channels
+from polyhead.layers.latent.layer import LatentAttention
+from polyhead.layers.positions.config import POSITIONS, PositionsConfig, RotaryConfig, positions_config_of
+from polyhead.layers.steps import own_mask
+from polyhead.masks import Mask
+
+
+@arrangement("latent", LatentAttention)
+@dataclass(frozen=True)
+class LatentConfig(AttentionConfig):
+    """`LatentAttention` as a value. With rotary positions it says how many channels turn; without, 0 or None is none.
+
+    >>> config = LatentConfig(512, 8, kv_lora_rank=128, qk_rope_head_dim=32, positions=RotaryConfig(interleaved=True))
+    >>> config.qk_nope_head_dim, config.layout.cache_width
+    (64, 160)
+    """
+
+    embed_dim: int
+    num_heads: int
+    _: KW_ONLY
+    kv_lora_rank: int
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = 0
+    value_head_dim: int | None = None
+    bias: bool = True
+    output_bias: bool | None = None
+    positions: PositionsConfig | None = field(default=None, metadata={"kinds": POSITIONS})
+    norm_eps: float = 1e-6
+    form: Literal["auto", "expanded", "absorbed"] = "auto"
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    finite: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        checks.check_positive("norm_eps", self.norm_eps)
+        checks.check_one_of("form", self.form, ("auto", *FORMS))
+        for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "value_head_dim"):
+            checks.check_size(name, getattr(self, name))
+        fill = object.__setattr__
+        nope = still_channels(self.embed_dim, self.num_heads, self.qk_nope_head_dim)
+        fill(self, "qk_nope_head_dim", nope)
+        fill(self, "qk_rope_head_dim", 0 if self.qk_rope_head_dim is None else self.qk_rope_head_dim)
+        fill(self, "value_head_dim", self.value_head_dim or nope)
+        fill(self, "output_bias", self.bias if self.output_bias is None else self.output_bias)
+        layout = self.layout
+        positions = None if self.positions is None else checked_positions(self.positions)
+        if isinstance(positions, RotaryConfig) != (layout.qk_rope_head_dim > 0):
+            raise OptionError(
+                "qk_rope_head_dim counts the channels that rotary positions turn, so one needs the other; "
+                f"got qk_rope_head_dim {layout.qk_rope_head_dim} and positions {positions}"
+            )
+        if positions is not None:
+            fill(self, "positions", positions.fitted(self.turning))
+
+    @property
+    def layout(self) -> LatentLayout:
+        sizes = {x.name: getattr(self, x.name) for x in fields(LatentLayout)}
+        return LatentLayout(**{**sizes, "q_lora_rank": self.q_lora_rank or 0})
+
+    @property
+    def turning(self) -> HeadLayout:
+        """The heads as positions see them: the turning channels alone, where there are any."""
+        layout = self.layout
+        if not layout.qk_rope_head_dim:
+            return layout.expanded
+        return HeadLayout(layout.embed_dim, layout.num_heads, head_dim=layout.qk_rope_head_dim)
+
+    @property
+    def mask(self) -> Mask | None:
+        return own_mask(self.causal, self.window)
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LatentAttention:
+        options = {x.name: getattr(self, x.name) for x in fields(self)}
+        options["qk_rope_head_dim"] = self.qk_rope_head_dim or None
+        if self.positions is not None:
+            options["positions"] = self.positions.build(self.turning).to(device=device, dtype=dtype)
+        return LatentAttention(**options, device=device, dtype=dtype)
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        causal, window = edges(layer.mask)
+        return cls(
+            **{name: size for name, size in layer.layout.to_dict().items() if name != "q_lora_rank"},
+            q_lora_rank=layer.layout.q_lora_rank or None,
+            bias=layer.kv_a_proj.bias is not None,
+            output_bias=layer.out_proj.bias is not None,
+            positions=None if layer.positions is None else positions_config_of(layer.positions),
+            norm_eps=layer.kv_a_norm.eps,
+            form=layer.form,
+            causal=causal,
+            window=window,
+            softcap=layer.softcap,
+            scale=layer.scale,
+            sinks=layer.sinks is not None,
+            dropout=layer.dropout,
+            finite=layer.finite,
+            backend=layer.backend,
+        )

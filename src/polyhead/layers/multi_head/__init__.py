@@ -1,0 +1,1 @@
+"""Multi-head, multi-query and grouped-query attention."""

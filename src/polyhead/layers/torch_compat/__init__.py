@@ -1,0 +1,5 @@
+"""`MultiheadAttention`: the drop-in replacement for `torch.nn.MultiheadAttention`."""
+
+from polyhead.layers.torch_compat.multihead_attention import MultiheadAttention
+
+__all__ = ["MultiheadAttention"]

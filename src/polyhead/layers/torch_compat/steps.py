@@ -1,0 +1,156 @@
+"""The steps of PyTorch's multi-head attention that need no module: its weights, its masks, what may be read when."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyhead.masks import Mask
+from polyhead.ops.common.nonfinite import without_broken
+
+
+def with_weights(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, finite: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and weights [batch, heads, queries, keys] in PyTorch's own steps: the weights come after the dropout.
+
+    `finite` says that keys and values are known to hold no NaN or Inf, and that the values of a mask can be read.
+    """
+    batch, heads, queries, head_dim = q.shape
+    keys = k.shape[2]
+    empty = None
+    if bias is not None and not (finite and _fills_rows(bias)):
+        hidden = bias.detach() == -torch.inf
+        if not finite:
+            k, v, poison = without_broken(k, v)
+            if poison is not None:
+                bias = torch.where(hidden, bias, bias + poison[:, :, None])
+        empty = hidden.all(-1, keepdim=True)
+        bias = bias.masked_fill(empty, 0.0)
+    scaled = (q * math.sqrt(1.0 / head_dim)).reshape(batch * heads, queries, head_dim)
+    transposed = k.reshape(batch * heads, keys, head_dim).transpose(1, 2)
+    if bias is None:
+        logits = torch.bmm(scaled, transposed)
+    else:
+        shared = bias.shape[0] == bias.shape[1] == 1
+        bias = bias[0] if shared else bias.expand(batch, heads, -1, -1).reshape(batch * heads, bias.shape[2], keys)
+        logits = torch.baddbmm(bias, scaled, transposed)
+    weights = logits.softmax(-1)
+    if empty is not None:
+        weights = weights.view(batch, heads, queries, keys).masked_fill(empty, 0.0).view(weights.shape)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    output = torch.bmm(weights, v.reshape(batch * heads, keys, head_dim))
+    return output.view(batch, heads, queries, head_dim), weights.view(batch, heads, queries, keys)
+
+
+# ---- masks
+
+
+def _fills_rows(bias: Tensor) -> bool:
+    """Whether every row may see something. It reads the values."""
+    return bool(bias.numel()) and bias.detach().amax(-1).amin().item() > -math.inf
+
+
+def torch_mask(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, causal: bool
+) -> Mask | None:
+    """Both masks, or the causal one in their place, as `attention` takes them."""
+    if causal:
+        # PyTorch counts from the first key, so added keys and longer memories need the triangle spelled out.
+        return Mask.causal() if q.shape[2] == k.shape[2] else Mask.dense(_triangle(q, k))
+    if attn_mask is None and key_padding_mask is None:
+        return None
+    return Mask.from_torch(attn_mask, key_padding_mask, num_heads=q.shape[1])
+
+
+def torch_bias(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, causal: bool
+) -> Tensor | None:
+    """The same as one tensor to add, [batch or 1, heads or 1, queries or 1, keys]; -inf hides."""
+    bias = None
+    if causal:
+        attn_mask = ~_triangle(q, k)
+    if attn_mask is not None:
+        bias = _added(attn_mask, q)
+        bias = bias[None, None] if bias.dim() == 2 else bias.unflatten(0, (q.shape[0], q.shape[1]))
+    if key_padding_mask is not None:
+        rows = _added(key_padding_mask, q).view(q.shape[0], 1, 1, k.shape[2])
+        bias = rows if bias is None else bias + rows
+    return bias
+
+
+def _added(mask: Tensor, q: Tensor) -> Tensor:
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+
+
+def _triangle(q: Tensor, k: Tensor) -> Tensor:
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+
+
+def unseen_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: int) -> Tensor:
+    """Which keys are hidden from every query of every head, [batch or 1, keys]."""
+
+    def hidden(mask: Tensor) -> Tensor:
+        return mask if mask.dtype is torch.bool else mask.detach() == -torch.inf
+
+    unseen = None
+    if attn_mask is not None:
+        per_head = hidden(attn_mask).all(-2)
+        unseen = per_head[None] if per_head.dim() == 1 else per_head.unflatten(0, (-1, num_heads)).all(1)
+    if key_padding_mask is not None:
+        rows = hidden(key_padding_mask)
+        rows = rows[None] if rows.dim() == 1 else rows
+        unseen = rows if unseen is None else unseen | rows
+    assert unseen is not None
+    return unseen
+
+
+def is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
+    """Whether PyTorch takes this as a mask beside inputs of `dtype`; autocast brings float masks to one dtype."""
+    if not isinstance(mask, Tensor) or mask.is_nested:
+        return False
+    if mask.dtype is torch.bool or mask.dtype is dtype:
+        return True
+    return mask.is_floating_point() and is_autocast(mask.device)
+
+
+# ---- what may be asked of a tensor
+
+
+def is_overridden(*tensors: Tensor) -> bool:
+    """Whether a tensor brings functions of its own; a mode, such as that of a default device, does not count."""
+    if not torch.overrides.has_torch_function(tensors):
+        return False
+    plain = torch._C._disabled_torch_function_impl
+    return any(type(x) is not Tensor and type(x).__torch_function__ is not plain for x in tensors)
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for the device; PyTorch refuses the question for the meta device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def is_traced() -> bool:
+    """Whether operations are being recorded or interpreted, so that a value says nothing of later calls."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device or breaking a graph."""
+    return x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter) and not is_traced()
+
+
+def is_finite(x: Tensor) -> bool:
+    """A sum is finite only if every element is. Large finite ones may say no, which costs time and nothing else."""
+    return math.isfinite(x.detach().sum().item())

@@ -1,0 +1,38 @@
+"""Collaborative heads as a value."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+from polyhead.geometry import HeadLayout
+from polyhead.layers.config import HeadsConfig, arrangement
+from polyhead.layers.variants.collaborative.layer import CollaborativeAttention, check_collaborative
+
+
+@arrangement("collaborative", CollaborativeAttention)
+@dataclass(frozen=True)
+class CollaborativeConfig(HeadsConfig):
+    """`CollaborativeAttention` as a value.
+
+    >>> CollaborativeConfig(512, 8).shared_dim
+    512
+    """
+
+    _: KW_ONLY
+    shared_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        layout = self._own_layout()
+        check_collaborative(layout, self.shared_dim, self.qk_norm)
+        object.__setattr__(self, "shared_dim", self.shared_dim or layout.num_heads * layout.head_dim)
+        super().__post_init__()
+
+    @property
+    def turning(self) -> HeadLayout:
+        assert self.shared_dim is not None
+        return replace(self.layout, head_dim=self.shared_dim)
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        return {**super()._read(layer), "shared_dim": layer.shared_dim}

@@ -1,0 +1,37 @@
+"""Differential heads as a value."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+from polyhead.geometry import HeadLayout
+from polyhead.layers.config import HeadsConfig, arrangement
+from polyhead.layers.variants.differential.layer import DifferentialAttention, check_differential
+
+
+@arrangement("differential", DifferentialAttention)
+@dataclass(frozen=True)
+class DifferentialConfig(HeadsConfig):
+    """`DifferentialAttention` as a value.
+
+    >>> config = DifferentialConfig(512, 4, layer_index=3)
+    >>> config.head_dim, config.turning.head_dim
+    (128, 64)
+    """
+
+    _: KW_ONLY
+    layer_index: int = 0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_differential(self.layout, self.layer_index, self.norm_eps, self.qk_norm)
+
+    @property
+    def turning(self) -> HeadLayout:
+        return replace(self.layout, head_dim=self.layout.head_dim // 2)
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        return {**super()._read(layer), "layer_index": layer.layer_index, "norm_eps": layer.norm_eps}

@@ -1,0 +1,38 @@
+"""Config of `GroupedHeads`."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from polyhead.layers.config import (
+    HeadsConfig,
+    arrangement,
+)
+from polyhead.layers.variants.grouped.layer import GroupedHeads, HeadGroups
+
+
+@arrangement("grouped_heads", GroupedHeads)
+@dataclass(frozen=True)
+class GroupedHeadsConfig(HeadsConfig):
+    """`GroupedHeads` as a value.
+
+    >>> GroupedHeadsConfig(512, 8, num_groups=4).hidden_dim
+    192
+    """
+
+    _: KW_ONLY
+    num_groups: int
+    hidden_dim: int | None = None
+    activation: Literal["gelu", "linear"] = "gelu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        made = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
+        object.__setattr__(self, "hidden_dim", made.width)
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        made = layer.combine
+        own = {"num_groups": made.num_groups, "hidden_dim": made.width, "activation": made.activation}
+        return {**super()._read(layer), **own}

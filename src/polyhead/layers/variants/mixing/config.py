@@ -1,0 +1,38 @@
+"""Config of `HeadMix`."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from polyhead.layers.config import (
+    HeadsConfig,
+    arrangement,
+)
+from polyhead.layers.variants.mixing.layer import HeadMix, HeadMixing
+
+
+@arrangement("head_mix", HeadMix)
+@dataclass(frozen=True)
+class HeadMixConfig(HeadsConfig):
+    """`HeadMix` as a value.
+
+    >>> HeadMixConfig(512, 8).num_rows
+    8
+    """
+
+    _: KW_ONLY
+    num_rows: int | None = None
+    mix: Literal["heads", "full"] = "heads"
+    row_attention: Literal["plain", "projected"] | None = "plain"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        made = HeadMixing(self.layout, self.num_rows, mix=self.mix, row_attention=self.row_attention, device="meta")
+        object.__setattr__(self, "num_rows", made.num_rows)
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        made = layer.combine
+        own = {"num_rows": made.num_rows, "mix": made.mix, "row_attention": made.row_attention}
+        return {**super()._read(layer), **own}

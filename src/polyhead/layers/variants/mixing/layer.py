@@ -1,0 +1,191 @@
+"""Attention across heads: at each position the heads' outputs are mixed and attend to one another before W_O."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadLayout
+from polyhead.layers import checks
+from polyhead.layers.combining import CombinesHeads
+from polyhead.layers.multi_head.layer import MultiHeadAttention
+from polyhead.ops.attention import AttentionOutput, attention
+
+# Each position is an entry of a batch, and PyTorch's CUDA kernels start no more than 65,535 of those at a time.
+_MOST_POSITIONS = 65_535
+# So few rows fill no tile of a fused kernel: on a GPU plain products of them take less time.
+FEW_ROWS = 32
+
+
+class HeadMixing(CombinesHeads):
+    """Z = M [head_1 .. head_h], then softmax attention among the rows of Z, at each position by itself.
+
+    `mix_weight` is M: [rows, heads] with mix="heads", [rows, value_dim, heads, value_dim] with mix="full".
+    """
+
+    def __init__(
+        self,
+        layout: HeadLayout,
+        num_rows: int | None = None,
+        *,
+        mix: Literal["heads", "full"] = "heads",
+        row_attention: Literal["plain", "projected"] | None = "plain",
+        bias: bool = True,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.check_size("num_rows", num_rows)
+        checks.check_one_of("mix", mix, ("heads", "full"))
+        checks.check_one_of("row_attention", row_attention, ("plain", "projected", None))
+        checks.check_backend(backend)
+        checks.check_dtype(dtype)
+        self.num_heads, self.value_dim = heads, dim = layout.num_heads, layout.value_dim
+        self.num_rows = rows = heads if num_rows is None else num_rows
+        self.mix = mix
+        self.row_attention = row_attention
+        self.backend = backend
+        self.width = rows * dim
+        shape = (rows, heads) if mix == "heads" else (rows, dim, heads, dim)
+        self.mix_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        def projection() -> nn.Linear | None:
+            return nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype) if row_attention == "projected" else None
+
+        self.row_q_proj, self.row_k_proj, self.row_v_proj = projection(), projection(), projection()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """M is the identity where it maps heads to as many rows, else Glorot-uniform; the same for projections."""
+        nn.init.xavier_uniform_(self._as_matrix(self.mix_weight.detach()))
+        if self.mix == "heads" and self.num_rows == self.num_heads:
+            nn.init.eye_(self.mix_weight)
+        for linear in (self.row_q_proj, self.row_k_proj, self.row_v_proj):
+            if linear is None:
+                continue
+            nn.init.xavier_uniform_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """heads [batch, queries, num_heads, value_dim] to [batch, queries, num_rows * value_dim]."""
+        rows = self.rows(heads)
+        return (rows if self.row_attention is None else self.attend(rows).output).flatten(2)
+
+    def rows(self, heads: Tensor) -> Tensor:
+        """Z = M [head_1 .. head_h]: [batch, queries, num_rows, value_dim]."""
+        if self.mix == "heads":
+            return torch.einsum("rh,bnhd->bnrd", self.mix_weight, heads)
+        mixed = F.linear(heads.flatten(2), self._as_matrix(self.mix_weight))
+        return mixed.unflatten(-1, (self.num_rows, self.value_dim))
+
+    def attend(self, rows: Tensor, *, weights: bool = False) -> AttentionOutput:
+        """The rows [batch, queries, num_rows, value_dim] after each has looked at the others of its position.
+
+        With `weights`, also who looked at whom: [batch, queries, num_rows, num_rows]. Few rows on a GPU are left to
+        plain products, which is the backend that is then named.
+        """
+        if self.row_attention is None:
+            raise OptionError("this layer's rows do not attend to one another, got row_attention None")
+        projections = (self.row_q_proj, self.row_k_proj, self.row_v_proj)
+        taken = [rows if linear is None else linear(rows) for linear in projections]
+        query, key, value = (x.flatten(0, 1)[:, None] for x in taken)  # [batch * queries, 1, num_rows, value_dim]
+        few = rows.is_cuda and self.num_rows <= FEW_ROWS and self.backend == "auto" and not weights
+        if few:
+            result = AttentionOutput(_attention_by_products(query, key, value), backend="products")
+        else:
+            result = _attention_in_parts(query, key, value, weights=weights, backend=self.backend)
+        seen = None if result.weights is None else result.weights.squeeze(1).unflatten(0, rows.shape[:2])
+        output = result.output.squeeze(1).unflatten(0, rows.shape[:2])
+        return AttentionOutput(output, weights=seen, backend=result.backend)
+
+    def _as_matrix(self, weight: Tensor) -> Tensor:
+        return weight if self.mix == "heads" else weight.view(self.width, self.num_heads * self.value_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads} heads to {self.num_rows} rows, mix={self.mix!r}, row_attention={self.row_attention!r}"
+
+
+class HeadMix(MultiHeadAttention):
+    """Multi-head attention whose heads see one another: at each position their outputs are mixed and attend.
+
+    With head_1 .. head_h the rows of an h x value_dim matrix at one position, and h' = num_rows:
+
+        Z      = M [head_1 .. head_h]                                M is h' x h, or a full linear map
+        Y      = softmax(Z Z^T / sqrt(value_dim)) Z                  row by row, over the h' rows of that position
+        output = Concat(Y_1 .. Y_h') W_O
+
+    The heads are those of Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2, and so is the softmax
+    attention among them; putting them together is defined here. With M the identity and row_attention=None the layer
+    is plain multi-head attention. Talking heads (Shazeer et al. 2020) mix logits and weights over the tokens instead.
+
+    Everything else is as in `MultiHeadAttention`. Weights, statistics and dropout are those of the attention over
+    tokens, and gates act on a head before M. A head gated to 0 is a row of zeros where M is the identity, and such a
+    row still takes its share of the softmax among rows; with row_attention=None a gate of 0 equals removing the head.
+
+    Args:
+        embed_dim, num_heads: as in `MultiHeadAttention`.
+        num_rows: rows that M makes of the heads; num_heads by default.
+        mix: "heads" mixes whole heads, one number for each row and head; "full" is a linear map of all channels.
+        row_attention: "plain" takes Z for query, key and value; "projected" gives them maps of their own, value_dim
+            to value_dim, shared by all rows; None leaves Z as it is.
+        bias: whether the query, key and value projections have a bias, those among rows included.
+        backend: as in `polyhead.attention`, over tokens and among rows; `forward` takes another for the tokens alone.
+        options: those of `MultiHeadAttention`.
+
+    >>> layer = HeadMix(512, 8, num_rows=6, causal=True)
+    >>> layer(torch.randn(2, 10, 512)).output.shape, layer.out_proj.in_features
+    (torch.Size([2, 10, 512]), 384)
+    """
+
+    combine: HeadMixing
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_rows: int | None = None,
+        mix: Literal["heads", "full"] = "heads",
+        row_attention: Literal["plain", "projected"] | None = "plain",
+        bias: bool = True,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        combine = HeadMixing(
+            checks.layout_of(embed_dim, num_heads, options),
+            num_rows,
+            mix=mix,
+            row_attention=row_attention,
+            bias=bias,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
+        super().__init__(
+            embed_dim, num_heads, combine=combine, bias=bias, backend=backend, device=device, dtype=dtype, **options
+        )
+
+
+def _attention_by_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The formula as it stands, num_rows² numbers a position between the products."""
+    weights = torch.softmax((query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2), -1)
+    return weights @ value
+
+
+def _attention_in_parts(query: Tensor, key: Tensor, value: Tensor, *, weights: bool, backend: str) -> AttentionOutput:
+    """Attention over a batch of any size."""
+    if query.shape[0] <= _MOST_POSITIONS:
+        return attention(query, key, value, weights=weights, backend=backend)
+    split = (x.split(_MOST_POSITIONS) for x in (query, key, value))
+    parts = [attention(*part, weights=weights, backend=backend) for part in zip(*split, strict=True)]
+    seen = [part.weights for part in parts if part.weights is not None]
+    output = torch.cat([part.output for part in parts])
+    return AttentionOutput(output, weights=torch.cat(seen) if weights else None, backend=parts[0].backend)

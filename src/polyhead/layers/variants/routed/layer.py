@@ -1,0 +1,559 @@
+"""Routed heads: a gate picks a few of many heads for each token, and only those are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.layers import checks
+from polyhead.layers.joint_projection import JointProjection
+from polyhead.layers.kv_cache import CacheView, KVCache
+from polyhead.layers.kv_cache.tokens import integers, longest
+from polyhead.layers.multi_head.layer import Memory
+from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
+from polyhead.layers.steps import (
+    Asked,
+    decoded,
+    first_position,
+    keeps_cache,
+    normed,
+    own_mask,
+    position_bias,
+    split_heads,
+)
+from polyhead.layers.variants.routed.router import HeadRouter, Routing
+from polyhead.layers.variants.routed.row_order import (
+    RowsByHead,
+    by_head,
+    factors_of,
+    reshaped,
+    result_by_head,
+    rows_by_slot,
+)
+from polyhead.layers.variants.routed.validation import (
+    check_mask,
+    check_padded,
+    check_routing,
+    check_shape_options,
+    check_shape_positions,
+    check_shared_mask,
+    check_source,
+    routed_layout,
+)
+from polyhead.masks import Mask
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import AttentionOutput, Statistics, attention
+from polyhead.ops.common.gates import gate_factors
+from polyhead.ops.common.visibility import resolve
+from polyhead.ops.decode.fused import decode_runs_on
+from polyhead.ops.selected_rows.api import ragged_attention
+from polyhead.ops.selected_rows.row_products import RowGroups, spread_product, summed_product, weighs_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedOutput(AttentionOutput):
+    """What `RoutedHeads` returns: an `AttentionOutput` with the `routing` that was taken, and its losses."""
+
+    routing: Routing | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedAttended(Attended):
+    """An attention of routed heads, as those who watch are told of it: a row that took no part saw nothing."""
+
+    routing: Routing | None = None
+
+
+torch.export.register_dataclass(RoutedOutput, serialized_type_name="polyhead.RoutedOutput")
+
+
+class RoutedHeads(nn.Module):
+    """A sparse mixture of attention heads over [batch, sequence, embed_dim].
+
+    For a token x, with the gate's probabilities p = softmax(x W_g) and C the heads that it chooses by them:
+
+        head_i = softmax(x Wq_i K_i^T / sqrt(head_dim)) V_i
+        output = sum over i in C of w_i head_i Wo_i                 w_i = p_i, or p_i / sum over C of p
+
+    Zhang et al. 2022, "Mixture of Attention Heads: Selecting Attention Heads Per Token", and Jin et al. 2024, "MoH:
+    Multi-Head Attention as Mixture-of-Head Attention". No token is dropped, and a head is computed for the tokens that
+    chose it and for no other: query and output products are grouped by head, and so is the attention.
+
+    In shape "shared" all heads read the same keys and values: K_i = K. With several `num_kv_heads`, a head is a group
+    of as many queries, one for each, as in JetMoe (Shen et al. 2024). A cache then holds no more than that of
+    multi-query attention. In shape "full" every head (or group of heads, with fewer num_kv_heads) has keys and values
+    of its own; those are computed and cached for every token, whichever heads it chose, since later tokens may ask for
+    them.
+
+    `forward` returns a `RoutedOutput`, whose `routing` tells who took which head and has the losses that keep heads in
+    use: `loss + 0.01 * result.routing.balance_loss + 0.001 * result.routing.z_loss`.
+
+    Statistics, weights and gates go by head, [batch, heads, queries]: a row that did not choose a head is one that sees
+    nothing, so that means are over the rows that did. In shape "shared" with several key/value heads, head i of the
+    gate has rows i, num_heads + i, ..., one for each.
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: heads to choose from.
+        shape: "shared" or "full".
+        top_k, top_p, threshold, k_min, k_max, budget, normalise, always_on, noise: how heads are chosen and weighed;
+            see `polyhead.layers.variants.routed.router.HeadRouter`. One of the first three must be given.
+        num_kv_heads: key/value heads; 1 by default in shape "shared", num_heads in shape "full".
+        head_dim, value_dim: channels of a query and key, and of a value; embed_dim / num_heads and head_dim by default.
+        bias: whether the query, key and value projections have a bias.
+        output_bias: whether the output has one; as `bias` by default.
+        positions: a module of `polyhead.layers.positions`. What it adds to logits must be by head, so shape "shared"
+            takes those that turn heads or are added to the input.
+        sinks: whether every head has a learned sink logit, in shape "full".
+        dropout: of the weights, in training; for shape "shared" with top_k.
+        qk_norm, causal, window, softcap, scale, finite, backend: as in `MultiHeadAttention`.
+
+    >>> layer = RoutedHeads(512, 16, top_k=4, causal=True)
+    >>> result = layer(torch.randn(2, 10, 512))
+    >>> result.output.shape, result.routing.heads.shape
+    (torch.Size([2, 10, 512]), torch.Size([2, 10, 4]))
+    """
+
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    head_gate: Tensor | None
+    # Told of every attention, for those who watch a model; a layer by itself has none.
+    _listener: Callable[[Attended], None] | None = None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        shape: Literal["shared", "full"] = "shared",
+        top_k: int | None = None,
+        top_p: float | None = None,
+        threshold: float | None = None,
+        k_min: int = 1,
+        k_max: int | None = None,
+        budget: float | None = None,
+        normalise: Literal["all", "chosen"] = "all",
+        always_on: int = 0,
+        noise: float = 0.0,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        bias: bool = True,
+        output_bias: bool | None = None,
+        positions: Positions | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        qk_norm: Literal["rms", "layer"] | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
+        dropout: float = 0.0,
+        finite: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.check_rate("dropout", dropout)
+        checks.check_positive("softcap", softcap)
+        checks.check_finite("scale", scale)
+        checks.check_one_of("qk_norm", qk_norm, ("rms", "layer", None))
+        checks.check_backend(backend)
+        checks.check_dtype(dtype)
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        self.layout = layout = routed_layout(embed_dim, num_heads, shape, sizes)
+        check_shape_options(shape, top_k, sinks=sinks, dropout=dropout)
+        if positions is not None:
+            if not isinstance(positions, Positions):
+                raise OptionError(
+                    f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}"
+                )
+            check_shape_positions(shape, isinstance(positions, BiasesLogits), type(positions).__name__)
+            positions.check(layout)
+        self.router = HeadRouter(
+            embed_dim,
+            num_heads,
+            top_k=top_k,
+            top_p=top_p,
+            threshold=threshold,
+            k_min=k_min,
+            k_max=k_max,
+            budget=budget,
+            normalise=normalise,
+            always_on=always_on,
+            noise=noise,
+            device=device,
+            dtype=dtype,
+        )
+        self.shape = shape
+        self.positions = positions
+        self.dropout = dropout
+        self.softcap = softcap
+        self.scale = scale
+        self.backend = backend
+        self.finite = finite
+        self.mask = own_mask(causal, window)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        rows = self.rows_per_head
+        self.query_weight = parameter(num_heads, embed_dim, rows * layout.head_dim)
+        self.query_bias = parameter(num_heads, rows * layout.head_dim) if bias else None
+        self.k_proj = nn.Linear(embed_dim, layout.num_kv_heads * layout.head_dim, bias=bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(
+            embed_dim, layout.num_kv_heads * layout.value_dim, bias=bias, device=device, dtype=dtype
+        )
+        self.output_weight = parameter(num_heads, rows * layout.value_dim, embed_dim)
+        self.output_bias = parameter(embed_dim) if (bias if output_bias is None else output_bias) else None
+        norms: dict[str | None, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+        self.q_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
+        self.k_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
+        self.sinks = parameter(num_heads) if sinks else None
+        self.register_buffer("head_gate", None, persistent=False)
+        self.reset_parameters()
+        self._join_projections()
+
+    @property
+    def num_heads(self) -> int:
+        """Heads to choose from."""
+        return self.router.num_heads
+
+    @property
+    def rows_per_head(self) -> int:
+        """Queries of a chosen head, one for each key/value head that it reads."""
+        return self.layout.num_kv_heads if self.shape == "shared" else 1
+
+    def reset_parameters(self) -> None:
+        """Glorot-uniform matrices, as wide as all heads together would be; zero biases and sinks."""
+        heads = self.num_heads
+        for stack, joined in ((self.query_weight, 2), (self.output_weight, 1)):
+            sides = [stack.shape[1], stack.shape[2]]
+            sides[joined - 1] *= heads
+            nn.init.uniform_(stack, -((6 / sum(sides)) ** 0.5), (6 / sum(sides)) ** 0.5)
+        for linear in (self.k_proj, self.v_proj):
+            nn.init.xavier_uniform_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        for parameter in (self.query_bias, self.output_bias, self.sinks):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
+        self.router.reset_parameters()
+
+    # ---- the computation
+
+    @keeps_cache
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | Memory | None = None,
+        *,
+        mask: Mask | None = None,
+        cache: KVCache | None = None,
+        lengths: Sequence[int] | None = None,
+        token_positions: Tensor | None = None,
+        head_gate: Tensor | None = None,
+        routing: Routing | None = None,
+        seed: int | Tensor | None = None,
+        weights: bool = False,
+        statistics: bool | str | Sequence[str] | Statistics | None = None,
+        logsumexp: bool = False,
+        backend: str | None = None,
+    ) -> RoutedOutput:
+        """Attend from `query` to `key` (to itself by default), each token with the heads that it chooses.
+
+        Args:
+            query: [batch, queries, embed_dim].
+            key: [batch, keys, embed_dim], for cross-attention. A `Memory` made by `remember` is used as it is.
+            routing: heads and weights to take instead of those that the gate would choose.
+            weights: also return the weights, [batch, heads, queries, keys], zero where a head was not chosen; for shape
+                "shared" with as many heads for every token.
+            mask, cache, lengths, token_positions, head_gate, statistics: as in `MultiHeadAttention.forward`.
+            seed, logsumexp, backend: as in `polyhead.attention`.
+        """
+        layout = self.layout
+        check_padded("query", query, layout.embed_dim, self.k_proj)
+        check_mask(mask)
+        if cache is not None and not isinstance(cache, KVCache):
+            raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
+        if cache is not None and key is not None:
+            raise OptionError(
+                "a cache holds the layer's own earlier tokens; for cross-attention use layer.remember(key) instead"
+            )
+        if cache is None and lengths is not None:
+            raise OptionError(
+                "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
+            )
+        batch, queries, _ = query.shape
+        if key is not None:
+            check_source(key, batch, layout, self.k_proj)
+        if routing is not None:
+            check_routing(routing, query, self.num_heads)
+        start = first_position(cache, queries, query.device) if token_positions is None else token_positions
+        if isinstance(self.positions, AddsToInput):
+            query = self.positions(query, start)
+        is_given = routing is not None
+        routing = self.router(query) if routing is None else routing
+        rows = RowsByHead.of(routing)
+        q = self._queries(query, routing, rows.groups)  # [batch, rows_per_head * slots, queries, head_dim]
+        k, v = (key.key, key.value) if isinstance(key, Memory) else self._project(query if key is None else key)
+        if isinstance(self.positions, RotatesHeads):
+            length = queries + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
+            rotation = self.positions.rotation(q, start, length=length)
+            q = self.positions.rotate(q, rotation)
+            if key is None:
+                k = self.positions.rotate(k, rotation)
+            elif not isinstance(key, Memory):
+                k = self.positions(k)
+        if self.mask is not None:
+            mask = self.mask if mask is None else self.mask & mask
+        span, view, given = k.shape[2], None, mask
+        if cache is not None:
+            view = cache.append(k, v, lengths=lengths)
+            span = longest(cache.lengths, otherwise=span)
+        if not is_given:
+            # Only now is it known how many keys a mask over a cache speaks of.
+            new = None if view is None or lengths is None else view.new_lengths
+            real = _real(mask, new, query, k.shape[2] if view is None else view.num_keys)
+            routing = routing if real is None else replace(routing, real=real)
+        if view is not None:
+            mask = view.masked(mask)
+        if isinstance(self.positions, BiasesLogits):
+            bias = position_bias(self.positions, queries, span, q, given)
+            mask = bias if mask is None else mask & bias
+        if self.shape == "shared" and mask is not None:
+            check_shared_mask(mask)
+        asked = Asked(
+            self.dropout if self.training else 0.0,
+            seed,
+            self.backend if backend is None else backend,
+            weights,
+            checks.statistics_of(statistics, cross=key is not None),
+            logsumexp,
+        )
+        sizes = (batch, self.rows_per_head, routing.heads.shape[2], queries)
+        if self.shape == "shared" and routing.counts is None:
+            result = reshaped(self._in_slots(q, k, v, view, mask, asked), sizes)
+        else:
+            if view is not None:
+                k, v = view.key, view.value
+            result = self._ragged(q, k, v, rows, routing, mask, asked)
+        told = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
+        if self._listener is not None:
+            k, v = (k, v) if view is None else (view.key, view.value)
+            self._tell(q.unflatten(1, sizes[1:3]), k, v, told, mask, routing)
+        output = self._combined(result.output, query, routing, head_gate, rows.groups)
+        return RoutedOutput(output, told.logsumexp, told.weights, told.statistics, told.backend, routing)
+
+    def remember(self, key: Tensor) -> Memory:
+        """Project a source once, so that `forward(query, memory)` can attend to it many times."""
+        check_padded("key", key, self.layout.embed_dim, self.k_proj)
+        k, v = self._project(key)
+        return Memory(self.positions(k) if isinstance(self.positions, RotatesHeads) else k, v)
+
+    def _queries(self, x: Tensor, routing: Routing, groups: RowGroups) -> Tensor:
+        """The queries of the chosen heads, [batch, rows_per_head * slots, queries, head_dim]."""
+        batch, queries, _ = x.shape
+        x, weight = _as_cast(x, self.query_weight)
+        q = spread_product(x.flatten(0, 1), weight, groups)
+        if self.query_bias is not None:
+            # The backward of indexing rounds the sum to the dtype of the bias after every row; that of embedding once.
+            q = q + F.embedding(routing.heads.reshape(-1), self.query_bias.to(q.dtype))
+        q = q.view(batch, queries, routing.heads.shape[2], self.rows_per_head, self.layout.head_dim)
+        q = q.permute(0, 3, 2, 1, 4).flatten(1, 2)
+        return q if self.q_norm is None else normed(self.q_norm, q)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        joint = self._of_source
+        current = joint is not None and joint.linears == (self.k_proj, self.v_proj)
+        found = joint(x) if joint is not None and current else (self.k_proj(x), self.v_proj(x))
+        k, v = (split_heads(part, self.layout.num_kv_heads) for part in found)
+        return k if self.k_norm is None else normed(self.k_norm, k), v
+
+    def _in_slots(
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+    ) -> AttentionOutput:
+        """Every token with as many heads over shared keys, where a slot can be any head."""
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "statistics": asked.statistics}
+        if view is not None:
+            plain = asked.backend in ("auto", "fused") and not (
+                asked.weights or asked.dropout or asked.seed is not None
+            )
+            if plain and decode_runs_on(q):
+                result = decoded(q, view, mask, sinks=None, **options)
+                if result is not None:
+                    return result
+            k, v = view.key, view.value
+        return attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            dropout=asked.dropout,
+            seed=asked.seed,
+            backend=asked.backend,
+            weights=asked.weights,
+            logsumexp=asked.logsumexp,
+            finite=self.finite,
+            **options,
+        )
+
+    def _ragged(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: RowsByHead, routing: Routing, mask: Mask | None, asked: Asked
+    ) -> AttentionOutput:
+        """Each head, or over shared keys each slot, with the rows that it has."""
+        if asked.weights:
+            raise OptionError(
+                "weights are written down for shape 'shared' with as many heads for every token, got shape "
+                f"{self.shape!r}{'' if routing.counts is None else ' with a number for each token'}; "
+                "ask for statistics instead"
+            )
+        if asked.dropout:
+            raise OptionError(f"attention of chosen rows has no dropout, got a rate of {asked.dropout} in training")
+        batch, _, queries, dim = q.shape
+        slots, per_head = routing.heads.shape[2], self.rows_per_head
+        if self.shape == "full":
+            order, ragged = rows.groups.order, rows.ragged()
+        else:
+            order, ragged = rows_by_slot(routing, per_head)
+        q = q.unflatten(1, (per_head, slots)).permute(0, 3, 2, 1, 4).reshape(-1, dim)[order]
+        result = ragged_attention(
+            q,
+            k,
+            v,
+            ragged,
+            mask=mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            statistics=asked.statistics,
+            finite=self.finite,
+            backend=asked.backend,
+        )
+        return reshaped(result, (batch, per_head, slots, queries), order)
+
+    def _combined(
+        self, heads: Tensor, x: Tensor, routing: Routing, head_gate: Tensor | None, groups: RowGroups
+    ) -> Tensor:
+        """The heads' outputs [batch, rows_per_head, slots, queries, value_dim], weighed and added up token by token."""
+        batch, per_head, _, queries, _ = heads.shape
+        factors = routing.weights[..., None].to(heads.dtype)  # [batch, queries, slots, rows_per_head or 1]
+        for gate in (self.head_gate, head_gate):
+            if gate is not None:
+                full = gate_factors(gate, batch, self.layout.num_heads, queries)
+                factors = factors * factors_of(full, routing, per_head).to(heads.dtype)
+        rows = heads.permute(0, 3, 2, 1, 4)
+        each: Tensor | None = None
+        if factors.shape[-1] == 1 and weighs_rows(rows, self.output_weight, factors):
+            each = factors.flatten()
+        else:
+            rows = rows * factors[..., None]
+        rows, weight = _as_cast(rows.flatten(3).flatten(0, 2), self.output_weight)
+        output = summed_product(rows, weight, groups, each).view(batch, queries, self.layout.embed_dim)
+        return output if self.output_bias is None else output + self.output_bias.to(output.dtype)
+
+    def _tell(
+        self, q: Tensor, k: Tensor, v: Tensor, told: AttentionOutput, mask: Mask | None, routing: Routing
+    ) -> None:
+        """Show an attention of every head, in which a row that chose another head is one that saw nothing."""
+        assert self._listener is not None
+        full = AttentionOutput(
+            by_head(told.output, routing, 0.0), told.logsumexp, told.weights, told.statistics, told.backend
+        )
+        query = by_head(q, routing, 0.0)
+        self._listener(RoutedAttended(query, k, v, full, mask, self.scale, self.softcap, self.sinks, routing=routing))
+
+    # ---- checkpoints and memory layout
+
+    def get_extra_state(self) -> Tensor:
+        """The layout travels with the weights: their shapes alone do not tell heads and channels apart."""
+        return torch.tensor(list(checks.numbers_of(self.layout).values()), device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        checks.check_saved_layout(state, self.layout)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        key = prefix + "_extra_state"
+        if key in state_dict:
+            checks.check_saved_layout(state_dict[key], self.layout)  # before a single weight is touched
+        else:
+            state_dict[key] = self.get_extra_state()  # weights from elsewhere know no head count
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _join_projections(self) -> None:
+        linears = [self.k_proj, self.v_proj]
+        plain = all(type(linear) is nn.Linear for linear in linears)
+        self._of_source = JointProjection(linears) if plain else None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._join_projections()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_of_source"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._join_projections()  # copies and pickles arrive with every parameter in memory of its own
+
+    def extra_repr(self) -> str:
+        layout = self.layout
+        parts = [f"{layout.embed_dim}, {self.num_heads}, shape={self.shape!r}, num_kv_heads={layout.num_kv_heads}"]
+        parts += [f"head_dim={layout.head_dim}"] if layout.head_dim * self.num_heads != layout.embed_dim else []
+        parts += [f"value_dim={layout.value_dim}"] if layout.value_dim != layout.head_dim else []
+        parts += [repr(self.mask)] if self.mask is not None else []
+        return ", ".join(parts)
+
+
+@contextmanager
+def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
+    """The routing of every call of a `RoutedHeads` anywhere in `model`, in the order of the calls, for a training loss.
+
+    >>> model = nn.Sequential(RoutedHeads(16, 4, top_k=2))
+    >>> with collect_routings(model) as routings:
+    ...     result = model(torch.randn(1, 3, 16))
+    >>> auxiliary = sum(routing.balance_loss for routing in routings) / len(routings)
+    """
+    routings: list[Routing] = []
+
+    def note(module: nn.Module, given: Any, result: RoutedOutput) -> None:
+        assert result.routing is not None
+        routings.append(result.routing)
+
+    with ExitStack() as undo:
+        for module in model.modules():
+            if isinstance(module, RoutedHeads):
+                undo.callback(module.register_forward_hook(note).remove)
+        yield routings
+
+
+def _real(mask: Mask | None, lengths: Sequence[int] | None, query: Tensor, keys: int) -> Tensor | None:
+    """Which queries are no padding, [batch or 1, queries]; None where nobody says."""
+    batch, queries, _ = query.shape
+    real = None
+    if lengths is not None:
+        real = torch.arange(queries, device=query.device) < integers(lengths, query.device)[:, None]
+    if mask is None or not (len(mask.padding) or len(mask.packed)):
+        return real
+    padding = Mask(padding=mask.padding, packed=mask.packed)
+    seen = resolve(padding, batch=batch, heads=1, queries=queries, keys=keys, device=query.device)
+    if seen is None or seen.query_real is None:
+        return real
+    return seen.query_real if real is None else real & seen.query_real
+
+
+def _as_cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As a linear layer would take them under autocast."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x, weight
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype)

@@ -1,0 +1,94 @@
+"""The heads of a routed layer, and which options go together with which of its shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from polyhead.errors import MaskError, OptionError, ShapeError
+from polyhead.geometry import HeadLayout
+from polyhead.layers import checks
+from polyhead.layers.multi_head.layer import Memory
+from polyhead.layers.variants.routed.router import Routing
+from polyhead.masks import Mask
+
+SHAPES = ("shared", "full")
+
+
+def routed_layout(embed_dim: int, num_heads: int, shape: str, sizes: dict[str, int | None]) -> HeadLayout:
+    """Every query head there is, over the key/value heads: in shape "shared" a head has a query for each of those."""
+    checks.check_one_of("shape", shape, SHAPES)
+    if shape == "full":
+        return checks.layout_of(embed_dim, num_heads, sizes)
+    checks.check_size("num_kv_heads", sizes.get("num_kv_heads"))
+    one = checks.layout_of(embed_dim, num_heads, {**sizes, "num_kv_heads": 1})
+    kv_heads = sizes.get("num_kv_heads") or 1
+    return HeadLayout(embed_dim, num_heads * kv_heads, kv_heads, one.head_dim, one.value_dim)
+
+
+def check_shape_options(shape: str, top_k: int | None, *, sinks: bool, dropout: float) -> None:
+    if shape == "shared" and sinks:
+        raise OptionError(
+            "sinks belong to heads, and over shared keys the rows of all heads lie together; got sinks=True with "
+            "shape 'shared'; use shape 'full'"
+        )
+    if dropout and (shape == "full" or top_k is None):
+        raise OptionError(
+            f"attention of chosen rows has no dropout, got {dropout} with shape {shape!r}"
+            f"{'' if shape == 'full' else ' and a number of heads for each token'}; drop from the output instead"
+        )
+
+
+def check_shape_positions(shape: str, biases: bool, name: str) -> None:
+    if shape == "shared" and biases:
+        raise OptionError(
+            "what positions add to the logits belongs to heads, and over shared keys the rows of all heads lie "
+            f"together; got positions {name} with shape 'shared'; use Rotary, or shape 'full'"
+        )
+
+
+def check_padded(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
+    checks.check_input(name, x, width, projection)
+    if x.is_nested:
+        raise OptionError(f"routed heads take padded sequences, got a nested {name}; pad it and use Mask.lengths")
+
+
+def check_source(key: Any, batch: int, layout: HeadLayout, projection: nn.Module) -> None:
+    """A source of keys and values, raw or remembered, that belongs to the batch of the queries."""
+    if isinstance(key, Memory):
+        checks.check_memory(key.key, key.value, batch, layout)
+        return
+    check_padded("key", key, layout.embed_dim, projection)
+    if key.shape[0] != batch:
+        raise ShapeError(
+            f"query, key and value must have one batch size, got {batch}, {key.shape[0]} and {key.shape[0]}"
+        )
+
+
+def check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Mask):
+        raise MaskError(
+            f"mask must be a polyhead.Mask, got {type(mask).__name__}; use Mask.dense(mask) for a boolean tensor "
+            "(True = may attend), Mask.bias(mask) for values to add"
+        )
+
+
+def check_routing(routing: Any, query: Tensor, num_heads: int) -> None:
+    """A routing given to a call, whose values nobody has looked at yet."""
+    if not isinstance(routing, Routing):
+        raise OptionError(
+            f"routing must be a polyhead.layers.variants.Routing, such as the routing of an earlier result, "
+            f"got {type(routing).__name__}"
+        )
+    routing.check(query.shape[0], query.shape[1], num_heads, query.device)
+    routing.check_values()
+
+
+def check_shared_mask(mask: Mask) -> None:
+    tensors = (*mask.allowed, *mask.biases, *(term.table[None] for term in mask.relative_biases))
+    if any(x.shape[1] != 1 for x in tensors):
+        raise MaskError(
+            "over shared keys the rows of all heads lie together, so a mask or bias must be the same for all of them, "
+            f"got {mask!r}; use shape 'full'"
+        )

@@ -1,0 +1,166 @@
+"""Talking heads: multi-head attention whose heads are mixed before and after the softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.layers import checks
+from polyhead.layers.kv_cache import CacheView
+from polyhead.layers.multi_head.layer import Memory, MultiHeadAttention
+from polyhead.layers.positions import BiasesLogits
+from polyhead.layers.steps import Asked
+from polyhead.masks import Mask
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import AttentionOutput
+from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights, checked_names
+from polyhead.ops.common.nonfinite import over_heads
+from polyhead.ops.talking_heads.api import TALKING_BACKENDS, mixed_weights, talking_attention
+
+
+class TalkingHeads(MultiHeadAttention):
+    """Multi-head attention whose heads talk: logits are mixed over heads before the softmax, weights after it.
+
+    With queries, keys and values as in `MultiHeadAttention`, and A = logits_mix and B = weights_mix, h x h and learned:
+
+        L_g    = sum_h A[h, g] Q_h K_h^T / sqrt(head_dim)
+        W_g    = softmax(L_g)
+        U_g    = sum_h B[h, g] W_h
+        output = Concat(U_1 V_1 .. U_h V_h) W_O
+
+    Shazeer et al. 2020, "Talking-Heads Attention", with as many heads before, in and after the softmax. Both mixes
+    start as the identity, and the layer with them as multi-head attention. Nothing of size n² is ever held, in the
+    backward neither.
+
+    Everything else is as in `MultiHeadAttention`, but: there are no softcap, sinks, dropout, uneven groups or positions
+    that bias logits, and masks are the same for all heads. Weights, statistics and log-sum-exp are those of each
+    softmax, W; `combined_weights` tells of U what can be told. Statistics and log-sum-exp carry no gradient.
+
+    >>> layer = TalkingHeads(512, 8, causal=True)
+    >>> layer(torch.randn(2, 10, 512)).output.shape, layer.logits_mix.shape
+    (torch.Size([2, 10, 512]), torch.Size([8, 8]))
+    """
+
+    # Told the mixed weights of every call, where `combined_weights` asks for them.
+    _mixed_listener: list[CombinedWeights] | None = None
+
+    _may_be_plain = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if options.get("combine") is not None:
+            raise OptionError("the heads of TalkingHeads are joined by Concat, got a module as combine")
+        check_talking(
+            softcap=options.get("softcap"),
+            sinks=options.get("sinks", False),
+            dropout=options.get("dropout", 0.0),
+            key_heads=options.get("key_heads"),
+            backend=options.get("backend", "auto"),
+        )
+        super().__init__(embed_dim, num_heads, device=device, dtype=dtype, **options)
+        if isinstance(self.positions, BiasesLogits):
+            refuse_biases(type(self.positions).__name__)
+        self.logits_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
+        self.weights_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """As in `MultiHeadAttention`; both mixes the identity."""
+        super().reset_parameters()
+        for name in ("logits_mix", "weights_mix"):
+            if name in self._parameters:  # not yet while the heads themselves are made
+                nn.init.eye_(self.get_parameter(name))
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+    ) -> AttentionOutput:
+        if asked.seed is not None:
+            raise OptionError(f"a seed is for dropout, which talking heads do not have; got {asked.seed!r}")
+        if view is not None:
+            k, v = view.key, view.value
+        options: dict[str, Any] = {
+            "logits_mix": self.logits_mix,
+            "weights_mix": self.weights_mix,
+            "mask": mask,
+            "scale": self.scale,
+            "backend": asked.backend,
+            "finite": self.finite,
+        }
+        result = talking_attention(
+            q, k, v, weights=asked.weights, statistics=asked.statistics, logsumexp=asked.logsumexp, **options
+        )
+        if self._mixed_listener is not None:
+            self._mixed_listener.append(mixed_weights(q, k, **options))
+        if self._listener is not None:
+            self._listener(self._attended(q, k, v, result, mask))
+        return result
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None) -> Attended:
+        """Each softmax as one that who listens knows: queries of all heads, mixed, over the keys of all heads, joined.
+
+        sum_h A[h, g] q_h . k_h is one product of [A[1, g] q_1 .. A[h, g] q_h] and [k_1 .. k_h].
+        """
+        heads = self.layout.num_heads
+        queries = torch.einsum("bhqd,hg->bgqhd", q, self.logits_mix.to(q.dtype)).flatten(3)
+        keys = over_heads(k, heads).transpose(1, 2).flatten(2)[:, None]
+        scale = self.layout.head_dim**-0.5 if self.scale is None else self.scale
+        return Attended(queries, keys, v, result, mask, scale)
+
+    def combined_weights(
+        self,
+        query: Tensor,
+        key: Tensor | Memory | None = None,
+        *,
+        statistics: str | Sequence[str] = COMBINED,
+        **options: Any,
+    ) -> CombinedWeights:
+        """Signed mass, absolute mass and largest |weight| of U; all three by default.
+
+        The other arguments are those of `forward`. It is a pass of its own: `forward`, and then every weight once more,
+        in tiles. Nothing of it can be differentiated.
+        """
+        names = checked_names(statistics)
+        told: list[CombinedWeights] = []
+        self._mixed_listener = told
+        try:
+            with torch.no_grad():
+                self(query, key, **options)
+        finally:
+            del self._mixed_listener
+        return CombinedWeights(**{name: getattr(told[0], name) for name in names})
+
+    # ---- no counterpart
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        raise OptionError("torch.nn.MultiheadAttention has no mixes of heads, got TalkingHeads")
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
+        """The heads of a `torch.nn.MultiheadAttention` (batch first), its weights copied, mixes the identity."""
+        return super().from_torch(module, **options)
+
+
+def check_talking(*, softcap: float | None, sinks: bool, dropout: float, key_heads: object, backend: str) -> None:
+    """What heads that talk cannot have."""
+    refused = {"softcap": softcap, "sinks": sinks or None, "dropout": dropout or None, "key_heads": key_heads}
+    for name, given in refused.items():
+        if given is not None:
+            raise OptionError(f"talking heads have no {name}, got {given!r}; leave it out")
+    checks.check_one_of("backend of talking heads", backend, ("auto", *TALKING_BACKENDS))
+
+
+def refuse_biases(name: str) -> None:
+    raise OptionError(
+        f"positions that bias logits would have to say before or after which mix, got {name}; "
+        "rotary, sinusoidal and learned positions have no such question"
+    )

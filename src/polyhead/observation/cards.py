@@ -1,0 +1,85 @@
+"""Heads as HTML fragments for notebooks: a grid of heads and a card of each; no script, and all text escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from polyhead.observation.statistics import AttentionSite
+
+# Half-transparent, so that they are seen on light and on dark ground; the text keeps the notebook's colour.
+_GROUND = "rgba(64, 120, 200, {:.2f})"
+_LINE = "1px solid rgba(128, 128, 128, 0.35)"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One head in a grid: what stands there, how strongly it is shaded (0 to 1), and what a pointer is told."""
+
+    text: str
+    shade: float
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One line of a card: a name, a number as text, and where it lies among all heads (0 to 1; None: nowhere)."""
+
+    name: str
+    text: str
+    place: float | None = None
+
+
+def grids(sites: Sequence[AttentionSite], cell: Callable[[AttentionSite, int], Cell | None]) -> str:
+    """A table a stack: a row a layer, a cell a head; nothing where there is no cell."""
+    stacks: dict[tuple[str, str], list[AttentionSite]] = {}
+    for site in sites:
+        stacks.setdefault((site.stack, site.kind), []).append(site)
+    return "".join(_grid(f"{stack}, {kind}-attention", found, cell) for (stack, kind), found in stacks.items())
+
+
+def _grid(title: str, sites: list[AttentionSite], cell: Callable[[AttentionSite, int], Cell | None]) -> str:
+    heads = range(max(site.num_heads for site in sites))
+    header = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    lines = []
+    for site in sites:
+        cells = "".join(_cell(cell(site, head) if head < site.num_heads else None) for head in heads)
+        lines.append(f'<tr><th scope="row">{site.layer}</th>{cells}</tr>')
+    return (
+        f'<table><caption style="white-space: nowrap">{html.escape(title)}: a row a layer, a column a head</caption>'
+        f'<thead><tr><th scope="col">layer</th>{header}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    )
+
+
+def _cell(cell: Cell | None) -> str:
+    if cell is None:
+        return "<td></td>"
+    ground = _GROUND.format(0.75 * min(1.0, max(0.0, cell.shade)))
+    return (
+        f'<td style="text-align: center; background: {ground}" title="{html.escape(cell.about)}">'
+        f"{html.escape(cell.text)}</td>"
+    )
+
+
+def card(title: str, lines: Sequence[str], numbers: Sequence[Number]) -> str:
+    """A head's card: its place, what is said of it in words, and its numbers, each with a bar: how much among all."""
+    said = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(x.name)}</th><td>{html.escape(x.text)}</td><td>{_bar(x.place)}</td></tr>'
+        for x in numbers
+    )
+    return (
+        f'<div style="display: inline-block; vertical-align: top; max-width: 30em; margin: 4px; padding: 8px; '
+        f'border: {_LINE}; border-radius: 6px"><strong>{html.escape(title)}</strong>'
+        f"{f'<ul>{said}</ul>' if said else ''}<table><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _bar(place: float | None) -> str:
+    return "" if place is None else f'<meter value="{min(1.0, max(0.0, place)):.2f}"></meter>'
+
+
+def folded(summary: str, content: str) -> str:
+    """What opens when it is asked for."""
+    return f"<details><summary>{html.escape(summary)}</summary>{content}</details>"

@@ -1,0 +1,58 @@
+"""`Contributions`: the second moments of what the heads of a layer say, from which their relations follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from polyhead.observation.collectors import Notes
+from polyhead.observation.head_moments import HeadMoments
+from polyhead.observation.statistics import AttentionSite
+from polyhead.ops.attended import Attended
+
+
+@dataclass(frozen=True, slots=True)
+class Contributions:
+    """Gathers a `HeadMoments` of the heads' outputs before the output projection, over real tokens."""
+
+    @property
+    def name(self) -> str:
+        return "contributions"
+
+    def empty(self, site: AttentionSite, device: torch.device) -> SiteContributions:
+        return SiteContributions(None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SiteContributions:
+    """What was gathered at one site; its width is known once something was seen."""
+
+    moments: HeadMoments | None
+
+    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+        output, logsumexp = attended.result.output.detach(), attended.result.logsumexp
+        assert logsumexp is not None
+        batch, heads, queries, dim = output.shape
+        if not dim:
+            return self  # only the weights are known
+        counted = torch.isfinite(logsumexp).any(1)  # a row that sees nothing says nothing
+        if real is not None:
+            counted = counted & real
+        before = HeadMoments.empty(heads, dim, output.device) if self.moments is None else self.moments
+        samples = output.transpose(1, 2).reshape(batch * queries, heads, dim)
+        return type(self)(before.update(samples, counted.expand(batch, -1).reshape(-1)))
+
+    def merge(self, other: Self) -> Self:
+        if self.moments is None or other.moments is None:
+            return other if self.moments is None else self
+        return type(self)(self.moments.merge(other.moments))
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self.moments is None else self.moments.state()
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Self:
+        return type(self)(HeadMoments.from_state(state) if len(state) else None)

@@ -1,0 +1,73 @@
+"""`AttentionDistances`: how differently the heads of a layer look, whatever they then say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from polyhead.observation.collectors import Notes
+from polyhead.observation.statistics import AttentionSite
+from polyhead.ops.attended import Attended
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionDistances:
+    """Gathers the Jensen-Shannon distance between the weights of every two heads of a layer, the mean over rows.
+
+    Every pair looks at all weights once more: this is for a sample of the text.
+    """
+
+    @property
+    def name(self) -> str:
+        return "distances"
+
+    def empty(self, site: AttentionSite, device: torch.device) -> SiteDistances | None:
+        if site.num_heads < 2:
+            return None
+        pairs = site.num_heads * (site.num_heads - 1) // 2
+        zeros = torch.zeros(pairs, dtype=torch.float64, device=device)
+        return SiteDistances(site.num_heads, zeros, torch.zeros((), dtype=torch.float64, device=device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SiteDistances:
+    """Sums over rows, of the pairs (0, 1), (0, 2), ... (1, 2), ..."""
+
+    num_heads: int
+    distances: Tensor  # [pairs]
+    rows: Tensor
+
+    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+        logsumexp = attended.result.logsumexp
+        assert logsumexp is not None
+        if real is not None:
+            logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
+        seen = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
+        pairs = list(itertools.combinations(range(self.num_heads), 2))
+        found = seen.profile(head_pairs=pairs).head_distance  # [batch, pairs], the mean over the rows that see a key
+        assert found is not None
+        rows = torch.isfinite(logsumexp).any(1).sum(-1, dtype=torch.float64)
+        return type(self)(self.num_heads, self.distances + rows @ found.double(), self.rows + rows.sum())
+
+    def merge(self, other: Self) -> Self:
+        device = self.distances.device
+        sums = (self.distances + other.distances.to(device), self.rows + other.rows.to(device))
+        return type(self)(self.num_heads, *sums)
+
+    def compute(self) -> Tensor:
+        """[heads, heads], from 0 for heads that look alike to sqrt(log 2) = 0.83; NaN where nothing was seen."""
+        one, other = torch.triu_indices(self.num_heads, self.num_heads, 1)
+        matrix = torch.zeros(self.num_heads, self.num_heads, dtype=torch.float64)
+        matrix[one, other] = (self.distances / torch.where(self.rows > 0, self.rows, torch.nan)).cpu()
+        return matrix + matrix.T
+
+    def state(self) -> dict[str, Tensor]:
+        return {"distances": self.distances, "rows": self.rows}
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Self:
+        return type(self)(self.num_heads, state["distances"], state["rows"])

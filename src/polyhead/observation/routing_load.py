@@ -1,0 +1,157 @@
+"""`RoutingLoad`: how routed heads are taken: by how many tokens, with what weight, and which of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import ShapeError
+from polyhead.layers.variants.routed.layer import RoutedAttended
+from polyhead.layers.variants.routed.router import Routing
+from polyhead.observation.accumulators import MeanAndSpread, Moments
+from polyhead.observation.collectors import Notes
+from polyhead.observation.statistics import AttentionSite
+from polyhead.ops.attended import Attended
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingLoad:
+    """Gathers a `SiteRouting` wherever heads are routed: `observe(model, gather=[RoutingLoad()])`."""
+
+    @property
+    def name(self) -> str:
+        return "routing"
+
+    def empty(self, site: AttentionSite, device: torch.device) -> SiteRouting:
+        return SiteRouting(None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SiteRouting:
+    """What was gathered at one site; None where its heads are not routed, or nothing was seen."""
+
+    counts: RoutingCounts | None
+
+    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+        routing = attended.routing if isinstance(attended, RoutedAttended) else None
+        if routing is None:
+            return self
+        before = self.counts or RoutingCounts.empty(routing.num_heads, routing.heads.device)
+        return type(self)(before.update(routing, real))
+
+    def merge(self, other: Self) -> Self:
+        if self.counts is None or other.counts is None:
+            return other if self.counts is None else self
+        return type(self)(self.counts.merge(other.counts))
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self.counts is None else self.counts.state()
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Self:
+        return type(self)(RoutingCounts.from_state(state) if len(state) else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingCounts:
+    """Sums over real tokens, in float64; any split of the data, merged in any order, equals one pass.
+
+    >>> import torch
+    >>> routing = Routing(torch.tensor([[[0, 2], [2, 1]]]), torch.ones(1, 2, 2), num_heads=3)
+    >>> seen = RoutingCounts.empty(3).update(routing)
+    >>> seen.load.tolist(), seen.co_selection[2].tolist()
+    ([0.25, 0.25, 0.5], [0.5, 0.5, 1.0])
+    """
+
+    tokens: Tensor  # []
+    together: Tensor  # [heads, heads]: tokens that took both; the diagonal counts those of one head
+    weight: Tensor  # [heads]: the sum of the weights that a head was taken with
+    taken: MeanAndSpread  # heads of a token, []
+    entropy: MeanAndSpread  # of the gate, [], in nats; nothing where there was no gate
+
+    @classmethod
+    def empty(cls, num_heads: int, device: torch.device | str | None = None) -> Self:
+        one = MeanAndSpread.empty((), device)
+        zeros = torch.zeros(num_heads, num_heads, dtype=one.count.dtype, device=device)
+        return cls(zeros.new_zeros(()), zeros, zeros.new_zeros(num_heads), one, one)
+
+    def update(self, routing: Routing, real: Tensor | None = None) -> Self:
+        """With one routing; `real` [batch or 1, tokens] is False for padding. Waits for no device."""
+        if routing.num_heads != self.weight.shape[0]:
+            raise ShapeError(f"the routing must be over {self.weight.shape[0]} heads, got one over {routing.num_heads}")
+        wide, shape = self.together.dtype, routing.heads.shape
+        counted = torch.ones(shape[:2], dtype=torch.bool, device=routing.heads.device)
+        for said in (real, routing.real):
+            counted = counted if said is None else counted & said
+        counted = counted.flatten()
+        chosen = (routing.is_chosen.flatten(0, 1) & counted[:, None]).to(wide)  # [tokens, heads]
+        by_head = torch.zeros(*shape[:2], routing.num_heads, dtype=wide, device=chosen.device)
+        by_head = by_head.scatter_add(2, routing.heads, routing.weights.detach().to(wide)).flatten(0, 1)
+        entropy = self.entropy
+        if routing.logits is not None:
+            entropy = entropy.update(routing.entropy.detach().flatten(), counted)
+        mine = type(self)(
+            counted.sum(dtype=wide),
+            chosen.mT @ chosen,
+            torch.where(counted[:, None], by_head, 0.0).sum(0),
+            MeanAndSpread.empty((), chosen.device).update(chosen.sum(-1), counted),
+            MeanAndSpread.empty((), chosen.device),
+        )
+        return type(self)(self.tokens, self.together, self.weight, self.taken, entropy).merge(mine)
+
+    def merge(self, other: Self) -> Self:
+        if self.weight.shape != other.weight.shape:
+            raise ShapeError(
+                "only routings over as many heads can be merged, "
+                f"got {self.weight.shape[0]} and {other.weight.shape[0]}"
+            )
+        device = self.together.device
+        return type(self)(
+            self.tokens + other.tokens.to(device),
+            self.together + other.together.to(device),
+            self.weight + other.weight.to(device),
+            self.taken.merge(other.taken),
+            self.entropy.merge(other.entropy),
+        )
+
+    @property
+    def load(self) -> Tensor:
+        """Each head's share of all choices, [heads]; 1 / heads where they are balanced, NaN where nothing was seen."""
+        return self.together.diagonal() / self.together.diagonal().sum()
+
+    @property
+    def mean_weight(self) -> Tensor:
+        """What a head is multiplied by where it was taken, the mean, [heads]; NaN for a head that nobody took."""
+        return self.weight / self.together.diagonal()
+
+    @property
+    def co_selection(self) -> Tensor:
+        """[i, j]: of the tokens that took head i, how many took head j as well; NaN for a head that nobody took."""
+        return self.together / self.together.diagonal()[:, None]
+
+    @property
+    def gate_entropy(self) -> Moments:
+        """Mean and spread of the entropy of the gate's probabilities, in nats."""
+        return self.entropy.compute()
+
+    @property
+    def heads_per_token(self) -> Moments:
+        return self.taken.compute()
+
+    def state(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in ("tokens", "together", "weight")}
+        for part in ("taken", "entropy"):
+            found |= {f"{part}.{name}": x for name, x in getattr(self, part).state().items()}
+        return found
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        def part(prefix: str) -> MeanAndSpread:
+            return MeanAndSpread.from_state(
+                {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+            )
+
+        return cls(state["tokens"], state["together"], state["weight"], part("taken."), part("entropy."))

@@ -1,0 +1,1 @@
+"""Attention operations, one folder each: public function, validation, reference, backends and kernels."""

@@ -1,0 +1,187 @@
+"""Who can serve a request and who should: every backend answers with reasons, and only `auto` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from polyhead.errors import BackendUnsupported, OptionError
+from polyhead.ops.attention import blockwise, fused, reference, sdpa
+from polyhead.ops.attention.mask_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
+from polyhead.ops.common.request import AttentionOutput, AttentionRequest
+from polyhead.ops.common.tracing import EXPORTED, is_exporting
+from polyhead.ops.common.visibility import Visibility
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one backend says of a request."""
+
+    backend: str
+    supported: bool
+    reasons: tuple[str, ...] = ()  # why it cannot serve
+    kernel: str = ""  # what would run
+    backward: str = ""  # what would compute the gradients; empty where none are recorded
+    avoided: str = ""  # why `auto` would rather take another, though it could serve
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which backend `auto` takes for a request, and what each of them says. Prints as a table."""
+
+    chosen: str
+    choices: tuple[Choice, ...]
+
+    def __getitem__(self, backend: str) -> Choice:
+        for choice in self.choices:
+            if choice.backend == backend:
+                return choice
+        raise OptionError(f"backend must be one of {', '.join(c.backend for c in self.choices)}, got {backend!r}")
+
+    @property
+    def kernel(self) -> str:
+        return self[self.chosen].kernel
+
+    @property
+    def backward(self) -> str:
+        """The kernel that would compute the gradients; empty where none are recorded."""
+        return self[self.chosen].backward
+
+    def __str__(self) -> str:
+        lines = []
+        for choice in self.choices:
+            mark = "->" if choice.backend == self.chosen else "  "
+            text = choice.avoided or choice.kernel if choice.supported else "no: " + "; ".join(choice.reasons)
+            backward = f"; backward: {choice.backward}" if choice.backward and not choice.avoided else ""
+            lines.append(f"{mark} {choice.backend:<10} {text}{backward}")
+        return "\n".join(lines)
+
+
+_RUN: dict[str, Callable[[AttentionRequest], AttentionOutput]] = {
+    "sdpa": sdpa.run,
+    "fused": fused.run,
+    "blockwise": blockwise.run,
+    "reference": reference.run,
+}
+_REASONS: dict[str, Callable[[AttentionRequest], list[str]]] = {
+    "sdpa": sdpa.unsupported_reasons,
+    "fused": fused.unsupported_reasons,
+    "blockwise": blockwise.unsupported_reasons,
+    "reference": reference.unsupported_reasons,
+}
+BACKENDS = tuple(_RUN)
+
+
+def order(request: AttentionRequest) -> tuple[str, ...]:
+    """The order in which `auto` asks.
+
+    PyTorch's fused kernels first, then our own for what those do not have, then tiles of plain PyTorch, then the
+    formula. Statistics come for next to nothing from our kernel. Where the weights are asked for they are materialised
+    anyway, and the formula is the straight way to them.
+    """
+    if request.weights:
+        return ("reference", "blockwise")
+    if request.statistics is not None:
+        return ("fused", "blockwise", "reference")
+    return ("sdpa", "fused", "blockwise", "reference")
+
+
+def choose(request: AttentionRequest) -> str:
+    for backend in order(request):
+        if not _REASONS[backend](request) and not _avoided(backend, request):
+            return backend
+    return "reference"
+
+
+def run(request: AttentionRequest, backend: str) -> AttentionOutput:
+    if backend == "auto":
+        return _RUN[choose(request)](request)
+    check_name(backend)
+    reasons = _REASONS[backend](request)
+    if reasons:
+        raise BackendUnsupported(backend, reasons)
+    return _RUN[backend](request)
+
+
+def check_name(backend: str) -> None:
+    if not isinstance(backend, str) or backend not in _RUN:
+        raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+
+
+def explain(request: AttentionRequest) -> Explanation:
+    choices = []
+    for backend in BACKENDS:
+        reasons = _REASONS[backend](request)
+        kernel = "" if reasons else _kernel(backend, request)
+        avoided = "" if reasons else _avoided(backend, request)
+        backward = "" if reasons or not request.needs_grad else _backward(backend, request)
+        choices.append(Choice(backend, not reasons, tuple(reasons), kernel, backward, avoided))
+    return Explanation(choose(request), tuple(choices))
+
+
+def _avoided(backend: str, request: AttentionRequest) -> str:
+    if backend == "sdpa":
+        return _sdpa_avoided(request)
+    if backend == "blockwise" and is_exporting():
+        return "an exported graph is to hold plain operators, not unrolled tiles"
+    if backend == "fused" and is_exporting():
+        return EXPORTED
+    return ""
+
+
+def _sdpa_avoided(request: AttentionRequest) -> str:
+    if request.statistics is not None:
+        return "its second pass for the statistics takes longer than tiles that take them as they go"
+    visibility = request.visibility
+    if visibility is None or is_exporting():
+        return ""
+    if is_mask_too_large(size := sdpa.materialised_bytes(request)):
+        return f"its mask would be materialised, {size / 2**30:.1f} GiB"
+    if _hides_too_much(request, visibility) and not fused.unsupported_reasons(request):
+        return "it computes every pair that the window hides, and our kernel skips them"
+    if _adds_by_distance(request, visibility) and not fused.unsupported_reasons(request):
+        return "it would be handed the bias of every pair, and our kernel reads it by distance"
+    return ""
+
+
+def _hides_too_much(request: AttentionRequest, visibility: Visibility) -> bool:
+    """Whether the mask is a window alone, of more work than PyTorch should be handed with it."""
+    if visibility.left is None:
+        return False
+    query, (batch, heads, _, queries, keys) = request.query, request.sizes
+    sizes = (batch, heads, queries, keys, query.shape[-1])
+    return is_window_too_large(query.device.type, query.dtype, *sizes) and visibility.is_window
+
+
+def _adds_by_distance(request: AttentionRequest, visibility: Visibility) -> bool:
+    """Whether something is added to the logits that PyTorch had better not be handed pair by pair."""
+    if not len(visibility.relative_biases):
+        return False
+    query, (batch, heads, _, queries, keys) = request.query, request.sizes
+    training = request.needs_grad
+    return is_bias_read_by_distance(
+        query.device.type,
+        query.dtype,
+        training=training,
+        learned=training and any(term.table.requires_grad for term in visibility.relative_biases),
+        pairs=batch * heads * queries * keys,
+    )
+
+
+def _kernel(backend: str, request: AttentionRequest) -> str:
+    if backend == "sdpa":
+        text = f"PyTorch's {sdpa.kernel(request)} kernel on {request.query.device.type}"
+        return text if request.statistics is None else text + ", then a second pass over the logits for the statistics"
+    if backend == "fused":
+        return fused.kernel(request)
+    return {"blockwise": "tiles of plain PyTorch, online softmax", "reference": "the formula, weights materialised"}[
+        backend
+    ]
+
+
+def _backward(backend: str, request: AttentionRequest) -> str:
+    if backend == "sdpa":
+        return f"PyTorch's {sdpa.kernel(request)} kernel"
+    return {"fused": "our kernel", "blockwise": "tiles, computed again", "reference": "autograd of the formula"}[
+        backend
+    ]

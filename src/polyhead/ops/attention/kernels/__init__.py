@@ -1,0 +1,1 @@
+"""Triton kernels of `polyhead.ops.attention`; importing this package does not import Triton."""

@@ -1,0 +1,308 @@
+"""PyTorch's fused kernels behind our masks: which one will run is known before it does, and never its slow math path.
+
+What those kernels cannot promise is made so around them: rows with nothing to attend to are opened to finite keys and
+their output selected away; keys that hold NaN or Inf are cleaned first, and a row that sees one is given NaN again.
+What they cannot tell of their weights, log-sum-exp and row statistics, is taken by a second pass over the logits that
+never touches the values.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import flash_sdp_enabled
+
+from polyhead.ops.attention.scaled_dot_product import kernel_name, records_gradients, scaled_dot_product
+from polyhead.ops.attention.tiled_softmax import attend
+from polyhead.ops.common.nonfinite import over_heads, without_broken
+from polyhead.ops.common.request import AttentionOutput, AttentionRequest
+from polyhead.ops.common.tiles import prepare
+from polyhead.ops.common.tracing import TRANSFORMED, is_forward_mode, is_transformed
+from polyhead.ops.common.visibility import Visibility
+
+
+def unsupported_reasons(request: AttentionRequest) -> list[str]:
+    reasons = []
+    if request.weights:
+        reasons.append("PyTorch's fused kernels do not return weights")
+    if request.softcap is not None:
+        reasons.append("PyTorch's fused kernels have no softcap")
+    if request.sinks is not None:
+        reasons.append("PyTorch's fused kernels have no learned sinks")
+    if request.logsumexp and request.statistics is None:
+        reasons.append("PyTorch's fused kernels give no log-sum-exp with a gradient")
+    if isinstance(request.scale, Tensor) and request.query.dtype is torch.float16:
+        reasons.append("PyTorch's fused kernels take one scale, and float16 queries multiplied beforehand may overflow")
+    if request.dropout and request.seed is not None:
+        reasons.append("PyTorch's fused kernels draw their own dropout and cannot replay a seed")
+    if is_forward_mode():
+        reasons.append("PyTorch's fused kernels have no forward-mode derivative")
+    elif request.statistics is not None and is_transformed():
+        reasons.append(TRANSFORMED)
+    return reasons + math_reasons(request)
+
+
+def math_reasons(request: AttentionRequest) -> list[str]:
+    """Why PyTorch would leave its fused kernels for the path that materialises the weights; empty if it would not."""
+    if request.query.device.type == "cpu":
+        return _cpu_math_reasons(request)
+    if torch.compiler.is_compiling() or request.query.device.type == "meta":
+        return []
+    if kernel(request) != "math":
+        return []
+    _, heads, kv_heads, _, _ = request.sizes
+    return [
+        "PyTorch would take its math path, which materialises the weights: no fused kernel serves "
+        f"{request.query.dtype} with head_dim {request.query.shape[-1]}, value_dim {request.value.shape[-1]}, "
+        f"{heads} query and {kv_heads} key heads"
+        + (" and this mask" if request.visibility is not None else "")
+        + " here"
+    ]
+
+
+def _cpu_math_reasons(request: AttentionRequest) -> list[str]:
+    reasons = []
+    prefix = "PyTorch would take its math path, which materialises the weights: "
+    if request.dropout:
+        reasons.append(prefix + "its CPU kernel has no dropout")
+    visibility = request.visibility
+    if visibility is not None and torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors):
+        reasons.append(prefix + "its CPU kernel gives no gradient of a bias")
+    if not torch.compiler.is_compiling() and not flash_sdp_enabled():
+        reasons.append(
+            prefix + "flash attention is switched off by torch.backends.cuda.enable_flash_sdp or sdpa_kernel"
+        )
+    return reasons
+
+
+def materialised_bytes(request: AttentionRequest) -> int:
+    """How large a mask tensor PyTorch's kernel would have to be handed."""
+    visibility = request.visibility
+    if visibility is None or _as_causal(visibility):
+        return 0
+    batch, heads, _, queries, keys = request.sizes
+    per_sequence = (
+        visibility.key_real is not None or len(visibility.documents) > 0 or visibility.query_positions is not None
+    )
+    shapes = [x.shape for x in (*visibility.biases, *([visibility.allowed] if visibility.allowed is not None else []))]
+    batch_size = max([s[0] for s in shapes] + [batch if per_sequence else 1])
+    head_size = max([s[1] for s in shapes] + [heads if visibility.relative_biases else 1])
+    only_keys = visibility.left is None and visibility.right is None and len(visibility.documents) == 0
+    rows = 1 if only_keys and not visibility.relative_biases and all(s[2] == 1 for s in shapes) else queries
+    return batch_size * head_size * rows * keys * (request.query.element_size() if visibility.has_bias else 1)
+
+
+def kernel(request: AttentionRequest) -> str:
+    """The name of the kernel PyTorch will run: cudnn, flash, efficient or math. No attention is computed for it."""
+    query, key, value = request.query, request.key, request.value
+    batch, heads, kv_heads, queries, keys = request.sizes
+    call = _Call(query, key, value, None, False, 1.0, heads != kv_heads)
+    visibility = request.visibility
+    if visibility is not None:
+        call.causal = bool(_as_causal(visibility) and queries > 1)
+        if not _as_causal(visibility):
+            mask = query.new_empty(keys) if visibility.has_bias else query.new_empty(keys, dtype=torch.bool)
+            mask.requires_grad_(torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors))
+            call.mask = mask.expand(batch, heads, queries, keys)
+    _suit(call)
+    return call.kernel(request.dropout)
+
+
+def run(request: AttentionRequest) -> AttentionOutput:
+    output = _output(request)
+    if request.statistics is None:
+        return AttentionOutput(output, backend="sdpa")
+    ready = prepare(request, dropout=False)
+    _, logsumexp, statistics = attend(ready.tiling, ready.query, ready.key, None, None)
+    return AttentionOutput(output, logsumexp, None, statistics, backend="sdpa")
+
+
+def _output(request: AttentionRequest) -> Tensor:
+    call = _prepare(request)
+    output = scaled_dot_product(
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        request.dropout,
+        call.causal,
+        scale=call.scale,
+        grouped=call.grouped,
+    )
+    value_dim = request.value.shape[-1]
+    if output.shape[-1] != value_dim:
+        output = output[..., :value_dim]
+    if call.filled_rows is not None:
+        output = torch.where(call.filled_rows, output, 0.0)
+    if call.poison is not None:
+        output = output + call.poison[..., None].to(output.dtype)
+    return output
+
+
+def straight(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, finite: bool
+) -> Tensor | None:
+    """Self-attention, causal or over everything, of tensors a layer has just made and need not check again.
+
+    None where PyTorch would not take a fused kernel. At small sizes the checks of `attention` cost more than it does.
+    """
+    grouped = key.shape[1] != query.shape[1]
+    if query.is_cpu:
+        if not flash_sdp_enabled():
+            return None
+    elif not query.numel():
+        return None  # `attention` knows what to do about it
+    elif not _is_flash_sure(query) and kernel_name(query, key, value, None, 0.0, causal, grouped=grouped) == "math":
+        return None
+    poison = None
+    if causal and not finite:
+        key, value, poison = without_broken(key, value)
+    output = scaled_dot_product(query, key, value, None, 0.0, causal, scale=scale, grouped=grouped)
+    if poison is None:
+        return output
+    return output + over_heads(poison.cumsum(-1), query.shape[1])[..., None].to(output.dtype)
+
+
+def _is_flash_sure(query: Tensor) -> bool:
+    """Whether a fused kernel serves these queries without asking PyTorch, which takes longer than this."""
+    usual = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 128)
+    return usual and query.is_cuda and flash_sdp_enabled() and _has_flash(query.get_device())
+
+
+@functools.cache
+def _has_flash(device: int) -> bool:
+    """NVIDIA from sm_80 on; earlier ones, and other makers', must be asked call by call."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@dataclass(slots=True)
+class _Call:
+    """The arguments PyTorch gets, and what is to be done with its answer."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    grouped: bool
+    filled_rows: Tensor | None = None  # [batch or 1, heads or 1, queries, 1]: False where a row attends to nothing
+    poison: Tensor | None = None  # [batch, heads, queries or 1]: NaN where a row sees a broken key, 0 elsewhere
+
+    def kernel(self, dropout: float = 0.0) -> str:
+        return kernel_name(
+            self.query, self.key, self.value, self.mask, dropout, self.causal, scale=self.scale, grouped=self.grouped
+        )
+
+
+def _prepare(request: AttentionRequest) -> _Call:
+    query, key, value = request.query, request.key, request.value
+    scale = request.scale
+    if isinstance(scale, Tensor):
+        query, scale = query * scale.to(query.dtype)[:, None, None], 1.0
+    grouped = key.shape[1] != query.shape[1]
+    call = _Call(query, key, value, None, False, scale, grouped)
+    if request.visibility is not None:
+        _apply_visibility(call, request.visibility, request.finite)
+    _suit(call)
+    return call
+
+
+def _suit(call: _Call) -> None:
+    """Give the kernels what they want, so that PyTorch does not leave them for its math path."""
+    if call.query.is_cpu and call.query.shape[-1] != call.value.shape[-1]:
+        _pad_to_one_width(call)
+    call.query, call.key, call.value = (_with_dense_rows(x) for x in (call.query, call.key, call.value))
+    call.mask = None if call.mask is None else _with_dense_rows(call.mask)
+    if call.grouped and not call.query.is_cpu and _leaves_grouped_heads(call):
+        heads = call.query.shape[1]
+        repeated = replace(call, key=over_heads(call.key, heads), value=over_heads(call.value, heads), grouped=False)
+        if torch.compiler.is_compiling() or repeated.kernel() != "math":
+            call.key, call.value, call.grouped = repeated.key, repeated.value, False
+
+
+def _leaves_grouped_heads(call: _Call) -> bool:
+    """Whether PyTorch would take its math path for fewer KV heads than query heads."""
+    if torch.compiler.is_compiling():
+        # The choice cannot be traced. Without cuDNN, flash takes no mask and the efficient kernel no groups.
+        return call.mask is not None and records_gradients(call.query, call.key, call.value, call.mask)
+    return call.kernel() == "math"
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """The fused kernels want the last axis to lie together in memory; without, PyTorch silently takes its math path."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pad_to_one_width(call: _Call) -> None:
+    """Zeros that change nothing: the CPU kernel wants keys and values of one width."""
+    width = max(call.query.shape[-1], call.value.shape[-1])
+    call.query, call.key, call.value = (
+        x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (call.query, call.key, call.value)
+    )
+
+
+def _as_causal(visibility: Visibility) -> bool:
+    """Whether PyTorch's own causal flag, or no mask at all, serves every real row.
+
+    Right padding of a self-attention needs no mask beside it: no real row looks that far.
+    """
+    only_causal = visibility.right == 0 and visibility.left is None
+    square = visibility.num_queries == visibility.num_keys
+    others = visibility.allowed is not None or len(visibility.documents) > 0 or visibility.has_bias
+    if not only_causal or others or visibility.query_positions is not None:
+        return False
+    return (square and visibility.pads_right_only) or (visibility.num_queries == 1 and visibility.key_real is None)
+
+
+def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None:
+    heads = call.query.shape[1]
+    poison = None
+    if not finite:
+        call.key, call.value, poison = without_broken(call.key, call.value)
+    if visibility.query_real is not None:
+        call.filled_rows = visibility.query_real[:, None, :, None]
+    if _as_causal(visibility):
+        if visibility.num_queries > 1:  # a branch, because a traced size compares to a symbol that the kernel refuses
+            call.causal = True
+        if poison is not None:
+            call.poison = over_heads(poison.cumsum(-1) if call.causal else poison.sum(-1, keepdim=True), heads)
+    else:
+        rows, columns = (0, visibility.num_queries), (0, visibility.num_keys)
+        allowed = visibility.without_query_padding().allowed_tile(rows, columns)
+        if allowed is not None and visibility.may_leave_rows_empty:
+            filled = allowed.any(-1, keepdim=True)
+            allowed = allowed | ~filled
+            call.filled_rows = filled if call.filled_rows is None else call.filled_rows & filled
+        if poison is not None:
+            seen = poison.sum(-1, keepdim=True) if allowed is None else _seen(poison, allowed, heads)
+            call.poison = over_heads(seen, heads)
+        call.mask = _as_one_tensor(allowed, visibility.bias_tile(rows, columns, call.query.dtype))
+    if call.filled_rows is not None:
+        # A row that is selected away must not carry a NaN into the kernel, whose gradients would multiply it by zero.
+        call.query = torch.where(call.filled_rows, call.query, 0.0)
+        call.poison = None if call.poison is None else torch.where(call.filled_rows.squeeze(-1), call.poison, 0.0)
+
+
+def _as_one_tensor(allowed: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    if bias is None:
+        return allowed
+    return bias if allowed is None else torch.where(allowed, bias, -torch.inf)
+
+
+def _seen(poison: Tensor, allowed: Tensor, heads: int) -> Tensor:
+    """NaN for every row that may attend to a poisoned key, [batch, heads, queries or 1]; no row meets a hidden one."""
+    broken = over_heads(poison.isnan().to(torch.float32), heads)  # [batch, heads, keys]
+    if allowed.shape[2] == 1:
+        count = (allowed[:, :, 0] * broken).sum(-1, keepdim=True)
+    elif allowed.shape[:2] == (1, 1):
+        count = F.linear(broken, allowed[0, 0].to(broken.dtype))
+    elif allowed.shape[1] == 1:
+        count = torch.bmm(broken, allowed[:, 0].to(broken.dtype).transpose(1, 2))
+    else:
+        count = (allowed.to(broken.dtype) @ broken[..., None]).squeeze(-1)
+    return torch.where(count > 0, torch.nan, 0.0)

@@ -1,0 +1,1 @@
+"""Code shared by the operations: mask tiles, softmax state, statistics, non-finite values, tracing."""

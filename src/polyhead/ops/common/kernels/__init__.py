@@ -1,0 +1,1 @@
+"""Triton kernels of every operation; importing this package does not import Triton."""

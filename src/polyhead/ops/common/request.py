@@ -1,0 +1,80 @@
+"""What is asked of an attention backend, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyhead.ops.common.statistics import RowStatistics
+from polyhead.ops.common.visibility import Visibility
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionOutput:
+    """What `polyhead.attention` and every layer return, always this one type.
+
+    `output` is [batch, heads, queries, value_dim] from the function and [batch, queries, embed_dim] from a layer.
+    `logsumexp` is [batch, heads, queries] in the accumulation dtype (float32; float64 for float64 input), and
+    None where it was not asked for and does not come for free. `weights` is [batch, heads, queries, keys] in the
+    accumulation dtype, before dropout, and None unless asked for, as are the `statistics` of every row. `backend` names
+    who computed it.
+    """
+
+    output: Tensor
+    logsumexp: Tensor | None = None
+    weights: Tensor | None = None
+    statistics: RowStatistics | None = None
+    backend: str = ""
+
+
+torch.export.register_dataclass(AttentionOutput, serialized_type_name="polyhead.AttentionOutput")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatisticsRequest:
+    """The row statistics to take, and where queries and keys stand for them."""
+
+    names: tuple[str, ...]  # in the order of `statistics.NAMES`
+    sink_keys: int
+    window: int
+    places: Visibility  # read for positions and ordinals alone
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRequest:
+    """One validated call of `attention`; backends read it and never each other."""
+
+    query: Tensor  # [batch, heads, queries, head_dim]
+    key: Tensor  # [batch, kv_heads, keys, head_dim]
+    value: Tensor  # [batch, kv_heads, keys, value_dim]
+    visibility: Visibility | None  # None: every query sees every key
+    scale: float | Tensor  # a number, or one a head [heads]
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+    dropout: float
+    seed: Tensor | None  # int64, one element; None: the backend draws its own numbers
+    weights: bool
+    logsumexp: bool
+    finite: bool  # the caller's word that keys and values hold no NaN or Inf
+    statistics: StatisticsRequest | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """batch, heads, kv_heads, queries, keys"""
+        batch, heads, queries, _ = self.query.shape
+        return batch, heads, self.key.shape[1], queries, self.key.shape[2]
+
+    @property
+    def needs_grad(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        tensors = [self.query, self.key, self.value]
+        tensors += [x for x in (self.sinks, self.scale) if isinstance(x, Tensor)]
+        tensors += [] if self.visibility is None else self.visibility.bias_tensors
+        return any(x.requires_grad for x in tensors)
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        return torch.float64 if self.query.dtype is torch.float64 else torch.float32

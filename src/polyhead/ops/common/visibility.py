@@ -1,0 +1,389 @@
+"""A mask met with the sizes of one attention: cut into tiles on demand, so that no backend needs all of it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import DeviceError, MaskError
+from polyhead.masks import Mask, Padding, RelativeBias, is_readable
+from polyhead.ops.common.tracing import is_exporting
+
+Span = tuple[int, int]  # from, to (exclusive)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visibility:
+    """Which of `num_keys` keys each of `num_queries` queries sees, and what is added to its logits.
+
+    Query i stands at position `i + offset` and key j at position j, unless position tensors say otherwise.
+    """
+
+    num_queries: int
+    num_keys: int
+    device: torch.device
+    left: int | None = None
+    right: int | None = None
+    sinks: int = 0
+    offset: int = 0
+    query_positions: Tensor | None = None  # [batch or 1, queries]
+    key_positions: Tensor | None = None  # [batch or 1, keys]
+    pads_right_only: bool = True  # a causal row then never meets padding among the keys
+    key_ordinals: Tensor | None = None  # [batch or 1, keys]: the how-manieth real key of its sequence; None: j
+    query_real: Tensor | None = None  # [batch or 1, queries], False for padding
+    key_real: Tensor | None = None  # [batch or 1, keys], False for padding
+    documents: tuple[tuple[Tensor, Tensor], ...] = ()  # ids [batch or 1, queries] and [batch or 1, keys]
+    allowed: Tensor | None = None  # [batch or 1, heads or 1, queries or 1, keys]
+    biases: tuple[Tensor, ...] = ()  # each [batch or 1, heads or 1, queries or 1, keys]
+    relative_biases: tuple[RelativeBias, ...] = ()
+
+    @property
+    def bias_tensors(self) -> list[Tensor]:
+        return [*self.biases, *(term.table for term in self.relative_biases)]
+
+    @property
+    def has_bias(self) -> bool:
+        return len(self.bias_tensors) > 0
+
+    def with_bias_tensors(self, tensors: Sequence[Tensor]) -> Visibility:
+        """The same, adding the given tensors in place of `bias_tensors`."""
+        count = len(self.biases)
+        tables = [replace(term, table=x) for term, x in zip(self.relative_biases, tensors[count:], strict=True)]
+        return replace(self, biases=tuple(tensors[:count]), relative_biases=tuple(tables))
+
+    @property
+    def is_band(self) -> bool:
+        """Whether the mask is the same causal edge or window for every sequence and head, and nothing else."""
+        # Lengths are compared to 0, here and elsewhere, because Dynamo cannot ask a tuple of tensors for its truth.
+        tensors = (self.query_positions, self.query_real, self.key_real, self.allowed)
+        return all(x is None for x in tensors) and len(self.documents) == 0 and not self.has_bias
+
+    @property
+    def is_window(self) -> bool:
+        """Whether the mask is a window and nothing else: no first keys beside it."""
+        return self.left is not None and self.sinks == 0 and self.is_band
+
+    @property
+    def may_leave_rows_empty(self) -> bool:
+        """Whether a row may have nothing to attend to; False only where the sizes alone rule it out."""
+        everyone_has_self = self.offset >= 0 and self.num_keys > 0
+        return not (self.is_band and everyone_has_self and (self.right is None or self.num_queries <= self.num_keys))
+
+    def without_query_padding(self) -> Visibility:
+        """The same with padded queries treated as real, for a backend that clears their rows by itself."""
+        return self if self.query_real is None else replace(self, query_real=None)
+
+    def spans(self, rows: Span) -> list[Span]:
+        """The columns that some query of `rows` may see; everything outside them is hidden and can be skipped."""
+        if self.query_positions is not None:
+            return [(0, self.num_keys)]
+        first, last = rows[0] + self.offset, rows[1] - 1 + self.offset
+        start = 0 if self.left is None else min(max(0, first - self.left), self.num_keys)
+        stop = self.num_keys if self.right is None else min(self.num_keys, last + self.right + 1)
+        if self.sinks and start:
+            kept = self.num_keys if self.key_ordinals is not None else self.sinks
+            if kept < start:
+                return [(0, min(kept, max(stop, 0))), (start, stop)] if stop > start else [(0, min(kept, max(stop, 0)))]
+            start = 0
+        return [(start, stop)] if stop > start else []
+
+    def allowed_tile(self, rows: Span, columns: Span) -> Tensor | None:
+        """True = may attend, [batch or 1, heads or 1, rows, columns]; None where the whole tile is visible."""
+        terms: list[Tensor] = []
+        band = self._band_tile(rows, columns)
+        if band is not None:
+            terms.append(band)
+        if self.query_real is not None:
+            terms.append(self.query_real[:, None, rows[0] : rows[1], None])
+        if self.key_real is not None:
+            terms.append(self.key_real[:, None, None, columns[0] : columns[1]])
+        for query_ids, key_ids in self.documents:
+            same = query_ids[:, rows[0] : rows[1], None] == key_ids[:, None, columns[0] : columns[1]]
+            terms.append(same[:, None])
+        if self.allowed is not None:
+            terms.append(_cut(self.allowed, rows, columns))
+        terms += [_cut(bias.detach(), rows, columns) != -torch.inf for bias in self.biases]
+        if not terms:
+            return None
+        result = terms[0]
+        for term in terms[1:]:
+            result = result & term
+        return result
+
+    def bias_tile(self, rows: Span, columns: Span, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the logits, [batch or 1, heads or 1, rows, columns], finite wherever the tile is visible."""
+        result: Tensor | None = None
+        for bias in self.biases:
+            tile = _narrowed(_cut(bias, rows, columns), dtype)
+            result = tile if result is None else _added(result, tile)
+        for term in self.relative_biases:
+            table = _narrowed(term.table, dtype)
+            # All pairs of a distance add up in the gradient of its column, so on the tape a sum in float32 is made a
+            # wide one; in half precision the weights are coarser than the sum, and the tile is what takes the memory.
+            if (
+                torch.is_grad_enabled()
+                and table.requires_grad
+                and dtype is torch.float32
+                and table.device.type != "mps"
+            ):
+                table = table.double()
+            tile = table[:, self.relative_index(term, rows, columns)].to(dtype)  # [heads, (batch,) rows, columns]
+            tile = tile[None] if tile.ndim == 3 else tile.transpose(0, 1)
+            result = tile if result is None else _added(result, tile)
+        return result
+
+    def relative_index(self, term: RelativeBias, rows: Span, columns: Span) -> Tensor:
+        """The column of the table that serves each pair, [rows, columns] or [batch, rows, columns]."""
+        return (self.distance_tile(rows, columns) + term.zero).clamp(0, term.table.shape[1] - 1)
+
+    def distance_tile(self, rows: Span, columns: Span) -> Tensor:
+        """Key position minus query position, [rows, columns] or [batch or 1, rows, columns]."""
+        if self.query_positions is not None and self.key_positions is not None:
+            return (
+                self.key_positions[:, None, columns[0] : columns[1]] - self.query_positions[:, rows[0] : rows[1], None]
+            )
+        query = torch.arange(rows[0] + self.offset, rows[1] + self.offset, device=self.device)
+        key = torch.arange(columns[0], columns[1], device=self.device)
+        return key - query[:, None]
+
+    def _band_tile(self, rows: Span, columns: Span) -> Tensor | None:
+        left, right = self.left, self.right
+        if self.query_positions is None and not is_exporting():
+            nearest = columns[0] - (rows[1] - 1) - self.offset
+            furthest = columns[1] - 1 - rows[0] - self.offset
+            left = None if left is None or nearest >= -left else left
+            right = None if right is None or furthest <= right else right
+        if left is None and right is None:
+            return None
+        distance = self.distance_tile(rows, columns)
+        visible: Tensor | None = None
+        if left is not None:
+            visible = distance >= -left
+            if self.sinks:
+                visible = visible | self.first_tile(columns, self.sinks)
+        if right is not None:
+            before = distance <= right
+            visible = before if visible is None else visible & before
+        assert visible is not None
+        return visible[None, None] if visible.ndim == 2 else visible[:, None]
+
+    def first_tile(self, columns: Span, count: int) -> Tensor:
+        """Whether a key is among the first `count` of its sequence, [columns] or [batch or 1, 1, columns]."""
+        if self.key_ordinals is not None:
+            return self.key_ordinals[:, None, columns[0] : columns[1]] < count
+        return torch.arange(columns[0], columns[1], device=self.device) < count
+
+
+def resolve(
+    mask: Mask, *, batch: int, heads: int, queries: int, keys: int, device: torch.device, ordinals: bool = False
+) -> Visibility | None:
+    """Hold a mask against the sizes of an attention; None where it hides and adds nothing.
+
+    `ordinals` asks for the keys' ordinals even where the mask itself has no use for them.
+    """
+    ordinals = ordinals or mask.sinks > 0
+    if mask.is_everything or _shows_everything(mask, queries, keys):
+        return None
+    for tensor in (*mask.allowed, *mask.biases):
+        _check_dense(tensor, batch, heads, queries, keys)
+    for tensor in (*mask.allowed, *mask.biases, *(term.table for term in mask.relative_biases)):
+        if tensor.device != device:
+            raise DeviceError(
+                f"the mask must be on the device of the query, got {tensor.device} and {device}; "
+                f"use mask.to({str(device)!r})"
+            )
+    for term in mask.relative_biases:
+        if term.table.shape[0] not in (1, heads):
+            raise MaskError(f"a relative bias needs one row a head, got {term.table.shape[0]} rows for {heads} heads")
+
+    query_real, key_real = None, None
+    query_positions, key_positions, key_ordinals = None, None, None
+    first_keys: Tensor | None = None  # [batch]: padding on the left
+    key_ends, query_ends, is_aligned = None, None, True  # [batch]: where padding on the right begins
+    for padding in mask.padding:
+        real_keys, real_queries = _check_lengths(padding, batch, queries, keys, device)
+        key_real = _both(key_real, _real(real_keys, keys, padding.side))
+        if real_queries is not None:
+            query_real = _both(query_real, _real(real_queries, queries, padding.side))
+        if padding.side == "left":
+            first_keys = _fewer(first_keys, real_keys)
+        else:
+            key_ends = _fewer(key_ends, real_keys)
+            query_ends = query_ends if real_queries is None else _fewer(query_ends, real_queries)
+            is_aligned = is_aligned and queries == keys and padding.queries is None
+    if first_keys is not None:
+        key_ordinals = torch.arange(keys, device=device)[None] - (keys - first_keys)[:, None]
+    if key_ends is not None and not is_aligned:
+        shift = key_ends - (queries if query_ends is None else query_ends)
+        query_positions = torch.arange(queries, device=device) + shift[:, None]
+        key_positions = torch.arange(keys, device=device)[None]
+    documents = []
+    for packed in mask.packed:
+        query_ids, key_ids = _check_rows("document ids", packed.queries, packed.keys, batch, queries, keys, device)
+        documents.append((query_ids, key_ids))
+        query_real, key_real = _both(query_real, query_ids >= 0), _both(key_real, key_ids >= 0)
+    aligns_documents = any(packed.keys is not None for packed in mask.packed)
+    if len(documents) and (ordinals or aligns_documents):
+        assert query_real is not None and key_real is not None
+        query_ids, key_ids = documents[0]
+        for more in documents[1:]:
+            query_ids, key_ids = _of_both(_ranks(query_ids, key_ids), _ranks(*more))
+        # Padding is no token of a document, whatever its id.
+        query_ids, key_ids = torch.where(query_real, query_ids, -1), torch.where(key_real, key_ids, -1)
+        key_ordinals = _ordinals(key_ids) if ordinals else None
+        if aligns_documents:
+            query_positions = -_ordinals(query_ids.flip(-1)).flip(-1)
+            key_positions = -_ordinals(key_ids.flip(-1)).flip(-1)
+    if mask.placed is not None:
+        query_positions, key_positions = _check_rows("positions", *mask.placed, batch, queries, keys, device)
+        key_ordinals = key_positions
+        key_real = _both(key_real, key_positions >= 0)
+    allowed = None
+    for tensor in mask.allowed:
+        allowed = _both(allowed, tensor)
+    return Visibility(
+        num_queries=queries,
+        num_keys=keys,
+        device=device,
+        left=mask.left,
+        right=mask.right,
+        sinks=mask.sinks,
+        offset=keys - queries,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        pads_right_only=len(mask.packed) == 0
+        and mask.placed is None
+        and all(term.side == "right" for term in mask.padding),
+        key_ordinals=key_ordinals if ordinals else None,
+        query_real=query_real,
+        key_real=key_real,
+        documents=tuple(documents),
+        allowed=allowed,
+        biases=mask.biases,
+        relative_biases=mask.relative_biases,
+    )
+
+
+def _shows_everything(mask: Mask, queries: int, keys: int) -> bool:
+    """Whether a causal edge or window hides nothing: a single query, the last, is not kept from any key before it."""
+    return queries == 1 and keys > 0 and mask.is_band and (mask.left is None or mask.left >= keys - 1)
+
+
+def _both(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a & b
+
+
+def _fewer(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else torch.minimum(a, b)
+
+
+def _narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """`bias.to(dtype)`; a finite value beyond the range makes a key unlikely, only a stated -inf may hide it."""
+    largest = torch.finfo(dtype).max
+    if torch.finfo(bias.dtype).max <= largest:
+        return bias.to(dtype)
+    return torch.where(bias.isinf(), bias, bias.clamp(-largest, largest)).to(dtype)
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum, finite where both terms are: a bias is often the least number of its dtype, and so may another be."""
+    total, largest = a + b, torch.finfo(a.dtype).max
+    return torch.where(a.isinf() | b.isinf(), total, total.clamp(-largest, largest))
+
+
+def _cut(tensor: Tensor, rows: Span, columns: Span) -> Tensor:
+    """The tile of a mask tensor whose query axis may be broadcast."""
+    tensor = tensor[..., columns[0] : columns[1]]
+    return tensor if tensor.shape[-2] == 1 else tensor[..., rows[0] : rows[1], :]
+
+
+def _real(lengths: Tensor, size: int, side: str) -> Tensor:
+    index = torch.arange(size, device=lengths.device)
+    return index < lengths[:, None] if side == "right" else index >= size - lengths[:, None]
+
+
+def _ordinals(ids: Tensor) -> Tensor:
+    """For each token of a row, how many before it carry the same id."""
+    ordered, order = ids.sort(dim=-1, stable=True)
+    index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    run_start = torch.where(starts, index, torch.zeros_like(index)).cummax(-1).values
+    return torch.zeros_like(index).scatter(-1, order, index - run_start)
+
+
+def _ranks(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The place of each id among the different ids of its row, of queries and keys together."""
+    rows = max(query_ids.shape[0], key_ids.shape[0])
+    ids = torch.cat([query_ids.expand(rows, -1), key_ids.expand(rows, -1)], -1)
+    ordered, order = ids.sort(dim=-1)
+    steps = torch.zeros_like(order)
+    steps[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    ranks = torch.zeros_like(order).scatter(-1, order, steps.cumsum(-1))
+    queries, keys = ranks.split([query_ids.shape[1], key_ids.shape[1]], -1)
+    return queries, keys
+
+
+def _of_both(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids that are equal where the ranks of both document masks are."""
+    base = one[0].shape[1] + one[1].shape[1]
+    return one[0] * base + other[0], one[1] * base + other[1]
+
+
+def _check_dense(tensor: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
+    b, h, q, k = tensor.shape
+    if b not in (1, batch) or h not in (1, heads) or q not in (1, queries) or k != keys:
+        hint = (
+            "; a key padding mask [batch, keys] goes in as mask[:, None, None]"
+            if (b, h, q, k) == (1, 1, batch, keys)
+            else ""
+        )
+        raise MaskError(
+            f"the mask must be [{batch} or 1, {heads} or 1, {queries} or 1, {keys}] "
+            f"(batch, heads, queries, keys), got {list(tensor.shape)}{hint}"
+        )
+
+
+def _check_lengths(
+    padding: Padding, batch: int, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    real_queries = padding.queries if padding.queries is not None else (padding.keys if queries == keys else None)
+    for name, lengths, size in (("key", padding.keys, keys), ("query", real_queries, queries)):
+        if lengths is None:
+            continue
+        if lengths.shape[0] != batch:
+            raise MaskError(
+                f"lengths must name every sequence of the batch, got {lengths.shape[0]} lengths for {batch} sequences"
+            )
+        if batch and is_readable(lengths) and int(lengths.max()) > size:
+            raise MaskError(f"{name} lengths must not exceed the sequence, got {int(lengths.max())} for {size} tokens")
+    return (
+        _beside("lengths", padding.keys, device),
+        None if real_queries is None else _beside("lengths", real_queries, device),
+    )
+
+
+def _check_rows(
+    name: str, query_rows: Tensor, key_rows: Tensor | None, batch: int, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    if key_rows is None:
+        if queries != keys:
+            raise MaskError(
+                f"{name} of the keys are needed where queries and keys are not the same tokens, "
+                f"got {queries} queries and {keys} keys"
+            )
+        key_rows = query_rows
+    for kind, rows, size in (("queries", query_rows, queries), ("keys", key_rows, keys)):
+        if rows.shape[0] not in (1, batch) or rows.shape[1] != size:
+            raise MaskError(f"{name} of the {kind} must be [{batch} or 1, {size}], got {list(rows.shape)}")
+    return _beside(name, query_rows, device), _beside(name, key_rows, device)
+
+
+def _beside(name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """The few integers of a mask, brought to where the attention is."""
+    if tensor.device.type == "meta" and device.type != "meta":
+        raise DeviceError(f"{name} must hold values to be used on {device}, got a tensor on the meta device")
+    return tensor.to(device, non_blocking=True)

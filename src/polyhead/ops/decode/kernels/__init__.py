@@ -1,0 +1,1 @@
+"""Triton kernels of `polyhead.ops.decode`; importing this package does not import Triton."""

@@ -1,0 +1,227 @@
+"""`profile`: a second pass over Q K^T for all that needs the final weights, without ever holding them.
+
+With the log-sum-exp L of each row, a weight is exp(s - L) for its logit s alone: each tile of Q K^T is computed once, V
+is never read, and nothing of queries x keys is stored.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import BackendUnsupported, MaskError, OptionError
+from polyhead.masks import Mask
+from polyhead.ops.common.kernel_masks import mask_reasons, pack
+from polyhead.ops.common.kernels.availability import HAS_TRITON
+from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.visibility import Span, Visibility, resolve
+from polyhead.ops.profile import blockwise
+from polyhead.ops.profile import validation as checks
+from polyhead.ops.profile.pairs import pair_weights
+from polyhead.ops.profile.request import AttentionProfile, BlockMap, ProfileRequest, offset_bins
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    Integers = Sequence[int] | Tensor
+    IntegerPairs = Sequence[tuple[int, int]] | Tensor
+
+BACKENDS = ("fused", "blockwise")
+
+
+def profile(
+    query: Float[Tensor, "batch heads queries head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    logsumexp: Float[Tensor, "batch heads queries"],
+    *,
+    mask: Mask | None = None,
+    scale: float | Float[Tensor, " heads"] | None = None,
+    softcap: float | None = None,
+    received: bool = False,
+    received_by_group: bool = False,
+    block_map: BlockMap | tuple[int, int] | None = None,
+    offsets: bool = False,
+    argmax: bool = False,
+    topk: int = 0,
+    key_set: Integers | None = None,
+    pairs: IntegerPairs | None = None,
+    head_pairs: IntegerPairs | None = None,
+    rows: Span | None = None,
+    columns: Span | None = None,
+    backend: str = "auto",
+) -> AttentionProfile:
+    """What the final weights of an attention show, in one pass over Q K^T; see `polyhead.ops.profile.AttentionProfile`.
+
+    Args:
+        query, key, mask, scale, softcap: as they went into `attention`.
+        logsumexp: [batch, heads, queries], from `attention(..., logsumexp=True)`; with learned sinks it includes them,
+            and the weights then sum to one minus the sinks' share.
+        received: the weight each key receives, head by head.
+        received_by_group: the same, summed over the query heads that share a key head.
+        block_map: the weights pooled over a grid: `BlockMap(...)`, or the height and width of a block whose weights are
+            summed.
+        offsets: the weight by relative offset, key position less query position.
+        argmax: the key with the largest weight.
+        topk: so many keys with the largest weights, at most 16.
+        key_set: the weight each row has on these keys: boolean [keys] or [batch, keys], or the indices of keys.
+        pairs: the weights of these (query, key), indices [pairs, 2] or [batch, pairs, 2]. They are computed one by one.
+        head_pairs: the Jensen-Shannon divergence and distance of these pairs of heads, indices [pairs, 2].
+        rows, columns: look at this window alone, (first, one past the last) of the queries and of the keys. What is
+            told is of the weights in the window, and the cost is that of the window.
+        backend: "auto", "fused" (our kernels, on a CUDA device) or "blockwise" (plain PyTorch, any device). A named
+            backend never falls back.
+
+    Nothing here can be differentiated: the results require no gradient, whatever the inputs do, and PyTorch raises
+    where one is asked for.
+
+    >>> import torch, polyhead
+    >>> query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 5, 16)
+    >>> lse = polyhead.attention(query, key, key, mask=polyhead.Mask.causal(), logsumexp=True).logsumexp
+    >>> polyhead.profile(query, key, lse, mask=polyhead.Mask.causal(), received=True, block_map=(2, 5))
+    AttentionProfile(rows=(0, 5), columns=(0, 5), received=[2, 8, 5], block_map=[2, 8, 3, 1])
+    """
+    query, key = checks.as_attention_takes(query, key)
+    with torch.no_grad(), _full_precision(query.device.type):
+        checks.check_tensors(query, key, logsumexp)
+        batch, heads, queries, head_dim = query.shape
+        kv_heads, keys = key.shape[1:3]
+        checks.check_numbers(scale, softcap, topk, heads, query)
+        grid = checks.as_grid(block_map)
+        row_span, column_span = checks.as_window("rows", rows, queries), checks.as_window("columns", columns, keys)
+        visibility = None
+        if mask is not None:
+            if not isinstance(mask, Mask):
+                raise MaskError(
+                    f"mask must be a polyhead.Mask, the one the attention had, got {type(mask).__name__}; "
+                    "use Mask.dense(mask) for a boolean tensor (True = may attend)"
+                )
+            visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=query.device)
+        request = ProfileRequest(
+            query=query,
+            key=key,
+            logsumexp=logsumexp,
+            visibility=visibility,
+            places=Visibility(queries, keys, query.device, offset=keys - queries) if visibility is None else visibility,
+            scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+            softcap=softcap,
+            rows=row_span,
+            columns=column_span,
+            received=received or received_by_group,
+            block=None if grid is None else grid.block_of(row_span[1] - row_span[0], column_span[1] - column_span[0]),
+            pool="sum" if grid is None else grid.pool,
+            offsets=offsets,
+            argmax=argmax,
+            topk=topk,
+            key_set=None if key_set is None else checks.as_key_set(key_set, batch, keys, query.device),
+            head_pairs=None if head_pairs is None else checks.as_head_pairs(head_pairs, heads, query.device),
+        )
+        places = None if pairs is None else checks.as_pairs(pairs, request)
+        if not request.needs_tiles and places is None:
+            raise OptionError(
+                "a profile must be asked for something, got nothing; set received, received_by_group, block_map, "
+                "offsets, argmax, topk, key_set, pairs or head_pairs"
+            )
+        backend = _choose(request, backend)
+        found = {} if not request.needs_tiles else _fused(request) if backend == "fused" else blockwise.run(request)
+        if received_by_group:
+            found["received_by_group"] = found["received"].unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
+        if not received:
+            found.pop("received", None)
+        if request.pool == "mean":
+            found["block_map"] /= _pairs_in_blocks(request)
+        if offsets:
+            found["offset_bins"] = offset_bins()
+        if places is not None:
+            found["pair_weights"] = pair_weights(request, places)
+        return AttentionProfile(row_span, column_span, request.block, backend=backend, **found)
+
+
+def _full_precision(kind: str) -> AbstractContextManager[Any]:
+    """Without autocast, which would round the tiles."""
+    enabled = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if enabled else nullcontext()
+
+
+# ---- who serves
+
+
+def unsupported_reasons(request: ProfileRequest) -> list[str]:
+    """Why our kernels cannot serve a request."""
+    reasons = mask_reasons(request.visibility)
+    if request.query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        reasons.append(f"the kernels need a CUDA device, got tensors on {request.query.device}")
+    elif not HAS_TRITON:
+        reasons.append("Triton is not installed")
+    if request.query.dtype is torch.float64:
+        reasons.append("the kernels take float16, bfloat16 and float32, got float64")
+    if request.query.shape[3] > 256:
+        reasons.append(f"the kernels take head dims up to 256, got {request.query.shape[3]}")
+    if torch.are_deterministic_algorithms_enabled() and (request.received or request.block or request.offsets):
+        reasons.append("the kernels add up in an order that changes, and deterministic algorithms were asked for")
+    if request.offsets and request.places.query_positions is not None:
+        reasons.append("the kernels take offsets from the place in the sequence, got a mask that states positions")
+    return reasons
+
+
+def _choose(request: ProfileRequest, backend: str) -> str:
+    if backend not in ("auto", *BACKENDS):
+        raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if backend == "blockwise":
+        return backend
+    reasons = unsupported_reasons(request)
+    if backend == "auto":
+        return "blockwise" if reasons or request.query.device.type != "cuda" else "fused"
+    if reasons:
+        raise BackendUnsupported(backend, reasons)
+    return backend
+
+
+def _fused(request: ProfileRequest) -> dict[str, Tensor]:
+    from polyhead.ops.profile.kernels.divergence import divergences
+    from polyhead.ops.profile.kernels.prepare import prepare
+    from polyhead.ops.profile.kernels.second_pass import walk
+
+    visibility = request.visibility
+    mask = MaskArguments(offset=request.places.offset)
+    if visibility is not None:
+        mask = pack(visibility, for_columns=not request.needs_rows)
+    problem = prepare(
+        request.query, request.key, request.logsumexp, request.scale, request.softcap, request.rows, request.columns
+    )
+    found: dict[str, Tensor] = {}
+    if request.received or request.block is not None or request.offsets or request.needs_rows:
+        found = walk(
+            problem,
+            mask,
+            received=request.received,
+            block=request.block,
+            by_max=request.pool == "max",
+            offsets=request.offsets,
+            argmax=request.argmax,
+            topk=request.topk,
+            key_set=request.key_set,
+        )
+    if request.topk:
+        values, keys = blockwise.in_order(found.pop("top_log2_weights"), found["top_keys"])
+        found["top_keys"], found["top_weights"] = keys[..., : request.topk], values[..., : request.topk].exp2()
+    if request.head_pairs is not None:
+        found |= blockwise.mean_divergences(divergences(problem, mask, request.head_pairs))
+    return found
+
+
+def _pairs_in_blocks(request: ProfileRequest) -> Tensor:
+    """How many (query, key) pairs each block of the map has, [row_blocks, column_blocks]."""
+    assert request.block is not None
+    sides = []
+    for (first, last), size, count in zip(
+        (request.rows, request.columns), request.block, request.map_shape, strict=True
+    ):
+        starts = torch.arange(count, device=request.query.device, dtype=request.accumulation_dtype) * size
+        sides.append((last - first - starts).clamp_max(size))
+    return sides[0][:, None] * sides[1]

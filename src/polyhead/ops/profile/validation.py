@@ -1,0 +1,168 @@
+"""What may arrive at `profile`: every argument is held against its rule, and brought into the form that tiles read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
+from polyhead.ops.common.visibility import Span
+from polyhead.ops.profile.request import LARGEST_TOPK, BlockMap, ProfileRequest
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def as_attention_takes(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The tensors as `attention` takes them under autocast, so that the logits are the same ones."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+        raise DtypeError(f"query and key must be tensors, got {type(query).__name__} and {type(key).__name__}")
+    kind = query.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return query, key
+    dtype = torch.get_autocast_dtype(kind)
+    query, key = (x if x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (query, key))
+    return query, key
+
+
+def check_tensors(query: Tensor, key: Tensor, logsumexp: Tensor) -> None:
+    if query.ndim != 4 or key.ndim != 4:
+        raise ShapeError(
+            "query and key must be [batch, heads, sequence, head_dim], "
+            f"got shapes {list(query.shape)} and {list(key.shape)}"
+        )
+    if query.dtype is not key.dtype:
+        raise DtypeError(f"query and key must have one dtype, got {query.dtype} and {key.dtype}")
+    if query.dtype not in _DTYPES:
+        raise DtypeError(f"profile takes float16, bfloat16, float32 or float64, got {query.dtype}")
+    batch, heads, queries, head_dim = query.shape
+    if key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ShapeError(
+            "query and key must have one batch size and one head_dim, "
+            f"got shapes {list(query.shape)} and {list(key.shape)}"
+        )
+    if heads == 0 or head_dim == 0 or key.shape[1] == 0 or heads % key.shape[1]:
+        raise ShapeError(f"query heads must be a multiple of key heads, got {heads} and {key.shape[1]}")
+    if not isinstance(logsumexp, Tensor):
+        raise DtypeError(
+            f"logsumexp must be the tensor that attention(..., logsumexp=True) gives, got {type(logsumexp).__name__}"
+        )
+    if logsumexp.shape != (batch, heads, queries):
+        raise ShapeError(
+            f"logsumexp must be [batch, heads, queries], here {[batch, heads, queries]}, got {list(logsumexp.shape)}"
+        )
+    if logsumexp.dtype not in (torch.float32, torch.float64):
+        raise DtypeError(f"logsumexp must be float32 or float64, as attention gives it, got {logsumexp.dtype}")
+    if not (query.device == key.device == logsumexp.device):
+        raise DeviceError(
+            f"query, key and logsumexp must be on one device, got {query.device}, {key.device} and {logsumexp.device}"
+        )
+
+
+def check_numbers(scale: float | Tensor | None, softcap: float | None, topk: int, heads: int, query: Tensor) -> None:
+    if isinstance(scale, Tensor):
+        if scale.shape != (heads,) or not scale.is_floating_point():
+            raise ShapeError(
+                f"scale must have one floating-point number a head, got {scale.dtype} of shape {list(scale.shape)} "
+                f"for {heads} heads"
+            )
+        if scale.device != query.device:
+            raise DeviceError(f"scale must be on the device of the query, got {scale.device} and {query.device}")
+    elif scale is not None and not (_is_number(scale) and math.isfinite(scale)):
+        raise OptionError(f"scale must be a finite number, or a tensor with one number a head, got {scale!r}")
+    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
+        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; None leaves the logits as they are")
+    if isinstance(topk, bool) or not isinstance(topk, int) or not 0 <= topk <= LARGEST_TOPK:
+        raise OptionError(f"topk must be an integer of 0 to {LARGEST_TOPK}, got {topk!r}")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def as_grid(block_map: BlockMap | tuple[int, int] | None) -> BlockMap | None:
+    if block_map is None or isinstance(block_map, BlockMap):
+        return block_map
+    if isinstance(block_map, tuple):
+        return BlockMap(block=block_map)
+    raise OptionError(
+        "block_map must be polyhead.ops.profile.BlockMap(...) or the height and width of a block in tokens, "
+        f"got {type(block_map).__name__}"
+    )
+
+
+def as_window(name: str, span: Span | None, size: int) -> Span:
+    if span is None:
+        return 0, size
+    integers = isinstance(span, tuple) and all(isinstance(x, int) and not isinstance(x, bool) for x in span)
+    if not integers or len(span) != 2 or not 0 <= span[0] < span[1] <= size:
+        raise OptionError(
+            f"{name} must be (first, one past the last) within the {size} there are, with at least one between, "
+            f"got {span!r}"
+        )
+    return span
+
+
+def _integers(name: str, values: object) -> Tensor:
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(f"{name} must be integers or an integer tensor, got {values!r}") from error
+    if tensor.numel() == 0 and not isinstance(values, Tensor):
+        tensor = tensor.long()
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise DtypeError(f"{name} must be integers, got {tensor.dtype}")
+    return tensor
+
+
+def _check_range(name: str, index: Tensor, first: int, last: int) -> None:
+    """Look at indices where nobody has to wait for a device."""
+    if index.device.type != "cpu" or not index.numel():
+        return
+    least, most = int(index.min()), int(index.max())
+    if least < first or most >= last:
+        raise OptionError(f"{name} must be {first} to {last - 1}, got {least if least < first else most}")
+
+
+def as_key_set(key_set: object, batch: int, keys: int, device: torch.device) -> Tensor:
+    """Boolean [batch or 1, keys]."""
+    tensor = _integers("key_set", key_set)
+    if tensor.dtype is torch.bool:
+        if tensor.shape not in ((keys,), (1, keys), (batch, keys)):
+            raise ShapeError(
+                f"a boolean key_set must be [keys] or [batch, keys], here [{keys}] or [{batch}, {keys}], "
+                f"got {list(tensor.shape)}"
+            )
+        return (tensor if tensor.ndim == 2 else tensor[None]).to(device)
+    if tensor.ndim != 1:
+        raise ShapeError(f"key_set as indices must be a list of keys, got shape {list(tensor.shape)}")
+    _check_range("the keys of key_set", tensor, 0, keys)
+    chosen = torch.zeros(keys, dtype=torch.bool, device=device)
+    chosen[tensor.to(device=device, dtype=torch.int64)] = True
+    return chosen[None]
+
+
+def as_pairs(pairs: object, request: ProfileRequest) -> Tensor:
+    """int64 [batch, pairs, 2]."""
+    tensor = _integers("pairs", pairs)
+    tensor = tensor.reshape(0, 2) if tensor.numel() == 0 and tensor.ndim == 1 else tensor
+    batch = request.query.shape[0]
+    if tensor.ndim not in (2, 3) or tensor.shape[-1] != 2 or (tensor.ndim == 3 and tensor.shape[0] not in (1, batch)):
+        raise ShapeError(
+            f"pairs must be (query, key) indices, [pairs, 2] or [{batch}, pairs, 2], got shape {list(tensor.shape)}"
+        )
+    _check_range("the queries of pairs", tensor[..., 0], *request.rows)
+    _check_range("the keys of pairs", tensor[..., 1], *request.columns)
+    tensor = tensor if tensor.ndim == 3 else tensor[None]
+    return tensor.expand(batch, -1, -1).to(device=request.query.device, dtype=torch.int64)
+
+
+def as_head_pairs(head_pairs: object, heads: int, device: torch.device) -> Tensor:
+    """int64 [pairs, 2]."""
+    tensor = _integers("head_pairs", head_pairs)
+    tensor = tensor.reshape(0, 2) if tensor.numel() == 0 and tensor.ndim == 1 else tensor
+    if tensor.ndim != 2 or tensor.shape[1] != 2:
+        raise ShapeError(f"head_pairs must be pairs of heads, [pairs, 2], got shape {list(tensor.shape)}")
+    _check_range("the heads of head_pairs", tensor, 0, heads)
+    return tensor.to(device=device, dtype=torch.int64)

@@ -1,0 +1,190 @@
+"""`ragged_attention`: attention of chosen query rows, every head with rows of its own, and no row that nobody chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import BackendUnsupported, DeviceError, DtypeError, OptionError, ShapeError
+from polyhead.masks import Mask
+from polyhead.ops.attention.api import _request
+from polyhead.ops.common.request import AttentionOutput
+from polyhead.ops.common.statistics import Statistics
+from polyhead.ops.selected_rows import blockwise, fused
+from polyhead.ops.selected_rows.request import RaggedRequest
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+BACKENDS = ("fused", "blockwise", "reference")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedRows:
+    """Which query rows there are: those of one (batch, head) pair after those of another, nothing between them.
+
+    `positions` [total] says which of the queries 0 to num_queries - 1 a row is, strictly ascending within a pair.
+    Rows `offsets[i]` to `offsets[i + 1]` belong to pair i, which is `batch index * heads + head`, or
+    `head * batch + batch index` with `by_head=True`, the order in which a product grouped by head leaves them. Rows
+    from `offsets[-1]` on are padding, whose content is never read. `num_queries` is how many queries there were to
+    choose from, which is where a causal mask is aligned; None: as many as keys. `num_heads` is how many heads the pairs
+    are of; None: as many as the batch of the keys leaves, so that keys of another batch are not always noticed.
+    """
+
+    positions: Int[Tensor, " total"]
+    offsets: Int[Tensor, " pairs_and_one"]
+    num_queries: int | None = None
+    by_head: bool = False
+    num_heads: int | None = None
+
+
+def ragged_attention(
+    query: Float[Tensor, "total head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    rows: RaggedRows,
+    *,
+    mask: Mask | None = None,
+    scale: float | Float[Tensor, " heads"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
+    statistics: bool | str | Sequence[str] | Statistics | None = None,
+    finite: bool = False,
+    backend: str = "auto",
+) -> AttentionOutput:
+    """The rows of `attention` that `rows` names, and only those: time falls with their number.
+
+    Row r of the result is what `polyhead.attention(full, key, value, mask=...)` gives at (batch, head,
+    `rows.positions[r]`), where `full` is a query [batch, heads, num_queries, head_dim] that holds `query[r]` there:
+    softmax(scale * q_r K^T) V over the keys that the mask shows to that query.
+
+    Args:
+        query: [total, head_dim], in the order of `rows`.
+        key: [batch, kv_heads, keys, head_dim]; head i reads key head `i // (heads // kv_heads)`.
+        value: [batch, kv_heads, keys, value_dim].
+        rows: which row belongs to which sequence, head and query.
+        mask, scale, softcap, sinks, statistics, finite: as `attention` takes them for the full query.
+        backend: "auto", "fused" (our kernels), "blockwise" (tiles of plain PyTorch) or "reference" (the formula). A
+            named backend never falls back. The last two ask where the rows of a pair begin and so wait for a device.
+
+    Returns output [total, value_dim], log-sum-exp [total] and statistics [total] each. Padding rows have an output of
+    zero, a log-sum-exp and a largest logit of -inf, zero for every other statistic, and no gradient.
+
+    >>> import torch
+    >>> query, key = torch.randn(5, 16), torch.randn(1, 2, 7, 16)
+    >>> rows = RaggedRows(torch.tensor([0, 3, 6, 1, 2]), torch.tensor([0, 3, 5]))  # 3 rows for head 0, 2 for head 1
+    >>> ragged_attention(query, key, key, rows, mask=Mask.causal()).output.shape
+    torch.Size([5, 16])
+    """
+    request = _checked(query, key, value, rows, mask, scale, softcap, sinks, statistics, finite)
+    kind = query.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return _run(request, backend)
+    return _run(request, backend)
+
+
+def _run(request: RaggedRequest, backend: str) -> AttentionOutput:
+    if backend != "auto" and backend not in BACKENDS:
+        raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if backend in ("auto", "fused"):
+        reasons = fused.unsupported_reasons(request)
+        if not reasons:
+            return fused.run(request) if request.whole.sizes[0] else blockwise.run_nobody(request, "fused")
+        if backend == "fused":
+            raise BackendUnsupported("fused", reasons)
+    run = blockwise.run if request.whole.sizes[0] else blockwise.run_nobody
+    return run(request, "blockwise" if backend == "auto" else backend)
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: RaggedRows,
+    mask: Mask | None,
+    scale: float | Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    statistics: bool | str | Sequence[str] | Statistics | None,
+    finite: bool,
+) -> RaggedRequest:
+    """What arrived, checked: the rows here, and everything else as `attention` checks it for the full query."""
+    if not isinstance(rows, RaggedRows):
+        raise OptionError(f"rows must be a RaggedRows(positions, offsets), got {type(rows).__name__}")
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+        raise DtypeError(f"query and key must be tensors, got {type(query).__name__} and {type(key).__name__}")
+    if query.ndim != 2 or key.ndim != 4:
+        raise ShapeError(
+            "query must be [total, head_dim] and key [batch, kv_heads, keys, head_dim], "
+            f"got shapes {list(query.shape)} and {list(key.shape)}"
+        )
+    positions, offsets = rows.positions, rows.offsets
+    for name, tensor in (("positions", positions), ("offsets", offsets)):
+        if not isinstance(tensor, Tensor) or tensor.ndim != 1 or tensor.dtype not in (torch.int32, torch.int64):
+            got = f"{tensor.dtype} of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
+            raise ShapeError(f"{name} must be one row of integers (int32 or int64), got {got}")
+        if tensor.device != query.device:
+            raise DeviceError(f"{name} must be on the device of the query, got {tensor.device} and {query.device}")
+    if positions.shape[0] != query.shape[0]:
+        raise ShapeError(f"every row needs a position, got {query.shape[0]} rows and {positions.shape[0]} positions")
+    heads = _heads(rows, key)
+    num_queries = key.shape[2] if rows.num_queries is None else rows.num_queries
+    # A query of the full size that takes no memory, for checks and masks that ask for sizes alone.
+    full = query.new_empty(1).expand(key.shape[0], heads, num_queries, query.shape[1])
+    whole = _request(full, key, value, mask, scale, softcap, sinks, 0.0, None, False, True, finite, statistics)
+    _check_values(positions, offsets, num_queries)
+    positions, offsets = (x.to(torch.int32).contiguous() for x in (positions, offsets))
+    return RaggedRequest(query.to(whole.query.dtype), positions, offsets, rows.by_head, whole)
+
+
+def _heads(rows: RaggedRows, key: Tensor) -> int:
+    """How many heads the rows have, if their pairs are those of the keys' sequences."""
+    batch, kv_heads, *_ = key.shape
+    heads, pairs = rows.num_heads, rows.offsets.shape[0] - 1
+    if heads is None:
+        if (pairs == 0) if batch == 0 else (pairs >= 1 and pairs % batch == 0):
+            return pairs // batch if batch else kv_heads
+    elif isinstance(heads, bool) or not isinstance(heads, int | torch.SymInt) or heads < 1:
+        raise ShapeError(f"num_heads must be a positive integer, got {heads!r}")
+    elif pairs == batch * heads:
+        return heads
+    raise ShapeError(
+        "offsets must have batch * heads + 1 numbers with at least one head, "
+        f"got {pairs + 1} for a batch of {batch}{'' if heads is None else f' and {heads} heads'}; "
+        "query rows and keys must be of the same sequences"
+    )
+
+
+def _check_values(positions: Tensor, offsets: Tensor, num_queries: int) -> None:
+    """That rows lie as they are said to; asked where nobody need wait for a device."""
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    total = positions.shape[0]
+    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()) or int(offsets[-1]) > total:
+        raise OptionError(
+            f"offsets must begin at 0, never fall and end at or before the {total} rows, got {_some(offsets)}"
+        )
+    there = positions[: int(offsets[-1])]
+    if there.numel() and not 0 <= int(there.min()) <= int(there.max()) < num_queries:
+        raise OptionError(
+            f"positions must be those of queries, 0 to {num_queries - 1}, got {int(there.min())} to {int(there.max())}"
+        )
+    falls = there.diff() <= 0
+    inner = offsets[1:-1].long()
+    falls[inner[(inner > 0) & (inner < there.numel())] - 1] = False
+    if bool(falls.any()):
+        place = int(falls.nonzero()[0])
+        raise OptionError(
+            "positions must ascend within a (batch, head) pair, "
+            f"got {int(there[place])} before {int(there[place + 1])} at row {place}"
+        )
+
+
+def _some(numbers: Tensor) -> str:
+    shown = numbers[:8].tolist()
+    return f"{shown}" if numbers.numel() <= 8 else f"{str(shown)[:-1]}, ...]"

@@ -1,0 +1,353 @@
+"""Our kernels for chosen rows: what they can serve, the operators that torch.compile sees, and the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import BackendUnsupported
+from polyhead.ops.attention import fused
+from polyhead.ops.attention.fused import _flat, _mask, _names, _no_gradients, _no_second_derivative, _row_poison
+from polyhead.ops.common.kernel_masks import pack
+from polyhead.ops.common.kernels.availability import has_hopper_kernels
+from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.nonfinite import without_broken
+from polyhead.ops.common.request import AttentionOutput
+from polyhead.ops.common.statistics import LINEAR, RowStatistics
+from polyhead.ops.common.tracing import is_traced
+from polyhead.ops.selected_rows.request import RaggedRequest
+
+# Their gradient goes to one key a row, which a forward that only tells does not keep.
+_MAXIMA = ("max_logit", "max_abs_logit", "confidence")
+_BY_KEY = ("entropy", *LINEAR)
+
+
+def unsupported_reasons(request: RaggedRequest) -> list[str]:
+    whole = request.whole
+    reasons = fused.unsupported_reasons(whole)
+    learned = [x for x in (whole.scale,) if isinstance(x, Tensor)]
+    learned += [] if whole.visibility is None else whole.visibility.bias_tensors
+    if torch.is_grad_enabled() and any(x.requires_grad for x in learned):
+        reasons.append("our kernels for chosen rows have no gradient of a bias, a table or a scale a head")
+    return reasons
+
+
+def run(request: RaggedRequest) -> AttentionOutput:
+    whole = request.whole
+    key, value, visibility, asked = whole.key, whole.value, whole.visibility, whole.statistics
+    num_queries = whole.query.shape[2]
+    bias, table = None, None
+    if visibility is None:
+        mask = MaskArguments(offset=key.shape[2] - num_queries)
+    else:
+        poison = None
+        if not whole.finite:
+            key, value, poison = without_broken(key, value)
+        mask = pack(visibility, poison=poison, for_columns=request.needs_grad)
+        bias, table = mask.bias, mask.table
+    scale, head_scale = (1.0, whole.scale) if isinstance(whole.scale, Tensor) else (whole.scale, None)
+    names = () if asked is None else asked.names
+    tensors, numbers = _flat(mask)
+    traced = is_traced(request.query)
+    call: Any = _forward_operator if traced else _Recorded.apply if request.needs_grad else _forward
+    output, logsumexp, *found = call(
+        *(_dense(x) for x in (request.query, key, value)),
+        request.positions,
+        request.offsets,
+        num_queries,
+        request.by_head,
+        scale,
+        head_scale,
+        whole.softcap,
+        whole.sinks,
+        bias,
+        table,
+        tensors,
+        numbers,
+        ",".join(names),
+        1 if asked is None else asked.sink_keys,
+        0 if asked is None else asked.window,
+    )
+    rows = dict(zip(names, found, strict=True))
+    if "visible_keys" in rows:
+        rows["visible_keys"] = rows["visible_keys"].detach()
+    statistics = None if asked is None else RowStatistics(**rows)
+    return AttentionOutput(output, logsumexp, statistics=statistics, backend="fused")
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor positions, Tensor offsets, SymInt num_queries, bool by_head, "
+    "float scale, Tensor? head_scale, float? softcap, Tensor? sinks, Tensor? bias, Tensor? table, "
+    "Tensor?[] mask_tensors, SymInt[] mask_numbers, str names, SymInt sink_keys, SymInt window"
+)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    num_queries: int,
+    by_head: bool,
+    scale: float,
+    head_scale: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    table: Tensor | None,
+    mask_tensors: list[Tensor | None],
+    mask_numbers: list[int],
+    names: str,
+    sink_keys: int,
+    window: int,
+) -> list[Tensor]:
+    """Output, log-sum-exp and the statistics in the order of their names."""
+    from polyhead.ops.selected_rows.kernels.forward import ragged_forward
+
+    asked, mask = _names(names), _mask(mask_tensors, mask_numbers, bias, table)
+    plain = softcap is None and sinks is None and head_scale is None and scale > 0
+    if plain and has_hopper_kernels(query.device):
+        from polyhead.ops.selected_rows.kernels import forward_hopper
+
+        if forward_hopper.can_serve(query, key, value, offsets, num_queries, mask, asked):
+            output, logsumexp, statistics = forward_hopper.ragged_forward(
+                query,
+                key,
+                value,
+                positions,
+                offsets,
+                num_queries=num_queries,
+                by_head=by_head,
+                scale=scale,
+                left=mask.left,
+                right=mask.right,
+                row_poison=None if mask.poison is None else _row_poison(mask.poison, mask, num_queries),
+                names=asked,
+            )
+            return [output, logsumexp, *(statistics[name] for name in asked)]
+    output, logsumexp, statistics = ragged_forward(
+        query,
+        key,
+        value,
+        positions,
+        offsets,
+        num_queries=num_queries,
+        by_head=by_head,
+        scale=scale,
+        head_scale=head_scale,
+        softcap=softcap,
+        sinks=sinks,
+        mask=mask,
+        names=asked,
+        sink_keys=sink_keys,
+        window=window,
+    )
+    return [output, logsumexp, *(statistics[name] for name in asked)]
+
+
+_forward_operator = torch.library.custom_op(
+    "polyhead::ragged_attention_forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
+)(_forward)
+
+
+@_forward_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
+    total = query.shape[0]
+    count = 1 + len(_names(options[-3]))
+    rows = [query.new_empty((total,), dtype=torch.float32) for _ in range(count)]
+    return [query.new_empty((total, value.shape[3])), *rows]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, num_queries, by_head, scale, head_scale, softcap, sinks, bias, table = inputs[:13]
+    mask_tensors, mask_numbers, names, sink_keys, window = inputs[13:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, head_scale, sinks, bias, table, *output, *mask_tensors)
+    ctx.numbers = num_queries, by_head, scale, softcap, mask_numbers, names, sink_keys, window
+    ctx.results = len(output)
+    ctx.lists = [_no_gradients(x) for x in (mask_tensors, mask_numbers)]
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    query, key, value, positions, offsets, head_scale, sinks, bias, table, *rest = ctx.saved_tensors
+    (output, logsumexp, *statistics), mask_tensors = rest[: ctx.results], rest[ctx.results :]
+    num_queries, by_head, scale, softcap, mask_numbers, names, sink_keys, window = ctx.numbers
+    told = dict(zip(_names(names), grads[2:], strict=True))
+    if any(told.get(name) is not None for name in _MAXIMA):
+        raise BackendUnsupported(
+            "fused",
+            [
+                f"our kernels for chosen rows have no gradient of {', '.join(_MAXIMA)}; "
+                'detach them, or take backend="blockwise"'
+            ],
+        )
+    backward = _backward_operator if torch.is_grad_enabled() or is_traced(query) else _backward
+    grad_query, grad_key, grad_value, *learned = backward(
+        query,
+        key,
+        value,
+        positions,
+        offsets,
+        num_queries,
+        by_head,
+        scale,
+        head_scale,
+        softcap,
+        sinks,
+        bias,
+        table,
+        mask_tensors,
+        mask_numbers,
+        names,
+        sink_keys,
+        window,
+        torch.zeros_like(output) if grads[0] is None else grads[0],
+        output,
+        logsumexp,
+        statistics,
+        grads[1],
+        [None if name == "visible_keys" else x for name, x in told.items()],
+    )
+    grad_sinks = learned[0] if len(learned) else None
+    return grad_query, grad_key, grad_value, *(None,) * 7, grad_sinks, None, None, *ctx.lists, *(None,) * 3
+
+
+_forward_operator.register_autograd(_differentiate, setup_context=_remember)
+
+
+class _Recorded(torch.autograd.Function):
+    """The same on the tape of plain PyTorch. With a `setup_context` PyTorch would read the signature in every call."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        output = tuple(_forward(*arguments))
+        _remember(ctx, arguments, list(output))
+        ctx.lists = (None, None)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _differentiate(ctx, list(grads))
+
+
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    num_queries: int,
+    by_head: bool,
+    scale: float,
+    head_scale: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    table: Tensor | None,
+    mask_tensors: list[Tensor | None],
+    mask_numbers: list[int],
+    names: str,
+    sink_keys: int,
+    window: int,
+    grad_output: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    statistics: list[Tensor],
+    grad_logsumexp: Tensor | None,
+    grad_statistics: list[Tensor | None],
+) -> list[Tensor]:
+    """Gradients of query, key and value, and of the sinks where there are any."""
+    from polyhead.ops.attention.kernels.backward import _sinks_gradient
+    from polyhead.ops.selected_rows.kernels.backward import ragged_backward
+
+    asked = _names(names)
+    values = dict(zip(asked, statistics, strict=True))
+    gradients = {name: x.contiguous() for name, x in zip(asked, grad_statistics, strict=True) if x is not None}
+    full = _FullRows(positions, offsets, key.shape[0], num_queries, by_head)
+    by_key = {name: full.laid_out(x) for name, x in gradients.items() if name in _BY_KEY}
+    if grad_logsumexp is not None:
+        gradients["logsumexp"] = grad_logsumexp.contiguous()
+    grad_query, grad_key, grad_value, constant = ragged_backward(
+        grad_output.contiguous(),
+        query,
+        key,
+        value,
+        positions,
+        offsets,
+        output,
+        logsumexp,
+        num_queries=num_queries,
+        by_head=by_head,
+        scale=scale,
+        head_scale=head_scale,
+        softcap=softcap,
+        has_sinks=sinks is not None,
+        mask=_mask(mask_tensors, mask_numbers, bias, table),
+        row_gradients=gradients,
+        row_values=values,
+        full_gradients=by_key,
+        sink_keys=sink_keys,
+        window=window,
+    )
+    found = [grad_query, *(fused._laid_out_like(grad, x) for grad, x in ((grad_key, key), (grad_value, value)))]
+    if sinks is not None:
+        told = [name for name in ("entropy", "learned_sink_mass") if name in gradients]
+        by_row = [{str(name): full.laid_out(x[name]) for name in told} for x in (gradients, values)]
+        weights = full.laid_out(logsumexp, -torch.inf), full.laid_out(constant)
+        found.append(_sinks_gradient(sinks, *weights, *by_row))
+    return found
+
+
+_backward_operator = torch.library.custom_op(
+    "polyhead::ragged_attention_backward",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, Tensor grad_output, Tensor output, Tensor logsumexp, Tensor[] statistics, "
+    "Tensor? grad_logsumexp, Tensor?[] grad_statistics) -> Tensor[]",
+)(_backward)
+
+
+@_backward_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
+    sinks = options[7]
+    fresh = [torch.empty_like(x) for x in (key, value)] + ([] if sinks is None else [torch.empty_like(sinks)])
+    return [query.new_empty(query.shape), *fresh]
+
+
+_backward_operator.register_autograd(_no_second_derivative)
+
+
+class _FullRows:
+    """Where the chosen rows stand among all rows of all heads."""
+
+    def __init__(self, positions: Tensor, offsets: Tensor, batch: int, num_queries: int, by_head: bool) -> None:
+        pairs = offsets.shape[0] - 1
+        self._shape = (batch, pairs // batch, num_queries)
+        self._rows = positions, offsets, by_head
+        self._index: Tensor | None = None
+
+    def _where(self) -> Tensor:
+        """The place of each row in [batch * heads * num_queries], which is behind all places for padding."""
+        if self._index is None:
+            positions, offsets, by_head = self._rows
+            batch, heads, num_queries = self._shape
+            row = torch.arange(positions.shape[0], device=positions.device, dtype=offsets.dtype)
+            pair = torch.searchsorted(offsets, row, right=True) - 1
+            full_pair = pair % batch * heads + pair // batch if by_head else pair
+            place = full_pair * num_queries + positions
+            self._index = torch.where(row < offsets[-1], place, batch * heads * num_queries)
+        return self._index
+
+    def laid_out(self, x: Tensor, nothing: float = 0.0) -> Tensor:
+        """One number a row [total] as [batch, heads, num_queries], `nothing` where no row was chosen."""
+        batch, heads, num_queries = self._shape
+        count = batch * heads * num_queries
+        full = x.new_full((count + 1,), nothing)
+        full[self._where()] = x
+        return full[:count].view(self._shape)

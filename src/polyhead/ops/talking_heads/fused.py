@@ -1,0 +1,256 @@
+"""Our kernels of talking heads as a backend: what they can serve, and the operators that autograd and compilers see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import BackendUnsupported
+from polyhead.ops.attention.kernels.outputs import output_like
+from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights
+from polyhead.ops.common.kernel_masks import mask_reasons, pack
+from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
+from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.request import AttentionOutput, AttentionRequest
+from polyhead.ops.common.statistics import RowStatistics
+from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
+from polyhead.ops.talking_heads.request import Cleaned, TalkingRequest, cleaned
+
+if TYPE_CHECKING:
+    from polyhead.ops.talking_heads.kernels.launch import Problem
+
+# Heads times channels of 16 bits that a program can hold: its rows of every head and their sums stay on the chip.
+_LARGEST_WIDTH = 2048
+_FEW_QUERIES = 32
+
+
+def unsupported_reasons(request: TalkingRequest) -> list[str]:
+    plain, query = request.plain, request.plain.query
+    reasons = []
+    if not HAS_TRITON:
+        reasons.append("our kernels need Triton, which is not installed")
+    if query.device.type == "cuda":
+        if torch.version.cuda is None:
+            reasons.append("our kernels are written for NVIDIA's GPUs")
+        elif not torch.compiler.is_compiling() and capability(query.device.index) < (9, 0):
+            major, minor = capability(query.device.index)
+            reasons.append(f"talking heads fill the shared memory of compute capability 9.0, got {major}.{minor}")
+    elif query.device.type != "cpu" or not IS_INTERPRETED:
+        reasons.append(f"our kernels run on CUDA devices, got tensors on {query.device.type}")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"our kernels mix heads of float16 or bfloat16, got {query.dtype}")
+    heads, width = query.shape[1], max(query.shape[3], plain.value.shape[3])
+    if not plain.value.shape[3] or _padded(heads) * _padded(width) > _LARGEST_WIDTH:
+        reasons.append(
+            f"our kernels hold every head at once, up to {_LARGEST_WIDTH} channels (heads and channels each rounded up "
+            f"to a power of two of at least 16), got {heads} heads of {query.shape[3]} and {plain.value.shape[3]}"
+        )
+    if plain.weights:
+        reasons.append("our kernels never hold the weights")
+    if is_transformed():
+        reasons.append(TRANSFORMED)
+    return reasons + mask_reasons(plain.visibility)
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << max(size - 1, 0).bit_length())
+
+
+def is_slower(request: TalkingRequest) -> bool:
+    """Whether there are so few rows that one program a sequence would walk over all keys alone, as in decoding."""
+    return request.plain.query.shape[2] <= _FEW_QUERIES and not IS_INTERPRETED
+
+
+def run(request: TalkingRequest) -> AttentionOutput:
+    plain, clean, mask = _taken(request)
+    asked = plain.statistics
+    split = asked is not None or plain.logsumexp
+    # Calling an operator takes as much Python as launching a kernel, and twice that where gradients are recorded.
+    traced = is_traced(plain.query)
+    forward = _forward_operator if traced else _Recorded.apply if request.needs_grad else _forward
+    output, logsumexp = forward(*_arguments(request, clean, mask), split)
+    rows = None
+    if asked is not None:
+        found = (_statistics_operator if traced else _statistics)(
+            *(x.detach() if isinstance(x, Tensor) else x for x in _arguments(request, clean, mask)),
+            logsumexp.detach(),
+            ",".join(asked.names),
+            asked.sink_keys,
+            asked.window,
+        )
+        rows = RowStatistics(**dict(zip(asked.names, found, strict=True)))
+    return AttentionOutput(output, logsumexp, statistics=rows, backend="fused")
+
+
+@torch.no_grad()
+def mixed_weights(request: TalkingRequest) -> CombinedWeights:
+    _, clean, mask = _taken(request)
+    arguments = _arguments(request, clean, mask)
+    traced = is_traced(request.plain.query)
+    _, logsumexp = (_forward_operator if traced else _forward)(*arguments, True)
+    tell = _statistics_operator if traced else _statistics
+    return CombinedWeights(*tell(*arguments, logsumexp, ",".join(COMBINED), 1, 0))
+
+
+def _taken(request: TalkingRequest) -> tuple[AttentionRequest, Cleaned, MaskArguments]:
+    plain = request.plain
+    visibility = plain.visibility
+    if visibility is None:
+        return plain, cleaned(plain), MaskArguments(offset=plain.key.shape[2] - plain.query.shape[2])
+    return plain, cleaned(plain), pack(visibility, for_columns=request.needs_grad)
+
+
+def _arguments(request: TalkingRequest, clean: Cleaned, mask: MaskArguments) -> tuple[Any, ...]:
+    """What every operator takes first."""
+    tensors = [x if isinstance(x, Tensor) else None for x in mask]
+    numbers = [0 if x is None or isinstance(x, Tensor) else x for x in mask]
+    given = [x is not None and not isinstance(x, Tensor) for x in mask]
+    inputs = (clean.query, clean.key, clean.value, request.logits_mix, request.weights_mix, request.scale)
+    return *inputs, tensors, numbers, given, clean.query_poison, clean.key_poison
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor logits_mix, Tensor weights_mix, float scale, "
+    "Tensor?[] mask_tensors, SymInt[] mask_numbers, bool[] mask_given, Tensor? query_poison, Tensor? key_poison"
+)
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logits_mix: Tensor,
+    weights_mix: Tensor,
+    scale: float,
+    mask_tensors: Sequence[Tensor | None],
+    mask_numbers: Sequence[int],
+    mask_given: Sequence[bool],
+    query_poison: Tensor | None,
+    key_poison: Tensor | None,
+) -> Problem:
+    from polyhead.ops.talking_heads.kernels.launch import Problem
+    from polyhead.ops.talking_heads.kernels.tiles import Poison
+
+    fields: list[Any] = [
+        number if given else tensor
+        for tensor, number, given in zip(mask_tensors, mask_numbers, mask_given, strict=True)
+    ]
+    poisons = (None if x is None else x.float().contiguous() for x in (query_poison, key_poison))
+    query, key, value = (_with_dense_rows(x) for x in (query, key, value))
+    return Problem(query, key, value, logits_mix, weights_mix, scale, MaskArguments(*fields), Poison(*poisons))
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from polyhead.ops.talking_heads.kernels.launch import forward
+
+    *inputs, split = arguments
+    return forward(_problem(*inputs), split=split)
+
+
+def _statistics(*arguments: Any) -> list[Tensor]:
+    from polyhead.ops.talking_heads.kernels.launch import statistics
+
+    *inputs, logsumexp, names, sink_keys, window = arguments
+    asked = tuple(names.split(","))
+    found = statistics(_problem(*inputs), logsumexp, asked, sink_keys, window)
+    return [found[name] for name in asked]
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from polyhead.ops.talking_heads.kernels.launch import backward
+
+    *inputs, grad, logsumexp = arguments
+    # Whatever arrives at an empty row is selected away, so that a NaN there does not meet a weight of zero.
+    grad = _with_dense_rows(torch.where((logsumexp == -torch.inf)[..., None], 0.0, grad))
+    found = backward(_problem(*inputs), grad, logsumexp)
+    like = inputs[:5]
+    results = [_laid_out_like(grad, x) for grad, x in zip(found, like, strict=True)]
+    return results[0], results[1], results[2], results[3], results[4]
+
+
+def _laid_out_like(grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient as `torch.empty_like` of its input promises it: in its dtype and with its strides."""
+    promised = torch.empty_like(like, device="meta")
+    if grad.dtype is promised.dtype and grad.stride() == promised.stride():
+        return grad
+    return torch.empty_like(like).copy_(grad)
+
+
+def _operator(name: str, schema: str, body: Any) -> Any:
+    return torch.library.custom_op(f"polyhead::{name}", body, mutates_args=(), schema=schema)
+
+
+_forward_operator = _operator("talking_forward", f"({_INPUTS}, bool split) -> (Tensor, Tensor)", _forward)
+_statistics_operator = _operator(
+    "talking_statistics",
+    f"({_INPUTS}, Tensor logsumexp, str names, SymInt sink_keys, SymInt window) -> Tensor[]",
+    _statistics,
+)
+_backward_operator = _operator(
+    "talking_backward",
+    f"({_INPUTS}, Tensor grad, Tensor logsumexp) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+)
+
+
+@_forward_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    output = output_like(_with_dense_rows(query), value.shape[3])
+    return output, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@_statistics_operator.register_fake
+def _(query: Tensor, *options: Any) -> list[Tensor]:
+    return [query.new_empty(query.shape[:3], dtype=torch.float32) for _ in options[-3].split(",")]
+
+
+@_backward_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix: Tensor, *options: Any) -> Any:
+    return tuple(torch.empty_like(x) for x in (query, key, value, logits_mix, weights_mix))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, logits_mix, weights_mix, scale, mask_tensors, numbers, given, *poisons, _ = inputs
+    ctx.save_for_backward(query, key, value, logits_mix, weights_mix, *mask_tensors, *poisons, output[1])
+    ctx.options = (scale, numbers, given)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    *inputs, query_poison, key_poison, logsumexp = ctx.saved_tensors
+    scale, numbers, given = ctx.options
+    grads: Sequence[Tensor | None] = [None] * 5
+    if grad is not None:
+        rest = (scale, inputs[5:], numbers, given, query_poison, key_poison)
+        backward = _backward_operator if torch.is_grad_enabled() or is_traced(inputs[0]) else _backward
+        grads = backward(*inputs[:5], *rest, grad, logsumexp)
+    return *grads, *([None] * 7)
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
+    raise BackendUnsupported("fused", ['our kernels have no second derivative; backend="reference" has one'])
+
+
+class _Recorded(torch.autograd.Function):
+    """The same on the tape of plain PyTorch. With a `setup_context` PyTorch would read the signature in every call."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*arguments)
+        _remember(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _differentiate(ctx, *grads)
+
+
+_forward_operator.register_autograd(_differentiate, setup_context=_remember)
+_backward_operator.register_autograd(_no_second_derivative)

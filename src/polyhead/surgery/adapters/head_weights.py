@@ -1,0 +1,177 @@
+"""The weights of one layer's heads as a value: read from a model, changed by edits, packed for the model again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.geometry import HeadLayout
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """Every matrix of every head. A query is query[head] @ x + query_bias[head]; a head writes output[head].T @ value.
+
+    `origins` says which head of the unedited layer each one is, number for number in what it gives; None for one that
+    was changed or is new. `made_of` lists those that each one is made of, changed or not, as
+    `HeadOrigins.heads` does.
+    """
+
+    query: Tensor  # [heads, head_dim, embed_dim]
+    key: Tensor  # [kv_heads, head_dim, key_input_dim]
+    value: Tensor  # [kv_heads, value_dim, value_input_dim]
+    output: Tensor  # [heads, value_dim, embed_dim]
+    query_bias: Tensor | None  # [heads, head_dim]
+    key_bias: Tensor | None  # [kv_heads, head_dim]
+    value_bias: Tensor | None  # [kv_heads, value_dim]
+    output_bias: Tensor | None  # [embed_dim]
+    key_heads: tuple[int, ...]  # of every query head
+    origins: tuple[int | None, ...]
+    made_of: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def blank(cls, layout: HeadLayout) -> HeadWeights:
+        """Heads of a layout on the meta device, without biases: enough to follow edits by."""
+
+        def rows(count: int, dim: int, width: int) -> Tensor:
+            return torch.empty(count, dim, width, device="meta")
+
+        heads = range(layout.num_heads)
+        return cls(
+            query=rows(layout.num_heads, layout.head_dim, layout.embed_dim),
+            key=rows(layout.num_kv_heads, layout.head_dim, layout.key_input_dim),
+            value=rows(layout.num_kv_heads, layout.value_dim, layout.value_input_dim),
+            output=rows(layout.num_heads, layout.value_dim, layout.embed_dim),
+            **dict.fromkeys(("query_bias", "key_bias", "value_bias", "output_bias")),
+            key_heads=tuple(layout.key_head(i) for i in heads),
+            origins=tuple(heads),
+            made_of=tuple((i,) for i in heads),
+        )
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def layout(self) -> HeadLayout:
+        heads, head_dim, width = self.query.shape
+        return HeadLayout(
+            embed_dim=width,
+            num_heads=heads,
+            num_kv_heads=self.key.shape[0],
+            head_dim=head_dim,
+            value_dim=self.value.shape[1],
+            key_input_dim=self.key.shape[2],
+            value_input_dim=self.value.shape[2],
+            key_heads=self.key_heads,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        biases = (self.query_bias, self.key_bias, self.value_bias, self.output_bias)
+        return self.layout.num_parameters + sum(0 if bias is None else bias.numel() for bias in biases)
+
+    @property
+    def readers(self) -> list[list[int]]:
+        """The query heads that read each key head."""
+        return [[head for head, own in enumerate(self.key_heads) if own == key] for key in range(self.key.shape[0])]
+
+    def select(self, heads: Sequence[int]) -> HeadWeights:
+        """These query heads in this order, with the key heads they read, those in the order of their first readers."""
+        read = list(dict.fromkeys(self.key_heads[head] for head in heads))
+        chosen = replace(
+            self,
+            query=self.query[list(heads)],
+            output=self.output[list(heads)],
+            query_bias=None if self.query_bias is None else self.query_bias[list(heads)],
+            origins=tuple(self.origins[head] for head in heads),
+            made_of=tuple(self.made_of[head] for head in heads),
+        )
+        return chosen.with_keys(read, tuple(read.index(self.key_heads[head]) for head in heads))
+
+    def with_keys(self, keys: Sequence[int], key_heads: tuple[int, ...]) -> HeadWeights:
+        """These key heads in this order, one of them perhaps several times, and who reads which."""
+        at = list(keys)
+        return replace(
+            self,
+            key=self.key[at],
+            value=self.value[at],
+            key_bias=None if self.key_bias is None else self.key_bias[at],
+            value_bias=None if self.value_bias is None else self.value_bias[at],
+            key_heads=key_heads,
+        )
+
+
+def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | str | None = None) -> HeadWeights:
+    """The weights of a layer's heads, copied; on "meta" their shapes alone."""
+    layout = layer.layout
+    assert layout is not None
+    found: dict[str, Tensor | None] = {}
+    for source in layer.sources:
+        linear = model.get_submodule(source.path)
+        weight, bias = _parameters(linear, device)
+        by_row = weight if linear_axis(linear, outputs=True) == 0 else weight.T
+        for part, rows in source.rows(layout).items():
+            rows = rows.to(weight.device)
+            found[part] = by_row[rows]
+            found[f"{part}_bias"] = None if bias is None else bias[rows]
+    linear = model.get_submodule(layer.output)
+    weight, bias = _parameters(linear, device)
+    by_row = weight if linear_axis(linear, outputs=False) == 0 else weight.T
+    found["output"] = by_row.reshape(layout.num_heads, layout.value_dim, -1).clone()
+    found["output_bias"] = None if bias is None else bias.clone()
+    heads = range(layout.num_heads)
+    return HeadWeights(
+        **found,  # type: ignore[arg-type]
+        key_heads=tuple(layout.key_head(i) for i in heads),
+        origins=tuple(heads),
+        made_of=tuple((i,) for i in heads),
+    )
+
+
+def pack_heads(model: nn.Module, layer: AttentionLayer, heads: HeadWeights) -> dict[str, Tensor]:
+    """The parameters, by their names in the model, that hold these heads; the model is not touched."""
+    packed: dict[str, Tensor] = {}
+    for source in layer.sources:
+        linear = model.get_submodule(source.path)
+        # Where each row of the packed matrix comes from, among the rows of all parts one after the other.
+        places = torch.cat([rows.flatten() for rows in source.rows(heads.layout).values()]).argsort()
+        rows = torch.cat([getattr(heads, part).flatten(0, 1) for part in source.holds])
+        places = places.to(rows.device)
+        packed[f"{source.path}.weight"] = oriented(rows[places], linear_axis(linear, outputs=True))
+        if linear.bias is not None:
+            biases = torch.cat([getattr(heads, f"{part}_bias").flatten() for part in source.holds])
+            packed[f"{source.path}.bias"] = biases[places]
+    linear = model.get_submodule(layer.output)
+    packed[f"{layer.output}.weight"] = oriented(heads.output.flatten(0, 1), linear_axis(linear, outputs=False))
+    if heads.output_bias is not None:
+        packed[f"{layer.output}.bias"] = heads.output_bias
+    return packed
+
+
+def with_row(x: Tensor, index: int, row: Tensor) -> Tensor:
+    """A copy of x with another row at this place."""
+    changed = x.clone()
+    changed[index] = row.to(x.dtype)
+    return changed
+
+
+def summed_by_key(by_head: Tensor, key_heads: Sequence[int], count: int) -> Tensor:
+    """Sums of what there is for each query head, [heads, ...], over the readers of each of `count` key heads."""
+    found = by_head.new_zeros(count, *by_head.shape[1:])
+    return found.index_add(0, torch.tensor(key_heads, device=found.device), by_head)
+
+
+def _parameters(linear: nn.Module, device: torch.device | str | None) -> tuple[Tensor, Tensor | None]:
+    weight, bias = linear.get_parameter("weight").detach(), linear.bias
+    device = weight.device if device is None else device
+    return weight.to(device), bias.detach().to(device) if isinstance(bias, Tensor) else None
+
+
+def oriented(rows: Tensor, axis: int) -> Tensor:
+    """Rows as a linear module keeps them whose weight has them on this axis."""
+    return (rows if axis == 0 else rows.T).contiguous()

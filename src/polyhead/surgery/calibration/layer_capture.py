@@ -1,0 +1,124 @@
+"""One attention layer watched in a running model, as far as its W_O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.observation import AttentionSite
+from polyhead.observation.collectors import Notes
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import attention
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.projection_formats import Part
+
+
+class Enough(Exception):
+    """Ends a forward behind what is looked at."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerLook:
+    """What passed through one layer in one call, each [batch, tokens, channels]."""
+
+    inputs: Mapping[Part, Tensor]  # of the projections
+    heads: Tensor  # what W_O was given
+    written: Tensor  # what it gave
+    stream: Tensor | None  # what the block around the layer was given
+
+
+def look_at(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> LayerLook | None:
+    """Call the model and stop behind the layer; None where it is not called."""
+    inputs: dict[Part, Tensor] = {}
+    streams: list[Tensor] = []
+    looks: list[LayerLook] = []
+
+    def keep(parts: tuple[Part, ...]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            inputs.update(dict.fromkeys(parts, given[0].detach()))
+
+        return note
+
+    def end(module: nn.Module, given: tuple[Tensor, ...], gave: Tensor) -> None:
+        stream = streams[-1].detach() if streams else None
+        looks.append(LayerLook(dict(inputs), given[0].detach(), gave.detach(), stream))
+        raise Enough
+
+    with ExitStack() as undo, torch.no_grad():
+        for source in layer.sources:
+            undo.callback(model.get_submodule(source.path).register_forward_pre_hook(keep(source.holds)).remove)
+        note_stream(model, layer, streams, undo)
+        undo.callback(model.get_submodule(layer.output).register_forward_hook(end).remove)
+        with suppress(Enough):
+            model(**batch)
+    return looks[0] if looks else None
+
+
+def note_stream(model: nn.Module, layer: AttentionLayer, streams: list[Tensor], undo: ExitStack) -> None:
+    """Add to a list what the block around a layer is given, at every call until this is undone."""
+
+    def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found = next((x for x in (*given, *named.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if found is not None:
+            streams.append(found)
+
+    block = model.get_submodule(layer.path.rpartition(".")[0])
+    undo.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
+
+
+@dataclass(eq=False)
+class Caught:
+    """Notes the first attention of one layer: `observe(model, gather=[caught])`."""
+
+    name: str  # of the layer, `AttentionLayer.site`
+    attended: Attended | None = None
+    real: Tensor | None = None  # [batch or 1, queries], False for padding
+
+    def empty(self, site: AttentionSite, device: torch.device) -> Caught | None:
+        return self if site.name == self.name else None
+
+    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Caught:
+        if self.attended is None:
+            self.attended, self.real = attended, real
+        return self
+
+    def merge(self, other: Caught) -> Caught:
+        return self
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Caught:
+        return self
+
+
+def weights_of(seen: Attended) -> Tensor:
+    """How much every query attends to every key, [batch, heads, queries, keys]."""
+    found = attention(
+        seen.query, seen.key, seen.value, mask=seen.mask, scale=seen.scale, softcap=seen.softcap, weights=True
+    ).weights
+    assert found is not None
+    return found
+
+
+def real_tokens(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], rows: Tensor) -> Tensor | None:
+    """Which tokens are no padding, [batch, tokens]; None for all."""
+    in_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder" in layer.path
+    mask = batch.get("decoder_attention_mask" if in_decoder else "attention_mask")
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != tuple(rows.shape[:-1]):
+        return None
+    return mask.to(rows.device) != 0
+
+
+def rows_of(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], x: Tensor) -> Tensor:
+    """The rows of x [batch, tokens, channels] that are no padding, [rows, channels]."""
+    real = real_tokens(model, layer, batch, x)
+    mask = batch.get("attention_mask")
+    if real is None and isinstance(mask, Tensor) and tuple(mask.shape) == tuple(x.shape[:-1]):
+        real = mask.to(x.device) != 0  # the source of a cross-attention
+    return x.flatten(0, -2) if real is None else x[real]

@@ -1,0 +1,74 @@
+"""What a layer's heads give beside what the layer should write: sums over tokens, which a problem is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.head_weights import HeadWeights
+from polyhead.surgery.calibration.layer_capture import rows_of
+from polyhead.surgery.calibration.moments import OutputMoments
+from polyhead.surgery.calibration.streams import Piece
+from polyhead.surgery.compensation.least_squares import Problem, check_moments, output_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetMoments:
+    """What a layer's heads give, beside what the layer should write: sums over tokens."""
+
+    outputs: OutputMoments
+    total: Tensor  # [embed_dim], of what should be written
+    cross: Tensor  # [channels, embed_dim]
+
+    @classmethod
+    def empty(cls, channels: int, width: int, device: torch.device) -> TargetMoments:
+        zeros = torch.zeros(channels, width, dtype=torch.float64, device=device)
+        return cls(OutputMoments.empty(channels, device), zeros[0].clone(), zeros)
+
+    def update(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> TargetMoments:
+        """With these rows, [tokens, channels], and what should be written there, [tokens, embed_dim].
+
+        `weights`, [tokens], say how much each counts.
+        """
+        rows, targets = rows.to(torch.float64), targets.to(torch.float64)
+        if weights is not None:
+            root = weights.to(rows).sqrt()[:, None]
+            sums = OutputMoments(len(rows), (root.square() * rows).sum(0), (root * rows).T @ (root * rows))
+            total, cross = (root.square() * targets).sum(0), (root * rows).T @ (root * targets)
+            return TargetMoments(self.outputs.merge(sums), self.total + total, self.cross + cross)
+        return TargetMoments(self.outputs.update(rows), self.total + targets.sum(0), self.cross + rows.T @ targets)
+
+    def problem(self, heads: HeadWeights, ridge: float, path: str) -> Problem:
+        check_moments(self.outputs, heads, path)
+        centred = heads.output_bias is not None
+        mean, products = (x.to(self.total.device) for x in self.outputs.compute(centred=centred))
+        target_mean, cross = self.total / self.outputs.count, self.cross / self.outputs.count
+        matrix, bias = (x.to(mean.device) for x in output_of(heads))
+        cross = cross - torch.outer(mean, target_mean) if centred else cross
+        return Problem(products, mean, matrix, cross, target_mean, bias, heads.output.shape[1], ridge, centred)
+
+
+def gather_targets(
+    model: nn.Module,
+    layer: AttentionLayer,
+    text: Iterable[Piece],
+    now: Mapping[str, Tensor],
+) -> TargetMoments:
+    """What heads give in the model with parameters lent, beside what the layer wrote in the model as it was."""
+    held: TargetMoments | None = None
+    for piece in text:
+        given, wanted = (piece.look(model, layer, lending=lending) for lending in (now, None))
+        if given is None or wanted is None:
+            continue
+        rows, targets = (rows_of(model, layer, piece.batch, x) for x in (given.heads, wanted.written))
+        if held is None:
+            held = TargetMoments.empty(rows.shape[-1], targets.shape[-1], rows.device)
+        held = held.update(rows, targets)
+    if held is None:
+        raise OptionError("calibration needs some text, got no batch, or batches that the layer was not called for")
+    return held

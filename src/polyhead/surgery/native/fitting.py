@@ -1,0 +1,176 @@
+"""Which config of transformers describes edited heads: decided by building the stock class from it and comparing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.geometry import HeadLayout
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, key_map_of
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.native.configs import ConfigChange, ask_for, config_at, configs_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StockFit:
+    """A model of the stock class on the meta device that has the shapes that were asked for; or the rule that failed.
+
+    `changes` are what its config has that the model's own has not.
+    """
+
+    built: Any = None
+    changes: tuple[ConfigChange, ...] = ()
+    rule: str = ""
+
+
+def config_changes(
+    model: nn.Module,
+    layers: Sequence[AttentionLayer],
+    layouts: Mapping[str, HeadLayout],
+    parameters: Mapping[str, Tensor],
+) -> tuple[ConfigChange, ...]:
+    """What to write into the model's config so that its stock class has these heads; nothing where none can say it.
+
+    `layouts` are those of the edited layers by path and `parameters` their new weights by name. A config says one
+    number of heads for all the layers that read it, and many families derive the width of a head from it.
+    """
+    if not is_transformers_model(model):
+        return ()
+    asked = _asked_by_layers(model, layers, layouts)
+    if isinstance(asked, str) or not asked:
+        return ()
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    kept = {layer.path: layouts.get(layer.path, layer.layout) for layer in layers}
+    return fit_stock(model, asked, {path: x for path, x in kept.items() if x is not None}, shapes).changes
+
+
+def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> StockFit:
+    """The stock class with the heads that a model has, as it is."""
+    layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
+    for layer in layers:
+        if layer.layout is not None and (key_heads := key_map_of(layer, layer.layout)) is not None:
+            if layer.layout.key_heads is None:
+                return StockFit(
+                    rule=f"stock {type(layer.module).__name__} has a key head for every head, and {layer.path} "
+                    f"has {_in_words(layer.layout)}"
+                )
+            return StockFit(
+                rule=f"stock attention reads key heads in even groups and in their order, and {layer.path} reads "
+                f"{list(key_heads)}"
+            )
+    as_it_is = fit_stock(model, (), layouts)
+    if as_it_is.built is not None:
+        return as_it_is
+    asked = _asked_by_layers(model, layers, {})
+    if isinstance(asked, str):
+        return StockFit(rule=asked)
+    return fit_stock(model, asked, layouts) if asked else as_it_is
+
+
+def fit_stock(
+    model: nn.Module,
+    changes: Sequence[ConfigChange],
+    layouts: Mapping[str, HeadLayout],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> StockFit:
+    """The stock class of a changed config, held against the tensors of the model and the layouts of its layers.
+
+    `shapes` are those of tensors that are to differ from the model's.
+    """
+    built = build_stock(model, changes)
+    if isinstance(built, str):
+        return StockFit(rule=built)
+    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()} | dict(shapes or {})
+    found = {name: tuple(x.shape) for name, x in built.state_dict().items()}
+    for name in sorted(set(wanted) ^ set(found)):
+        there = "has no" if name in wanted else "has a tensor"
+        return StockFit(rule=f"{type(model).__name__} of its config {there} {name}")
+    in_config = {layer.path: layer for layer in find_layers(built)}
+    for path, layout in layouts.items():
+        layer = in_config[path]
+        if layer.layout is None:
+            return StockFit(rule=f"{type(layer.module).__name__} of its config cannot run: {layer.refusals[0]}")
+        if layer.layout != layout:
+            return StockFit(
+                rule=f"a config of {type(model).__name__} makes {_in_words(layer.layout)} where {path} has "
+                f"{_in_words(layout)}"
+            )
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            return StockFit(
+                rule=f"{type(model).__name__} of its config has {name} of shape {list(found[name])}, not {list(shape)}"
+            )
+    return StockFit(built, tuple(changes))
+
+
+def build_stock(model: Any, changes: Sequence[ConfigChange]) -> Any:
+    """The stock class on the meta device, its config read from JSON as `from_pretrained` reads it; or why it is none.
+
+    Some rules hold only there: Llama's config takes any number of heads while it lives, and is refused when it is read.
+    """
+    config = copy.deepcopy(model.config)
+    try:
+        for change in changes:
+            setattr(config_at(config, change.path), change.name, change.after)
+        config = type(config).from_dict(json.loads(config.to_json_string()))
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), without_init():
+            return type(model)(config)
+    except Exception as error:  # noqa: BLE001 - every class has rules of its own, and any that is broken says no
+        words = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+        return f"{type(model).__name__} cannot be built: {words or type(error).__name__}"
+
+
+def without_init() -> AbstractContextManager[None]:
+    """While it lasts, models of transformers are built without filling their weights with random numbers."""
+    from transformers import initialization
+
+    found: AbstractContextManager[None] = initialization.no_init_weights()
+    return found
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def _asked_by_layers(
+    model: Any, layers: Sequence[AttentionLayer], layouts: Mapping[str, HeadLayout]
+) -> tuple[ConfigChange, ...] | str:
+    """What each config must say so that its readers have these heads, those they have by default; or why none can."""
+    changes: list[ConfigChange] = []
+    for path, config in configs_of(model.config):
+        readers = [layer for layer in layers if getattr(layer.module, "config", None) is config]
+        kept = {layer.path: layouts.get(layer.path, layer.layout) for layer in readers}
+        if not readers or None in kept.values() or (len(layouts) and not set(kept) & set(layouts)):
+            continue
+        sizes = {(x.num_heads, x.num_kv_heads, x.head_dim): name for name, x in kept.items() if x is not None}
+        mapped = [layer.path for layer in readers if (x := kept[layer.path]) is not None and key_map_of(layer, x)]
+        if len(sizes) > 1:
+            told = [f"{heads} over {kv_heads} key heads in {name}" for (heads, kv_heads, _), name in sizes.items()]
+            return (
+                f"a {type(config).__name__} says one number of heads for all its layers, and there are "
+                + ", ".join(told[:2])
+                + (", ..." if len(told) > 2 else "")
+            )
+        if mapped:
+            return f"no config says which key heads {mapped[0]} reads"
+        if len(layouts) and all(layer.layout == kept[layer.path] for layer in readers):
+            continue
+        changes += ask_for(path, config, *next(iter(sizes)))
+    return tuple(changes)
+
+
+def _in_words(layout: HeadLayout) -> str:
+    heads = "head" if layout.num_heads == 1 else "heads"
+    return f"{layout.num_heads} {heads} of {layout.head_dim} channels over {layout.num_kv_heads} key heads"

@@ -1,0 +1,172 @@
+"""Shrinking a model to a budget: which heads go, whatever number of them each layer is left with."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from polyhead.costs import Workload
+from polyhead.errors import OptionError
+from polyhead.surgery.compensation.masked_trial import Outputs
+from polyhead.surgery.selection.budgets import SEEDS, Choice, Gone, Losses, Searched, Target, Trials
+from polyhead.surgery.selection.criteria import orders_by
+from polyhead.surgery.selection.measurements import Evidence, Weighting
+from polyhead.surgery.selection.orders import PruningOrder, choose_heads, order_by_score, pruning_order
+from polyhead.surgery.selection.quality import Quality
+from polyhead.surgery.selection.search import TRIES, measured_orders, refined
+
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+
+
+class Shrinker(Trials):
+    """One model, its evidence, and its heads in the order in which they can go.
+
+    Heads go one by one or, for a smaller cache where several heads read one key head, with all that read theirs.
+    """
+
+    searches = "moved between layers"
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        *,
+        criterion: str = "repaired",
+        weighting: Weighting = "token",
+        by_key_heads: bool = False,
+        work: Workload | None = None,
+    ) -> None:
+        """`work` is the call that FLOPs are counted for, 512 tokens by default."""
+        super().__init__(evidence, weighting=weighting, work=work)
+        self.criterion = criterion
+        self.by_key_heads = by_key_heads and any(
+            len(set(heads.key_heads)) < heads.num_heads for heads in evidence.heads.values()
+        )
+        if self.by_key_heads and criterion != "repaired":
+            raise OptionError(f"key heads go by the criterion repaired, with their readers, got {criterion!r}")
+        self.orders = self._orders()
+
+    @property
+    def steps(self) -> int:
+        """How many heads, or key heads with their readers, can go."""
+        return sum(len(order.heads) for order in self.orders.values())
+
+    def _orders(self) -> dict[str, PruningOrder]:
+        evidence = self.evidence
+        if not self.by_key_heads:
+            return orders_by(self.criterion, evidence, weighting=self.weighting)
+        return {
+            path: pruning_order(
+                evidence.moments_for(self.weighting)[path],
+                heads,
+                ridge=evidence.ridge,
+                root=evidence.root(path, self.weighting),
+                together=heads.readers,
+            )
+            for path, heads in evidence.heads.items()
+        }
+
+    def gone(self, steps: int, orders: Mapping[str, PruningOrder] | None = None) -> Gone:
+        """The heads that go, by layer."""
+        chosen = choose_heads(self.orders if orders is None else orders, steps)
+        return {path: self._heads(path, own) for path, own in chosen.items()}
+
+    def _heads(self, path: str, units: Sequence[int]) -> tuple[int, ...]:
+        """The query heads that go with what an order consists of: themselves, or the readers of key heads."""
+        if not self.by_key_heads:
+            return tuple(sorted(units))
+        readers = self.evidence.heads[path].readers
+        return tuple(sorted(head for key in units for head in readers[key]))
+
+    def reach(self, target: Target) -> Gone:
+        """The fewest heads that have to go for a target; refused where it cannot be reached."""
+        return self.gone(self._fewest(target, self.orders))
+
+    def _fewest(self, target: Target, orders: Mapping[str, PruningOrder]) -> int:
+        least = self.size(self.gone(self.steps, orders))
+        if not least.reaches(target):
+            raise OptionError(
+                f"a layer keeps a head at least, which leaves {least} of this model, got a target of {target}"
+            )
+        numbers = range(1, self.steps + 1)
+        return numbers[
+            bisect_left(numbers, True, key=lambda steps: self.size(self.gone(steps, orders)).reaches(target))
+        ]
+
+    def stages(self) -> list[Gone]:
+        """Ever more heads that go, in steps of a twentieth."""
+        stride = max(1, self.steps // 20)
+        return [self.gone(steps) for steps in range(stride, self.steps + 1, stride)]
+
+    def choices(self, *, shares: Sequence[float] = SHARES, seeds: Sequence[int] = SEEDS) -> list[Choice]:
+        """The heads that go at each of these shares, for the curve."""
+        sizes = sorted({round(share * self._units) for share in shares} & set(range(1, self.steps + 1)))
+        random = [self._random(seed) for seed in seeds]
+        return [Choice(self.gone(steps), tuple(self.gone(steps, orders) for orders in random)) for steps in sizes]
+
+    def in_words(self, gone: Mapping[str, Sequence[int]]) -> str:
+        return f"{sum(map(len, gone.values()))} heads go"
+
+    def search_measurements(self, tries: int = TRIES) -> int:
+        """How many measurements a search takes at most: of the whole model, of every step, of two starts, of moves."""
+        return 1 + self.steps + 2 + tries
+
+    def searched(
+        self,
+        target: Target,
+        quality: Quality,
+        *,
+        tries: int = TRIES,
+        progress: Callable[[int], None] | None = None,
+    ) -> Searched:
+        """Heads for a target, how many of each layer chosen by what the whole model measures, repaired at once.
+
+        Each layer is measured without the beginnings of its order; then single heads, or key heads with their readers,
+        move from layer to layer while that makes the model lose less and the target is still reached. On this quality
+        the model loses no more than with what `reach` gives.
+
+        Args:
+            quality: asked for its loss some hundred times, so that it should be of a few rows.
+            tries: so many measurements are made of moves at most.
+            progress: told after every measurement that one more was made.
+        """
+        measure = Losses(self, quality, progress)
+
+        def gone_of(counts: Mapping[str, int]) -> Gone:
+            return {path: self._heads(path, self.orders[path].heads[:taken]) for path, taken in counts.items() if taken}
+
+        def outputs_of(path: str, taken: int) -> Outputs:
+            return self.repaired(gone_of({path: taken}))[path]
+
+        def start(orders: Mapping[str, PruningOrder]) -> tuple[float, dict[str, int]]:
+            chosen = choose_heads(orders, self._fewest(target, orders))
+            counts = {path: len(own) for path, own in chosen.items()}
+            return measure(self.repaired(gone_of(counts))), counts
+
+        first_loss, first = start(self.orders)
+        orders = measured_orders(self.orders, outputs_of, measure)
+        loss, counts = start(orders)
+        found = refined(
+            counts if loss < first_loss else first,
+            orders,
+            outputs_of,
+            measure,
+            tries=tries,
+            allowed=lambda moved: self.size(gone_of(moved)).reaches(target),
+        )
+        return Searched(gone_of(found.counts), gone_of(first), found.loss, first_loss, measure.made)
+
+    @property
+    def _units(self) -> int:
+        heads = self.evidence.heads.values()
+        return sum(len(set(own.key_heads)) if self.by_key_heads else own.num_heads for own in heads)
+
+    def _random(self, seed: int) -> dict[str, PruningOrder]:
+        if not self.by_key_heads:
+            return orders_by("random", self.evidence, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            path: order_by_score(torch.rand(len(set(heads.key_heads)), generator=generator).tolist())
+            for path, heads in self.evidence.heads.items()
+        }

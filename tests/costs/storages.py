@@ -1,0 +1,94 @@
+"""What tests of memory share: every storage that operators give out on a CPU, followed to where it is let go."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polyhead.costs import Workload
+from polyhead.layers.config import AttentionConfig, build_attention
+
+
+class Storages(TorchDispatchMode):
+    """Bytes of all storages that operators have given out, now and at the peak."""
+
+    def __init__(self, *held: Tensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        for tensor in held:
+            self._enter(tensor)
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._leave, key)
+
+    def _leave(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._enter(leaf)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes at the peak of a call, and what a forward keeps for its backward beside its input and parameters."""
+
+    peak: int
+    kept: int
+
+
+def measured(
+    config: AttentionConfig, work: Workload, *, dtype: torch.dtype = torch.float32, cache: Any = None
+) -> Measured:
+    """One call of a built layer on the CPU; the tokens behind which it stands go into the cache first."""
+    layer = build_attention(config, dtype=dtype)
+    width = config.layout.embed_dim  # type: ignore[attr-defined]
+
+    def tokens(count: int) -> Tensor:
+        return torch.randn(work.batch, count, width, dtype=dtype)
+
+    x, gradient = tokens(work.queries).requires_grad_(work.training), None
+    source = [] if work.source is None else [tokens(work.source).requires_grad_(work.training)]
+    with torch.set_grad_enabled(work.training):
+        if work.past:
+            layer(tokens(work.past), cache=cache)
+        if work.training:
+            gradient = tokens(work.queries)
+            layer(x, *source).output.backward(gradient)  # gradients of parameters are there from the step before
+            for tensor in (x, *source):
+                tensor.grad = None
+        held = [x, *source, *layer.parameters(), *(p.grad for p in layer.parameters() if p.grad is not None)]
+        held += [gradient] if gradient is not None else []
+        stored = [] if cache is None else list(cache._buffers)
+        kept: dict[int, torch.UntypedStorage] = {}
+        own = {tensor.untyped_storage()._cdata for tensor in held}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage
+            return tensor
+
+        with Storages(*held, *stored) as storages:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = layer(x, *source, cache=cache).output
+            size = sum(storage.nbytes() for storage in kept.values())
+            kept.clear()
+            if gradient is not None:
+                output.backward(gradient)
+    return Measured(storages.peak, size)

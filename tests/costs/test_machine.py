@@ -1,0 +1,188 @@
+"""A calibrated machine as a value: it goes to a file and comes back, tells what it reached, is found by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from polyhead.costs.timing.limits import route
+from polyhead.costs.timing.machine import (
+    DATASHEETS,
+    HostCost,
+    Machine,
+    Sample,
+    check_own_folder,
+    list_machines,
+    own_folder,
+)
+from polyhead.costs.work import AttentionCore, Product, Traffic
+from polyhead.errors import OptionError
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def core(**options):
+    sizes = {"batch": 3, "heads": 8, "kv_heads": 2, "queries": 19, "keys": 19, "head_dim": 64, "value_dim": 32}
+    return AttentionCore("forward", **sizes, dtype=BF16, **options)
+
+
+@pytest.fixture
+def machine():
+    samples = (
+        Sample(Traffic("output", 1000), 1e-6),
+        Sample(Traffic("output", 8_000_000), 4e-6),
+        Sample(Product("projection", 64, 128, 256, BF16), 2e-6),
+        Sample(Product("projection", 640, 128, 256, BF16), 4e-6),
+        Sample(Product("projection", 64, 128, 256, F32), 5e-6),
+        Sample(core(right=0), 3e-6),
+        Sample(core(left=7, right=0), 4e-6, "masked"),
+    )
+    host = (HostCost("prefill", "plain", 9e-5, 3), HostCost("training", "masked", 9e-4, 9))
+    return Machine("toy", "cuda", 132, 1 << 37, 7e-6, samples, host, {"processor": "NVIDIA H200", "date": "today"})
+
+
+def test_a_machine_comes_back_from_its_file_as_it_was(machine, tmp_path):
+    path = machine.save(tmp_path / "toy.json")
+    again = Machine.load(path)
+    assert again.to_dict() == machine.to_dict()
+    assert again.samples == machine.samples
+    assert again.host == machine.host
+
+
+def test_a_sample_keeps_how_it_was_served_whatever_would_serve_it_now(machine):
+    sizes = {"batch": 8, "heads": 16, "kv_heads": 16, "queries": 8192, "keys": 8192, "head_dim": 64}
+    core = AttentionCore("forward", **sizes, value_dim=64, dtype=BF16, left=63, right=0)
+    masked = dataclasses.replace(machine, samples=(*machine.samples, Sample(core, 1e-3, "masked")))
+    assert route(core, "cuda") == "tiled"
+    assert Machine.from_dict(masked.to_dict()).samples == masked.samples
+
+
+def test_a_file_holds_a_line_a_sample(machine, tmp_path):
+    lines = machine.save(tmp_path / "toy.json").read_text(encoding="utf-8").splitlines()
+    assert sum('"seconds"' in line and '"kind"' in line for line in lines) == len(machine.samples)
+
+
+def test_it_tells_the_best_that_it_reached(machine):
+    assert machine.matrix_rate(BF16) == 2 * 640 * 128 * 256 / 4e-6
+    assert machine.matrix_rate(F32) == 2 * 64 * 128 * 256 / 5e-6
+    assert machine.bandwidth == 8_000_000 / 4e-6
+    assert machine.shortest == {"traffic": 1e-6, "product": 2e-6, "forward": 3e-6}
+    assert machine.exponential_rate == 3 * 8 * (19 * 20 // 2) / 3e-6
+    assert machine.dtypes == (BF16, F32)
+
+
+def test_the_bandwidth_is_that_of_copies_no_cache_holds(machine):
+    copies = [(1 << 20, 1e-7), (1 << 28, 1e-4), (1 << 30, 2.5e-4), (1 << 32, 2e-3)]
+    samples = tuple(Sample(Traffic("output", size), seconds) for size, seconds in copies)
+    assert dataclasses.replace(machine, samples=samples).bandwidth == (1 << 30) / 2.5e-4
+
+
+def test_a_dtype_that_was_not_measured_is_refused(machine):
+    with pytest.raises(OptionError, match="calibrated in bfloat16, float32, got float16"):
+        machine.matrix_rate(torch.float16)
+
+
+def test_a_datasheet_is_known_by_a_word_of_the_processor_name(machine):
+    assert machine.datasheet == DATASHEETS["H200"]
+    assert Machine("x", "cpu", 2, 1, 1e-6, (), (), {"processor": "Neoverse-N1"}).datasheet is None
+
+
+def test_machines_calibrated_here_are_listed_and_hide_shipped_ones(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
+    assert own_folder() == tmp_path
+    assert "toy" not in list_machines()
+    assert machine.save() == tmp_path / "toy.json"
+    assert "toy" in list_machines()
+    assert Machine.load("toy").processors == 132
+    (tmp_path / "cpu-2-cores.json").write_text((tmp_path / "toy.json").read_text(encoding="utf-8"), encoding="utf-8")
+    assert Machine.load("cpu-2-cores").name == "toy"
+
+
+def test_without_a_folder_of_ones_own_the_data_home_is_taken(monkeypatch, tmp_path):
+    monkeypatch.delenv("POLYHEAD_MACHINES", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert own_folder() == tmp_path / "polyhead" / "machines"
+
+
+@pytest.mark.parametrize("name", list_machines())
+def test_every_shipped_machine_loads_and_says_when_and_on_what_it_was_measured(name):
+    machine = Machine.load(name)
+    assert machine.name == name
+    assert {"processor", "versions", "date"} <= machine.facts.keys()
+    assert {cost.phase for cost in machine.host} == {"prefill", "decode", "training"}
+    assert machine.bandwidth > 0
+    assert machine.exponential_rate > 0
+
+
+def test_an_unknown_name_is_answered_with_those_that_are_known():
+    with pytest.raises(OptionError, match=r"one of .*cpu-2-cores.*got 'abacus'"):
+        Machine.load("abacus")
+
+
+def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
+    with pytest.raises(OptionError, match="must exist"):
+        Machine.load(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{", encoding="utf-8")
+    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*Expecting"):
+        Machine.load(broken)
+    broken.write_text(json.dumps({"format": 0}), encoding="utf-8")
+    with pytest.raises(OptionError, match="must have format 2, got 0"):
+        Machine.load(broken)
+    broken.write_text(json.dumps({"format": 2}), encoding="utf-8")
+    with pytest.raises(OptionError, match="it has no 'name'"):
+        Machine.load(broken)
+    broken.write_text("[1]", encoding="utf-8")
+    with pytest.raises(OptionError, match="holds a list, and no object"):
+        Machine.load(broken)
+    broken.write_bytes(b"\xff\xfe{")
+    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*codec can't decode"):
+        Machine.load(broken)
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*no regular file"):
+        Machine.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"samples": []}, "got 0 samples without product, attention, traffic; calibrate it anew"),
+        ({"samples": [{"kind": "abacus", "seconds": 1}]}, "it has no 'abacus'"),
+        (
+            {"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "dtype": "float12"}]},
+            "a Traffic has no field 'role'",
+        ),
+        ({"samples": 3}, "'int' object is not iterable"),
+        ({"host": [3]}, "a HostCost is an object of its fields, got 3"),
+        ({"device": "tpu"}, "is cuda or cpu, got 'toy' and 'tpu'"),
+        ({"processors": 0}, "processors of a machine must be a positive number, got 0"),
+        ({"memory_bytes": "all"}, "memory_bytes of a machine must be a positive number, got 'all'"),
+    ],
+)
+def test_a_file_of_another_hand_is_told_what_it_lacks(machine, tmp_path, change, words):
+    file = tmp_path / "toy.json"
+    file.write_text(json.dumps({**machine.to_dict(), **change}), encoding="utf-8")
+    with pytest.raises(OptionError, match=words):
+        Machine.load(file)
+
+
+def test_a_piece_that_took_no_time_is_refused(machine):
+    content = machine.to_dict()
+    content["samples"][0]["seconds"] = 0
+    with pytest.raises(OptionError, match="seconds of a machine must be a positive number, got 0"):
+        Machine.from_dict(content)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_and_after(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path / "own"))
+    check_own_folder()
+    assert list((tmp_path / "own").iterdir()) == []
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path / "file" / "own"))
+    for check in (check_own_folder, machine.save):
+        with pytest.raises(OptionError, match=r"a folder that can be written, got .*name another folder in POLYHEAD"):
+            check()

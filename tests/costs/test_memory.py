@@ -1,0 +1,189 @@
+"""Memory at the peak, held to what tensors really take: every storage on the CPU, the allocator on a GPU."""
+
+from __future__ import annotations
+
+import gc
+from typing import Literal
+
+import pytest
+import torch
+
+from polyhead.costs import Workload, estimate_cost, estimate_memory
+from polyhead.costs.memory import MemoryEstimate
+from polyhead.layers.config import AttentionConfig, MultiHeadConfig, build_attention
+from polyhead.layers.kv_cache import PreallocatedCache
+from polyhead.layers.positions.config import RotaryConfig
+from tests.costs import storages
+
+Phase = Literal["forward", "prefill", "training"]
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("heads", [1, 4, 16])
+def test_peak_of_materialised_weights_on_a_cpu_is_what_all_storages_take(heads, training):
+    config = MultiHeadConfig(64, heads, bias=False, backend="reference")
+    work = Workload(192, 2, training=training)
+    found = estimate_memory(config, work, form="materialised", dtype=torch.float32, device="cpu")
+    assert found.total == pytest.approx(storages.measured(config, work).peak, rel=0.05)
+
+
+# ---- what depends on the number of heads
+
+
+def test_the_memory_of_materialised_weights_grows_with_the_heads_and_that_of_fused_attention_does_not():
+    work = Workload.forward(96, batch=2)
+    for heads in (1, 2, 8, 64, 256):
+        config = MultiHeadConfig(256, heads)
+        assert estimate_cost(config, work, form="materialised").weights_bytes == 4 * heads * 2 * 96**2
+        written, fused = (estimate_memory(config, work, form=form) for form in ("materialised", "fused"))
+        assert written.weights == 3 * 4 * heads * 2 * 96**2
+        assert fused.weights == 0
+        # A log-sum-exp for each row is all that fused attention keeps of a head.
+        assert fused.total - estimate_memory(MultiHeadConfig(256, 1), work).total <= 4 * (heads - 1) * 2 * 96
+
+
+# ---- layers of a model
+
+
+def test_layers_keep_their_activations_and_share_what_one_of_them_needs():
+    config, work = MultiHeadConfig(64, 4, bias=False), Workload.training_step(50)
+    one, two = (estimate_memory(config, work, layers=count) for count in (1, 2))
+    assert two.parameters == 2 * one.parameters == 2 * 2 * estimate_cost(config, work).parameters
+    assert two.gradients == 2 * one.gradients
+    assert (two.transient, two.inputs) == (one.transient, one.inputs)
+    assert two.kept == 2 * one.kept + 50 * 64 * 2
+    idle = estimate_memory(config, Workload.forward(50), layers=7)
+    assert (idle.kept, idle.gradients, idle.cache) == (0, 0, 0)
+    added = one + estimate_memory(MultiHeadConfig(64, 4), work)
+    assert (added.transient, added.kept) == (one.transient, two.kept)
+
+
+@pytest.mark.parametrize("form", ["fused", "materialised"])
+@pytest.mark.parametrize(
+    ("work", "cached"),
+    [
+        (Workload.forward(23, batch=3), False),
+        (Workload.prefill(23, batch=3), True),
+        (Workload.decode(past=22, batch=3), True),
+        (Workload.training_step(23, batch=3), False),
+    ],
+    ids=["forward", "prefill", "decode", "training"],
+)
+def test_any_split_of_equal_layers_takes_what_they_take_at_once(work, cached, form):
+    config = MultiHeadConfig(48, 6, num_kv_heads=2, causal=True, positions=RotaryConfig())
+
+    def of(layers: int) -> MemoryEstimate:
+        return estimate_memory(config, work, form=form, cached=cached, layers=layers)
+
+    for split in ((2, 2), (1, 3), (3, 1), (1, 1, 1, 1), (2, 1, 1)):
+        first, *others = (of(layers) for layers in split)
+        assert sum(others, first) == of(4), split
+
+
+def test_weights_of_layers_that_differ_live_at_once_only_where_a_backward_keeps_them():
+    few, many = (MultiHeadConfig(48, heads, bias=False) for heads in (3, 6))
+    copies = [4 * heads * 2 * 96**2 for heads in (3, 6)]
+
+    def both(work: Workload) -> MemoryEstimate:
+        return estimate_memory(few, work, form="materialised", layers=5) + estimate_memory(
+            many, work, form="materialised", layers=7
+        )
+
+    forward = both(Workload.forward(96, batch=2))
+    assert (forward.kept_weights, forward.weights) == (0, 3 * copies[1])
+    training = both(Workload.training_step(96, batch=2))
+    assert training.kept_weights == 2 * (5 * copies[0] + 7 * copies[1])
+    assert training.weights == training.kept_weights + 4 * copies[1]
+    for found in (forward, training):
+        assert found.weights < found.kept + found.transient < found.total
+
+
+def test_a_cache_is_in_it_where_there_is_one():
+    config, work = MultiHeadConfig(64, 4, num_kv_heads=2, causal=True), Workload.decode(past=99, batch=3)
+    found = estimate_memory(config, work, layers=5)
+    cache = PreallocatedCache.for_layout(config.layout, capacity=100, batch_size=3, dtype=torch.bfloat16)
+    assert found.cache == 5 * cache.nbytes
+    assert estimate_memory(config, Workload.prefill(100, batch=3), cached=True, layers=5).cache == found.cache
+    assert estimate_memory(config, Workload.prefill(100, batch=3), layers=5).cache == 0
+
+
+# ---- on a GPU
+
+LAYERS: dict[str, tuple[MultiHeadConfig, int, int]] = {  # batch, tokens
+    "12x64": (MultiHeadConfig(768, 12, bias=False), 16, 1024),
+    "16x64": (MultiHeadConfig(1024, 16), 8, 2048),
+    "32/8x128": (MultiHeadConfig(4096, 32, num_kv_heads=8, bias=False), 1, 8192),
+    "one head": (MultiHeadConfig(128, 1, bias=False), 8, 16384),
+    "12x64, causal": (MultiHeadConfig(768, 12, bias=False, causal=True), 16, 1024),
+    "16x64, causal": (MultiHeadConfig(1024, 16, causal=True), 64, 256),
+    "16x128, finite": (MultiHeadConfig(2048, 16, bias=False, causal=True, finite=True), 2, 8192),
+    "32x128, causal": (MultiHeadConfig(4096, 32, bias=False, causal=True), 1, 8192),
+    "32/8x128, causal": (MultiHeadConfig(4096, 32, num_kv_heads=8, bias=False, causal=True), 1, 8192),
+    "64/1x64, finite": (MultiHeadConfig(4096, 64, num_kv_heads=1, bias=False, causal=True, finite=True), 1, 8192),
+    "16/8x128 of 1024": (MultiHeadConfig(1024, 16, num_kv_heads=8, head_dim=128, bias=False, causal=True), 4, 4096),
+    "8/2x64 of 512, long": (MultiHeadConfig(512, 8, num_kv_heads=2, bias=False, causal=True), 1, 65536),
+}
+PHASES: tuple[Phase, ...] = ("forward", "prefill", "training")
+CASES = [
+    (name, phase) for name, (config, _, _) in LAYERS.items() for phase in PHASES if config.causal or phase != "prefill"
+]
+
+
+def measured(config: AttentionConfig, batch: int, tokens: int, phase: Phase, backend: str) -> int:
+    """The most that the allocator gave out for the layer, its tensors and one call."""
+    for _ in range(2):  # products take their workspaces in the first round, and keep them
+        layer, x, gradient, cache, output = None, None, None, None, None
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        layer = build_attention(config, device="cuda", dtype=torch.bfloat16)
+        layer.backend = backend
+        x = torch.randn(batch, tokens, config.layout.embed_dim, device="cuda", dtype=torch.bfloat16)
+        gradient = torch.randn_like(x) if phase == "training" else None
+        if phase == "prefill":
+            sizes = {"capacity": tokens, "batch_size": batch, "dtype": torch.bfloat16, "device": "cuda"}
+            cache = PreallocatedCache.for_layout(config.layout, **sizes)
+        x.requires_grad_(phase == "training")
+        if gradient is not None:
+            layer(x).output.backward(gradient)  # gradients of parameters are there from the step before
+            x.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(phase == "training"):
+            output = layer(x, cache=cache).output
+            if gradient is not None:
+                output.backward(gradient)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    return peak
+
+
+def asked(phase: Phase, batch: int, tokens: int) -> tuple[Workload, bool]:
+    if phase == "training":
+        return Workload.training_step(tokens, batch=batch), False
+    return Workload.prefill(tokens, batch=batch), phase == "prefill"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "phase"), CASES)
+def test_peak_on_a_gpu_is_what_the_allocator_gave_out(name, phase):
+    config, batch, tokens = LAYERS[name]
+    work, cached = asked(phase, batch, tokens)
+    found = estimate_memory(config, work, cached=cached)
+    peak = measured(config, batch, tokens, phase, "auto")
+    assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize("heads", [4, 16])
+def test_peak_of_materialised_weights_on_a_gpu(heads, phase):
+    config = MultiHeadConfig(1024, heads, bias=False)
+    work, _ = asked(phase, 1, 4096)
+    found = estimate_memory(config, work, form="materialised")
+    peak = measured(config, 1, 4096, phase, "reference")
+    assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
+
+
+def test_there_are_thirty_cases_for_the_gpu():
+    assert len(CASES) >= 30

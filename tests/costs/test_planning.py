@@ -1,0 +1,399 @@
+"""A whole plan: phases, totals of layers that differ, the crossover, the identity, curves, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from polyhead.costs import LayerGroup, ModelLayout, Workload, estimate_cost, estimate_memory, layer_work, read_layout
+from polyhead.costs.curves import over_context, over_heads, with_heads
+from polyhead.costs.layout_warnings import warnings_of
+from polyhead.costs.parameters import count_parameters, four_squares
+from polyhead.costs.planning import crossover, plan_model
+from polyhead.costs.quantities import count, parse_count, parse_seconds, seconds, size
+from polyhead.costs.timing.machine import Machine
+from polyhead.costs.wording import below, facts, layout_words, rows, title
+from polyhead.errors import DtypeError, OptionError, ShapeError
+from polyhead.layers.config import MultiHeadConfig
+from polyhead.layers.latent.config import LatentConfig
+from polyhead.layers.positions.config import RotaryConfig
+from polyhead.layers.variants import GroupedHeadsConfig
+from polyhead.layers.variants.collaborative.config import CollaborativeConfig
+from polyhead.layers.variants.routed.config import RoutedConfig
+
+WINDOWED = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, window=4, bias=False)
+FULL = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, bias=False)
+MIXED = ModelLayout("mixed", (LayerGroup(WINDOWED, 3), LayerGroup(FULL, 2)), context=64)
+
+
+def test_phases_are_the_sums_of_their_layers():
+    plan = plan_model(MIXED, context=19, batch=3)
+    asked = {
+        "training": (Workload.training_step(19, batch=3), False),
+        "prefill": (Workload.prefill(19, batch=3), True),
+        "decode": (Workload.decode(18, batch=3), True),
+    }
+    assert [phase.phase for phase in plan.phases] == list(asked)
+    for name, (work, cached) in asked.items():
+        found = plan[name]
+        costs = [estimate_cost(config, work) for config in (WINDOWED, FULL)]
+        works = [layer_work(config, work, cached=cached) for config in (WINDOWED, FULL)]
+        assert found.flops.total == 3 * costs[0].matrix_flops + 2 * costs[1].matrix_flops
+        assert found.exponentials == 3 * costs[0].exponentials + 2 * costs[1].exponentials
+        assert found.total_bytes == 3 * works[0].bytes + 2 * works[1].bytes
+        assert found.launches == 3 * works[0].launches + 2 * works[1].launches
+        assert found.intensity == found.flops.total / found.total_bytes
+        assert found.timing is None
+        memory = [estimate_memory(x, work, cached=cached, layers=count) for x, count in ((WINDOWED, 3), (FULL, 2))]
+        assert found.fused == memory[0] + memory[1]
+    assert plan.cache_bytes_per_token == 5 * 2 * 2 * 4 * 2
+    assert plan.cache_bytes == 3 * 19 * plan.cache_bytes_per_token
+    assert plan.parameters.total == 5 * estimate_cost(FULL, Workload.forward(1)).parameters
+    assert any("rolling cache" in note for note in plan.notes)
+
+
+def test_a_config_s_own_numbers_are_taken_unless_others_are_asked_for():
+    model = dataclasses.replace(MIXED, dtype=torch.float32, cache_dtype=torch.int8)
+    plan = plan_model(model, context=19)
+    assert (plan.dtype, plan.cache_dtype) == (torch.float32, torch.int8)
+    assert plan.cache_bytes_per_token == 5 * 2 * 2 * (4 + 4)  # int8, and a float32 scale for each head's key and value
+    asked = plan_model(model, context=19, dtype=torch.float16, cache_dtype=torch.float16)
+    assert asked.cache_bytes_per_token == 5 * 2 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])
+def test_dtypes_in_which_no_layer_computes_are_refused_and_a_config_s_own_gives_way(dtype):
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(DtypeError, match=f"layers compute in bfloat16, float16, float32 or float64, got {name}; "):
+        plan_model(MIXED, context=19, dtype=dtype)
+    plan = plan_model(dataclasses.replace(MIXED, dtype=dtype), context=19)
+    assert plan.dtype is torch.bfloat16
+    assert f"no layer computes in {name}: bfloat16 is planned instead" in plan.notes
+
+
+def test_rolling_caches_hold_the_window_in_windowed_layers_and_every_token_in_others():
+    plan = plan_model(MIXED, context=19, batch=3)
+    per_token = 2 * 2 * 4 * 2
+    assert plan.rolling_cache_bytes == 3 * (3 * 4 + 2 * 19) * per_token < plan.cache_bytes
+    assert [phase.rolling_cache for phase in plan.phases] == [0, plan.rolling_cache_bytes, plan.rolling_cache_bytes]
+    for phase in plan.phases:
+        assert phase.fused.total - phase.rolling_total == phase.fused.cache - phase.rolling_cache
+    found = plan.to_dict()
+    assert found["rolling_cache_bytes"] == found["phases"][2]["rolling_cache"] == plan.rolling_cache_bytes
+    assert found["phases"][2]["rolling_total"] == plan["decode"].rolling_total
+    short = plan_model(MIXED, context=4)  # no longer than the window: there is nothing to drop
+    assert short.rolling_cache_bytes == short.cache_bytes
+    assert "roll" not in dict(facts(short))["cache"]
+    for other in (dataclasses.replace(MIXED, cache_dtype=torch.int8), ModelLayout.of(FULL)):
+        full = plan_model(other, context=19)
+        assert full.rolling_cache_bytes == full.cache_bytes
+    assert any(
+        "no rolling cache holds latents or int8 numbers" in note
+        for note in plan_model(dataclasses.replace(MIXED, cache_dtype=torch.int8), context=19).notes
+    )
+    encoder = plan_model(read_layout("bert-base"), context=512)
+    assert (encoder.rolling_cache_bytes, encoder["prefill"].rolling_cache) == (0, 0)
+
+
+def test_a_plan_has_the_warnings_of_each_kind_of_layer_once():
+    wide = MultiHeadConfig(512, 8, causal=True, bias=False)
+    model = ModelLayout(
+        "mixed", (LayerGroup(wide, 3), LayerGroup(dataclasses.replace(wide, window=512), 2), LayerGroup(wide, 1))
+    )
+    plan = plan_model(model, context=131072)
+    assert plan.warnings == warnings_of(wide, context=131072)
+    assert [warned.kind for warned in plan.warnings] == ["rank"]
+    assert plan.to_dict()["warnings"] == [plan.warnings[0]._asdict()]
+    assert plan_model(model, context=512).warnings == ()
+    ends = [plan_model(ModelLayout.of(MultiHeadConfig(512, heads, causal=True)), context=64) for heads in (1, 512)]
+    assert [[warned.kind for warned in end.warnings] for end in ends] == [
+        ["one head"],
+        ["one channel", "narrow", "rank"],
+    ]
+
+
+def test_idle_multiprocessors_are_warned_of_in_each_phase_that_has_them():
+    gpu = dataclasses.replace(Machine.load("cpu-2-cores"), name="gpu", device="cuda", processors=132)
+    model = ModelLayout.of(MultiHeadConfig(512, 8, num_kv_heads=2, causal=True))
+    assert plan_model(model, context=256).warnings == ()
+    idle = plan_model(model, context=256, machine=gpu).warnings
+    assert [warned.kind for warned in idle] == ["idle"] * 3
+    assert [warned.words.split(" have work in the attention of ") for warned in idle] == [
+        ["16 of 132 multiprocessors", "a training step"],
+        ["16 of 132 multiprocessors", "this prefill"],
+        ["8 of 132 multiprocessors", "decoding a token"],
+    ]
+    windowed = ModelLayout.of(MultiHeadConfig(512, 8, num_kv_heads=2, causal=True, window=65))
+    (decoding,) = plan_model(windowed, context=256, machine=gpu, phases=["decode"]).warnings
+    assert decoding.words.endswith(" of decoding a token under a window of 65")
+
+
+def test_an_encoder_has_no_cache_and_decodes_nothing():
+    plan = plan_model(read_layout("bert-base"), context=512)
+    assert [phase.phase for phase in plan.phases] == ["training", "prefill"]
+    assert (plan.cache_bytes_per_token, plan.cache_bytes, plan["prefill"].fused.cache) == (0, 0, 0)
+    assert title(plan, plan["prefill"]) == "forward over the whole context"
+    with pytest.raises(OptionError, match="decoding needs layers that look back alone, got bert-base"):
+        plan_model(read_layout("bert-base"), context=512, phases=["decode"])
+
+
+def test_the_crossover_is_where_squares_overtake():
+    for width, heads in ((64, 4), (48, 1), (48, 48)):
+        # 4 n² d of scores and values against 8 n d² of projections
+        model = ModelLayout.of(MultiHeadConfig(width, heads))
+        assert crossover(model) == 2 * width + 1
+        causal = ModelLayout.of(MultiHeadConfig(width, heads, causal=True))
+        assert crossover(causal) == 4 * width  # n (n + 1) / 2 pairs
+
+    def squared_and_linear(n: int) -> tuple[int, int]:
+        flops = [estimate_cost(config, Workload.forward(n)).forward for config in (WINDOWED, FULL)]
+        squared = [x.scores + x.values for x in flops]
+        linear = [x.projection + x.output for x in flops]
+        return 3 * squared[0] + 2 * squared[1], 3 * linear[0] + 2 * linear[1]
+
+    found = crossover(MIXED)
+    assert found is not None
+    squared, linear = squared_and_linear(found)
+    assert squared > linear
+    squared, linear = squared_and_linear(found - 1)
+    assert squared <= linear
+    assert crossover(ModelLayout.of(MultiHeadConfig(64, 4, causal=True, window=8))) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MultiHeadConfig(24, 6), None),
+        (MultiHeadConfig(24, 1, bias=False), None),
+        (GroupedHeadsConfig(24, 6, num_groups=3), None),
+        (MultiHeadConfig(24, 6, num_kv_heads=2), "6 heads share 2 key and value heads"),
+        (MultiHeadConfig(24, 6, head_dim=5), "6 heads of 5 channels are 30 wide, d_model is 24"),
+        (MultiHeadConfig(24, 6, value_dim=7), "6 heads of 7 channels of values are 42 wide, d_model is 24"),
+        (MultiHeadConfig(24, 6, key_input_dim=11), "keys and values are read from 11 and 11 channels"),
+        (LatentConfig(24, 6, kv_lora_rank=10), "one latent of 10 channels a token"),
+        (CollaborativeConfig(24, 6, shared_dim=10), "share 10 channels"),
+        (RoutedConfig(24, 6, top_k=2), "6 heads to choose from"),
+    ],
+)
+def test_where_four_squares_stop_holding_there_is_a_reason(config, reason):
+    identity = four_squares(config)
+    assert identity.expected == 4 * 24**2
+    assert identity.holds == (reason is None)
+    assert (reason is None) == (identity.reasons == ())
+    if reason is not None:
+        assert reason in " ".join(identity.reasons)
+    parameters = count_parameters(config)
+    assert parameters.total == estimate_cost(config, Workload.cross(1, 1)).parameters
+    assert min(dataclasses.astuple(parameters)) >= 0
+    assert parameters.projections == identity.found
+
+
+def test_parameters_of_heads_by_their_matrices():
+    config = MultiHeadConfig(24, 6, num_kv_heads=2, value_dim=7, key_input_dim=11, value_input_dim=13, bias=False)
+    found = count_parameters(config)
+    assert (found.query, found.key, found.value) == (24 * 6 * 4, 11 * 2 * 4, 13 * 2 * 7)
+    assert (found.output, found.other) == (6 * 7 * 24, 0)
+
+
+def test_parameters_of_latent_heads_by_their_matrices():
+    config = LatentConfig(
+        24,
+        6,
+        kv_lora_rank=10,
+        q_lora_rank=9,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        value_head_dim=5,
+        positions=RotaryConfig(),
+        bias=False,
+    )
+    found = count_parameters(config)
+    assert found.query == 24 * 9 + 9 * 6 * 10
+    assert found.key == 24 * 14 + 10 * 6 * (6 + 5)
+    assert (found.value, found.output, found.other) == (0, 6 * 5 * 24, 9 + 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"context": 65}, "mixed was made for contexts up to 64 tokens, got 65"),
+        ({"context": 0}, "context must be a positive integer, got 0"),
+        ({"context": -3}, "context must be a positive integer, got -3"),
+        ({"context": 5, "batch": 0}, "batch must be a positive integer, got 0"),
+        ({"context": 5, "phases": ["rest"]}, "a phase is one of training, prefill, decode; got 'rest'"),
+        ({"context": 5, "phases": []}, "a phase is one of training, prefill, decode; got none"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, words):
+    with pytest.raises(OptionError, match=words):
+        plan_model(MIXED, **options)
+
+
+def test_beyond_its_context_only_when_asked():
+    assert plan_model(MIXED, context=65, beyond=True).context == 65
+    plan = plan_model(MIXED, context=5, phases=["prefill"])
+    with pytest.raises(OptionError, match="this plan has the phases prefill; got 'decode'"):
+        plan["decode"]
+
+
+def test_times_are_of_the_machine_that_was_named():
+    machine = Machine.load("cpu-2-cores")
+    plan = plan_model(MIXED, context=64, dtype=torch.float32, machine=machine)
+    assert plan.machine == "cpu-2-cores"
+    for phase in plan.phases:
+        assert phase.timing is not None
+        assert phase.timing.seconds > 0
+        assert set(phase.timing.stages) == {*phase.bytes, "launch"}
+        assert sum(phase.timing.stages.values()) == pytest.approx(phase.timing.seconds)
+        assert phase.timing.working == pytest.approx(phase.timing.seconds - phase.timing.stages["launch"])
+    assert not [note for note in plan.notes if "memory" in note or "calibrated" in note]
+    unsaid = plan_model(MIXED, context=64, machine=machine)
+    assert unsaid.dtype is torch.float32
+    assert any("cpu-2-cores was not calibrated in bfloat16" in note for note in unsaid.notes)
+    small = dataclasses.replace(machine, memory_bytes=plan["training"].fused.total - 1)
+    notes = plan_model(MIXED, context=64, dtype=torch.float32, machine=small).notes
+    assert [note.split(":")[0] for note in notes if "memory" in note] == [
+        "training takes more memory than cpu-2-cores has"
+    ]
+    tiny = dataclasses.replace(machine, memory_bytes=1)
+    told = [note for note in plan_model(MIXED, context=64, dtype=torch.float32, machine=tiny).notes if "takes" in note]
+    assert ["with rolling caches" in note for note in told] == [False, True, True]  # a training step has no cache
+    with pytest.raises(OptionError, match="float16"):
+        plan_model(MIXED, context=64, dtype=torch.float16, machine=machine)
+
+
+def test_a_plan_as_json_has_every_total():
+    found = json.loads(json.dumps(plan_model(MIXED, context=19).to_dict()))
+    assert found["model"]["groups"][0]["config"]["window"] == 4
+    assert found["parameters"]["total"] == sum(
+        found["parameters"][x] for x in ("query", "key", "value", "output", "other")
+    )
+    phase = found["phases"][0]
+    assert phase["flops"]["total"] == sum(value for name, value in phase["flops"].items() if name != "total")
+    assert phase["total_bytes"] == sum(phase["bytes"].values())
+    assert phase["fused"]["total"] < phase["materialised"]["total"]
+    assert 0 == phase["fused"]["weights"] < phase["materialised"]["weights"] < phase["materialised"]["activations"]
+    assert not found["identity"]["holds"]
+
+
+def test_a_phase_that_waits_for_its_host_says_what_it_would_take_without():
+    machine = Machine.load("cpu-2-cores")
+    slow = dataclasses.replace(
+        machine, host=tuple(dataclasses.replace(cost, seconds=10.0) for cost in machine.host), device="cuda"
+    )
+    found = plan_model(MIXED, context=64, dtype=torch.float32, machine=slow, phases=["decode"])["decode"]
+    assert found.timing is not None
+    assert found.timing.bound == "launch"
+    assert found.timing.working < 1 < found.timing.stages["launch"]
+    assert f"which by itself takes {seconds(found.timing.working)}" in dict(below(found))["bound by"]
+    assert "waiting for launches" in [row.name for row in rows(found)]
+
+
+def test_weights_that_are_written_down_are_a_part_of_the_memory():
+    plan = plan_model(read_layout("gemma2-9b"), context=8192)
+    assert plan["prefill"].materialised.weights == 3 * 4 * 16 * 8192**2  # of one layer, whatever kind it is
+    for phase in plan.phases:
+        assert 0 < phase.materialised.weights < phase.materialised.activations
+
+
+# ---- curves
+
+
+def test_a_curve_over_the_context_goes_from_short_to_the_model_s_end():
+    plan = plan_model(MIXED, context=19, phases=["prefill"])
+    points = over_context(plan)
+    assert [point.context for point in points] == [19, 64]
+    assert points[0].phases[0] == plan["prefill"]
+    unlimited = plan_model(dataclasses.replace(MIXED, context=None), context=1000, phases=["decode"])
+    lengths = [point.context for point in over_context(unlimited)]
+    assert lengths == [128, 256, 512, 1000, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+
+
+def test_a_curve_over_heads_has_flops_that_stay_and_exponentials_that_grow():
+    model = ModelLayout.of(MultiHeadConfig(48, 4, causal=True, positions=RotaryConfig()), 3)
+    points = over_heads(plan_model(model, context=19))
+    assert [(point.heads, point.head_dim) for point in points] == [(1, 48), (2, 24), (4, 12), (8, 6)]
+    assert len({point.phase.flops.total for point in points}) == 1
+    assert [point.phase.exponentials // points[0].phase.exponentials for point in points] == [1, 2, 4, 8]
+    grouped = over_heads(plan_model(MIXED, context=19, phases=["decode"]))
+    assert [(point.heads, point.head_dim) for point in grouped] == [(3, 8), (6, 4), (12, 2), (24, 1)]  # groups of three
+    latent = ModelLayout.of(LatentConfig(24, 6, kv_lora_rank=10, causal=True))
+    assert over_heads(plan_model(latent, context=19)) == ()
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "kv_heads", "found"),
+    [
+        (96, 6, 2, [3, 6, 12, 24, 48]),
+        (3584, 28, 4, [7, 14, 28, 56, 112, 224, 448, 896, 1792]),
+        (768, 12, 2, [6, 12, 24, 48, 96, 192, 384]),
+        (64, 6, 2, []),  # 64 channels are no whole number for three heads
+    ],
+)
+def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_heads, found):
+    config = MultiHeadConfig(
+        width, heads, num_kv_heads=kv_heads, head_dim=16, causal=True, positions=RotaryConfig(), bias=False
+    )
+    model = ModelLayout.of(config)
+    plan = plan_model(model, context=19, phases=["prefill"])
+    points = over_heads(plan)
+    assert [point.heads for point in points] == found
+    for point in points:
+        made = with_heads(model, point.heads).config
+        assert made.layout.group_size == heads // kv_heads
+        assert point.heads * point.head_dim == made.num_heads * made.head_dim == width
+        assert point.phase == plan_model(with_heads(model, point.heads), context=19)["prefill"]
+    with pytest.raises(ShapeError, match=f"a multiple of {heads // kv_heads}, which share a key head.*; got 16"):
+        with_heads(model, 16)
+
+
+# ---- words
+
+
+def test_words_of_a_plan():
+    plan = plan_model(MIXED, context=19, phases=["decode"])
+    windowed, full = (
+        "3 layers of 6 heads x 4 over 2 key heads and a window of 4",
+        "2 layers of 6 heads x 4 over 2 key heads",
+    )
+    assert layout_words(MIXED) == f"{windowed}; {full}, d_model 24"
+    told = dict(facts(plan))
+    assert told["cache"] == "160 B a token, 2.97 KiB in all, 1.56 KiB in caches that roll with the window"
+    assert ("", f"{size(plan['decode'].rolling_total)} with rolling caches, which take 1.56 KiB") in below(
+        plan["decode"]
+    )
+    assert told["identity"] == "0.667 of 4 d_model², because 6 heads share 2 key and value heads"
+    shown = {row.name: row for row in rows(plan["decode"])}
+    assert list(shown) == [
+        "projection",
+        "into the cache",
+        "attention",
+        "scores",
+        "softmax",
+        "values",
+        "output",
+        "total",
+    ]
+    assert shown["softmax"].exponentials == count(plan["decode"].exponentials) == "300"
+    assert shown["total"].bytes == size(plan["decode"].total_bytes)
+    assert crossover(ModelLayout.of(WINDOWED)) is None
+    windows = dict(facts(plan_model(ModelLayout.of(WINDOWED), context=19)))
+    assert windows["crossover"].startswith("never")
+
+
+@pytest.mark.parametrize("text", ["", "12x", "KiB", "-5", "1.5 GiB"])
+def test_numbers_that_nobody_writes_are_refused(text):
+    with pytest.raises(ValueError, match="a number is written as 1000000, 500M"):
+        parse_count(text)
+    with pytest.raises(ValueError, match="a time is written as 2s, 20ms"):
+        parse_seconds(text)
+
+
+def test_numbers_come_back_as_they_were_written():
+    for number in (0, 7, 999, 1024, 65536, 3 * 2**30):
+        assert parse_count(size(number).replace(" ", ""), of_bytes=True) == number
+    assert [seconds(x) for x in (0, 1e-7, 0.05, 1, 3600)] == ["0 s", "0.1 µs", "50 ms", "1 s", "3,600 s"]
+    assert [count(x) for x in (0, 12345, 999999, 2.5e21)] == ["0", "12.3 K", "1 M", "2,500 E"]

@@ -1,0 +1,115 @@
+"""Counts of routed heads, held to built layers, PyTorch's FLOP counter and real caches, to the integer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from polyhead import Mask
+from polyhead.costs import Workload, estimate_cost
+from polyhead.layers.config import build_attention
+from polyhead.layers.kv_cache import GrowingCache, PreallocatedCache
+from polyhead.layers.positions.config import ALiBiConfig, LearnedConfig, RotaryConfig
+from polyhead.layers.variants.routed.config import RoutedConfig
+
+BATCH, QUERIES, KEYS, PAST = 2, 5, 7, 3
+EMBED, HEADS = 24, 6
+
+
+def routed(**options: Any) -> RoutedConfig:
+    return RoutedConfig(EMBED, HEADS, **{"backend": "reference", **options})
+
+
+ALL = 1e-12  # a threshold that every head passes
+CONFIGS: dict[str, RoutedConfig] = {
+    "shared": routed(top_k=2),
+    "shared, dims": routed(top_k=3, head_dim=5, value_dim=7, num_kv_heads=2, bias=False),
+    "shared, rotary": routed(top_k=1, positions=RotaryConfig(), qk_norm="rms", output_bias=False),
+    "shared, at most": routed(threshold=ALL, k_max=4, always_on=1),
+    "full": routed(shape="full", top_k=2, causal=True),
+    "full, grouped": routed(shape="full", top_k=2, num_kv_heads=2, always_on=2, sinks=True, qk_norm="layer"),
+    "full, learned": routed(shape="full", top_k=4, positions=LearnedConfig(29), value_dim=7),
+    "full, at most": routed(shape="full", threshold=ALL, k_max=3, positions=ALiBiConfig(learnable=True)),
+}
+WORK = {
+    "forward": Workload.forward(QUERIES, batch=BATCH),
+    "training": Workload.training_step(QUERIES, batch=BATCH),
+    "prefill": Workload.prefill(QUERIES, past=PAST, batch=BATCH),
+    "decode": Workload.decode(PAST, batch=BATCH),
+    "cross": Workload.cross(QUERIES, KEYS, batch=BATCH),
+    "remembered": Workload.cross(QUERIES, KEYS, batch=BATCH, remembered=True),
+    "cross, training": Workload.cross(QUERIES, KEYS, batch=BATCH, training=True),
+}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def counted(config: RoutedConfig, work: Workload) -> int:
+    # Where a mask hides keys from all rows of a piece, even the formula leaves them out.
+    layer = build_attention(dataclasses.replace(config, causal=False))
+    x = torch.randn(work.batch, work.queries, EMBED, requires_grad=True)
+    cache = None
+    with torch.set_grad_enabled(work.training):
+        source: tuple[Any, ...] = ()
+        if work.source is not None:
+            source = (torch.randn(work.batch, work.source, EMBED, requires_grad=True),)
+            source = (layer.remember(*source),) if work.remembered else source
+        if work.past:
+            cache = GrowingCache()
+            layer(torch.randn(work.batch, work.past, EMBED), cache=cache)
+        with FlopCounterMode(display=False) as counter:
+            output = layer(x, *source, cache=cache).output
+            if work.training:
+                output.sum().backward()
+    return counter.get_total_flops()
+
+
+@configs
+def test_parameters_are_those_of_the_built_layer(config):
+    built = sum(parameter.numel() for parameter in build_attention(config, device="meta").parameters())
+    assert estimate_cost(config, Workload.forward(QUERIES)).parameters == built
+
+
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+@configs
+def test_matrix_flops_are_those_that_pytorch_counts(config, work):
+    assert estimate_cost(config, work, form="materialised").matrix_flops == counted(config, work)
+
+
+def test_what_falls_with_the_heads_of_a_token_and_what_does_not():
+    work = Workload.forward(QUERIES, batch=BATCH)
+    for shape in ("shared", "full"):
+        few, many = (estimate_cost(routed(shape=shape, top_k=k), work).forward for k in (2, 6))
+        assert (3 * few.scores, 3 * few.values, 3 * few.output) == (many.scores, many.values, many.output)
+        kept = 3 * few.projection - many.projection  # twice the gate, the keys and the values
+        kv_heads = 1 if shape == "shared" else HEADS
+        assert kept == 2 * 2 * BATCH * QUERIES * EMBED * (HEADS + kv_heads * 2 * EMBED // HEADS)
+
+
+def test_a_causal_mask_spares_scores_and_values_alone():
+    for config in CONFIGS.values():
+        work = Workload.forward(QUERIES)
+        full = estimate_cost(config, work, form="materialised").forward
+        causal = estimate_cost(config, work, mask=Mask.causal()).forward
+        pairs, seen = QUERIES**2, QUERIES * (QUERIES + 1) // 2
+        assert (causal.scores * pairs, causal.values * pairs) == (full.scores * seen, full.values * seen)
+        assert (causal.projection, causal.output) == (full.projection, full.output)
+
+
+def test_exponentials_and_weights_are_of_chosen_rows():
+    work = Workload.forward(QUERIES, batch=BATCH)
+    pairs = BATCH * QUERIES**2
+    cost = estimate_cost(CONFIGS["full, grouped"], work, form="materialised", dtype=torch.float32)
+    assert cost.exponentials == 4 * (pairs + BATCH * QUERIES)
+    assert cost.weights_bytes == 4 * 4 * pairs
+    assert estimate_cost(CONFIGS["shared, dims"], work).exponentials == 3 * 2 * pairs
+
+
+@configs
+def test_a_cache_takes_so_many_bytes(config):
+    cost = estimate_cost(config, Workload.prefill(QUERIES, past=PAST, batch=BATCH), dtype=torch.float32)
+    cache = PreallocatedCache.for_layout(config.layout, capacity=PAST + QUERIES, batch_size=BATCH, dtype=torch.float32)
+    assert cost.cache_bytes == cache.nbytes

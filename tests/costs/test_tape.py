@@ -1,0 +1,75 @@
+"""The tape by hand: a few steps whose memory can be added up on paper."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyhead.costs.memory.layers import record_layer
+from polyhead.costs.memory.tape import Tape
+from polyhead.errors import OptionError
+
+
+def test_outside_training_nothing_is_kept_and_what_has_no_name_is_gone():
+    tape = Tape(training=False)
+    x = tape.given(100)
+    first = tape.step(x, gives=30, keeps=(x,), own=7, work=11)
+    assert (tape.now, tape.peak) == (30, 48)
+    second = tape.step(first, gives=20, keeps=(first,))
+    tape.let_go(first)
+    tape.let_go(first)  # once is enough
+    assert (tape.now, tape.peak) == (20, 50)
+    tape.finish(second)
+    assert tape.now == 20
+
+
+def test_what_a_step_keeps_lives_until_its_backward():
+    tape = Tape(training=True)
+    x = tape.given(10)
+    first = tape.step(x, gives=30, own=7)
+    second = tape.step(first, gives=20, keeps=(first,), gradient_work=5)
+    tape.finish(second)
+    assert tape.now == 30 + 7 + 20
+    tape.backward()
+    # The gradient of the first, and what computing it takes; then the first goes, and the input gets its gradient.
+    assert tape.peak == 57 + 30 + 5
+    assert tape.now == 20 + 10
+
+
+def test_a_view_keeps_the_whole_and_gradients_of_parts_are_put_together():
+    tape = Tape(training=True)
+    whole = tape.step(tape.given(0), gives=30)
+    left, right = tape.views(whole, 10, 20)
+    result = tape.step(left, gives=1, keeps=(left,))
+    tape.let_go(right)  # a part
+    tape.finish(result)
+    assert tape.now == 31
+    tape.backward()
+    # The gradient of a part beside all that was there; when the whole has gone, its gradient beside that of the part.
+    assert tape.peak == 31 + 10 == 1 + 10 + 30
+    assert tape.now == 1
+
+
+def test_gradients_of_a_tensor_that_is_read_twice_are_added_to_a_third():
+    tape = Tape(training=True)
+    x = tape.given(10)
+    both = tape.step(tape.step(x, gives=2), tape.step(x, gives=2), gives=1)
+    tape.finish(both)
+    tape.backward()
+    # The result, the gradient that has come first, the second one, and their sum.
+    assert tape.peak == 1 + 10 + 10 + 10
+    assert tape.now == 1 + 10
+
+
+def test_a_gradient_that_is_passed_on_takes_no_memory():
+    tape = Tape(training=True)
+    x = tape.given(10)
+    copied = tape.step(x, gives=10, is_passed_on=True)
+    result = tape.step(copied, gives=1)
+    tape.finish(result)
+    tape.backward()
+    assert (tape.now, tape.peak) == (11, 11)
+
+
+def test_a_layer_of_no_known_kind_is_refused():
+    with pytest.raises(OptionError, match="no memory is known for int"):
+        record_layer(3, None)

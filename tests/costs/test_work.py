@@ -1,0 +1,240 @@
+"""The work of a layer, piece by piece: it adds up to the counts, and its sizes are those of what really runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyhead import Mask
+from polyhead.costs import (
+    AttentionCore,
+    Product,
+    Traffic,
+    Work,
+    Workload,
+    estimate_cost,
+    estimate_memory,
+    layer_work,
+)
+from polyhead.costs.layer_work import forward_pieces
+from polyhead.costs.work import with_gradients
+from polyhead.errors import DtypeError, MaskError, OptionError
+from polyhead.layers.config import CONFIGS, AttentionConfig, MultiHeadConfig, build_attention
+from polyhead.layers.latent.config import LatentConfig
+from polyhead.layers.positions.config import RotaryConfig
+from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
+from polyhead.layers.variants.collaborative.config import CollaborativeConfig
+from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.routed.config import RoutedConfig
+from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+
+BATCH, QUERIES, KEYS, PAST, EMBED, HEADS = 3, 7, 11, 5, 24, 6
+
+
+def made(kind: type, **options: Any) -> AttentionConfig:
+    config = kind(EMBED, HEADS, **options)
+    assert isinstance(config, AttentionConfig)
+    return config
+
+
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "value_head_dim": 5}
+LAYERS: dict[str, AttentionConfig] = {
+    "multi-head": made(MultiHeadConfig),
+    "one head": MultiHeadConfig(EMBED, 1),
+    "grouped": made(MultiHeadConfig, num_kv_heads=2, value_dim=7),
+    "multi-query, rotary": made(MultiHeadConfig, num_kv_heads=1, positions=RotaryConfig(), qk_norm="rms"),
+    "causal": made(MultiHeadConfig, causal=True, head_dim=10),
+    "window": made(MultiHeadConfig, causal=True, window=4),
+    "sinks and a gate": made(MultiHeadConfig, sinks=True, output_gate="channel"),
+    "uneven": made(MultiHeadConfig, key_heads=(0, 0, 1, 2, 2, 2)),
+    "grouped heads": made(GroupedHeadsConfig, num_groups=3, num_kv_heads=2),
+    "head mix": made(HeadMixConfig, num_rows=4),
+    "head mix, full": made(HeadMixConfig, mix="full", row_attention=None, causal=True),
+    "head mix, projected": made(HeadMixConfig, num_rows=5, row_attention="projected"),
+    "latent": made(LatentConfig, **LATENT),
+    "latent, all": made(LatentConfig, **LATENT, q_lora_rank=9, qk_rope_head_dim=4, positions=RotaryConfig()),
+    "latent, expanded": made(LatentConfig, **LATENT, form="expanded", causal=True),
+    "latent, absorbed": made(LatentConfig, **LATENT, form="absorbed", sinks=True),
+    "collaborative": made(CollaborativeConfig, shared_dim=10, causal=True),
+    "differential": made(DifferentialConfig, num_kv_heads=2, sinks=True),
+    "routed": made(RoutedConfig, top_k=2, causal=True),
+    "routed, full": made(RoutedConfig, shape="full", top_k=2, num_kv_heads=2, always_on=2, sinks=True),
+    "talking": made(TalkingHeadsConfig, causal=True),
+}
+WORKLOADS = {
+    "forward": Workload.forward(QUERIES, batch=BATCH),
+    "training": Workload.training_step(QUERIES, batch=BATCH),
+    "prefill": Workload.prefill(QUERIES, past=PAST, batch=BATCH),
+    "decode": Workload.decode(PAST, batch=BATCH),
+    "cross": Workload.cross(QUERIES, KEYS, batch=BATCH),
+    "remembered": Workload.cross(QUERIES, KEYS, batch=BATCH, remembered=True),
+    "cross, training": Workload.cross(QUERIES, KEYS, batch=BATCH, training=True),
+}
+layers = pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+FUSED = ("scores", "values")
+
+
+def test_every_kind_of_layer_has_its_work():
+    assert {type(config) for config in LAYERS.values()} == set(CONFIGS._classes.values())
+    with pytest.raises(OptionError, match="no work is known for int"):
+        forward_pieces(3, None)
+
+
+@pytest.mark.parametrize("work", WORKLOADS.values(), ids=WORKLOADS)
+@layers
+def test_the_pieces_add_up_to_the_counts(config, work):
+    cost, found = estimate_cost(config, work), layer_work(config, work)
+    assert found.flops == cost.matrix_flops
+    assert found.exponentials == cost.exponentials
+    for stage in ("projection", "output"):
+        assert found.only(stage).flops == getattr(cost.forward, stage) + getattr(cost.backward, stage)
+    attention = sum(getattr(flops, name) for flops in (cost.forward, cost.backward) for name in FUSED)
+    mixing = cost.forward.mixing + cost.backward.mixing
+    assert found.only("attention", "mixing").flops == attention + mixing
+
+
+@layers
+def test_a_mask_of_the_call_spares_pairs_as_it_does_in_the_counts(config):
+    work, mask = Workload.training_step(QUERIES, batch=BATCH), Mask.window(3)
+    assert layer_work(config, work, mask=mask).flops == estimate_cost(config, work, mask=mask).matrix_flops
+
+
+@pytest.mark.parametrize("work", WORKLOADS.values(), ids=WORKLOADS)
+@layers
+def test_memory_of_every_arrangement_is_made_of_what_it_keeps(config, work):
+    for form in ("fused", "materialised"):
+        found = estimate_memory(config, work, form=form)
+        assert min(dataclasses.astuple(found)) >= 0
+        assert found.parameters == 2 * estimate_cost(config, work).parameters
+        assert found.cache == (estimate_cost(config, work).cache_bytes if work.past else 0)
+        assert (found.kept > 0) == (found.gradients > 0) == work.training
+        written = estimate_cost(config, work, form=form).weights_bytes
+        assert (written > 0) == (form == "materialised")
+        copies = (6 if work.training else 3) * written
+        # Of several attentions that follow one another, one is at work at a time.
+        several = isinstance(config, DifferentialConfig) or getattr(config, "row_attention", None) is not None
+        several |= getattr(config, "key_heads", None) is not None and not work.past  # few queries, by group size
+        assert (0 < found.weights < copies) if several and written else found.weights == copies
+
+
+class _Shapes(TorchDispatchMode):
+    """The sizes of the matrix products that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            left, right = args[-2:]
+            self.found.append((left.shape[0], right.shape[1], left.shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["multi-head", "one head", "grouped", "causal"])
+def test_products_have_the_sizes_of_those_that_run(name):
+    config = LAYERS[name]
+    work = layer_work(config, WORKLOADS["forward"])
+    expected = [(x.rows, x.columns, x.inner) for x in work.pieces if isinstance(x, Product)]
+    layer = build_attention(config)
+    with torch.no_grad(), _Shapes() as shapes:
+        layer(torch.randn(BATCH, QUERIES, EMBED))
+    assert shapes.found == expected
+
+
+def test_the_two_gradients_of_a_product_have_its_flops_and_each_the_shape_of_its_factor():
+    product = Product("output", 5, 7, 11, torch.float32, 3)
+    left, right = product.gradients
+    assert (left.rows, left.columns, left.inner) == (5, 11, 7)
+    assert (right.rows, right.columns, right.inner) == (11, 7, 5)
+    assert left.flops == right.flops == product.flops == 2 * 3 * 5 * 7 * 11
+    assert product.bytes == left.bytes == right.bytes == 4 * 3 * (5 * 11 + 11 * 7 + 5 * 7)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 13), (7, 7), (5, 13), (13, 5)])
+def test_visible_keys_are_those_that_some_query_sees(queries, keys):
+    for left, right in itertools.product((None, 0, 2, 30), (None, 0, 1, 30)):
+        core = AttentionCore("forward", 1, 2, 1, queries, keys, 3, 5, torch.float32, left, right)
+        seen, pairs = set(), 0
+        for query, key in itertools.product(range(queries), range(keys)):
+            distance = key - (query + keys - queries)
+            if (left is None or distance >= -left) and (right is None or distance <= right):
+                seen.add(key)
+                pairs += 1
+        assert (core.visible_keys, core.pairs) == (len(seen), pairs), (left, right)
+
+
+def test_a_core_reads_keys_once_for_a_group_and_latents_once_for_keys_and_values():
+    core = AttentionCore("decode", 3, 8, 2, 1, 100, 16, 16, torch.bfloat16, right=0)
+    rows = 2 * 3 * 8 * (16 + 16)
+    assert core.bytes == rows + 2 * 3 * 2 * 100 * (16 + 16)
+    assert dataclasses.replace(core, left=9).bytes == rows + 2 * 3 * 2 * 10 * (16 + 16)
+    assert dataclasses.replace(core, cache_dtype=torch.int8).bytes == rows + 3 * 2 * 100 * (16 + 16)
+    assert dataclasses.replace(core, shared=True).bytes == rows + 2 * 3 * 2 * 100 * 16
+
+
+def test_decoding_reads_the_cache_and_all_weights_once():
+    config = MultiHeadConfig(512, 8, num_kv_heads=2, bias=False, causal=True)
+    work = layer_work(config, Workload.decode(past=4095, batch=1))
+    cost = estimate_cost(config, Workload.decode(past=4095, batch=1))
+    assert work.phase == "decode"
+    assert [piece.direction for piece in work.pieces if isinstance(piece, AttentionCore)] == ["decode"]
+    weights = 2 * cost.parameters
+    assert cost.cache_bytes + weights < work.bytes < 1.01 * (cost.cache_bytes + weights)
+    assert work.intensity < 10 < layer_work(config, Workload.prefill(4096)).intensity
+
+
+def test_a_promise_of_finite_keys_spares_two_passes():
+    careful, trusting = (
+        layer_work(MultiHeadConfig(EMBED, HEADS, causal=True, finite=finite), WORKLOADS["forward"])
+        for finite in (False, True)
+    )
+    numbers = BATCH * QUERIES * EMBED
+    of_keys_and_values, of_outputs = 2 * numbers, numbers
+    assert careful.bytes - trusting.bytes == 2 * 2 * (of_keys_and_values + of_outputs)  # read and written, in 16 bits
+    assert careful.launches - trusting.launches == 3
+
+
+def test_a_training_step_lays_projections_and_their_gradients_side_by_side():
+    config = MultiHeadConfig(EMBED, HEADS, num_kv_heads=2, causal=True)
+    work = layer_work(config, WORKLOADS["training"])
+    columns = (HEADS + 2 * 2) * 4
+    copies = [piece for piece in work.only("projection").pieces if isinstance(piece, Traffic)]
+    assert [piece.bytes for piece in copies] == [2 * 2 * columns * EMBED, 2 * 2 * BATCH * QUERIES * columns]
+    # What keeps NaN in its place hands a gradient on as it is: two passes in the forward and none in the backward.
+    guards = [piece for piece in work.only("attention").pieces if isinstance(piece, Traffic)]
+    assert len(guards) == 2
+    turned = Traffic("positions", 100)
+    assert [piece.bytes for piece in with_gradients([turned])] == [100, 200]
+
+
+def test_layers_in_a_row_cost_so_many_times_as_much():
+    one, many = (layer_work(LAYERS["grouped"], WORKLOADS["training"], layers=count) for count in (1, 5))
+    for name in ("flops", "bytes", "exponentials", "launches"):
+        assert getattr(many, name) == 5 * getattr(one, name) > 0
+    assert many.intensity == one.intensity
+    assert Work("decode", ()).intensity == 0.0
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(OptionError, match="rows must be an integer of at least 0, got -1"):
+        Product("output", -1, 2, 3, torch.float32)
+    with pytest.raises(OptionError, match=r"bytes must be an integer of at least 0, got 2\.5"):
+        Traffic("output", 2.5)
+    with pytest.raises(DtypeError, match="got 'bfloat16'"):
+        Product("output", 1, 2, 3, "bfloat16")
+    with pytest.raises(OptionError, match="direction must be one of forward, backward, decode; got 'sideways'"):
+        AttentionCore("sideways", 1, 1, 1, 1, 1, 1, 1, torch.float32)
+    with pytest.raises(OptionError, match="phase must be one of training, prefill, decode; got 'rest'"):
+        Work("rest", ())
+    with pytest.raises(OptionError, match="got cached=False with past 5"):
+        layer_work(LAYERS["grouped"], WORKLOADS["decode"], cached=False)
+    with pytest.raises(OptionError, match="got cached=True for a training step"):
+        layer_work(LAYERS["grouped"], WORKLOADS["training"], cached=True)
+    with pytest.raises(MaskError, match="a causal edge or a window"):
+        layer_work(LAYERS["grouped"], WORKLOADS["forward"], mask=Mask.lengths([3, 2, 7]))

@@ -1,0 +1,233 @@
+"""What `observe` gathers equals what the weights of eager attention say, family by family."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import polyhead
+from tests.integrations.huggingface import models
+from tests.integrations.huggingface.compare import BOUND, assert_same, result
+from tests.integrations.huggingface.models import BATCH, TOKENS
+from tests.observation.from_weights import Expected, assert_table, largest_logits
+
+FAMILIES = {family.name: family for family in models.FAMILIES}
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "phi3")
+ENCODERS = ("bert", "roberta", "electra", "distilbert", "modernbert")
+LENGTHS = torch.tensor([TOKENS, 17, 5])
+
+
+# Under float64 eager attention gives NaN for a row that sees no key, and hands it on to others.
+PADDED = torch.float32
+
+
+def padding(side, lengths=LENGTHS, size=TOKENS):
+    index = torch.arange(size)
+    real = index < lengths[:, None] if side == "right" else index >= size - lengths[:, None]
+    return real.long()
+
+
+def first_of(mask):
+    return mask.argmax(-1)
+
+
+def run(model, **inputs):
+    """The model under eager with its weights, and under observation."""
+    with torch.no_grad():
+        expected = model(**inputs, output_attentions=True)
+        with polyhead.observe(model) as session:
+            actual = model(**inputs)
+    return expected, actual, session.profile
+
+
+PADDINGS = ("holes", "right", "left")
+# Every family without padding and with two kinds of it; each kind with causal masks, windows, sinks and encoders.
+SIDES = [
+    (name, side)
+    for number, name in enumerate([*DECODERS, *ENCODERS])
+    for side in ("none", *PADDINGS)
+    if side != PADDINGS[number % 3]
+]
+
+
+@pytest.mark.parametrize(("name", "side"), SIDES)
+def test_self_attention(name, side):
+    model = models.build(FAMILIES[name], dtype=torch.float64 if side == "none" else PADDED)
+    mask = torch.ones(BATCH, TOKENS).long() if side == "none" else padding("right" if side == "holes" else side)
+    if side == "holes":
+        mask[0, 7] = mask[1, 11] = 0
+    given = {} if side == "none" else {"attention_mask": mask}
+    expected, actual, table = run(model, input_ids=models.tokens(), **given)
+    assert_same(result(actual), result(expected), mask.bool())
+    stack = Expected(sinks=name == "gpt_oss")
+    stack.add(expected.attentions, mask.bool(), first_of(mask))
+    assert_table(table, {"self": stack})
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["bart", "marian", "t5"])
+def test_encoder_decoder_and_cross_attention(name, side):
+    model = models.build(FAMILIES[name], dtype=torch.float64 if side == "none" else PADDED)
+    inputs = models.inputs(FAMILIES[name])
+    source, target = torch.ones(BATCH, TOKENS).long(), torch.ones(BATCH, 11).long()
+    if side != "none":
+        source, target = padding(side), padding(side, torch.tensor([11, 3, 7]), 11)
+        inputs |= {"attention_mask": source, "decoder_attention_mask": target}
+    expected, actual, table = run(model, **inputs)
+    assert_same(result(actual), result(expected), target.bool())
+    stacks = {"encoder": Expected(), "decoder": Expected(), "cross": Expected(cross=True)}
+    stacks["encoder"].add(expected.encoder_attentions, source.bool(), first_of(source))
+    stacks["decoder"].add(expected.decoder_attentions, target.bool(), first_of(target))
+    # A cross-attention has no order of its keys beyond the mask of its source: the first that it may see.
+    first = first_of(source) if side == "left" else torch.zeros(BATCH).long()
+    stacks["cross"].add(expected.cross_attentions, target.bool(), first)
+    assert_table(table, stacks)
+
+
+def test_whisper_tells_cross_attention_from_self_attention():
+    model = models.build(FAMILIES["whisper"])
+    target = padding("right", torch.tensor([11, 3, 7]), 11)
+    expected, _, table = run(model, **models.inputs(FAMILIES["whisper"]), decoder_attention_mask=target)
+    stacks = {"encoder": Expected(), "decoder": Expected(), "cross": Expected(cross=True)}
+    frames, zero = torch.ones(BATCH, 13, dtype=torch.bool), torch.zeros(BATCH).long()
+    stacks["encoder"].add(expected.encoder_attentions, frames, zero)
+    stacks["decoder"].add(expected.decoder_attentions, target.bool(), zero)
+    stacks["cross"].add(expected.cross_attentions, target.bool(), zero)
+    assert_table(table, stacks)
+    assert {site.kind for site in table.sites} == {"self", "cross"}
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "wav2vec2"])
+def test_vision_and_audio(name):
+    model = models.build(FAMILIES[name])
+    expected, actual, table = run(model, **models.inputs(FAMILIES[name]))
+    assert_same(result(actual), result(expected))
+    stack = Expected()
+    tokens = expected.attentions[0].shape[2]
+    stack.add(expected.attentions, torch.ones(BATCH, tokens, dtype=torch.bool), torch.zeros(BATCH).long())
+    assert_table(table, {"self": stack})
+
+
+def test_two_towers_are_two_stacks():
+    model = models.build(FAMILIES["clip"])
+    with torch.no_grad(), polyhead.observe(model) as session:
+        model(**models.inputs(FAMILIES["clip"]))
+    table = session.profile
+    towers = {site.stack.split(".")[0]: site.layer for site in table.sites}
+    assert towers == {"text_model": 1, "vision_model": 1}
+    assert set(table["tokens"].tolist()) == {BATCH * TOKENS, BATCH * 26}
+
+
+# Each family over one kind of cache; windows alone (mistral), and windows with sinks (gpt_oss), over both.
+CACHES = [
+    ("gpt2", None), ("llama", "static"), ("mistral", None), ("mistral", "static"), ("qwen2", None),
+    ("gemma2", "static"), ("gpt_oss", None), ("gpt_oss", "static"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "cache"), CACHES)
+def test_generation_counts_every_token_once(name, cache):
+    model = models.build(FAMILIES[name], dtype=PADDED)
+    mask, new = padding("left"), 9  # longer than the windows of 7
+    options = {
+        "input_ids": models.tokens(), "attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new,
+        "do_sample": False,
+    }  # fmt: skip
+    expected = model.generate(**options, output_attentions=True, return_dict_in_generate=True)
+    static = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    with polyhead.observe(model) as session:
+        generated = model.generate(**options, **static)
+    assert torch.equal(generated, expected.sequences)
+    stack = Expected(sinks=name == "gpt_oss")
+    for step, attentions in enumerate(expected.attentions):
+        real = mask.bool() if step == 0 else torch.ones(BATCH, 1, dtype=torch.bool)
+        stack.add(attentions, real, first_of(mask), TOKENS + step)
+    table = session.profile
+    assert set(table["tokens"].tolist()) == {int(mask.sum()) + BATCH * (new - 1)}
+    assert_table(table, {"self": stack})
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_generation_of_an_encoder_decoder(name):
+    model = models.build(FAMILIES[name])
+    mask, new = padding("right"), 5
+    options = {
+        "input_ids": models.tokens(), "attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new,
+        "do_sample": False, "num_beams": 1,
+    }  # fmt: skip
+    expected = model.generate(**options, output_attentions=True, return_dict_in_generate=True)
+    with polyhead.observe(model) as session:
+        generated = model.generate(**options)
+    assert torch.equal(generated, expected.sequences)
+    stacks = {"encoder": Expected(), "decoder": Expected(), "cross": Expected(cross=True)}
+    one, zero = torch.ones(BATCH, 1, dtype=torch.bool), torch.zeros(BATCH).long()
+    stacks["encoder"].add(expected.encoder_attentions, mask.bool(), zero)
+    for own, cross in zip(expected.decoder_attentions, expected.cross_attentions, strict=True):
+        stacks["decoder"].add(own, one, zero)
+        stacks["cross"].add(cross, one, zero)
+    assert_table(session.profile, stacks)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma2", "t5"])
+def test_largest_logit(name):
+    model = models.build(FAMILIES[name])
+    inputs, found = models.inputs(FAMILIES[name]), []
+    with torch.no_grad():
+        with largest_logits(found):
+            model(**inputs)
+        with polyhead.observe(model, statistics="max_logit") as session:
+            model(**inputs)
+    sites = {observed.site: observed for observed in session.observations.sites}
+    assert len(found) == len(sites)
+    for logits, (site, observed) in zip(found, sites.items(), strict=True):
+        computed = observed.compute()
+        rows = logits.transpose(0, 1).flatten(1)
+        size = float(rows.abs().max())
+        for column, value in (
+            ("max_logit", rows.mean(-1)),
+            ("max_logit_spread", rows.std(-1, correction=0)),
+            ("max_logit_max", rows.amax(-1)),
+        ):
+            torch.testing.assert_close(computed[column], value, rtol=0, atol=BOUND * size, msg=f"{site}: {column}")
+
+
+@pytest.mark.parametrize("form", ["booleans", "least numbers", "infinities", "one row of least numbers"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_mask_of_the_callers_own_tells_padding_as_well(name, form):
+    model, ids = models.build(FAMILIES[name], dtype=PADDED), models.tokens()
+    real = padding("right")
+    allowed = real[:, None, None, :].bool()
+    if name == "llama":
+        allowed = allowed & torch.ones(TOKENS, TOKENS).bool().tril()
+    elif not form.startswith("one row"):
+        allowed = allowed.expand(-1, -1, TOKENS, -1)
+    least = -torch.inf if form == "infinities" else torch.finfo(torch.float32).min
+    mask = allowed if form == "booleans" else torch.where(allowed, 0.0, least)
+    with torch.no_grad():
+        with polyhead.observe(model) as described:
+            model(input_ids=ids, attention_mask=real)
+        with polyhead.observe(model) as given:
+            model(input_ids=ids, attention_mask=mask)
+    one, other = described.profile, given.profile
+    assert one["tokens"].eq(int(real.sum())).all()
+    for column in one.columns:
+        torch.testing.assert_close(other[column], one[column], rtol=0, atol=BOUND * TOKENS, msg=column)
+
+
+def test_packed_rows_start_anew_in_every_document():
+    model = models.build(FAMILIES["llama"])
+    ids, ends = models.tokens(1), (0, 7, 18, TOKENS)
+    parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+    positions = torch.cat([torch.arange(part.stop - part.start) for part in parts])[None]
+    with torch.no_grad():
+        with polyhead.observe(model) as packed:
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+        with polyhead.observe(model) as apart:
+            for part in parts:
+                model(input_ids=ids[:, part])
+    one, other = packed.profile, apart.profile
+    assert one["tokens"].eq(TOKENS).all()
+    for name in one.columns:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=BOUND * TOKENS, msg=name)

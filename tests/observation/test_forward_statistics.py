@@ -1,0 +1,406 @@
+"""`session.statistics`: kept when requested, of one forward, released at the next, and never without a gradient."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import polyhead
+from polyhead import HeadId, Mask
+from polyhead.errors import GradientError, OptionError
+from polyhead.observation import AttentionMaps
+from tests.integrations.huggingface import models
+from tests.observation.entropy_from_weights import assert_close
+from tests.observation.test_session import assert_equal_tables, assert_same_trace, build, observed, trace_of
+
+BATCH, TOKENS, WIDTH, HEADS = 3, 11, 24, 4
+KEEP = {"statistics": "entropy", "keep_statistics": True}
+
+
+def noise(*shape: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Stack(nn.Module):
+    """Layers of ours, one of which may be called several times, fail, or call the whole model again."""
+
+    def __init__(self, *order: int, fails: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([polyhead.MultiHeadAttention(WIDTH, HEADS, causal=True) for _ in range(2)])
+        self.order = order or (0, 1)
+        self.fails = fails
+        self.repeats = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = x + self.layers[index](x).output
+            if self.fails:
+                raise ZeroDivisionError("in the middle")
+        if self.repeats:
+            self.repeats -= 1
+            x = self(x)
+        return x
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=61, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+# ---- where there is no gradient
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_numbers_can_be_read_and_a_loss_cannot(mode):
+    model = build()
+    with polyhead.observe(model, **KEEP) as session:
+        with mode():
+            model(input_ids=models.tokens())
+            mean = session.statistics.mean("entropy")
+            assert_close(mean, session.profile["entropy"])
+        with pytest.raises(GradientError, match=r"got entropy of 'model.layers.0.self_attn', which has none"):
+            session.statistics.mean("entropy")
+        with pytest.raises(GradientError, match=r"read it under torch.no_grad\(\)"):
+            _ = session.statistics["model.layers.1.self_attn"].entropy
+        assert session.statistics["model.layers.1.self_attn"].visible_keys.eq(torch.arange(1.0, 24)).all()
+
+
+def test_a_frozen_part_of_a_model_has_no_gradient_and_the_rest_has():
+    model = build()
+    for part in (model.model.embed_tokens, model.model.layers[0]):
+        part.requires_grad_(False)
+    with polyhead.observe(model, **KEEP) as session:
+        model(input_ids=models.tokens())
+        with pytest.raises(GradientError, match=r"layers\.0.*nothing before it requires a gradient"):
+            session.statistics.mean("entropy")
+        session.statistics["model.layers.1.self_attn"].mean("entropy").sum().backward()
+    assert model.model.layers[1].self_attn.q_proj.weight.grad.abs().max() > 0
+
+
+def test_gradients_reach_inputs_of_a_frozen_model():
+    layer, x = polyhead.MultiHeadAttention(WIDTH, HEADS).requires_grad_(False), noise(BATCH, TOKENS, WIDTH)
+    x.requires_grad_()
+    with polyhead.observe(layer, **KEEP) as session:
+        layer(x)
+        session.statistics.mean("entropy").sum().backward()
+    assert x.grad.abs().max() > 0
+
+
+# ---- when they are there, and when not
+
+
+def test_statistics_that_were_not_requested_are_refused():
+    model = Stack()
+    with polyhead.observe(model) as session:
+        model(noise(BATCH, TOKENS, WIDTH))
+        with pytest.raises(OptionError, match=r"only when requested.*observe\(model, keep_statistics=True\)"):
+            _ = session.statistics
+    with polyhead.observe(model, **KEEP) as session:
+        model(noise(BATCH, TOKENS, WIDTH))
+        rows = session.statistics["layers.0"]
+        with pytest.raises(OptionError, match=r"statistics of 'layers.0' are entropy, got 'reach'"):
+            _ = rows.reach
+        with pytest.raises(OptionError, match="got 'reach'"):
+            session.statistics.mean("reach")
+        with pytest.raises(OptionError, match="got 'entropie'"):
+            session.statistics.mean("entropie")
+        with pytest.raises(AttributeError, match="entropie"):
+            _ = rows.entropie
+        with pytest.raises(OptionError, match=r"got 'layers.7' for the sites \('layers.0', 'self'\)"):
+            _ = session.statistics["layers.7"]
+    for options, words in (({"statistics": False}, "got True with the statistics none"), ({}, "got 'yes'")):
+        with pytest.raises(OptionError, match=words):
+            polyhead.observe(model, keep_statistics=True if options else "yes", **options)
+
+
+class Saved:
+    """What autograd has saved for a backward, and how much of it is still held."""
+
+    class Box:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    def __init__(self) -> None:
+        self.boxes: list[weakref.ref[Saved.Box]] = []
+
+    def __enter__(self) -> Saved:
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda box: box.tensor)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.__exit__(*error)
+
+    def pack(self, tensor: torch.Tensor) -> Saved.Box:
+        box = Saved.Box(tensor.detach())  # an output that is saved would hold its own graph
+        self.boxes.append(weakref.ref(box))
+        return box
+
+    def held(self) -> int:
+        gc.collect()
+        return sum(box() is not None for box in self.boxes)
+
+
+@pytest.mark.parametrize("make", [Stack, llama])
+def test_the_graph_is_released_when_the_next_forward_begins_and_when_the_session_is_left(make):
+    model = make()
+    inputs = noise(BATCH, TOKENS, WIDTH) if make is Stack else models.tokens()
+    counts: list[int] = []
+    with polyhead.observe(model, **KEEP):
+        with Saved() as first:
+            model(inputs)
+        assert first.held() > 0  # the output is gone; the statistics hold the steps that lead to them
+        first_layer = next(module for module in model.modules() if "attention" in type(module).__name__.lower())
+        handle = first_layer.register_forward_pre_hook(lambda *given: counts.append(first.held()))
+        with Saved() as second:
+            model(inputs)
+        handle.remove()
+        assert counts[0] == 0
+        assert second.held() > 0
+    assert second.held() == 0
+
+
+def test_they_are_released_when_the_next_forward_begins():
+    model = Stack()
+    with polyhead.observe(model, **KEEP) as session:
+        model(noise(BATCH, TOKENS, WIDTH))
+        held, site = session.statistics, session.statistics["layers.0"]  # neither keeps the rows
+        (call,) = site.calls
+        rows = weakref.ref(site.entropy)
+        assert rows() is not None
+        model(noise(BATCH, TOKENS, WIDTH, seed=4))
+        gc.collect()
+        assert rows() is None
+        for old in (site, call, held["layers.1"]):
+            with pytest.raises(OptionError, match="released when the model's next forward begins"):
+                _ = old.entropy
+        with pytest.raises(OptionError, match="released"):
+            held.mean("entropy")
+        rows = weakref.ref(session.statistics["layers.0"].entropy)
+    gc.collect()
+    assert rows() is None
+    with pytest.raises(OptionError, match="released when the session was left: read them inside the `with` block"):
+        _ = session.statistics
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_forward_that_fails_leaves_nothing_to_read(error):
+    model, x = Stack(), noise(BATCH, TOKENS, WIDTH)
+    with polyhead.observe(model, **KEEP) as session:
+        with pytest.raises(OptionError, match="no forward of the model has ended yet"):
+            _ = session.statistics
+        model(x)
+        expected = session.statistics.mean("entropy").detach()
+
+        def fail(module: nn.Module, inputs: object, output: object) -> None:
+            raise error
+
+        handle = model.layers[0].register_forward_hook(fail)
+        with pytest.raises(error), Saved() as saved:
+            model(x)
+        handle.remove()
+        # Its rows are not held either, unless PyTorch was kept from calling the hooks of the model's end.
+        assert saved.held() == 0 or error is KeyboardInterrupt
+        with pytest.raises(OptionError, match="did not reach its end"):
+            _ = session.statistics
+        model(x)
+        assert torch.equal(session.statistics.mean("entropy"), expected)
+        assert all(len(rows.calls) == 1 for rows in session.statistics.values())
+
+
+def test_while_a_forward_runs_there_is_nothing_to_read():
+    model = Stack()
+    with polyhead.observe(model, **KEEP) as session:
+        handle = model.layers[1].register_forward_hook(lambda *given: session.statistics and None)
+        with pytest.raises(OptionError, match="did not reach its end"):
+            model(noise(BATCH, TOKENS, WIDTH))
+        handle.remove()
+
+
+def test_a_part_that_is_called_by_itself_is_no_forward_of_the_model():
+    model, x = Stack(), noise(BATCH, TOKENS, WIDTH)
+    with polyhead.observe(model, **KEEP) as session:
+        model(x)
+        for call in (lambda: model.layers[0](x), lambda: model.forward(x)):
+            call()
+            with pytest.raises(OptionError, match=r"'layers.\d' was called outside a forward of the observed model"):
+                _ = session.statistics
+            model(x)
+            assert len(session.statistics) == 2
+
+
+def test_a_model_that_calls_itself_is_refused():
+    model, x = Stack(), noise(BATCH, TOKENS, WIDTH)
+    with polyhead.observe(model, **KEEP) as session:
+        model.repeats = 1
+        model(x)
+        with pytest.raises(OptionError, match="called inside its own forward"):
+            _ = session.statistics
+        model.repeats = 1
+        handle = model.register_forward_hook(fail_outside)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        handle.remove()
+        with pytest.raises(OptionError, match="called inside its own forward"):
+            _ = session.statistics
+        model(x)
+        assert len(session.statistics) == 2
+
+
+def fail_outside(model: Stack, inputs: object, output: object) -> None:
+    """Raise at the end of the outer of two forwards."""
+    model.ends = getattr(model, "ends", 0) + 1
+    if model.ends == 2:
+        raise ZeroDivisionError
+
+
+def test_a_site_that_is_called_several_times_has_several_calls():
+    model = Stack(0, 1, 0, 0)
+    with polyhead.observe(model, **KEEP) as session:
+        model(noise(BATCH, TOKENS, WIDTH))
+        rows = session.statistics["layers.0"]
+        assert [len(x.calls) for x in session.statistics.values()] == [3, 1]
+        with pytest.raises(OptionError, match=r"'layers.0', which was called 3 times.*\.calls.*\.mean\(name\)"):
+            _ = rows.entropy
+        with pytest.raises(OptionError, match="called 3 times"):
+            _ = rows.tokens
+        each = torch.stack([call.entropy.mean((0, 2)) for call in rows.calls])
+        assert not torch.equal(each[0], each[1])
+        torch.testing.assert_close(rows.mean("entropy"), each.mean(0))
+        torch.testing.assert_close(rows.calls[2].mean("entropy"), each[2])
+        torch.testing.assert_close(session.statistics.mean("entropy").double().detach(), session.profile["entropy"])
+
+
+def test_generation_keeps_the_last_step():
+    model, ids = build(), models.tokens(length=7)
+    with torch.no_grad(), polyhead.observe(model, **KEEP) as session:
+        model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+        for rows in session.statistics.values():
+            assert rows.entropy.shape == (models.BATCH, 4, 1)
+            assert rows.visible_keys.eq(7 + 4).all()
+
+
+# ---- what is kept
+
+
+def test_rows_of_padding_are_there_and_do_not_count():
+    layer = polyhead.MultiHeadAttention(WIDTH, HEADS)
+    with polyhead.observe(layer, **KEEP) as session:
+        layer(noise(BATCH, TOKENS, WIDTH), mask=Mask.lengths([11, 4, 7]))
+        (rows,) = session.statistics.values()
+        assert rows.entropy.shape == rows.tokens.shape == (BATCH, HEADS, TOKENS)
+        assert rows.tokens.sum((0, 2)).eq(22).all()
+        torch.testing.assert_close(
+            rows.mean("entropy"), torch.stack([rows.entropy[:, head][rows.tokens[:, head]].mean() for head in range(4)])
+        )
+
+
+def test_a_head_without_tokens_is_nan_and_leaves_the_gradients_of_others_alone():
+    layer = polyhead.layers.variants.RoutedHeads(WIDTH, 8, top_k=1, causal=True)
+    with polyhead.observe(layer, **KEEP) as session:
+        layer(noise(1, 3, WIDTH))
+        mean = session.statistics.mean("entropy")
+        assert 0 < int(mean.isnan().sum()) < 8
+        mean.nanmean().backward()
+    assert layer.query_weight.grad.isfinite().all()
+    assert layer.query_weight.grad.abs().max() > 0
+
+
+def test_chosen_layers_and_heads_alone_are_kept():
+    model = build()
+    options = {"layers": [1], "heads": [HeadId(1, 2), HeadId(1, 0)]}
+    with polyhead.observe(model, **KEEP) as session:
+        model(input_ids=models.tokens())
+        whole = session.statistics["model.layers.1.self_attn"].entropy
+    with polyhead.observe(model, **KEEP, **options) as session:
+        model(input_ids=models.tokens())
+        ((key, rows),) = session.statistics.items()
+        assert key == ("model.layers.1.self_attn", "self")
+        assert rows.heads == (0, 2)
+        assert torch.equal(rows.entropy, whole[:, [0, 2]])
+        assert rows.tokens.shape == rows.entropy.shape
+        torch.testing.assert_close(session.statistics.mean("entropy").detach(), session.profile["entropy"])
+
+
+def test_a_module_that_attends_in_both_ways_is_named_with_its_kind():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = polyhead.MultiHeadAttention(WIDTH, HEADS)
+
+        def forward(self, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x).output, source).output
+
+    model = Both()
+    with polyhead.observe(model, statistics=("entropy", "reach"), keep_statistics=True) as session:
+        model(noise(BATCH, TOKENS, WIDTH), noise(BATCH, 5, WIDTH))
+        kept = session.statistics
+        assert list(kept) == [("layer", "self"), ("layer", "cross")]
+        assert "layer" in kept
+        assert ("layer", "cross") in kept
+        assert "other" not in kept
+        with pytest.raises(OptionError, match=r"\(path, kind\) where it attends in both ways; got 'layer'"):
+            _ = kept["layer"]
+        assert kept["layer", "cross"].visible_keys.eq(5).all()
+        kept["layer", "self"].mean("reach").sum().backward()
+        with pytest.raises(OptionError, match=r"of 'layer' are entropy, got 'reach'.*cross-attention has no positions"):
+            kept.mean("reach")
+
+
+def test_a_windowed_cache_and_a_hidden_key_are_corrected_as_in_the_table():
+    """A step behind the window has no first key in view; a bias of the least number hides keys that are counted."""
+    model = build("mistral")  # a window of 7
+    ids = models.tokens(length=9)
+    names = ("sink_mass", "entropy_share")
+    with torch.no_grad(), polyhead.observe(model, statistics=names, keep_statistics=True) as session:
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        before = session.profile["sink_mass"]
+        model(input_ids=ids[:, :1], past_key_values=cache)
+        assert session.statistics.mean("sink_mass").eq(0).all()
+        assert before.gt(0).all()
+    bert, mask = build("bert"), (torch.arange(models.TOKENS) < torch.tensor([[23], [9], [17]])).double()
+    bias = ((1 - mask) * torch.finfo(torch.float64).min)[:, None, None]
+    with torch.no_grad(), polyhead.observe(bert, statistics=names, keep_statistics=True) as session:
+        bert(input_ids=models.tokens(), attention_mask=bias)
+        for name in names:
+            assert_close(session.statistics.mean(name), session.profile[name], name)
+        rows = session.statistics["encoder.layer.0.attention.self"]
+        assert rows.visible_keys[1].eq(9).all()
+
+
+@pytest.mark.parametrize("gather", [(), (AttentionMaps(TOKENS),)])
+def test_keeping_changes_nothing_else(gather):
+    model, x = Stack(), noise(BATCH, TOKENS, WIDTH)
+    tables, outputs = [], []
+    before = trace_of(model)
+    for keep in (False, True):
+        with polyhead.observe(model, keep_statistics=keep, gather=gather) as session:
+            outputs.append(model(x))
+        tables.append(session.profile)
+        assert_same_trace(trace_of(model), before)
+    assert torch.equal(*outputs)
+    assert_equal_tables(*tables, bound=0)
+    assert repr(session) == "Session(Stack, 8 heads seen)"
+
+
+def test_a_session_that_is_entered_again_keeps_again():
+    model, ids = build(), models.tokens()
+    expected = observed(model, ids, statistics="entropy").profile["entropy"]
+    session = polyhead.observe(model, **KEEP)
+    for _ in range(2):
+        with session:
+            with pytest.raises(OptionError, match="got none"):
+                _ = session.statistics
+            model(input_ids=ids)
+            assert_close(session.statistics.mean("entropy").detach(), expected)
+    assert session.profile["tokens"].eq(2 * ids.numel()).all()

@@ -1,0 +1,411 @@
+"""Evidence equals what the materialised weights say, and any split of the documents equals one pass."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyhead
+from polyhead.errors import OptionError, ShapeError
+from polyhead.masks import Mask
+from polyhead.observation import Notes, role_evidence
+from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation.role_evidence_rows import COLUMNS, WINDOW
+from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, Meaning, rare_tokens
+from polyhead.observation.transformers_models import asking_modules
+from tests.integrations.huggingface import models
+from tests.waiting import waiting_is_an_error
+
+FAMILIES = {family.name: family for family in models.FAMILIES}
+SPECIAL, PUNCTUATION = 0, 5
+
+
+def classes_of(tokens: Tensor) -> Tensor:
+    """The first of a text is special, every seventh id punctuation."""
+    classes = torch.where(tokens % 7 == 0, PUNCTUATION, 2)
+    classes[:, 0] = SPECIAL
+    return classes
+
+
+def cut(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids that 3 divides go on with the word before; behind one that 7 divides a sentence begins; none is the first."""
+    words = (tokens % 3 != 0).cumsum(-1)
+    sentences = torch.nn.functional.pad(tokens % 7 == 0, (1, -1)).cumsum(-1)
+    words[:, 0] = sentences[:, 0] = -1
+    return words, sentences
+
+
+def expected_sums(
+    weights: Tensor,
+    visible: Tensor,
+    real: Tensor,
+    tokens: Tensor,
+    classes: Tensor,
+    rare: Tensor,
+    meaning: Tensor | None,
+) -> tuple[dict[str, list[float]], list[list[int]], list[int], list[float]]:
+    """Of one text, weights [heads, queries, keys], by plain loops over its pairs; the last head is chance."""
+    size = len(tokens)
+    rows = [i for i in range(size) if real[i] and visible[i].any()]
+    uniform = visible.double() / visible.sum(-1, keepdim=True).clamp_min(1)
+    weights = torch.cat([weights.double(), uniform[None]])
+    first = int(real.to(torch.uint8).argmax())
+    special, punctuation = classes == SPECIAL, classes == PUNCTUATION
+    sets = {
+        "special": special,
+        "punctuation": punctuation,
+        "delimiter": special | punctuation,
+        "rare": rare[tokens] & ~special,
+    }
+    distance = torch.arange(size) - torch.arange(size)[:, None]
+    same = (tokens[:, None] == tokens) & ~special & ~special[:, None] & ~torch.eye(size, dtype=torch.bool)
+    follows = torch.zeros_like(same)
+    follows[:, 1:] = same[:, :-1]
+    follows.fill_diagonal_(False)
+    keep = torch.zeros(size, 1)
+    keep[rows] = 1
+    # What no head's weights decide: how many keys a row sees, those far away, and the words and sentences asked about.
+    seen = visible.sum(-1).tolist()
+    far = visible & (distance.abs() > WINDOW)
+    far[:, first] = False
+    far_rows = sum(bool(far[i].any()) for i in rows)
+    pair_rows = {
+        name: sum(bool((pairs[i] & visible[i]).any()) for i in rows)
+        for name, pairs in (("duplicate", same), ("induction", follows))
+    }
+    inside: dict[str, list[tuple[int, Tensor]]] = {"word": [], "sentence": []}
+    for name, numbers in zip(inside, (x[0] for x in cut(tokens[None])), strict=True):
+        several = len(set(numbers[real & (numbers >= 0)].tolist())) > 1
+        for i in rows:
+            own = (numbers == numbers[i]) & real
+            if numbers[i] >= 0 and (own.sum() > 1 if name == "word" else several):
+                inside[name].append((i, own))
+    cosines, by_offset = [], []
+    if meaning is not None:
+        text = real & ~special
+        other = text[:, None] & text & (tokens[:, None] != tokens)
+        cosines = [vectors @ vectors.T for vectors in meaning[tokens].double().unbind(1)]
+        for offset in [*range(-NEAR, NEAR + 1), -size, size]:
+            at = distance == offset if abs(offset) <= NEAR else distance * offset > NEAR * size
+            if (at & other).any():
+                by_offset.append((at, [float(cosine[at & other].mean()) for cosine in cosines]))
+    sums: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    hits = []
+    for p in weights:
+        p = p * keep
+        found = dict.fromkeys(COLUMNS, 0.0)
+        found["rows"] = found["key_set_rows"] = len(rows)
+        for name, at in (("self", 0), ("previous", -1), ("next", 1)):
+            found[name] = float(p[distance == at].sum())
+        found["near"] = float(p[distance.abs() <= WINDOW].sum())
+        found["first"] = float(p[:, first].sum())
+        for name, chosen in sets.items():
+            found[name] = float(p[:, chosen].sum())
+        found["reach"] = float((p * distance.abs()).sum())
+        offsets = [0] * BINS
+        for i in rows:
+            if seen[i] > 1:
+                found["entropy_rows"] += 1
+                found["entropy_share"] += float(-torch.xlogy(p[i], p[i]).sum()) / math.log(seen[i])
+            top = int(p[i].argmax())
+            offsets[max(-NEAR - 1, min(NEAR + 1, top - i)) + NEAR + 1] += 1
+            found["far"] += bool(far[i, top]) and bool(p[i, top] > 0.5)
+        found["far_rows"] = far_rows
+        for name, count in pair_rows.items():
+            found[f"{name}_rows"] = count
+        for name, chosen in inside.items():
+            found[f"{name}_rows"] = len(chosen)
+            found[name] = sum(float(p[i][own].sum()) for i, own in chosen)
+        found["duplicate"], found["induction"] = float(p[same].sum()), float(p[follows].sum())
+        if meaning is not None:
+            found["different"] = float(p[other].sum())
+            apart = p * (distance != 0)
+            apart_shares = [(float(apart[at].sum() / apart.sum()), means) for at, means in by_offset]
+            for index, name in enumerate(("alike", "shuffled", "reshuffled")):
+                found[name] = float((p * cosines[index])[other].sum())
+                mean = sum(share * means[index] for share, means in apart_shares)
+                found[f"{name}_expected"] = mean * found["different"]
+        for name in COLUMNS:
+            sums[name].append(found[name])
+        hits.append(offsets)
+    shares = [
+        1 - (1 - 1 / n) / (2 * float(torch.tensor(n).double().log())) for n in visible[rows].sum(-1).tolist() if n > 1
+    ]
+    sums["entropy_share"][-1] = sum(shares)
+    for name in COLUMNS[COLUMNS.index("alike") : COLUMNS.index("word")]:
+        sums[name][-1] = 0.0  # chance is not asked what it means
+    bins = (distance.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1)[rows]
+    available = [int((visible[rows] & (bins == index)).sum()) for index in range(BINS)]
+    chance = [float(uniform[rows][bins == index].sum()) for index in range(BINS)]
+    return sums, hits[:-1], available, chance
+
+
+def assert_evidence(found: HeadEvidence, expected: list, bound: float) -> None:
+    for index, (sums, hits, available, chance) in enumerate(expected):
+        for name in COLUMNS:
+            actual, wanted = found.column(name)[index].tolist(), sums[name]
+            for head, (one, other) in enumerate(zip(actual, wanted, strict=True)):
+                assert abs(one - other) <= bound * max(1.0, sums["rows"][0]), (index, name, head, one, other)
+                if name == "rows" or name.endswith("_rows"):
+                    assert one == other, (index, name, head)
+        assert found.hits[index].tolist() == hits
+        assert found.available[index].tolist() == available
+        assert found.chance[index].tolist() == pytest.approx(chance, abs=bound * sums["rows"][0])
+
+
+@pytest.mark.parametrize(
+    ("side", "known"),
+    [("none", "nothing"), ("none", "statistics"), ("left", "meaning"), ("right", "meaning"), ("right", "statistics")],
+)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_evidence_equals_the_weights_of_eager_attention(name: str, side: str, known: str) -> None:
+    model = models.build(FAMILIES[name], dtype=torch.float32)
+    tokens = models.tokens() % 19 + 3  # few different ones, so that some occur again
+    size = tokens.shape[1]
+    lengths = torch.tensor([size, 17, 11]) if side != "none" else torch.tensor([size] * 3)
+    place = torch.arange(size)
+    real = place >= size - lengths[:, None] if side == "left" else place < lengths[:, None]
+    classes = classes_of(tokens)
+    rare = rare_tokens(torch.bincount(tokens.flatten(), minlength=models.VOCABULARY), 0.2)
+    meaning = Meaning.of(model.get_input_embeddings().weight, dims=7) if known == "meaning" else None
+    gatherer = EvidenceGatherer(rare=rare, meaning=meaning, segments=cut)
+    with torch.no_grad():
+        eager = model(input_ids=tokens, attention_mask=real.long(), output_attentions=True)
+        with polyhead.observe(model, statistics=None if known == "statistics" else False, gather=[gatherer]) as session:
+            session.notes = Notes(documents=torch.tensor([4, 0, 9]), tokens=tokens, classes=classes)
+            model(input_ids=tokens, attention_mask=real.long(), use_cache=False)
+    visible = real[:, None, :] & (place <= place[:, None] if name == "llama" else torch.ones(size, size).bool())
+    assert len(session.observations.gathered) == 2
+    for (_, values), weights in zip(session.observations.gathered.items(), eager.attentions, strict=True):
+        found = values["evidence"]
+        assert found.documents.tolist() == [0, 4, 9]
+        expected = [
+            expected_sums(weights[b], visible[b], real[b], tokens[b], classes[b], rare, meaning and meaning.vectors)
+            for b in (1, 0, 2)
+        ]
+        assert_evidence(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_what_all_layers_of_a_stack_see_is_measured_once_and_is_the_same_bit_for_bit(padded: bool, monkeypatch) -> None:
+    """T5 joins a mask and a bias anew in every layer; encoder and decoder see different keys."""
+    model = models.build(FAMILIES["t5"], dtype=torch.float32)
+    tokens = models.tokens() % 19 + 3
+    real = torch.arange(tokens.shape[1]) < torch.tensor([tokens.shape[1], 17 if padded else 24, 24])[:, None]
+    notes = Notes(documents=torch.arange(3), tokens=tokens, classes=classes_of(tokens))
+
+    def gathered() -> tuple[int, list[dict[str, Tensor]]]:
+        made: list[object] = []
+        true = role_evidence.ground
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(role_evidence, "ground", lambda *given: made.append(given) or true(*given))
+            with polyhead.observe(model, statistics=False, gather=[EvidenceGatherer(segments=cut)]) as session:
+                session.notes = notes
+                masks = {"attention_mask": real.long(), "decoder_attention_mask": real.long()}
+                model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False, **masks)
+        values = session.observations.gathered.values()
+        return len(made), [x["evidence"].state() for x in values if "evidence" in x]
+
+    count, found = gathered()
+    monkeypatch.setattr(role_evidence, "_same_keys", lambda *_: False)
+    count_apart, apart = gathered()
+    assert (count, count_apart) == (2, 4)
+    assert len(found) == len(apart) == 4
+    for one, other in zip(found, apart, strict=True):
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+def test_masks_with_other_parts_show_other_keys() -> None:
+    same, bias = role_evidence._same_keys, torch.randn(1, 2, 5, 5)
+    dense, lengths, packed = Mask.dense(torch.ones(5, 5).bool().tril()), Mask.lengths([5]), Mask.documents([0] * 5)
+    placed = Mask.positions(torch.arange(5), torch.arange(5))
+    masks = [None, Mask.causal(), Mask.window(3), Mask.window(3, sinks=1), Mask.bias(bias), Mask.bias(bias.clone())]
+    masks += [Mask.relative(torch.zeros(2, 3), 1), Mask.relative(torch.zeros(2, 3), 1)]
+    masks += [dense, lengths, Mask.lengths([5]), packed, placed, Mask.causal() & lengths, lengths & packed]
+    for one, other in itertools.product(masks, masks):
+        assert same(one, other) == (one is other), (one, other)
+    for one, other in ((lengths, Mask.bias(bias)), (Mask.causal(), dense), (placed, packed)):
+        assert same(one & other, one & other)
+
+
+def attended_layer(causal: bool = True) -> polyhead.MultiHeadAttention:
+    torch.manual_seed(3)
+    layer = polyhead.MultiHeadAttention(24, 3, num_kv_heads=1, causal=causal).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(3)
+    return layer
+
+
+def drawn_tokens(batch: int, size: int, vocabulary: int = 31) -> Tensor:
+    return torch.randint(vocabulary, (batch, size), generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_far_offsets_and_many_keys(causal: bool) -> None:
+    layer, tokens = attended_layer(causal), drawn_tokens(2, 149, 199)
+    stream = torch.randn(199, 24, dtype=torch.float64)[tokens] + torch.randn(149, 24, dtype=torch.float64)
+    meaning = Meaning.of(torch.randn(199, 24), dims=11)
+    rare = rare_tokens(torch.bincount(tokens.flatten(), minlength=199))
+    gatherer = EvidenceGatherer(rare=rare, meaning=meaning, segments=cut)
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[gatherer]) as session:
+        session.notes = Notes(documents=torch.arange(2), tokens=tokens, classes=classes_of(tokens))
+        weights = layer(stream, weights=True).weights
+    ((_, values),) = session.observations.gathered.items()
+    visible = torch.ones(149, 149).bool()
+    visible = visible.tril() if causal else visible
+    every = torch.ones(149).bool()
+    expected = [
+        expected_sums(weights[b], visible, every, tokens[b], classes_of(tokens)[b], rare, meaning.vectors)
+        for b in range(2)
+    ]
+    assert values["evidence"].hits[..., 0].sum() > 0
+    assert_evidence(values["evidence"], expected, 1e-6)
+
+
+def test_of_many_occurrences_the_nearest_count() -> None:
+    layer = attended_layer()
+    tokens = torch.full((1, 29), 3)
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[EvidenceGatherer()]) as session:
+        session.notes = Notes(documents=torch.zeros(1, dtype=torch.int64), tokens=tokens)
+        weights = layer(torch.randn(1, 29, 24, dtype=torch.float64), weights=True).weights
+    ((_, values),) = session.observations.gathered.items()
+    found = values["evidence"]
+    distance = torch.arange(29)[:, None] - torch.arange(29)
+    nearest = (distance > 0) & (distance <= NEAREST)
+    torch.testing.assert_close(found.column("duplicate")[0, :-1], (weights[0] * nearest).sum((1, 2)))
+    assert found.column("duplicate_rows")[0].tolist() == [28.0] * 4
+
+
+def run_in_parts(parts: list[Tensor], texts: Tensor, tokens: Tensor, documents: Tensor) -> HeadEvidence:
+    layer = attended_layer()
+    gatherer = EvidenceGatherer(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, most_documents=5)
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[gatherer]) as session:
+        for part in parts:
+            session.notes = Notes(documents=documents[part], tokens=tokens[part], classes=classes_of(tokens[part]))
+            layer(texts[part])
+    ((_, values),) = session.observations.gathered.items()
+    return values["evidence"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_split_merged_in_any_order_equals_one_pass(seed: int) -> None:
+    tokens = drawn_tokens(11, 19)
+    texts = torch.randn(11, 19, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    documents = torch.tensor([0, 1, 1, 2, 3, 3, 3, 6, 8, 9, 12])  # modulo 5 there are five
+    order = random.Random(seed)
+    whole = run_in_parts([torch.arange(11)], texts, tokens, documents)
+    shuffled = list(range(11))
+    order.shuffle(shuffled)
+    cuts = sorted(order.sample(range(1, 11), 3))
+    parts = [torch.tensor(shuffled[a:b]) for a, b in itertools.pairwise([0, *cuts, 11])]
+    waiting = [run_in_parts([part], texts, tokens, documents) for part in parts]
+    while len(waiting) > 1:
+        order.shuffle(waiting)
+        waiting.append(waiting.pop().merge(waiting.pop()))
+    for found in (waiting[0], run_in_parts(parts, texts, tokens, documents)):
+        assert found.documents.tolist() == whole.documents.tolist() == [0, 1, 2, 3, 4]
+        for name in ("hits", "available"):
+            assert torch.equal(getattr(found, name), getattr(whole, name))
+        for name in ("sums", "chance"):
+            torch.testing.assert_close(getattr(found, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_goes_through_a_file_and_back(tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    found = run_in_parts([torch.arange(3)], torch.randn(3, 19, 24).double(), drawn_tokens(3, 19), torch.arange(3))
+    save_file({name: x.contiguous() for name, x in found.state().items()}, tmp_path / "evidence.safetensors")
+    empty = HeadEvidence.empty(found.gatherer, found.site, torch.device("cpu"))
+    back = empty.with_state(load_file(tmp_path / "evidence.safetensors"))
+    for name, tensor in found.state().items():
+        assert torch.equal(back.state()[name], tensor)
+    with pytest.raises(OptionError, match="saved evidence must hold"):
+        empty.with_state({})
+
+
+def observed(notes: Notes, **given: Tensor) -> None:
+    layer = attended_layer()
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[EvidenceGatherer()]) as session:
+        session.notes = notes
+        layer(torch.randn(2, 7, 24, dtype=torch.float64), **given)
+
+
+def test_what_cannot_be_told_is_refused() -> None:
+    with pytest.raises(OptionError, match="which document each of the 2 texts is from"):
+        observed(Notes())
+    with pytest.raises(ShapeError, match=r"notes must name every token, here \[2, 7\], got \[2, 5\]"):
+        observed(Notes(documents=torch.arange(2), tokens=torch.zeros(2, 5, dtype=torch.int64)))
+    tokens = torch.zeros(2, 7, dtype=torch.int64)
+    with pytest.raises(ShapeError, match="every token has a class"):
+        observed(Notes(documents=torch.arange(2), tokens=tokens, classes=tokens[:, :5]))
+    with pytest.raises(OptionError, match="two documents at least"):
+        EvidenceGatherer(most_documents=1)
+    with pytest.raises(ShapeError, match="rare must be boolean"):
+        EvidenceGatherer(rare=torch.ones(3))
+    one, other = (HeadEvidence.empty(EvidenceGatherer(most_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
+    with pytest.raises(OptionError, match="one bound on its documents can be merged, got 3 and 5"):
+        one.merge(other)
+
+
+SITE = polyhead.observation.AttentionSite("layer", "self", "layer", 0, 2)
+
+
+def test_a_call_that_goes_on_from_a_cache_and_a_cross_attention_have_no_evidence() -> None:
+    model = models.build(FAMILIES["llama"], dtype=torch.float32)
+    with torch.no_grad(), polyhead.observe(model, statistics=False, gather=[EvidenceGatherer()]) as session:
+        session.notes = Notes(documents=torch.arange(3))
+        cache = model(input_ids=models.tokens(), use_cache=True).past_key_values
+        with pytest.raises(OptionError, match="1 queries over 24 keys"):
+            model(input_ids=models.tokens()[:, :1], past_key_values=cache)
+    cross = polyhead.observation.AttentionSite("layer", "cross", "layer", 0, 2)
+    assert EvidenceGatherer().empty(cross, torch.device("cpu")) is None
+
+
+def test_the_rarest_tokens_make_up_no_more_than_their_share() -> None:
+    counts = torch.tensor([5, 0, 90, 1, 4])
+    assert rare_tokens(counts, 0.06).tolist() == [False, True, False, True, True]
+    with pytest.raises(OptionError, match="between 0 and 1"):
+        rare_tokens(counts, 1.5)
+
+
+def guarded(forward):
+    def run(*positional, **keywords):
+        with waiting_is_an_error():
+            return forward(*positional, **keywords)
+
+    return run
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    model = models.build(FAMILIES["llama"], dtype=torch.float32).cuda()
+    tokens = models.tokens()
+    gatherer = EvidenceGatherer(
+        rare=torch.zeros(models.VOCABULARY).bool(), meaning=Meaning.of(model.get_input_embeddings().weight, dims=7)
+    )
+    given = tokens.cuda()
+    with torch.no_grad(), polyhead.observe(model, statistics=False, gather=[gatherer]) as session:
+        for number in range(2):
+            session.notes = Notes(documents=torch.arange(3) + number, tokens=tokens, classes=classes_of(tokens))
+            model(input_ids=given, use_cache=False)
+            if number == 0:  # the kernels are compiled; transformers itself waits where it makes its mask
+                for module in asking_modules(model):
+                    module.forward = guarded(module.forward)
+    for module in asking_modules(model):
+        del module.forward
+    on_cpu = model.cpu()
+    with torch.no_grad(), polyhead.observe(on_cpu, statistics=False, gather=[gatherer]) as again:
+        for number in range(2):
+            again.notes = Notes(documents=torch.arange(3) + number, tokens=tokens, classes=classes_of(tokens))
+            on_cpu(input_ids=tokens, use_cache=False)
+    for site, values in session.observations.gathered.items():
+        expected = again.observations.gathered[site]["evidence"]
+        torch.testing.assert_close(values["evidence"].sums.cpu(), expected.sums, rtol=1e-4, atol=1e-4)
+        assert torch.equal(values["evidence"].available.cpu(), expected.available)

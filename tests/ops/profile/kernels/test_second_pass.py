@@ -1,0 +1,371 @@
+"""The kernels of the profile, in Triton's interpreter and on a GPU, against all the weights at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from polyhead.ops.profile.api import profile
+from polyhead.ops.profile.request import BlockMap
+from tests.ops.interpreter.interpreted import in_the_interpreter
+from tests.ops.oracle import Scene, Who, normal
+from tests.ops.profile.oracle import Question, assert_right, moved
+from tests.two_dtypes import DTYPES, in_two_dtypes
+
+
+def scene_of(
+    batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int, who: Who | None = None, **options: Any
+) -> Scene:
+    return Scene(
+        normal(batch, heads, queries, dim, seed=1),
+        normal(batch, kv_heads, keys, dim, seed=2),
+        normal(batch, kv_heads, keys, 2, seed=3),
+        who=who or Who(),
+        **options,
+    )
+
+
+DOCUMENTS = ((0,) * 9 + (1,) * 17 + (-1,) * 2 + (2,) * 11, (3,) * 20 + (0,) * 19)
+SCENES = {
+    "all": lambda: scene_of(2, 2, 1, 37, 53, 24),
+    "causal": lambda: scene_of(1, 3, 1, 53, 53, 16, Who(causal=True)),
+    "window": lambda: scene_of(1, 2, 2, 61, 61, 8, Who(causal=True, left=19, first=3)),
+    "window both ways": lambda: scene_of(2, 2, 1, 47, 67, 16, Who(left=21, right=23)),
+    "lengths": lambda: scene_of(2, 2, 1, 41, 41, 16, Who(causal=True, key_lengths=(41, 13))),
+    "left padding": lambda: scene_of(2, 2, 1, 41, 41, 16, Who(left=5, first=2, key_lengths=(23, 0), side="left")),
+    "documents": lambda: scene_of(2, 2, 1, 39, 39, 16, Who(causal=True, query_documents=DOCUMENTS)),
+    "dense, bias and table": lambda: scene_of(
+        2, 2, 1, 19, 37, 16, Who(dense=normal(1, 2, 19, 37, seed=5) < 0.8),
+        bias=normal(2, 1, 1, 37, seed=6), table=normal(2, 11, seed=7), zero=5,
+    ),
+    "softcap, sinks and scales": lambda: scene_of(
+        1, 4, 2, 29, 29, 40, Who(causal=True), softcap=2.5, sinks=normal(4, seed=8),
+        scale=normal(4, seed=9) * torch.tensor([1.0, 1, 0, 1]),
+    ),
+}  # fmt: skip
+BY_RESOLUTION = {"block_map": BlockMap(resolution=(4, 4))}
+COLUMNS: tuple[dict[str, Any], ...] = (
+    {"received": True, "received_by_group": True},
+    {"received": True, "block_map": BlockMap(block=(16, 16))},
+    {"received": True, "block_map": BlockMap(block=(4, 8), pool="max")},
+    {"block_map": BlockMap(block=(32, 48), pool="mean")},
+    {"received": True, "block_map": BlockMap(block=(7, 4))},
+    {"received": True, "block_map": BlockMap(block=(20, 40))},
+    {"block_map": BlockMap(block=(4, 5), pool="max")},
+    {"block_map": BlockMap(block=(5, 3))},
+    BY_RESOLUTION,
+    {"offsets": True},
+)
+ROWS: tuple[dict[str, Any], ...] = (
+    {"argmax": True, "received": True, "block_map": BlockMap(block=(8, 20))},
+    {"topk": 1, "offsets": True},
+    {"topk": 5, "key_set": [0, 3, 17]},
+    {"topk": 16, "argmax": True, "block_map": BlockMap(block=(16, 7), pool="max"), "received": True, "offsets": True},
+    {"head_pairs": [(0, 1), (1, 0), (1, 1)]},
+)
+PLACES = (16, 16), (16, 32), (32, 32)
+
+
+@contextmanager
+def tiles(rows: int, columns: int) -> Iterator[None]:
+    """Kernels cut into small tiles, and fresh memory that holds NaN."""
+    from polyhead.ops.common.kernels.resources import Blocks
+    from polyhead.ops.profile.kernels import divergence, second_pass
+
+    modules = (second_pass, divergence)
+    kept = [module.tiles_for for module in modules]
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        fresh = empty(*args, **kwargs)
+        return fresh.fill_(torch.nan if fresh.is_floating_point() else -77)
+
+    for module in modules:
+        module.tiles_for = lambda *args, **kwargs: Blocks(rows, columns, 4, 1)
+    torch.empty = poisoned
+    try:
+        yield
+    finally:
+        torch.empty = empty
+        for module, function in zip(modules, kept, strict=True):
+            module.tiles_for = function
+
+
+def check_in_interpreter(dtype: torch.dtype, names: list[str], step: int) -> None:
+    """Each `step`-th question to each kind of mask, in three sizes of tiles, every other one about a window."""
+    turn = 0
+    for first, name in enumerate(names):
+        scene = SCENES[name]()
+        _, _, queries, keys = scene.sizes
+        for options in (*COLUMNS, *ROWS)[first % step :: step]:
+            turn += 1
+            rows, columns = ((5, queries - 3), (3, keys - 5)) if turn % 2 else ((0, queries), (0, keys))
+            with tiles(*PLACES[turn % len(PLACES)]):
+                Question(scene, rows, columns, options).check(dtype, "fused")
+
+
+def check_generated(examples: int) -> None:
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+
+    from polyhead.errors import BackendUnsupported
+    from tests.ops.profile.oracle import questions
+
+    served, refused = 0, []
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(questions(), st.sampled_from(PLACES), st.sampled_from([torch.float32, torch.float16]))
+    def check(question: Question, place: tuple[int, int], dtype: torch.dtype) -> None:
+        nonlocal served
+        try:
+            with tiles(*place):
+                question.check(dtype, "fused")
+        except BackendUnsupported as unsupported:
+            refused.extend(unsupported.reasons)
+            return
+        served += 1
+
+    check()
+    assert served > examples // 2
+    assert all("states positions" in reason for reason in refused)
+
+
+def check_walks_agree(device: str) -> None:
+    """Received weight and map from the walk along the rows, by atomics, and from that down the columns."""
+    from polyhead.ops.common.kernel_masks import pack
+    from polyhead.ops.common.visibility import resolve
+    from polyhead.ops.profile.kernels.prepare import prepare
+    from polyhead.ops.profile.kernels.second_pass import walk
+
+    scene = SCENES["window"]().to(torch.float32)
+    _, heads, queries, keys = scene.sizes
+    query, key = scene.query.to(device), scene.key.to(device)
+    visibility = resolve(scene.mask, batch=1, heads=heads, queries=queries, keys=keys, device=query.device)
+    lse = scene.run("reference").logsumexp.to(device)
+    problem = prepare(query, key, lse, 0.3, None, (0, queries), (0, keys))
+    mask = pack(visibility, for_columns=True)
+    options = {"received": True, "block": (16, 20), "offsets": True}
+    rows, columns = (walk(problem, mask, by_columns=by_columns, **options) for by_columns in (False, True))
+    assert rows.keys() == columns.keys() == {"received", "block_map", "offsets"}
+    for name, x in rows.items():
+        torch.testing.assert_close(x, columns[name], atol=1e-5, rtol=1e-5)
+
+
+# Each with the window of rows and columns that is looked at.
+FAR = {
+    "all": (lambda: scene_of(1, 2, 1, 331, 331, 16), (0, 331), (0, 331)),
+    "causal": (lambda: scene_of(1, 1, 1, 331, 331, 16, Who(causal=True)), (7, 331), (0, 307)),
+    "one tile": (lambda: scene_of(2, 2, 1, 37, 53, 24), (5, 34), (3, 48)),
+    "more keys": (lambda: scene_of(1, 1, 1, 97, 571, 16, Who(causal=True)), (5, 94), (23, 566)),
+    "window both ways": (lambda: scene_of(1, 1, 1, 251, 389, 16, Who(left=150, right=90)), (0, 251), (0, 389)),
+    "lengths": (lambda: scene_of(2, 1, 1, 211, 211, 16, Who(causal=True, key_lengths=(211, 83))), (0, 211), (0, 211)),
+}
+
+
+def check_far_offsets(names: list[str], whole: tuple[int, int], piece: tuple[int, int]) -> None:
+    """Rows long enough for bins of many offsets, where tiles lie within one bin, along an edge and across several."""
+    from polyhead.ops.common.kernels.resources import Blocks
+    from polyhead.ops.profile.kernels import second_pass
+
+    for name in names:
+        scene, rows, columns = FAR[name]
+        with tiles(*piece):
+            second_pass.tiles_for = lambda *args, busy=False, **kwargs: Blocks(*(piece if busy else whole), 4, 1)
+            question = Question(scene(), rows, columns, {"offsets": True, "received": True, "block_map": (64, 64)})
+            question.check(torch.float32, "fused")
+
+
+def check_bins() -> None:
+    """The number of a bin and its end, for every offset near an edge, against the bins that users are told."""
+    from polyhead.ops.profile.request import offset_bins
+    from tests.ops.profile.kernels.offset_bins import bins_kernel
+
+    edges = [64 << k for k in range(25)]
+    near = [edge + step for edge in edges for step in range(-3, 4) if edge + step < 1 << 30]
+    offset = torch.tensor(sorted({*range(-200, 201), *near, *(-x for x in near)}), dtype=torch.int32)
+    number, end = torch.empty_like(offset), torch.empty_like(offset)
+    bins_kernel[(-(-len(offset) // 256),)](offset, number, end, len(offset), BLOCK=256)
+    bins = offset_bins()
+    exact = [next(i for i, (low, high) in enumerate(bins.tolist()) if low <= x <= high) for x in offset.tolist()]
+    assert number.tolist() == exact
+    assert end.tolist() == [int(bins[i, 1]) for i in exact]
+
+
+def check_ties_and_strides(device: str) -> None:
+    query = torch.ones(1, 1, 2, 1, device=device)
+    key = torch.tensor([0.0, 2, 1, 2, 2, 0, 1, 2, 2, 1] * 4, device=device).view(1, 1, 40, 1)
+    lse = (query @ key.mT).logsumexp(-1)
+    found = profile(query, key, lse, scale=1.0, argmax=True, topk=16, backend="fused")
+    assert found.argmax.tolist() == [[[1, 1]]]
+    assert found.top_keys[0, 0, 0].tolist() == [1, 3, 4, 7, 8, 11, 13, 14, 17, 18, 21, 23, 24, 27, 28, 31]
+
+    wide = torch.randn(33, 2, 3, 4, 24, device=device)
+    query = wide[:, :, 0].permute(1, 2, 0, 3)
+    key = wide[:, :, 1, ::2].permute(1, 2, 0, 3)
+    turned = torch.randn(2, 4, 24, 33, device=device).mT  # the last axis does not lie together
+    for q in (query, turned):
+        lse = (q @ key.repeat_interleave(2, 1).mT * 24**-0.5).logsumexp(-1)
+        strided = lse.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+        ours = profile(q, key, strided, received=True, argmax=True, backend="fused")
+        plain = profile(q, key, lse, received=True, argmax=True, backend="blockwise")
+        torch.testing.assert_close(ours.received, plain.received, atol=1e-5, rtol=1e-5)
+        assert ours.argmax.equal(plain.argmax)
+
+
+def check_hidden_values(device: str, dtype: torch.dtype) -> None:
+    """NaN and Inf in padding reach nothing; logits of 1e4 keep their column sums."""
+    from polyhead import Mask
+
+    drawn = torch.Generator().manual_seed(7)  # of the size that is asked for below, whatever was drawn before
+    query, key = (torch.randn(1, heads, 40, 16, generator=drawn).to(device) for heads in (2, 1))
+    query[:, :, 33:], key[:, :, 33:] = torch.nan, torch.inf
+    query, key = query.to(dtype), key.to(dtype)
+    logits = query[:, :, :33].float() @ key[:, :, :33].float().mT / 4
+    lse = torch.cat([logits.logsumexp(-1), torch.full((1, 2, 7), -torch.inf, device=device)], -1)
+    options: dict[str, Any] = {"received": True, "block_map": (16, 16), "argmax": True, "topk": 2}
+    for mask in (Mask.lengths([33]), Mask.lengths([33]) & Mask.window(left=50)):
+        for wanted in ({"received": True, "block_map": (16, 16), "offsets": True}, options):
+            found = profile(query, key, lse, mask=mask, backend="fused", **wanted)
+            assert found.received.isfinite().all()
+            assert found.block_map.isfinite().all()
+            torch.testing.assert_close(found.received.sum(-1), torch.full_like(lse[..., 0], 33.0))
+    assert (found.argmax[..., 33:] == -1).all()
+
+    # Numbers of few bits, whose products float32 adds exactly: what is left is the error of the weights.
+    query, key = (x[:, :, :33].bfloat16().to(dtype) for x in (query, key))
+    query, key = query * 128, key * 4
+    exact = query.double() @ key.double().mT * 0.9
+    assert 3e3 < float(exact.abs().max()) < 1e4
+    lse = exact.logsumexp(-1).float()
+    sums = (exact - exact.logsumexp(-1, keepdim=True)).exp().sum(2)
+    found = profile(query, key, lse, scale=0.9, received=True, backend="fused")
+    # The log-sum-exp itself, rounded to float32, takes up to the half of this.
+    assert ((found.received.double() - sums).abs() / sums.clamp_min(1)).max() < 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 3), (torch.float16, 5)])
+@pytest.mark.parametrize("names", [list(SCENES)[:3], list(SCENES)[3:6], list(SCENES)[6:]], ids=", ".join)
+def test_every_flag_on_every_kind_of_mask(dtype: torch.dtype, step: int, names: list[str]) -> None:
+    in_the_interpreter(check_in_interpreter, dtype, names, step)
+
+
+@pytest.mark.parametrize(
+    ("names", "whole", "piece"),
+    [
+        (["all", "more keys"], (64, 64), (32, 64)),
+        (["causal", "window both ways", "lengths"], (32, 64), (32, 32)),
+        (["one tile"], (128, 128), (64, 64)),
+    ],
+)
+def test_offsets_far_and_near(names: list[str], whole: tuple[int, int], piece: tuple[int, int]) -> None:
+    in_the_interpreter(check_far_offsets, names, whole, piece)
+
+
+def test_bins_end_where_the_next_begins() -> None:
+    in_the_interpreter(check_bins)
+
+
+def test_any_profile_of_any_scene() -> None:
+    in_the_interpreter(check_generated, 25)
+
+
+def test_both_walks_agree_ties_go_low_any_strides_are_read_and_nothing_hidden_leaks() -> None:
+    in_the_interpreter(check_walks_agree, "cpu")
+    in_the_interpreter(check_ties_and_strides, "cpu")
+    for dtype in (torch.float32, torch.float16):
+        in_the_interpreter(check_hidden_values, "cpu", dtype)
+
+
+# ---- on a GPU, at the tile sizes that a user gets
+
+
+def on_gpu(question: Question, dtype: torch.dtype) -> None:
+    question = replace(question, scene=question.scene.on("cuda"))
+    scene = question.scene.to(dtype)
+    home = scene.query.device
+    lse = scene.run("reference", home.type).logsumexp.cuda()
+    scale = scene.scale.cuda() if isinstance(scene.scale, torch.Tensor) else scene.scale
+    found = profile(
+        scene.query.cuda(),
+        scene.key.cuda(),
+        lse,
+        mask=None if scene.mask is None else scene.mask.to("cuda"),
+        scale=scale,
+        softcap=scene.softcap,
+        rows=question.rows,
+        columns=question.columns,
+        **question.options,
+    )
+    assert found.backend == "fused"
+    assert_right(moved(found, home), question, 1e-4)
+
+
+def windows(queries: int, keys: int, kind: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Two windows of rows and columns; unless they are mixed, one compiled kernel serves both."""
+    whole, odd = ((0, queries), (0, keys)), ((5, queries - 3), (3, keys - 5))
+    return {
+        "mixed": [whole, odd],
+        "16 divides both starts": [whole, ((16, queries), (16, keys - 6))],
+        "16 divides no start": [((5, queries - 2), (3, keys - 6)), ((3, queries), (5, keys))],
+    }[kind]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(SCENES))
+def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype, turn: int) -> None:
+    """A third of the flags, which between the dtypes are asked for in both kinds of windows."""
+    scene = SCENES[name]()
+    _, _, queries, keys = scene.sizes
+    for place, options in list(enumerate((*COLUMNS, *ROWS)))[turn::3]:
+        kind = ("16 divides both starts", "16 divides no start")[(place + (dtype is torch.float32)) % 2]
+        if options == BY_RESOLUTION:  # whose blocks, and so the kernel, follow from the size of the window
+            kind = "mixed"
+        for rows, columns in windows(queries, keys, kind):
+            on_gpu(Question(scene, rows, columns, options), dtype)
+
+
+LONG_ROWS = {"all": Who(), "causal": Who(causal=True), "window": Who(causal=True, left=200, first=4)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("who", "dim", "dtype"), in_two_dtypes(itertools.product(LONG_ROWS, [16, 40, 64, 128, 256])))
+def test_on_a_gpu_long_rows_of_every_head_dim(who: str, dim: int, dtype: torch.dtype) -> None:
+    scene = scene_of(1, 4, 2, 700, 700, dim, LONG_ROWS[who])
+    for options in (
+        {"received": True, "received_by_group": True, "block_map": BlockMap(block=(128, 128))},
+        {"received": True, "block_map": BlockMap(block=(32, 16), pool="max")},
+        {"received": True, "block_map": BlockMap(block=(200, 150))},
+        {"offsets": True},
+        {"argmax": True, "topk": 16, "key_set": [0, 1, 511], "received": True, "block_map": BlockMap(block=(64, 256))},
+        {"head_pairs": [(0, 1), (0, 3)]},
+    ):
+        on_gpu(Question(scene, (0, 700), (0, 700), options), dtype)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_more_heads_than_a_grid_axis_has_room_for() -> None:
+    query = torch.randn(70_000, 1, 5, 16, device="cuda", dtype=torch.bfloat16)
+    lse = (query.float() @ query.float().mT / 4).logsumexp(-1)
+    found = profile(query, query, lse, received=True, argmax=True)
+    plain = profile(query, query, lse, received=True, argmax=True, backend="blockwise")
+    torch.testing.assert_close(found.received, plain.received, atol=1e-4, rtol=1e-4)
+    assert found.argmax.equal(plain.argmax)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [check_walks_agree, check_ties_and_strides])
+def test_on_a_gpu_both_walks_agree_ties_go_low_and_any_strides_are_read(check: Callable[[str], None]) -> None:
+    check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_nothing_hidden_leaks(dtype: torch.dtype) -> None:
+    check_hidden_values("cuda", dtype)

@@ -1,0 +1,19 @@
+"""The searches of the kernels of chosen rows, each by itself, for their tests."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from polyhead.ops.selected_rows.kernels.tiles import find_rows, first_from
+
+
+@triton.jit
+def search_kernel(rows, found, BLOCK_M: tl.constexpr):
+    """For each program its pair, first row and end, and the first row of pair 0 from query 7 * program on."""
+    i_pair, first_row, stop_row = find_rows(rows, tl.program_id(0), BLOCK_M)
+    into = found + tl.program_id(0) * 4
+    tl.store(into, i_pair)
+    tl.store(into + 1, first_row)
+    tl.store(into + 2, stop_row)
+    tl.store(into + 3, first_from(rows, tl.load(rows.offsets), tl.load(rows.offsets + 1), tl.program_id(0) * 7))

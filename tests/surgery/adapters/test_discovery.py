@@ -1,0 +1,65 @@
+"""Layers found by structure, and those that are not known refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import polyhead
+import polyhead.integrations.huggingface
+from polyhead.errors import OptionError
+from polyhead.layers import MultiHeadAttention
+from polyhead.layers.positions import ALiBi
+from polyhead.surgery import PruneHeads, apply, find_layers, fingerprint, undo
+from tests.integrations.huggingface import models
+from tests.surgery.gated import FAMILIES, build, switched_off
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MultiHeadAttention(12, 4, sinks=True), "sinks, a parameter by head"),
+        (lambda: MultiHeadAttention(12, 4, output_gate="head"), "a gate_proj by head"),
+        (lambda: MultiHeadAttention(12, 4, positions=ALiBi(4)), "every head a bias of its own"),
+        (lambda: polyhead.layers.variants.GroupedHeads(12, 4, num_groups=2), "GroupedHeads arranges its heads"),
+        (lambda: nn.MultiheadAttention(12, 4), "from_torch"),
+        (lambda: nn.Linear(12, 4), "got a model without either"),
+    ],
+)
+def test_layers_that_are_not_known_are_refused(make, words):
+    model = make()
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match=words):
+        apply(model, [PruneHeads(0, (1,))])
+    assert fingerprint(model) == before
+
+
+def test_an_adapter_in_the_place_of_a_projection_and_a_shared_weight_are_refused():
+    layer = MultiHeadAttention(12, 4)
+    layer.q_proj = nn.Sequential(layer.q_proj)
+    with pytest.raises(OptionError, match="q_proj is a Sequential"):
+        apply(layer, [PruneHeads(0, (1,))])
+    tied = nn.ModuleList([MultiHeadAttention(12, 4), MultiHeadAttention(12, 4)])
+    tied[1].q_proj = tied[0].q_proj
+    with pytest.raises(OptionError, match=r"0\.q_proj\.weight, 0\.q_proj\.bias is shared with another module"):
+        apply(tied, [PruneHeads(0, (1,))])
+
+
+def test_cross_attention_of_gpt2_has_its_queries_apart():
+    options = {**FAMILIES["gpt2"].options, "add_cross_attention": True}
+    family = models.Family("gpt2", "decoder", options)
+    model = build(family)
+    given = {"input_ids": models.tokens(), "encoder_hidden_states": torch.randn(3, 7, 32, dtype=torch.float64)}
+    layers = find_layers(model)
+    assert [layer.refusals for layer in layers] == [()] * 4
+    cross = next(layer for layer in layers if "crossattention" in layer.path)
+    with torch.no_grad(), switched_off(model, {cross.path: (1, 3)}):
+        expected = model(**given).logits
+    record = apply(model, [PruneHeads(cross.number, (1, 3), stack=cross.stack)])
+    assert cross.module.q_attn.weight.shape == (32, 16)
+    assert cross.module.c_attn.weight.shape == (32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, expected, rtol=1e-9, atol=1e-9)
+    undo(model, record)
+    assert fingerprint(model) == record.before

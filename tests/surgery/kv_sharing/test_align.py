@@ -1,0 +1,80 @@
+"""Heads brought near to each other: nothing changes but their distance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyhead.integrations.huggingface
+from polyhead.layers import MultiHeadAttention
+from polyhead.layers.positions import Rotary
+from polyhead.surgery import (
+    AlignHeads,
+    KeyForm,
+    aligned,
+    apply,
+    edits_from_json,
+    edits_to_json,
+    find_key_forms,
+    find_layers,
+    fingerprint,
+    read_heads,
+    turn_keys,
+    turn_values,
+    undo,
+)
+from polyhead.surgery.kv_sharing.grouping import neighbours
+from tests.integrations.huggingface import models
+from tests.surgery.drawn_heads import allowed_map, conditioned
+from tests.surgery.gated import FAMILIES, ROUNDED, build, result_of
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "whisper", "cohere", "gpt_neox"])
+def test_aligning_heads_changes_nothing_but_their_distance(name):
+    family = FAMILIES[name]
+    model = build(family)
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
+    forms = find_key_forms(model, models.inputs(family))
+    layers = [layer for layer in find_layers(model) if not layer.refusals]
+    whole = result_of(model, family)
+    edits = [AlignHeads(x.number, neighbours(x.layout.num_kv_heads, 1), forms[x.path], stack=x.stack) for x in layers]
+    assert edits_from_json(edits_to_json(edits)) == tuple(edits)
+    before = {layer.path: read_heads(model, layer) for layer in layers}
+    record = apply(model, edits)
+    assert (result_of(model, family) - whole).abs().max() <= (1e-5 if name in ROUNDED else 1e-8)
+    for layer in layers:
+        now, was = read_heads(model, layer), before[layer.path]
+        assert spread(now.value) < spread(was.value)
+        assert spread(now.key) < spread(was.key)
+        assert torch.equal(now.key[0], was.key[0])
+    undo(model, record)
+    assert fingerprint(model) == record.before
+    assert torch.equal(result_of(model, family), whole)
+
+
+def spread(held: Tensor) -> float:
+    return float((held - held[:1]).norm())
+
+
+def test_heads_that_are_images_of_one_another_become_the_same():
+    layer = MultiHeadAttention(33, 3, num_kv_heads=3, head_dim=10, positions=Rotary(10, rotary_dim=6)).double()
+    heads = read_heads(layer, find_layers(layer)[0])
+    form = KeyForm("half", 6)
+    first = replace(
+        heads,
+        key=heads.key[:1].repeat(3, 1, 1),
+        key_bias=torch.randn(1, 10).double().repeat(3, 1),
+        value=heads.value[:1].repeat(3, 1, 1),
+    )
+    maps = torch.stack([allowed_map(form, 10, seed) for seed in range(3)])
+    values = torch.stack([conditioned(10, seed, 5.0) for seed in range(3)])  # from one to another at most 25
+    planted = turn_values(turn_keys(first, maps, form), values)
+    assert spread(planted.key) > 1
+    found = aligned(planted, ((0, 1, 2),), form)
+    assert spread(found.key) < 1e-9
+    assert spread(found.value) < 1e-9
+    assert spread(found.key_bias) < 1e-9
+    assert found.origins == (0, None, None)

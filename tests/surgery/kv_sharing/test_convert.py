@@ -1,0 +1,185 @@
+"""Fewer key heads: closed forms held to direct decompositions, planted likeness found, and whole models converted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyhead.integrations.huggingface
+from polyhead.errors import OptionError
+from polyhead.layers import MultiHeadAttention
+from polyhead.surgery import (
+    GroupQueries,
+    ShareKeys,
+    apply,
+    convert_groups,
+    edits_from_json,
+    edits_to_json,
+    find_layers,
+    fingerprint,
+    undo,
+)
+from polyhead.surgery.calibration.input_moments import gather_inputs
+from polyhead.surgery.calibration.streams import pieces_of
+from polyhead.surgery.kv_sharing.grouping import neighbours
+from tests.integrations.huggingface import models
+from tests.surgery.gated import FAMILIES, batches_of_tokens, build, generated, result_of
+
+
+def converted_family(name: str, kv_heads: int, **options) -> models.Family:
+    family = FAMILIES[name]
+    return models.Family(name, family.kind, {**family.options, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kv_heads", "rounds"),
+    [  # every family once; a round of refinement, which begins with the closed form, in each kind of positions
+        ("llama", {}, 1, 1),
+        ("llama", {"num_key_value_heads": 4}, 2, 0),
+        ("qwen2", {}, 1, 0),
+        ("qwen3", {}, 1, 1),
+        ("cohere", {}, 1, 1),
+        ("stablelm", {"num_key_value_heads": 4}, 2, 1),
+        ("bert", {}, 2, 0),
+        ("bert", {}, 1, 1),
+        ("distilbert", {}, 2, 1),
+    ],
+)
+def test_a_converted_model_is_nearer_to_what_it_was_than_one_with_means_and_comes_back(name, options, kv_heads, rounds):
+    family = converted_family(name, kv_heads, **options)
+    model = build(family)
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
+    before, config, whole = fingerprint(model), model.config.to_dict(), result_of(model, family)
+    layers = find_layers(model)
+    pooled = apply(model, [GroupQueries(x.number, neighbours(x.layout.num_kv_heads, kv_heads)) for x in layers])
+    by_means = (result_of(model, family) - whole).norm()
+    undo(model, pooled)
+    seen = []
+
+    def note(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    record = convert_groups(model, kv_heads, batches_of_tokens, rounds=rounds, progress=note)
+    assert seen == [(1, 2), (2, 2)]
+    assert {x.layout.num_kv_heads for x in find_layers(model)} == {kv_heads}
+    off = (result_of(model, family) - whole).norm()
+    assert 0 < off < 0.95 * by_means
+    assert edits_from_json(edits_to_json(record.edits)) == record.edits
+    assert all(isinstance(edit, ShareKeys) for edit in record.edits)
+    undo(model, record)
+    assert fingerprint(model) == before == record.before
+    assert model.config.to_dict() == config
+    assert torch.equal(result_of(model, family), whole)
+
+
+def test_a_converted_llama_is_a_stock_model_that_generates():
+    family = converted_family("llama", 2, num_key_value_heads=4)
+    model = build(family)
+    convert_groups(model, 2, batches_of_tokens)
+    assert model.config.num_key_value_heads == 2
+    stock = type(model)(copy.deepcopy(model.config)).double().eval()
+    stock.load_state_dict(model.state_dict())
+    torch.testing.assert_close(result_of(stock, family), result_of(model, family))
+    torch.testing.assert_close(generated(stock, family), generated(model, family))
+
+
+def test_an_encoder_and_a_decoder_are_converted_together_or_one_stack_of_them():
+    family = FAMILIES["bart"]
+    model = build(family)
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
+    whole, before = result_of(model, family), fingerprint(model)
+    stacks = list(dict.fromkeys(layer.stack for layer in find_layers(model)))
+    assert len(stacks) == 3
+
+    def text() -> list[dict[str, Tensor]]:
+        return [models.inputs(family)] * 2
+
+    one = convert_groups(model, 2, text, stack=stacks[0], rounds=1)
+    assert {(layer.stack, layer.layout.num_kv_heads) for layer in find_layers(model)} == {(x, 2) for x in stacks}
+    undo(model, one)
+    record = convert_groups(model, 1, text, rounds=1)
+    assert {edit.stack for edit in record.edits} == set(stacks)  # cross-attention too
+    assert {layer.layout.num_kv_heads for layer in find_layers(model)} == {1}
+    assert (result_of(model, family) - whole).norm() < whole.norm()
+    undo(model, record)
+    assert fingerprint(model) == before
+
+
+class Stack(nn.Module):
+    """Two layers of ours, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MultiHeadAttention(24, 4) for _ in range(2)).double()
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).output
+        return x
+
+
+def test_our_layers_are_converted_and_padding_counts_nothing():
+    model = Stack()
+    x = torch.randn(3, 40, 24, dtype=torch.float64)
+    padded = torch.cat((x, torch.full((3, 5, 24), 100.0, dtype=torch.float64)), 1)
+    mask = torch.cat((torch.ones(3, 40), torch.zeros(3, 5)), 1)
+    (first, _) = find_layers(model)
+    plain = gather_inputs(model, first, pieces_of([{"x": x}]))
+    masked = gather_inputs(model, first, pieces_of([{"x": padded, "attention_mask": mask}]))
+    torch.testing.assert_close(plain.key, masked.key)
+    assert (plain.tokens, masked.tokens) == (120, 120)
+    whole = model(x)
+    record = convert_groups(model, 2, lambda: [{"x": x}])
+    assert [layer.layout.num_kv_heads for layer in model.layers] == [2, 2]
+    assert (model(x) - whole).norm() < 0.5 * (whole - x).norm()
+    undo(model, record)
+    assert torch.equal(model(x), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "options", "words"),
+    [
+        ("bert", 3, {}, "their number divides 4, got 3"),
+        ("bert", 0, {}, "their number divides 4, got 0"),
+        ("bert", 4, {}, "every layer has 4 key heads already"),
+        ("bert", 2, {"grouping": "alike"}, "grouping must be one of similar, neighbours, got 'alike'"),
+        ("bert", 2, {"rounds": -1}, "rounds must be an integer of at least 0, got -1"),
+        ("bert", 2, {"ridge": -1.0}, "ridge must be a number of at least 0, got -1.0"),
+        ("bert", 2, {"stack": "nowhere"}, r"stack must be one of .*encoder\.layer\.\*.*, got 'nowhere'"),
+        ("gpt2", 2, {}, "gives every head a key head of its own, got 4 heads over 2"),
+        ("gpt_oss", 1, {}, "cannot be edited: it has sinks"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_and_nothing_is_touched(name, count, options, words):
+    model = build(FAMILIES[name])
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match=words):
+        convert_groups(model, count, batches_of_tokens, **options)
+    assert fingerprint(model) == before
+
+
+def test_text_that_is_empty_or_too_short_is_refused_and_an_interruption_leaves_the_model_as_it_was():
+    model = build(FAMILIES["bert"])
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match="needs some text, got no batch"):
+        convert_groups(model, 2, list)
+    with pytest.raises(OptionError, match=r"at least as many tokens as the heads of .* have channels, 32, got 20"):
+        convert_groups(model, 2, lambda: [{"input_ids": models.tokens(2, 10)}])
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    model.train()
+    with pytest.raises(KeyboardInterrupt):
+        convert_groups(model, 2, batches_of_tokens, progress=interrupt)
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        convert_groups(model, 2, lambda: [*batches_of_tokens(), {"inputs": 1}])
+    assert fingerprint(model) == before
+    assert model.training
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "forward" not in vars(module)

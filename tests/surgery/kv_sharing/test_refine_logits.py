@@ -1,0 +1,122 @@
+"""Logits as they were seen, computed again from the weights; and shared keys refitted to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyhead.integrations.huggingface
+from polyhead.surgery import HeadWeights, KeyForm, find_key_forms, find_layers, read_heads, share
+from polyhead.surgery.calibration.input_moments import with_bias
+from polyhead.surgery.calibration.streams import pieces_of
+from polyhead.surgery.kv_sharing import refine_logits as module
+from polyhead.surgery.kv_sharing.refine_logits import SeenLogits, refined_logits, see_logits
+from tests.integrations.huggingface import models
+from tests.surgery.gated import FAMILIES, build
+
+
+def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyForm, list[SeenLogits]]:
+    family = FAMILIES[name]
+    model = build(family)
+    model.set_attn_implementation(polyhead.integrations.huggingface.register())
+    given = dict(models.inputs(family))
+    if padded:
+        given["attention_mask"] = torch.ones(3, 23)
+        given["attention_mask"][1, 15:] = 0
+    layer = find_layers(model)[1]
+    forms = find_key_forms(model, given)
+    heads = read_heads(model, layer)
+    return heads, forms[layer.path], see_logits(model, layer, heads, forms[layer.path], pieces_of([given, given]), {})
+
+
+def loss(heads: HeadWeights, form: KeyForm, seen: list[SeenLogits]) -> float:
+    """By the formula, key by key: the divergence of weights that are off by these logits, to second order, twice."""
+    total = 0.0
+    for one in seen:
+        off = again(heads, form, one) - one.logits
+        mean = (off * one.weights).sum(-1, keepdim=True)
+        total += float(((off - mean).square() * one.weights).sum())
+    return total
+
+
+def again(heads: HeadWeights, form: KeyForm, one: SeenLogits) -> Tensor:
+    """Logits of these heads, positions turned by hand."""
+    turned = []
+    for x, turns, held in (
+        (one.query_inputs, one.query_turns, with_bias(heads.query, heads.query_bias)),
+        (one.key_inputs, one.key_turns, with_bias(heads.key, heads.key_bias)[list(heads.key_heads)]),
+    ):
+        made = torch.einsum("bni,hdi->bhnd", x.double(), held)
+        for number, (first, second) in enumerate(form.pairs):
+            turn = turns[..., number].to(torch.complex128)
+            pair = torch.complex(made[..., first], made[..., second]) * turn
+            made[..., first], made[..., second] = pair.real, pair.imag
+        turned.append(made)
+    return one.scale * turned[0] @ turned[1].mT
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "cohere", "stablelm", "bart", "gemma2", "qwen2"])
+def test_seen_logits_are_those_of_the_weights_turned_as_tokens_were_seen_to_be(name):
+    heads, form, seen = seen_in(name)
+    assert len(seen) == 2
+    assert loss(heads, form, seen) < 1e-6 * sum(float((x.logits.square() * x.weights).sum()) for x in seen)
+    for one in seen:
+        torch.testing.assert_close(one.weights.sum(-1), torch.ones_like(one.weights[..., 0]), rtol=0, atol=1e-5)
+        if name in ("bert", "llama"):  # their weights are the softmax of these logits
+            expected = torch.softmax(torch.where(one.weights > 0, one.logits, -torch.inf), -1)
+            torch.testing.assert_close(expected, one.weights, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "cohere", "stablelm"])
+def test_refitted_queries_and_keys_are_nearer_with_every_round(name):
+    heads, form, seen = seen_in(name)
+    shared = share(heads, (tuple(range(heads.key.shape[0])),), form)
+    losses = [loss(shared, form, seen)]
+    losses += [loss(refined_logits(shared, form, seen, rounds=rounds), form, seen) for rounds in (0, 1, 3)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[3] < 0.8 * losses[0]
+    found = refined_logits(shared, form, seen, rounds=1)
+    assert torch.equal(found.value, shared.value)
+    assert torch.equal(found.output, shared.output)
+    assert (found.query_bias is None) == (shared.query_bias is None)
+
+
+def test_queries_are_those_of_least_squares_solved_at_once(monkeypatch):
+    monkeypatch.setattr(module, "STEPS", 400)
+    heads, form, seen = seen_in("bert")
+    shared = share(heads, ((0, 1, 2, 3),), form)
+    found = refined_logits(shared, form, seen[:1], rounds=0)
+    one, key = seen[0], with_bias(shared.key, shared.key_bias)[0]
+    keys = one.key_inputs.double() @ key.T * one.scale
+    for head in range(4):
+        rows, wanted = [], []
+        for batch in range(3):
+            for place in range(23):
+                weight = one.weights[batch, head, place].double()
+                around = keys[batch] - weight @ keys[batch]
+                x = one.query_inputs[batch, place].double()
+                rows.append(weight.sqrt()[:, None] * torch.einsum("md,i->mdi", around, x).flatten(1))
+                wanted.append(weight.sqrt() * one.logits[batch, head, place].double())
+        solution = torch.linalg.lstsq(torch.cat(rows), torch.cat(wanted), driver="gelsd").solution
+        best = float((torch.cat(wanted) - torch.cat(rows) @ solution).square().sum())
+        queries = (with_bias(x.query, x.query_bias)[head].flatten() for x in (found, shared))
+        reached, before = (float((torch.cat(wanted) - torch.cat(rows) @ x).square().sum()) for x in queries)
+        assert best <= reached <= best + 0.03 * (before - best)
+
+
+def test_padding_weighs_nothing_and_a_long_text_is_thinned(monkeypatch):
+    _, _, seen = seen_in("bert", padded=True)
+    assert float(seen[0].weights[1, :, 15:].abs().max()) == 0
+    assert float(seen[0].weights[1, :, :, 15:].abs().max()) == 0
+    assert float(seen[0].weights[1, :, :15].sum()) > 0
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 10)
+    assert len(seen_in("bert")[2]) == 1
+
+
+def test_norms_and_nothing_seen_leave_heads_as_they_are():
+    heads, form, seen = seen_in("qwen3")
+    assert form.norm == "rms"
+    assert refined_logits(heads, form, seen, rounds=1) is heads
+    plain, _, _ = seen_in("bert")
+    assert refined_logits(plain, KeyForm(), [], rounds=1) is plain

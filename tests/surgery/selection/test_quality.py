@@ -1,0 +1,75 @@
+"""What a model is worth: figures beside those of the whole, without padding, and the slope of likeness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.surgery import PruneHeads, apply, find_layers, undo
+from polyhead.surgery.calibration.sensitivity import loss_sensitivities
+from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe
+from tests.integrations.huggingface import models
+from tests.surgery.gated import FAMILIES, build
+
+
+def test_figures_of_a_model_stand_beside_those_of_the_whole(batches):
+    model = build(FAMILIES["llama"])
+    perplexity, fidelity = Perplexity(model, batches), Fidelity(model, batches)
+    with torch.no_grad():
+        means = [model(**batch, labels=batch["input_ids"]).loss for batch in batches]
+    assert perplexity.whole == pytest.approx(float(torch.stack(means).mean().exp()), rel=1e-5)
+    assert perplexity.measure().error == 0
+    assert fidelity.measure().value == pytest.approx(1, abs=1e-6)
+    with torch.no_grad():
+        model.get_submodule("model.layers.0.self_attn.o_proj").weight.mul_(-3)
+    assert perplexity.measure().value != perplexity.whole
+    assert perplexity.measure().error > 0
+    assert fidelity.measure().value < 0.999
+    cosines = []
+    with torch.no_grad():
+        for batch in batches:
+            linear = model.get_submodule("model.layers.0.self_attn.o_proj")
+            found = model.model(**batch).last_hidden_state
+            linear.weight.div_(-3)
+            whole = model.model(**batch).last_hidden_state
+            linear.weight.mul_(-3)
+            cosines.append(torch.cosine_similarity(found, whole, dim=-1).double())
+    rows = torch.cat(cosines).mean(1)  # of equally many tokens each
+    assert fidelity.measure().value == pytest.approx(float(rows.mean()), abs=1e-6)
+    assert fidelity.measure().error == pytest.approx(float(rows.std()) / len(rows) ** 0.5, rel=1e-3)
+    assert fidelity.loss() == pytest.approx(1 - fidelity.measure().value)
+    for kind in (Perplexity, Fidelity):
+        with pytest.raises(OptionError, match="measured on some text, got no batch"):
+            kind(model, [])
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_padding_does_not_count_for_fidelity(name):
+    model = build(FAMILIES[name], dtype=torch.float32)
+    ids, mask = models.tokens(), torch.ones(models.BATCH, models.TOKENS, dtype=torch.int64)
+    mask[1, 13:] = 0
+    padded = Fidelity(model, [{"input_ids": ids[:2], "attention_mask": mask[:2]}])
+    alone = Fidelity(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:2, :13]}])
+    record = apply(model, [PruneHeads(0, (0, 1))])
+    assert padded.measure().value < 0.999
+    assert padded.measure().value == pytest.approx(alone.measure().value, abs=1e-5)
+    assert padded.measure().error == pytest.approx(alone.measure().error, abs=1e-5)
+    undo(model, record)
+    assert padded.measure().value == pytest.approx(1, abs=1e-6)
+
+
+def test_a_probe_has_the_curvature_of_likeness(batches):
+    """Its mean squared slope along an error is twice what fidelity loses by that error, for small ones."""
+    model = build(FAMILIES["bert"])
+    path = find_layers(model)[-1].path
+    batch = batches[0]
+    found = loss_sensitivities(model, [batch] * 60, Probe())[path]
+    error = torch.randn(32, generator=torch.Generator().manual_seed(1)) * 1e-2
+    fidelity = Fidelity(model, [batch])
+    linear = model.get_submodule(find_layers(model)[-1].output)
+    hook = linear.register_forward_hook(lambda _, __, y: y + error)
+    lost = fidelity.loss()
+    hook.remove()
+    # The last attention layer: a token's error reaches its own final state alone.
+    assert float(error.double() @ found.products @ error.double()) / 2 == pytest.approx(lost, rel=0.2)

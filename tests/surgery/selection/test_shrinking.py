@@ -1,0 +1,149 @@
+"""Budgets: read, reached with the fewest heads, and the whole curve beside its controls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyhead.errors import OptionError
+from polyhead.surgery import fingerprint
+from polyhead.surgery.selection.budgets import Size, Target, other_flops
+from polyhead.surgery.selection.measurements import Evidence, Judge
+from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
+from polyhead.surgery.selection.shrinking import Shrinker
+from tests.integrations.huggingface import models
+from tests.surgery.gated import FAMILIES, batches_of_tokens, build, decoder
+
+
+def test_targets_are_read_and_refused():
+    assert Target.parse("2x-cache") == Target("cache", 2.0)
+    assert [str(Target.parse(x)) for x in ("12.5%-heads", "2x-cache", "1.2x-faster")] == [
+        "12.5% fewer heads",
+        "2 times less cache",
+        "1.2 times fewer FLOPs",
+    ]
+    for text in ("30%", "0%-heads", "100%-heads", "1x-cache", "2x-smaller", "fast"):
+        with pytest.raises(OptionError, match="a target is a share of the heads"):
+            Target.parse(text)
+    assert Size(0.7, 1.0, 0.9).reaches(Target("heads", 0.3))
+    assert not Size(0.7, 1.0, 0.9).reaches(Target("cache", 1.1))
+
+
+def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
+    model = build(FAMILIES["llama"])
+    model.set_attn_implementation("sdpa")
+    evidence = Evidence(model, batches, Judge(slope=language_slope))
+    shrinker = Shrinker(evidence)
+    for text in ("30%-heads", "1.1x-faster"):
+        target = Target.parse(text)
+        gone = shrinker.reach(target)
+        count = sum(map(len, gone.values()))
+        assert shrinker.size(gone).reaches(target)
+        assert not shrinker.size(shrinker.gone(count - 1)).reaches(target)
+    with pytest.raises(OptionError, match="a layer keeps a head at least, which leaves 25% of the heads"):
+        shrinker.reach(Target("heads", 0.9))
+    by_keys = Shrinker(evidence, by_key_heads=True)
+    gone = by_keys.reach(Target("cache", 1.3))
+    assert by_keys.size(gone).cache == 0.75
+    assert {len(heads) for heads in gone.values()} == {2}
+    with pytest.raises(OptionError, match="key heads go by the criterion repaired"):
+        Shrinker(evidence, by_key_heads=True, criterion="plain")
+
+
+def test_flops_outside_of_attention_are_those_of_its_linear_layers():
+    model = build(FAMILIES["llama"])
+    shrinker_work = Shrinker(
+        Evidence(model, [{"input_ids": models.tokens()}], Judge(slope=language_slope)), weighting="none"
+    ).work
+    body = sum(p.numel() for name, p in model.named_parameters() if "mlp" in name and p.ndim == 2)
+    assert other_flops(model, shrinker_work) == 2 * 512 * (body + model.lm_head.weight.numel())
+
+
+def test_a_curve_has_its_controls(batches):
+    model = build(FAMILIES["bert"])
+    before = fingerprint(model)
+    shrinker = Shrinker(Evidence(model, batches, Judge(slope=Probe())))
+    told = []
+    choices = shrinker.choices(shares=(0.25, 0.26, 0.5, 0.99), seeds=(0, 1))
+    found = shrinker.curve(Fidelity(model, batches), choices, progress=told.append)
+    assert [point.gone for point in found] == [2, 4]
+    assert sum(told) == sum(choice.measurements for choice in choices) == 8
+    assert all(len(point.random) == 2 for point in found)
+    assert all(point.repaired.value > point.not_repaired.value for point in found)
+    assert found[0].repaired.value > found[1].repaired.value
+    assert fingerprint(model) == before
+
+
+def test_sizes_are_those_that_edits_leave(batches):
+    shrinker = Shrinker(Evidence(build(FAMILIES["llama"]), batches, Judge(slope=language_slope)))
+    for steps in (1, 4, 5, 2):
+        gone = shrinker.gone(steps)
+        counted = shrinker.counted(gone)
+        rest = other_flops(shrinker.model, shrinker.work)
+        assert shrinker.size(gone) == Size(
+            counted.after.heads / counted.before.heads,
+            counted.after.cache_bytes_per_token / counted.before.cache_bytes_per_token,
+            (counted.after.flops + rest) / (counted.before.flops + rest),
+        )
+    assert shrinker.size({}) == shrinker.size(dict.fromkeys(gone, ())) == Size(1.0, 1.0, 1.0)
+
+
+def misleading():
+    """The heads of the last layer look the heaviest by their weights, and write next to nothing.
+
+    Their values read a channel with large weights that the norm before them takes away.
+    """
+    model = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8)
+    last = model.model.layers[-1]
+    with torch.no_grad():
+        last.self_attn.o_proj.weight.mul_(0.01)
+        last.input_layernorm.weight[0] = 0
+        last.self_attn.v_proj.weight[:, 0] = 1e4
+    return model
+
+
+def test_a_search_finds_where_heads_matter_less():
+    model, text = misleading(), batches_of_tokens()
+    before = fingerprint(model)
+    shrinker = Shrinker(Evidence(model, text, Judge(slope=language_slope)), criterion="magnitude", weighting="none")
+    first_layer, last_layer = shrinker.evidence.layers
+    target, quality, told = Target("heads", 0.5), Fidelity(model, text[:2]), []
+    found = shrinker.searched(target, quality, progress=told.append)
+    assert found.first == shrinker.reach(target)
+    assert {path: len(own) for path, own in found.first.items()} == {first_layer: 5, last_layer: 1}
+    assert {path: len(own) for path, own in found.gone.items()} == {first_layer: 1, last_layer: 5}
+    assert found.moved == 4
+    assert found.loss < 0.5 * found.first_loss
+    assert 1 - shrinker.worth(found.gone, quality).value == pytest.approx(found.loss)
+    assert 1 - shrinker.worth(found.first, quality).value == pytest.approx(found.first_loss)
+    assert sum(told) == found.measured <= shrinker.search_measurements()
+    assert fingerprint(model) == before
+    # The losses that are measured say where to begin; without moves that is where it ends.
+    assert shrinker.searched(target, quality, tries=1).gone == found.gone
+
+
+@pytest.mark.parametrize(
+    ("text", "by_key_heads"),
+    [("1.8x-faster", False), ("1.15x-cache", False), ("1.3x-cache", True), ("40%-heads", False)],
+)
+def test_a_search_keeps_to_its_target(text, by_key_heads):
+    """The loss is how many key heads have no reader, so that a search would have them back at any price."""
+    model, batches = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8), batches_of_tokens()
+    shrinker = Shrinker(Evidence(model, batches, Judge(slope=language_slope)), by_key_heads=by_key_heads)
+    target = Target.parse(text)
+
+    class KeyHeads(Fidelity):
+        def loss(self) -> float:
+            rows = [layer.self_attn.o_proj.weight.T.reshape(3, -1) for layer in model.model.layers]
+            return float(sum((own == 0).all(1).sum() for own in rows))
+
+    found = shrinker.searched(target, KeyHeads(model, batches[:1]))
+    assert shrinker.size(found.first).reaches(target)
+    assert shrinker.size(found.gone).reaches(target)
+    assert found.loss <= found.first_loss
+    if target.kind == "heads":
+        assert sum(map(len, found.gone.values())) == sum(map(len, found.first.values())) == 5
+        assert found.loss < found.first_loss
+    for path, own in found.gone.items() if by_key_heads else ():
+        readers = shrinker.evidence.heads[path].readers
+        assert set(own) == {head for group in readers if set(group) & set(own) for head in group}

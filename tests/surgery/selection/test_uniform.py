@@ -1,0 +1,180 @@
+"""Heads that go so that every layer ends alike: the cheapest of all such sets, and what a stock class holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from polyhead.errors import OptionError
+from polyhead.surgery import PruneHeads, apply, find_layers, save
+from polyhead.surgery.compensation.least_squares import Problem
+from polyhead.surgery.compensation.masked_trial import GivenOutputs, as_if
+from polyhead.surgery.selection import uniform
+from polyhead.surgery.selection.budgets import Target
+from polyhead.surgery.selection.measurements import Evidence, Judge
+from polyhead.surgery.selection.quality import Fidelity, language_slope
+from polyhead.surgery.selection.search import RankedSet, refined_sets
+from polyhead.surgery.selection.uniform import (
+    UniformLayout,
+    UniformShrinker,
+    fits_stock,
+    ranked_sets,
+    uniform_layouts,
+    uniform_sets,
+)
+from tests.surgery.blocks import grouped, loss_without, of_layer, text
+from tests.surgery.gated import FAMILIES, batches_of_tokens, build, decoder
+
+
+@pytest.mark.parametrize(("heads_left", "keys_left", "options"), [(3, 3, 8), (4, 2, 3), (2, 2, 12), (2, 1, 3)])
+def test_heads_that_go_are_the_cheapest_of_all_sets_in_equal_groups(heads_left, keys_left, options):
+    model = grouped()
+    moments, heads = of_layer(model, text())
+    problem = Problem.of(moments, heads, 1e-10)
+    found = ranked_sets(moments, heads, heads_left, keys_left, ridge=1e-10)[0].heads
+    size = heads_left // keys_left
+    sets = []
+    for gone in itertools.combinations(range(6), 6 - heads_left):
+        left = [sum(heads.key_heads[head] == key for head in range(6) if head not in gone) for key in range(3)]
+        if sorted(left) == [0] * (3 - keys_left) + [size] * keys_left:
+            sets.append(gone)
+    assert len(sets) == options
+    assert found == min(sets, key=lambda gone: loss_without(problem, gone))
+
+
+def test_heads_of_many_sets_go_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(uniform, "MOST_SETS", 0)
+    moments, heads = of_layer(grouped(), text())
+    for left, keys in ((3, 3), (4, 2), (2, 2)):
+        gone = ranked_sets(moments, heads, left, keys)[0].heads
+        counts = [sum(heads.key_heads[head] == key for head in range(6) if head not in gone) for key in range(3)]
+        assert sorted(counts) == [0] * (3 - keys) + [left // keys] * keys
+    with pytest.raises(OptionError, match=r"6 heads over 3 key heads can end with fewer of both.*got 5 over 3"):
+        ranked_sets(moments, heads, 5, 3)
+
+
+def test_what_a_stock_class_holds_is_known_before_a_weight_is_touched():
+    llama, bert = build(FAMILIES["llama"]), build(FAMILIES["bert"])
+    for model, even in ((llama, True), (bert, False)):
+        layers = [layer for layer in find_layers(model) if not layer.refusals]
+        count = layers[0].layout.num_heads
+        assert count == 4
+        groups = [[layer.layout.key_head(head) for head in range(count)] for layer in layers]
+        gone = {
+            layer.path: tuple(keys.index(key) for key in set(keys)) for layer, keys in zip(layers, groups, strict=True)
+        }
+        gone = gone if even else {layer.path: (0, 1) for layer in layers}
+        assert fits_stock(model, gone) == even
+        assert not fits_stock(model, {layers[0].path: gone[layers[0].path]})
+        assert fits_stock(model, {})
+
+
+def uniform_shrinker(**options) -> UniformShrinker:
+    model = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8, **options)
+    return UniformShrinker(Evidence(model, batches_of_tokens(), Judge(slope=language_slope)))
+
+
+def test_layouts_are_those_that_a_stock_class_holds():
+    # Heads of Llama must divide the width of the model, as 3 and 4 do not divide 50; those of Qwen3 need not.
+    assert [str(x) for x in uniform_layouts(decoder(6, 3, 48, 8))] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
+    assert [str(x) for x in uniform_layouts(decoder(5, 5, 50, 10))] == ["2/2", "1/1"]
+    assert [str(x) for x in uniform_layouts(decoder(5, 5, 50, 10, name="qwen3"))] == ["4/4", "3/3", "2/2", "1/1"]
+    uneven = decoder(6, 3, 48, 8)
+    apply(uneven, [PruneHeads(0, (0,))])
+    assert [str(x) for x in uniform_layouts(uneven)] == ["3/3", "2/2", "1/1"]
+    with pytest.raises(OptionError, match=r"got a BertModel, of which no config says fewer heads.*padded.*and uneven"):
+        uniform_layouts(build(FAMILIES["bert"]))
+
+
+def test_the_largest_layout_that_reaches_a_target_is_taken():
+    shrinker = uniform_shrinker()
+    for target, layout, words in (
+        ("30%-heads", (4, 2), "4 heads go, 4/2 heads/key heads stay in every layer"),
+        ("50%-heads", (3, 3), "6 heads go, 3/3 heads/key heads stay in every layer"),
+        ("60%-heads", (2, 2), "8 heads go, 2/2 heads/key heads stay in every layer"),
+        ("3x-cache", (2, 1), "8 heads go, 2/1 heads/key heads stay in every layer"),
+    ):
+        gone = shrinker.reach(Target.parse(target))
+        assert shrinker.in_words(gone) == words
+        assert shrinker.size(gone).reaches(Target.parse(target))
+        assert fits_stock(shrinker.model, gone)
+        sets = uniform_sets(shrinker.evidence, *layout, "token")
+        assert gone == {path: own[0].heads for path, own in sets.items()}
+    with pytest.raises(OptionError, match=r"can be left with heads/key heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
+        shrinker.reach(Target("cache", 4.0))
+    assert [sum(map(len, gone.values())) for gone in shrinker.stages()] == [4, 6, 8, 8, 10]
+
+
+def test_the_curve_of_layouts_has_its_controls(monkeypatch):
+    shrinker = uniform_shrinker()
+    quality = Fidelity(shrinker.model, batches_of_tokens()[:1])
+    choices = shrinker.choices(seeds=(0, 1))
+    for choice in choices:
+        assert choice.random[0] != choice.random[1]
+        assert all(fits_stock(shrinker.model, gone) for gone in (choice.gone, *choice.random))
+        assert {len(own) for gone in choice.random for own in gone.values()} == {len(x) for x in choice.gone.values()}
+    points = shrinker.curve(quality, choices)
+    assert [point.layout for point in points] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
+    assert [point.gone for point in points] == [4, 6, 8, 8, 10]
+    monkeypatch.setattr(uniform, "MOST_LAYOUTS", 3)
+    assert [choice.layout for choice in shrinker.choices()] == ["4/2", "2/2", "1/1"]
+
+
+def test_sets_are_all_that_end_in_a_layout_the_cheapest_first():
+    shrinker = uniform_shrinker()
+    sets = shrinker.sets(UniformLayout(3, 3))
+    for path, own in sets.items():
+        groups = shrinker.evidence.heads[path].readers
+        assert len(own) == math.prod(map(len, groups)) == len({x.heads for x in own})
+        assert [x.cost for x in own] == sorted(x.cost for x in own)
+        assert all(len(set(group) - set(x.heads)) == 1 for x in own for group in groups)
+
+
+def test_a_search_exchanges_heads_within_layers_while_that_helps():
+    shrinker, target = uniform_shrinker(), Target("heads", 0.5)
+    quality = Fidelity(shrinker.model, batches_of_tokens()[:1])
+    told = []
+    found = shrinker.searched(target, quality, tries=16, progress=told.append)
+    assert sum(told) == found.measured == 1 + 2 * 7
+    assert found.first == shrinker.reach(target)
+    assert found.loss < found.first_loss
+    assert found.moved > 0
+    assert {path: len(own) for path, own in found.gone.items()} == {path: len(own) for path, own in found.first.items()}
+    assert fits_stock(shrinker.model, found.gone)
+    with as_if(shrinker.model, shrinker.evidence.layers, shrinker.repaired(found.gone)):
+        assert quality.loss() == pytest.approx(found.loss, abs=1e-9)
+
+
+def test_a_search_of_sets_takes_what_measures_best_whatever_the_evidence_says():
+    """Two layers of two sets each, of which the evidence prefers the wrong one in the first."""
+    ranked = {"a": [RankedSet(1.0, (0,)), RankedSet(1.2, (1,))], "b": [RankedSet(1.0, (2,)), RankedSet(1.1, (3,))]}
+    losses = {(0,): 3.0, (1,): 1.0, (2,): 1.0, (3,): 2.0}
+
+    def measure(outputs):
+        return sum(losses[heads] for heads in outputs.values())
+
+    found = refined_sets(ranked, lambda path, heads: heads, measure)
+    assert found == ({"a": (1,), "b": (2,)}, 2.0, 4.0)
+    assert refined_sets(ranked, lambda path, heads: heads, measure, tries=1)[0] == {"a": (0,), "b": (2,)}
+    with pytest.raises(OptionError, match="tries must be at least 1, got 0"):
+        refined_sets(ranked, lambda path, heads: heads, measure, tries=0)
+
+
+def test_a_model_of_one_layout_is_stock_and_gives_the_same(tmp_path):
+    shrinker = uniform_shrinker(dtype=torch.float32)
+    gone = shrinker.reach(Target("heads", 0.5))
+    outputs, ids = shrinker.repaired(gone), batches_of_tokens()[0]["input_ids"]
+    with torch.no_grad():
+        with as_if(shrinker.model, shrinker.evidence.layers, outputs):
+            wanted = shrinker.model(ids).logits
+        apply(shrinker.model, shrinker.edits(gone), repair=GivenOutputs(outputs))
+        assert save(shrinker.model, tmp_path / "saved", form="uniform").loads_in_stock
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
+        found = loaded(ids).logits
+    assert (loaded.config.num_attention_heads, loaded.config.num_key_value_heads) == (3, 3)
+    torch.testing.assert_close(found, shrinker.model(ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

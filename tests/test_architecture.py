@@ -1,0 +1,180 @@
+"""Rules between modules that neither import-linter nor ruff can express; theirs are in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src"
+# Imported inside functions only, so that their dependencies may come from an extra.
+LAZY = re.compile(r"polyhead\.(ops\.\w+\.kernels|report\.viewer)\b")
+
+
+class Import(NamedTuple):
+    importer: str
+    module: str
+    name: str  # "" for `import module`
+    line: int
+    in_function: bool
+
+    def __str__(self) -> str:
+        imported = f"{self.module}.{self.name}" if self.name else self.module
+        return f"{self.importer} (line {self.line}) imports {imported}"
+
+
+def modules(source: Path = SOURCE) -> dict[str, Path]:
+    """Paths of all modules by dotted name."""
+    found = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(source: Path = SOURCE) -> Iterator[Import]:
+    """Every import statement of the package; relative imports are banned by ruff."""
+    for importer, path in modules(source).items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        checking = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+        deferred = {id(node) for block in (*functions, *checking) for node in ast.walk(block)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(importer, alias.name, "", node.lineno, id(node) in deferred)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    yield Import(importer, node.module or "", alias.name, node.lineno, id(node) in deferred)
+
+
+def private_imports(source: Path = SOURCE) -> list[str]:
+    """Imports of another module's private names."""
+    return [
+        str(found)
+        for found in imports(source)
+        if found.module.startswith("polyhead") and found.name.startswith("_") and not found.name.startswith("__")
+    ]
+
+
+def root_imports(source: Path = SOURCE) -> list[str]:
+    """Imports of the root package from below `lab` and `cli`: it imports all others, so these are cycles."""
+    known = modules(source)
+    return [
+        str(found)
+        for found in imports(source)
+        if found.module == "polyhead"
+        and f"polyhead.{found.name}" not in known
+        and not re.match(r"polyhead\.(lab|cli|__main__)\b", found.importer)
+    ]
+
+
+def run_python(program: str, *arguments: str) -> str:
+    """Run a program in a fresh interpreter that finds this source tree."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True, text=True, env=environment, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_no_module_imports_the_root_package():
+    assert root_imports() == []
+
+
+def test_such_imports_are_found(tmp_path):
+    (tmp_path / "polyhead" / "ops").mkdir(parents=True)
+    (tmp_path / "polyhead" / "__init__.py").write_text("")
+    (tmp_path / "polyhead" / "masks.py").write_text("_x = 1")
+    text = "import polyhead\ndef f():\n    from polyhead.masks import _x, x\n    from polyhead import masks"
+    (tmp_path / "polyhead" / "ops" / "one.py").write_text(text)
+    assert root_imports(tmp_path) == ["polyhead.ops.one (line 1) imports polyhead"]
+    assert private_imports(tmp_path) == ["polyhead.ops.one (line 3) imports polyhead.masks._x"]
+
+
+def test_every_package_that_the_source_imports_is_a_declared_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split(r"[^\w-]", line)[0] for line in project["dependencies"]]
+    optional = [re.split(r"[^\w-]", line)[0] for lines in project["optional-dependencies"].values() for line in lines]
+    undeclared = []
+    for found in imports():
+        package = found.module.split(".")[0]
+        allowed = [*names, *optional] if found.in_function or LAZY.match(found.importer) else names
+        known = {name.replace("-", "_") for name in allowed} | {"polyhead"}
+        if package not in sys.stdlib_module_names and package not in known:
+            undeclared.append(str(found))
+    assert undeclared == []
+
+
+def test_importing_polyhead_loads_torch_and_nothing_heavier():
+    program = """
+import json, sys
+import torch
+before = set(sys.modules)
+import polyhead
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+"""
+    loaded = set(json.loads(run_python(program)))
+    assert "polyhead" in loaded
+    assert loaded - set(sys.stdlib_module_names) - {"polyhead", "numpy", "torch"} == set()
+
+
+def test_no_submodule_takes_the_place_of_a_public_name():
+    names = sorted(modules().keys() - {"polyhead", "polyhead.__main__"})
+    # Neighbours in the alphabet end up far apart, the same way on every machine.
+    shuffled = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    program = """
+import importlib, os, sys, types
+import polyhead
+before = {name: getattr(polyhead, name) for name in polyhead.__all__}
+for names in sys.argv[1:]:
+    child = os.fork()  # with polyhead as it was imported, and nothing that an earlier order loaded
+    if child:
+        assert os.waitpid(child, 0)[1] == 0, "see above"
+        continue
+    for name in names.split():
+        importlib.import_module(name)
+    for name, value in before.items():
+        assert getattr(polyhead, name) is value, f"importing submodules replaced polyhead.{name}"
+        assert not isinstance(value, types.ModuleType), f"polyhead.{name} is a module"
+        assert callable(value) or name.startswith("__"), f"polyhead.{name} is neither a function nor a class: {value!r}"
+    print(len(before), flush=True)
+    os._exit(0)
+"""
+    found = run_python(program, *(" ".join(order) for order in (names, names[::-1], shuffled)))
+    assert all(int(count) > 0 for count in found.split())
+    assert len(found.split()) == 3
+
+
+def test_no_file_names_a_place_on_somebodys_machine():
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout, so nothing says which files are committed")
+    place = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")
+    found = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if not path.is_file():
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{name}: {match.group()}" for match in place.finditer(text)]
+    assert found == []
