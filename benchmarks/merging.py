@@ -31,27 +31,27 @@ from polyhead.lab.measuring import machine
 from polyhead.lab.surgery_quality.language import LanguageTask
 from polyhead.lab.surgery_quality.sentences import LONGEST, SentenceTask
 from polyhead.lab.surgery_quality.tasks import Batch
-from polyhead.observation import AttentionSite, Contributions, find_wiring, observe
+from polyhead.observation import AttentionSite, Contributions, find_projections, observe
 from polyhead.sources import load_model
 from polyhead.surgery import (
     AttentionLayer,
     HeadWeights,
     KeyForm,
     MergeHeads,
+    collect_moments,
     find_key_forms,
     find_layers,
     fuse,
-    gather_moments,
     pruning_order,
     read_heads,
 )
 from polyhead.surgery.adapters.head_weights import pack_heads
-from polyhead.surgery.calibration.input_moments import gather_inputs
+from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece, Streams
 from polyhead.surgery.calibration.temporary import lent
 from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.compensation.targets import gather_targets
+from polyhead.surgery.compensation.targets import collect_targets
 
 RIDGE = 1e-3
 PAIRS = 3
@@ -118,11 +118,11 @@ def alike(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> Alike:
 
 @torch.no_grad()
 def _cosines(model: nn.Module, batches: Sequence[Batch]) -> dict[AttentionSite, Tensor]:
-    wiring = find_wiring(model, lambda: model(**{name: x[:1, :16] for name, x in batches[0].items()}))
-    with observe(model, statistics=False, gather=[Contributions()]) as session:
+    head_projections = find_projections(model, lambda: model(**{name: x[:1, :16] for name, x in batches[0].items()}))
+    with observe(model, statistics=False, collect=[Contributions()]) as session:
         for batch in batches:
             model(**batch)
-    return layer_similarity.cosines_of(session.observations.gathered, wiring)
+    return layer_similarity.cosines_of(session.observations.collected, head_projections)
 
 
 def _beginnings(batches: Sequence[Batch]) -> list[Batch]:
@@ -200,7 +200,7 @@ class Trial:
         if len({self.heads.key_heads[head] for head in group}) == 1:
             found["fused"] = merged  # heads of one key head are fused by their mean
         elif form.norm == "none":
-            inputs = gather_inputs(self.model, self.layer, self.calibration)
+            inputs = collect_inputs(self.model, self.layer, self.calibration)
             found["fused"] = self.made_one(fuse(self.heads, group, form, inputs), group)
         found["pruned"] = self.pruned(self.best_of(group))
         found["best_pruned"] = self.pruned(self.order[: len(group) - 1])
@@ -221,7 +221,7 @@ class Trial:
         spread = replace(self.heads, **held)
         lending = pack_heads(self.model, self.layer, spread)
         problems = (
-            gather_targets(self.model, self.layer, text, lending).problem(spread, RIDGE, self.layer.path)
+            collect_targets(self.model, self.layer, text, lending).problem(spread, RIDGE, self.layer.path)
             for text in (self.calibration, self.held_out)
         )
         return self._solved(spread, kept, *problems)
@@ -270,7 +270,7 @@ def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterat
     every = [one for own in groups.values() for one in own]
     if pairs is None:
         pairs = 0 if any(len(parts) for _, parts in every) else PAIRS
-    moments, held_moments = gather_moments(model, calibration), gather_moments(model, held_out)
+    moments, held_moments = collect_moments(model, calibration), collect_moments(model, held_out)
     yield {
         "kind": "found",
         "threshold": None if found.likeness is None else round(found.likeness.threshold, 4),

@@ -52,19 +52,19 @@ def _ways(results: list[Result]) -> list[str]:
         "|---" * (2 + len(columns)) + "|",
     ]
     chosen = best_by_place(results)
-    asked = [x for x in results if "choose" in x.figures and x.point.criterion != "random"]
-    places = dict.fromkeys(place_of(result.point) for result in asked)
+    requested = [x for x in results if "choose" in x.figures and x.point.criterion != "random"]
+    places = dict.fromkeys(place_of(result.point) for result in requested)
     if not places:
         return []
     for place in places:
-        for result in asked:
+        for result in requested:
             if place_of(result.point) != place:
                 continue
             told = [said(result.figures[split][name]) for name in names for split in SPLITS]
             words = str(result.point)
             if result is chosen[place]:
                 words, told = f"**{words}**", [f"**{x}**" for x in told]
-            lines.append(f"| {words} | {'stock' if result.form == 'stock' else 'polyhead'} | {' | '.join(told)} |")
+            lines.append(f"| {words} | {'native' if result.form == 'native' else 'polyhead'} | {' | '.join(told)} |")
         lines += _controls([x for x in results if place_of(x.point) == place], names)
     return [*lines, ""]
 
@@ -72,8 +72,8 @@ def _ways(results: list[Result]) -> list[str]:
 def _controls(results: list[Result], names: list[str]) -> list[str]:
     """Random heads at the same place: the median over seeds and their range, where there are two or more."""
     lines = []
-    for repair, words in (("no", "not repaired"), ("once", "repaired")):
-        drawn = [x for x in results if x.point.criterion == "random" and x.point.repair == repair]
+    for compensation, words in (("no", "not repaired"), ("once", "compensated")):
+        drawn = [x for x in results if x.point.criterion == "random" and x.point.compensation == compensation]
         if len(drawn) < 2:
             continue
         cells = []
@@ -104,8 +104,8 @@ def _curves(results: list[Result]) -> list[str]:
             cell = _seeds(curve.figures[at])
             cells.append(cell + (f" ({beside[curve.name].medians[at]:.2f})" if curve.name in beside else ""))
         lines.append(f"| {curve.name} | {' | '.join(cells)} |")
-    stock = any(result.form == "stock" for result in results if is_curve(result.point))
-    first = "Some points of these curves" if stock else "No point of these curves"
+    native = any(result.form == "native" for result in results if is_curve(result.point))
+    first = "Some points of these curves" if native else "No point of these curves"
     return [*lines, "", f"{first} can be saved in a form that stock classes load. {NOT_STOCK}"]
 
 

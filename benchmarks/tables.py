@@ -65,7 +65,7 @@ def looking_page(page: str, results: Path = RESULTS) -> str:
 
 
 def arrangements_page(page: str, results: Path = RESULTS) -> str:
-    """docs/arrangements.md, from what `polyhead bench arrangements` and `polyhead bench training` measured."""
+    """docs/arrangements.md, from what `polyhead bench variants` and `polyhead bench training` measured."""
     paths = sorted(results.glob(f"{ARRANGEMENTS}*.json"))
     page = _between_marks(page, paths, "heads and tokens")
     if paths:

@@ -27,7 +27,7 @@ from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.common.visibility import resolve
 from tests.error_budget import Compared, budget_used, plain_formula
 
-FEW = ("max_logit", "entropy", "reach")
+FEW = ("max_logit", "entropy", "mean_distance")
 ALL = tuple(name for name in NAMES if name != "learned_sink_mass")
 DEVICE, BACKEND = ("cuda", "fused") if torch.cuda.is_available() else ("cpu", "blockwise")
 
@@ -54,7 +54,7 @@ def variants() -> list[Variant]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     return [
         Variant("none", bf16, (128, 128), 2),
-        Variant("none", bf16, (64, 64), names=(*FEW, "signed_reach", "confidence"), aligned=False),
+        Variant("none", bf16, (64, 64), names=(*FEW, "mean_offset", "confidence"), aligned=False),
         Variant("causal", bf16, (128, 128), 4),
         Variant("causal", bf16, (64, 64)),
         Variant("causal", fp16, (96, 64), 2, aligned=False),
@@ -194,9 +194,9 @@ def _bound(name: str, exact: Tensor, logit: Tensor, keys: int) -> Tensor | float
         return 1e-9
     # Weights carry the rounding of their logits; a moment of the distance carries it times the distance.
     weight = logit + 1e-5
-    if name == "reach_squared":
+    if name == "mean_squared_distance":
         return weight * keys**2
-    return weight * keys if "reach" in name else weight
+    return weight * keys if "mean_distance" in name else weight
 
 
 def _run(case: Case, names: Statistics, dtype: torch.dtype, backend: str) -> dict[str, Tensor]:

@@ -53,12 +53,12 @@ def forward_and_backward(
     return list(torch.autograd.grad(loss, tensors))
 
 
-def profiled(mask: Mask | None, dim: int = 64, dtype: torch.dtype = BF16, **asked: object) -> list[Tensor]:
+def profiled(mask: Mask | None, dim: int = 64, dtype: torch.dtype = BF16, **requested: object) -> list[Tensor]:
     query, key = normal(2, 4, 263, dim, dtype=dtype), normal(2, 2, 263, dim, dtype=dtype)
     with torch.no_grad():
         lse = polyhead.attention(query, key, key, mask=mask, logsumexp=True, backend="fused").logsumexp
     assert lse is not None
-    found = polyhead.profile(query, key, lse, mask=mask, backend="fused", **asked)  # type: ignore[arg-type]
+    found = polyhead.profile(query, key, lse, mask=mask, backend="fused", **requested)  # type: ignore[arg-type]
     return [x for x in (found.received, found.block_map, found.offsets, found.top_weights) if x is not None]
 
 
@@ -172,7 +172,7 @@ def planted() -> list[Tensor]:
     return [x]
 
 
-FEW = ("max_logit", "entropy", "reach")
+FEW = ("max_logit", "entropy", "mean_distance")
 BAND = Mask.window(37)
 CASES: dict[str, Callable[[], list[Tensor]]] = {
     "hopper, full, 64": lambda: forward_and_backward(BF16, 64, None, FEW),
@@ -212,15 +212,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run cases whose name begins with one of these, with commas between")
     parser.add_argument("--planted", action="store_true", help="write past the end of a tensor, and nothing else")
-    asked = parser.parse_args()
-    wanted = tuple(asked.only.split(","))
+    requested = parser.parse_args()
+    wanted = tuple(requested.only.split(","))
     if not torch.cuda.is_available():
         print("no CUDA device was found; there is nothing to watch")
         return 2
     torch.manual_seed(0)
     failed = 0
-    for name, case in {"planted": planted}.items() if asked.planted else CASES.items():
-        if not (asked.planted or name.startswith(wanted)):
+    for name, case in {"planted": planted}.items() if requested.planted else CASES.items():
+        if not (requested.planted or name.startswith(wanted)):
             continue
         began = time.perf_counter()
         found = case()

@@ -473,9 +473,9 @@ LAYERS: list[Refusal] = [
     ("unknown statistic of a layer", lambda: LAYER(X, statistics="sharpness"), OptionError, "got 'sharpness'"),
     (
         "positions of a cross-attention",
-        lambda: LAYER(X, X, statistics=("entropy", "reach")),
+        lambda: LAYER(X, X, statistics=("entropy", "mean_distance")),
         OptionError,
-        "no common positions, got a request for reach",
+        "no common positions, got a request for mean_distance",
     ),
     (
         "self-attention of three widths",

@@ -283,7 +283,7 @@ def valid(tmp_path_factory) -> Path:
     options = {"context": 64, "tokens": 200, "importance": "none", "chance": False}
     save_inspection(folder / "run", inspect_model(Settings(str(folder / "model"), str(text), **options)))
     loaded = load_model(folder / "model")
-    with observe(loaded.model, gather=()) as session:
+    with observe(loaded.model, collect=()) as session:
         loaded.model(torch.arange(9)[None])
     save_observations(folder / "observations.safetensors", session.observations, {"settings": {}})
     write_gguf(folder / "small.gguf")

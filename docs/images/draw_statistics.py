@@ -24,9 +24,9 @@ def weights_and_statistics() -> tuple[torch.Tensor, dict[str, float]]:
     logits = -0.28 * distance.abs().float() + 1.1 * (distance == -1) + 2.9 * (torch.arange(KEYS) == 0)
     # Keys that are one-hot, and queries that are the logits, give exactly these logits.
     query, key = logits[None, None] * math.sqrt(KEYS), torch.eye(KEYS)[None, None]
-    asked = polyhead.Statistics(sink_keys=1, window=3)
+    requested = polyhead.Statistics(sink_keys=1, window=3)
     result = polyhead.attention(
-        query, key, key, mask=polyhead.Mask.causal(), statistics=asked, weights=True, backend="reference"
+        query, key, key, mask=polyhead.Mask.causal(), statistics=requested, weights=True, backend="reference"
     )
     assert result.weights is not None
     assert result.statistics is not None
@@ -83,7 +83,7 @@ def draw() -> str:
         f"confidence, the largest weight: {statistics['confidence']:.3f}",
         f"entropy: {statistics['entropy']:.3f} nats (uniform over its {statistics['visible_keys']:.0f} keys: "
         f"{math.log(statistics['visible_keys']):.3f})",
-        f"reach, the mean of |d|: {statistics['reach']:.2f}; signed_reach {statistics['signed_reach']:.2f}",
+        f"mean distance, of |d|: {statistics['mean_distance']:.2f}; mean_offset {statistics['mean_offset']:.2f}",
         f"self_mass {statistics['self_mass']:.3f}, previous_mass {statistics['previous_mass']:.3f}, max_logit "
         f"{statistics['max_logit']:.2f}",
     ]

@@ -21,7 +21,7 @@ INK, SOFT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 STYLES = {
     "repaired, weighted by token": ("#0b3d6e", "", 3.0),
     "repaired, weighted by direction": ("#0b7fd5", "", 2.0),
-    "repaired": ("#7cc0f0", "", 2.0),
+    "compensated": ("#7cc0f0", "", 2.0),
     "plain, weighted by token": ("#7c3a06", "", 2.0),
     "plain, weighted by direction": ("#b45309", "", 2.0),
     "plain": ("#e8a33d", "", 2.0),
@@ -92,7 +92,9 @@ def draw(picture: Picture, curves: Sequence[Curve]) -> str:
         share = (scale(held) - scale(picture.low)) / (scale(picture.high) - scale(picture.low))
         return TOP + HEIGHT * (1 - share)
 
-    for panel, (name, words) in enumerate((("not repaired", "not repaired"), ("repaired", "repaired in closed form"))):
+    for panel, (name, words) in enumerate(
+        (("not repaired", "not repaired"), ("compensated", "repaired in closed form"))
+    ):
         left = LEFT + panel * (WIDTH + GAP)
 
         def along(share: float, left: float = left) -> float:

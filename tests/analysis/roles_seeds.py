@@ -16,8 +16,8 @@ from polyhead.analysis.roles_rules import RULES
 from polyhead.geometry import HeadId
 from polyhead.lab.planted import BEGIN, Sizes, planted_model, random_model, random_tokens
 from polyhead.layers.transformer import LanguageModel
-from polyhead.observation import AttentionSite, Notes
-from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation import AttentionSite, BatchMetadata
+from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_tokens import Meaning, rare_tokens
 from polyhead.sources.probes import repeated_batch
 from polyhead.sources.token_classes import TokenClass
@@ -36,30 +36,30 @@ def classes_of(tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gathered(
-    model: LanguageModel, batches: list[Tensor], gatherer: EvidenceGatherer
+def collected(
+    model: LanguageModel, batches: list[Tensor], collector: EvidenceCollector
 ) -> dict[AttentionSite, HeadEvidence]:
     """Evidence of some batches, each text a document of its own."""
     first = 0
-    with polyhead.observe(model, statistics=False, gather=[gatherer]) as session:
+    with polyhead.observe(model, statistics=False, collect=[collector]) as session:
         for tokens in batches:
             documents = torch.arange(first, first + len(tokens))
-            session.notes = Notes(documents=documents, tokens=tokens, classes=classes_of(tokens))
+            session.metadata = BatchMetadata(documents=documents, tokens=tokens, classes=classes_of(tokens))
             model(tokens)
             first += len(tokens)
-    return evidence_of(session.observations.gathered)
+    return evidence_of(session.observations.collected)
 
 
 def roles_of(model: LanguageModel, seed: int) -> tuple[HeadRoles, ...]:
     """All roles, by random text, repeated text and weights."""
     texts = [random_tokens(seed + 100 + i, batch=8, length=61, vocab_size=WORDS) for i in range(2)]
     rare = rare_tokens(torch.bincount(torch.cat(texts).flatten(), minlength=WORDS))
-    text = gathered(model, texts, EvidenceGatherer(rare=rare, meaning=Meaning.of(model.embedding.weight)))
+    text = collected(model, texts, EvidenceCollector(rare=rare, meaning=Meaning.of(model.embedding.weight)))
     words = torch.arange(1, WORDS)
     probes = [
         repeated_batch(words, batch=6, block=block, seed=seed + 200 + block, before=(BEGIN,)).ids for block in BLOCKS
     ]
-    repeated = gathered(model, probes, EvidenceGatherer())
+    repeated = collected(model, probes, EvidenceCollector())
     copying = {}
     for site in text:
         heads = model.get_submodule(site.name).heads

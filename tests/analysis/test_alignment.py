@@ -126,10 +126,10 @@ def test_a_model_reads_all_contexts_whatever_the_batch(kind):
     states = []
     for batch_tokens in (1, 1000):
         told: list[int] = []
-        gatherer = WordAttention(aligned.maps)
-        observations = watch(loaded, aligned.contexts, [gatherer], batch_tokens=batch_tokens, progress=told.append)
+        collector = WordAttention(aligned.maps)
+        observations = watch(loaded, aligned.contexts, [collector], batch_tokens=batch_tokens, progress=told.append)
         assert told == ([0, *[1] * 5] if batch_tokens == 1 else [0, 5])  # none are read yet, then batch by batch
-        ((site, values),) = observations.gathered.items()
+        ((site, values),) = observations.collected.items()
         assert site.kind == "self"
         states.append(values["words"].state())
     assert states[0]["contexts"].tolist() == [0, 1, 2, 3, 4]

@@ -12,7 +12,7 @@ from polyhead.analysis.roles import head_roles
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionSite
 from polyhead.observation.observations import Observations
-from polyhead.observation.role_evidence import EvidenceGatherer
+from polyhead.observation.role_evidence import EvidenceCollector
 from polyhead.observation.statistics import Wanted
 from polyhead.observation.word_attention import ByContext
 from polyhead.sources.pronouns import pronoun_sentences
@@ -31,7 +31,7 @@ def told(texts: PronounTexts, weights: Tensor, site: AttentionSite | None = None
     site = site or AttentionSite("layer.0", "self", "layer.*", 0, weights.shape[1])
     expected = torch.full((len(weights), 2), 0.1).double()
     part = {"contexts": torch.arange(len(weights)), "weights": weights, "expected": expected}
-    value = ByContext(texts.gatherer(), weights.shape[1], (part,))
+    value = ByContext(texts.collector(), weights.shape[1], (part,))
     return Observations(Wanted(()), (), {site: {NAME: value}})
 
 
@@ -98,7 +98,7 @@ def test_a_role_is_given_by_the_interval_for_all_heads(texts):
     weights = torch.stack([right.expand(count, 2), half, hardly.expand(count, 2), chance.expand(count, 2)], 1).double()
     site = AttentionSite("layer.0", "self", "layer.*", 0, 4)
     table = pronoun_table(told(texts, weights, site), texts)
-    evidence = {site: EvidenceGatherer().empty(site, torch.device("cpu"))}
+    evidence = {site: EvidenceCollector().empty(site, torch.device("cpu"))}
     one, other, looks_away, even = head_roles(evidence, pronouns=table)
     assert one.roles == {"pronoun"}
     assert one["pronoun"].evidence == (
@@ -110,5 +110,5 @@ def test_a_role_is_given_by_the_interval_for_all_heads(texts):
     assert (looks_away["pronoun"].score, looks_away.roles) == (1.0, frozenset())
     assert (even["pronoun"].score, even.roles) == (0.5, frozenset())
     elsewhere = AttentionSite("layer.1", "self", "layer.*", 1, 3)
-    evidence = {elsewhere: EvidenceGatherer().empty(elsewhere, torch.device("cpu"))}
+    evidence = {elsewhere: EvidenceCollector().empty(elsewhere, torch.device("cpu"))}
     assert head_roles(evidence, pronouns=table)[0].scores == ()

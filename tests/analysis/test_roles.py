@@ -17,8 +17,8 @@ from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError, ShapeError
 from polyhead.lab.planted import PLANTED_ROLES
 from polyhead.layers.head_matrices import HeadMatrices
-from polyhead.observation import Notes
-from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation import BatchMetadata
+from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS
 from polyhead.observation.role_evidence_tokens import Meaning
 from tests.analysis.roles_seeds import wrong_roles
@@ -83,11 +83,11 @@ def hand_made_evidence(documents: int = 12) -> HeadEvidence:
     classes = torch.where(torch.isin(tokens, torch.tensor(COMMAS)), 5, 2)
     rare = torch.zeros(WORDS, dtype=torch.bool)
     rare[list(RARE)] = True
-    gatherer = EvidenceGatherer(rare=rare, meaning=Meaning.of(embedding[:, :29], dims=24))
-    with polyhead.observe(layer, statistics=False, gather=[gatherer]) as session:
-        session.notes = Notes(documents=torch.arange(documents), tokens=tokens, classes=classes)
+    collector = EvidenceCollector(rare=rare, meaning=Meaning.of(embedding[:, :29], dims=24))
+    with polyhead.observe(layer, statistics=False, collect=[collector]) as session:
+        session.metadata = BatchMetadata(documents=torch.arange(documents), tokens=tokens, classes=classes)
         layer(embedding[tokens])
-    (found,) = evidence_of(session.observations.gathered).values()
+    (found,) = evidence_of(session.observations.collected).values()
     return found
 
 
@@ -158,12 +158,12 @@ def roles_of_random_bert(seed: int, reference: tuple[HeadRoles, ...] = ()) -> tu
     model = models.build({family.name: family for family in models.ENCODERS}["bert"], seed=seed, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.mul_(0.02 / 0.25)  # as transformers draws them
-    gatherer = EvidenceGatherer(meaning=Meaning.of(model.get_input_embeddings().weight, dims=16))
+    collector = EvidenceCollector(meaning=Meaning.of(model.get_input_embeddings().weight, dims=16))
     tokens = models.tokens(9, 47)
-    with polyhead.observe(model, statistics=False, gather=[gatherer]) as session:
-        session.notes = Notes(documents=torch.arange(9), tokens=tokens)
+    with polyhead.observe(model, statistics=False, collect=[collector]) as session:
+        session.metadata = BatchMetadata(documents=torch.arange(9), tokens=tokens)
         model(input_ids=tokens)
-    return head_roles(evidence_of(session.observations.gathered), reference=reference)
+    return head_roles(evidence_of(session.observations.collected), reference=reference)
 
 
 def test_a_random_model_that_looks_everywhere_is_broad_and_not_beyond_its_like() -> None:

@@ -14,7 +14,7 @@ from polyhead.analysis.pronouns import pronoun_table, pronoun_texts
 from polyhead.analysis.shares import inner_shares
 from polyhead.analysis.syntax import DOWNWARD, EVERY, UPWARD, SyntaxTable, syntax_table
 from polyhead.errors import OptionError
-from polyhead.observation import Notes, Observations
+from polyhead.observation import BatchMetadata, Observations
 from polyhead.observation.statistics import AttentionSite, Wanted
 from polyhead.observation.word_attention import SpanAttention, WordAttention, WordMap
 from polyhead.ops.attended import Attended
@@ -39,13 +39,13 @@ def random_trees(count: int, seed: int = 0, words: tuple[int, int] = (4, 11)) ->
     return maps
 
 
-def gathered(maps: list[WordMap], looks: list[Tensor], mask=None) -> Observations:
+def collected(maps: list[WordMap], looks: list[Tensor], mask=None) -> Observations:
     """Observations of sites with a head for each column of `looks` [words, heads], read from real attention."""
-    gatherer = WordAttention(maps)
+    collector = WordAttention(maps)
     found = {}
     for layer, columns in enumerate(looks):
         site = AttentionSite(f"layer.{layer}", "self", "layer.*", layer, columns.shape[1])
-        value = gatherer.empty(site, torch.device("cpu"))
+        value = collector.empty(site, torch.device("cpu"))
         assert value is not None
         start = 0
         for text, words in enumerate(maps):
@@ -59,7 +59,7 @@ def gathered(maps: list[WordMap], looks: list[Tensor], mask=None) -> Observation
             key = torch.eye(len(words.tokens), dtype=torch.float64).expand(1, columns.shape[1], -1, -1)
             result = polyhead.attention(query, key, key, mask=mask, scale=1.0, logsumexp=True)
             value = value.update(
-                Attended(query, key, key, result, mask, 1.0), None, Notes(documents=torch.tensor([text]))
+                Attended(query, key, key, result, mask, 1.0), None, BatchMetadata(documents=torch.tensor([text]))
             )
         found[site] = {"words": value}
     return Observations(Wanted(()), (), found)
@@ -93,7 +93,7 @@ def test_a_head_that_always_looks_at_the_governor_is_found_with_certainty():
     maps = random_trees(60)
     noise = at_random(maps, 6)
     planted = torch.cat([noise[:, :2], at_governors(maps), noise[:, 2:]], 1)
-    table = syntax_table(gathered(maps, [noise, planted]), minimum=20)
+    table = syntax_table(collected(maps, [noise, planted]), minimum=20)
     rows = rows_of(table)
     assert set(rows) == {(name, way) for name in (EVERY, *RELATIONS) for way in (UPWARD, DOWNWARD)}
     assert table.heads == 13
@@ -111,7 +111,7 @@ def test_a_head_that_always_looks_at_the_governor_is_found_with_certainty():
 
 def test_a_head_that_knows_one_relation_is_the_best_of_that_one_alone():
     maps = random_trees(60, seed=3)
-    table = syntax_table(gathered(maps, [torch.cat([at_random(maps, 5), at_governors(maps, "obj")], 1)]), minimum=20)
+    table = syntax_table(collected(maps, [torch.cat([at_random(maps, 5), at_governors(maps, "obj")], 1)]), minimum=20)
     rows = rows_of(table)
     assert (rows["obj", UPWARD].head, rows["obj", UPWARD].accuracy) == (5, 1.0)
     assert all(rows[name, UPWARD].accuracy < 0.5 for name in ("nsubj", "det"))
@@ -120,14 +120,14 @@ def test_a_head_that_knows_one_relation_is_the_best_of_that_one_alone():
 def test_numbers_are_those_of_counting_by_hand():
     maps = random_trees(40, seed=5)
     looks = at_random(maps, 3, seed=2)
-    table = syntax_table(gathered(maps, [looks]), minimum=1, seed=7)
+    table = syntax_table(collected(maps, [looks]), minimum=1, seed=7)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(7)).tolist()
     halves = [set(order[:20]), set(order[20:])]
     starts = [sum(len(words) for words in maps[:text]) for text in range(40)]
     for row in table.entries:
-        asked = []  # for each half: (the words that are right, where the word stands, what each head looks at)
+        requested = []  # for each half: (the words that are right, where the word stands, what each head looks at)
         for half in halves:
-            asked.append([])
+            requested.append([])
             for text in half:
                 words = maps[text]
                 edges = [(w, g) for w, g in enumerate(words.governors)
@@ -136,24 +136,24 @@ def test_numbers_are_those_of_counting_by_hand():
                     questions = {w: {g} for w, g in edges}
                 else:
                     questions = {g: {w for w, h in edges if h == g} for _, g in edges}
-                asked[-1] += [(right, w, looks[starts[text] + w].tolist()) for w, right in questions.items()]
-        scores = [[sum(seen[head] in right for right, _, seen in half) for head in range(3)] for half in asked]
+                requested[-1] += [(right, w, looks[starts[text] + w].tolist()) for w, right in questions.items()]
+        scores = [[sum(seen[head] in right for right, _, seen in half) for head in range(3)] for half in requested]
         best = max(range(3), key=lambda head: scores[0][head])
         offsets = range(-12, 13)
-        by_offset = {o: sum(w + o in right for right, w, _ in asked[0]) for o in offsets}
-        assert (row.head, row.count, row.chosen_count) == (best, len(asked[1]), len(asked[0]))
-        assert row.accuracy == scores[1][best] / len(asked[1])
-        assert row.chosen_accuracy == scores[0][best] / len(asked[0])
+        by_offset = {o: sum(w + o in right for right, w, _ in requested[0]) for o in offsets}
+        assert (row.head, row.count, row.chosen_count) == (best, len(requested[1]), len(requested[0]))
+        assert row.accuracy == scores[1][best] / len(requested[1])
+        assert row.chosen_accuracy == scores[0][best] / len(requested[0])
         assert by_offset[row.offset] == max(by_offset.values())
-        assert row.baseline == sum(w + row.offset in right for right, w, _ in asked[1]) / len(asked[1])
-        both = [(seen[best] in right, w + row.offset in right) for right, w, seen in asked[1]]
+        assert row.baseline == sum(w + row.offset in right for right, w, _ in requested[1]) / len(requested[1])
+        both = [(seen[best] in right, w + row.offset in right) for right, w, seen in requested[1]]
         assert (row.head_only, row.baseline_only) == (both.count((True, False)), both.count((False, True)))
 
 
 def test_the_best_of_many_random_heads_is_believed_only_as_far_as_it_goes():
     maps = random_trees(60, seed=11, words=(6, 6))
     looks = [at_random(maps, 80, seed=layer) for layer in range(2)]  # five other words: the truth is 1/5
-    observations = gathered(maps, looks)
+    observations = collected(maps, looks)
     inside, flattered, total = 0, 0, 0
     for seed in range(10):
         for row in syntax_table(observations, minimum=20, seed=seed).entries:
@@ -169,7 +169,7 @@ def test_the_best_of_many_random_heads_is_believed_only_as_far_as_it_goes():
 
 def test_a_fixed_offset_is_found_where_it_is_the_rule():
     maps = [WordMap(tuple(range(7)), (1, 2, 3, 4, 5, 6, -1), ("next",) * 6 + ("root",), (0,) * 7) for _ in range(10)]
-    table = syntax_table(gathered(maps, [at_random(maps, 2)]), minimum=5)
+    table = syntax_table(collected(maps, [at_random(maps, 2)]), minimum=5)
     rows = rows_of(table)
     assert (rows["next", UPWARD].offset, rows["next", UPWARD].baseline) == (1, 1.0)
     assert (rows["next", DOWNWARD].offset, rows["next", DOWNWARD].baseline) == (-1, 1.0)
@@ -178,7 +178,7 @@ def test_a_fixed_offset_is_found_where_it_is_the_rule():
 
 def test_words_that_may_not_be_seen_are_not_asked_for():
     maps = random_trees(40, seed=4)
-    table = syntax_table(gathered(maps, [at_governors(maps)], polyhead.Mask.causal()), minimum=1)
+    table = syntax_table(collected(maps, [at_governors(maps)], polyhead.Mask.causal()), minimum=1)
     before = sum(0 <= governor < word for words in maps for word, governor in enumerate(words.governors))
     row = rows_of(table)[EVERY, UPWARD]
     assert row.count + row.chosen_count == before
@@ -189,7 +189,7 @@ def test_words_that_may_not_be_seen_are_not_asked_for():
 
 def test_rare_relations_are_left_out_and_counted():
     maps = random_trees(30)
-    table = syntax_table(gathered(maps, [at_random(maps, 2)]), minimum=80)
+    table = syntax_table(collected(maps, [at_random(maps, 2)]), minimum=80)
     assert [row.relation for row in table.entries] == [EVERY]
     assert len(table.left_out) == 7
     assert all(count < 200 for _, _, count in table.left_out)
@@ -201,7 +201,7 @@ def test_a_table_comes_back_from_its_file(tmp_path, ending):
     if ending == "parquet":
         pytest.importorskip("pyarrow")
     maps = random_trees(30)
-    table = syntax_table(gathered(maps, [at_random(maps, 2)]), minimum=20)
+    table = syntax_table(collected(maps, [at_random(maps, 2)]), minimum=20)
     path = tmp_path / f"table.{ending}"
     table.save(path, model="mine")
     assert SyntaxTable.load(path) == table
@@ -213,20 +213,20 @@ def test_a_table_comes_back_from_its_file(tmp_path, ending):
 
 
 def test_what_was_not_gathered_is_said():
-    with pytest.raises(OptionError, match=r"under the name 'words', got none; observe .* gather=\[WordAttention"):
+    with pytest.raises(OptionError, match=r"under the name 'words', got none; observe .* collect=\[WordAttention"):
         syntax_table(Observations(Wanted(())))
     with pytest.raises(OptionError, match="shares are made of"):
         inner_shares(Observations(Wanted(())))
     maps = [WordMap((0,), (-1,), ("root",), (0,))] * 2
     with pytest.raises(OptionError, match="texts without any"):
-        syntax_table(gathered(maps, [torch.zeros(2, 1, dtype=torch.int64)]))
+        syntax_table(collected(maps, [torch.zeros(2, 1, dtype=torch.int64)]))
     with pytest.raises(OptionError, match="at least 1, got 0"):
-        syntax_table(gathered(maps, [torch.zeros(2, 1, dtype=torch.int64)]), minimum=0)
+        syntax_table(collected(maps, [torch.zeros(2, 1, dtype=torch.int64)]), minimum=0)
 
 
 def test_shares_are_means_over_words_beside_their_null():
     maps = random_trees(40)
-    shares = inner_shares(gathered(maps, [torch.cat([at_governors(maps), at_random(maps, 1)], 1)]))
+    shares = inner_shares(collected(maps, [torch.cat([at_governors(maps), at_random(maps, 1)], 1)]))
     own_word = shares.of("word")
     assert len(own_word) == 2
     assert own_word[0].words == sum(pieces > 1 for words in maps for pieces in words.pieces())
@@ -263,10 +263,10 @@ def test_the_interval_of_a_column_does_not_depend_on_how_many_columns_there_are(
 
 def planted_spans(texts, chosen: list[int | None]) -> Observations:
     """A head for each choice: its pronouns look at the antecedent (1), the distractor (2), or everywhere (None)."""
-    gatherer = texts.gatherer()
-    assert isinstance(gatherer, SpanAttention)
+    collector = texts.collector()
+    assert isinstance(collector, SpanAttention)
     site = AttentionSite("layer.0", "self", "layer.*", 0, len(chosen))
-    value = gatherer.empty(site, torch.device("cpu"))
+    value = collector.empty(site, torch.device("cpu"))
     assert value is not None
     for text, labels in enumerate(texts.labels):
         query = torch.zeros(1, len(chosen), len(labels), len(labels), dtype=torch.float64)
@@ -275,8 +275,10 @@ def planted_spans(texts, chosen: list[int | None]) -> Observations:
                 query[0, head, :, labels.index(wanted)] = 20.0
         key = torch.eye(len(labels), dtype=torch.float64).expand(1, len(chosen), -1, -1)
         result = polyhead.attention(query, key, key, scale=1.0, logsumexp=True)
-        value = value.update(Attended(query, key, key, result, None, 1.0), None, Notes(documents=torch.tensor([text])))
-    return Observations(Wanted(()), (), {site: {gatherer.name: value}})
+        value = value.update(
+            Attended(query, key, key, result, None, 1.0), None, BatchMetadata(documents=torch.tensor([text]))
+        )
+    return Observations(Wanted(()), (), {site: {collector.name: value}})
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

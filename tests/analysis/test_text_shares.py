@@ -9,7 +9,7 @@ import torch
 
 from polyhead.analysis.text_shares import SHARES, text_shares
 from polyhead.observation import AttentionSite
-from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS
 
 SITE = AttentionSite("layer.0", "self", "layer.*", 0, 3)
@@ -18,7 +18,7 @@ DOCUMENTS = 7
 
 def evidence(**columns: torch.Tensor) -> HeadEvidence:
     """Seven documents of three heads and chance, with these columns [documents, heads + 1] and nothing else."""
-    empty = HeadEvidence.empty(EvidenceGatherer(), SITE, torch.device("cpu"))
+    empty = HeadEvidence.empty(EvidenceCollector(), SITE, torch.device("cpu"))
     sums = torch.zeros(DOCUMENTS, 4, len(COLUMNS), dtype=torch.float64)
     for name, column in columns.items():
         sums[..., COLUMNS.index(name)] = column

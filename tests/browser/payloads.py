@@ -18,9 +18,9 @@ SENTENCE = ("[CLS]", "the", "cat", "saw", "its", "own", "tail", ".")
 ANSWER = ("le", "chat", "voit", "sa", "queue")
 ROLES = ("induction", "previous", "sink")
 EDGES = [-16, -8, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 9, 17]
-COLUMNS = ("entropy", "reach", "sink_mass", "contribution", "copying", "ablation")
-GROUPS = {"contribution": "writes", "copying": "writes", "ablation": "matters"}
-FORMATS = {"entropy": "nats", "reach": "tokens", "sink_mass": "share"}
+COLUMNS = ("entropy", "mean_distance", "sink_mass", "output_norm", "copying", "ablation")
+GROUPS = {"output_norm": "writes", "copying": "writes", "ablation": "matters"}
+FORMATS = {"entropy": "nats", "mean_distance": "tokens", "sink_mass": "share"}
 
 
 def said(english: str) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _head(site: int, head: int, draw: torch.Generator) -> Payload:
     drawn = torch.rand(len(COLUMNS), generator=draw, dtype=torch.float64).tolist()
     values = dict(zip(COLUMNS, drawn, strict=True))
     values["copying"] = 2 * values["copying"] - 1
-    values["reach"] *= 40
+    values["mean_distance"] *= 40
     holds = {"induction": (site, head) == (2, 1), "previous": head == 1, "sink": (site + head) % 3 == 2}
     return {
         "site": site,

@@ -11,7 +11,7 @@ from tests.browser.saving import SVG, check_png, number, saved, saved_svg, title
 
 FIGURES = {
     "overview": 2,  # a grid for each stack
-    "overview?color=reach": 2,
+    "overview?color=mean_distance": 2,
     "head/1/2": 5,  # words, map, offsets, roles, numbers
     "alike": 6,  # the histogram, and a matrix for each layer
     "matters": 3,

@@ -39,7 +39,7 @@ def place(made, monkeypatch) -> Path:
     def read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(models, "_read_stock", read)
+    monkeypatch.setattr(models, "_read_native", read)
     monkeypatch.setattr(models, "_read_edited", read)
     monkeypatch.chdir(made)
     return made

@@ -45,11 +45,11 @@ def test_a_llama_with_fewer_key_heads_is_stock_and_comes_back(place, tmp_path):
     assert rows["cache bytes a token"][2] == "0.50"
     assert "texts that were held out, its last hidden states have a mean cosine of" in shown
     assert f"Written to {tmp_path / 'one'}, " in shown
-    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    assert stock.config.num_key_value_heads == 1
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert native.config.num_key_value_heads == 1
     ids = torch.tensor([[2, 9, 14, 30, 3]])
     with torch.no_grad():
-        torch.testing.assert_close(stock(ids).logits, polyhead.load(tmp_path / "one")(ids).logits)
+        torch.testing.assert_close(native(ids).logits, polyhead.load(tmp_path / "one")(ids).logits)
     assert all(isinstance(edit, ShareKeys) for edit in load_record(tmp_path / "one").edits)
     invoke("undo", tmp_path / "one", "--output", tmp_path / "back")
     weights, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", place / "llama"))
@@ -76,10 +76,10 @@ def test_a_bert_with_shared_keys_is_loaded_by_us_or_padded_by_stock_transformers
     ).stdout
     assert "padded" in by_name
     ids = torch.tensor([[2, 9, 14, 30, 3]])
-    stock = transformers.AutoModel.from_pretrained(tmp_path / "padded")
+    native = transformers.AutoModel.from_pretrained(tmp_path / "padded")
     with torch.no_grad():
         ours = polyhead.load(tmp_path / "padded")(ids).last_hidden_state
-        torch.testing.assert_close(stock(ids).last_hidden_state, ours, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(native(ids).last_hidden_state, ours, rtol=1e-5, atol=1e-6)
     groups = [edit.groups for edit in load_record(tmp_path / "padded").edits]
     assert groups == [((0, 1), (2, 3))] * 2
 

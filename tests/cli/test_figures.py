@@ -49,7 +49,7 @@ def test_the_issues_commands_compare_each_head_with_itself(place, tmp_path):
     assert "in 6 heads that both have" in compared
     assert "only in A: 0.1 removed, 1.2 removed" in compared
     # Nothing before W_O of the first layer has changed, so no head of it looks elsewhere.
-    assert re.findall(r"^0\.\d.*(?:entropy|reach|mass).*$", compared, re.MULTILINE) == []
+    assert re.findall(r"^0\.\d.*(?:entropy|distance|mass).*$", compared, re.MULTILINE) == []
     assert re.findall(r"^head 0\.\d (?:gained|lost).*$", compared, re.MULTILINE) == []
     back = invoke("compare", tmp_path / "two", tmp_path / "one").stdout
     assert "only in B: 0.1 removed, 1.2 removed" in back
@@ -123,7 +123,7 @@ def test_importance_is_labelled_with_what_was_measured(place, name, column, labe
     shown = invoke("inspect", place / name, "--text", place / "text", *SHORT, "--save", tmp_path, "--table").stdout
     assert f"{column}: {label}\n" in shown
     assert "entropy: spread of attention (nats)\n" in shown
-    assert "reach: distance (tokens)\n" in shown
+    assert "mean_distance: distance (tokens)\n" in shown
     page = page_of(load_inspection(tmp_path))
     assert page["importance"]["label"]["en"] == label
     (found,) = [x for x in page["columns"] if x["name"] == column]

@@ -78,7 +78,7 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
 def test_ablation_of_a_language_model_and_chosen_statistics(place):
     shown = invoke(
         "inspect", place / "llama", "--text", place / "text", "--context", 64, "--tokens", 400, "--importance",
-        "ablation", "--statistics", "entropy,reach", "--no-chance", "--table", "--device", "cpu",
+        "ablation", "--statistics", "entropy,mean_distance", "--no-chance", "--table", "--device", "cpu",
     ).stdout  # fmt: skip
     assert "ablation" in shown
     assert "sink_mass" not in shown

@@ -22,7 +22,7 @@ from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")
 # What is told of a column's tokens beside their mean, explained once for all of them.
-SUFFIXES = ("_spread", "_max", "_error", "_chance")
+SUFFIXES = ("_std", "_max", "_error", "_chance")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_every_column_of_the_table_is_explained(page, runs):
     explained = rows_of(page, "The table")
     words = page.split("\n## The table\n", 1)[1].split("\n## ", 1)[0]
     columns = {name for run in runs for row in run.table.rows() for name in row}
-    assert {"ablation", "gradient_error", "ov_top_share", "signed_reach", "reach_max", "special_mass"} <= columns
+    assert {"ablation", "gradient_error", "ov_top_share", "mean_offset", "mean_distance_max", "special_mass"} <= columns
     missing = []
     for column in sorted(columns):
         suffix = next((end for end in SUFFIXES if column.endswith(end) and column not in explained), "")

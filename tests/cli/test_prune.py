@@ -49,11 +49,11 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER gives the original back" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
     invoke("prune", place / "bert", "--heads", "0.1,0.3,1.0", "--no-repair", "--output", tmp_path / "plain")
-    repaired, plain = polyhead.load(tmp_path / "pruned"), polyhead.load(tmp_path / "plain")
+    compensated, plain = polyhead.load(tmp_path / "pruned"), polyhead.load(tmp_path / "plain")
     name = "encoder.layer.0.attention.self.query.weight"
-    assert torch.equal(repaired.get_parameter(name), plain.get_parameter(name))
+    assert torch.equal(compensated.get_parameter(name), plain.get_parameter(name))
     name = "encoder.layer.0.attention.output.dense.weight"
-    assert not torch.equal(repaired.get_parameter(name), plain.get_parameter(name))
+    assert not torch.equal(compensated.get_parameter(name), plain.get_parameter(name))
     back = invoke("undo", tmp_path / "pruned", "--output", tmp_path / "back").stdout
     original = polyhead.load(place / "bert")
     assert f"Its fingerprint is {fingerprint(original)}, that of the original" in back

@@ -115,7 +115,7 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
 
     def searched(shrinker, target, quality, *, progress):
         seen["rows"] = sum(len(batch["input_ids"]) for batch in quality._quality.batches)
-        first = shrinker.reach(target)
+        first = shrinker.meet_target(target)
         other = min(shrinker.evidence.layers, key=lambda path: len(first.get(path, ())))
         gone = {other: (0, 1)}
         return Searched(gone, first, 0.1, 0.2, 50)
@@ -156,10 +156,10 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     assert "uniform: stock transformers loads it as LlamaForCausalLM" in shown
     assert layouts(tmp_path / "small") == [(2, 2), (2, 2)]
     ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
-    stock, ours = LlamaForCausalLM.from_pretrained(tmp_path / "small").eval(), polyhead.load(tmp_path / "small")
-    assert (stock.config.num_attention_heads, stock.config.num_key_value_heads) == (2, 2)
+    native, ours = LlamaForCausalLM.from_pretrained(tmp_path / "small").eval(), polyhead.load(tmp_path / "small")
+    assert (native.config.num_attention_heads, native.config.num_key_value_heads) == (2, 2)
     with torch.no_grad():
-        torch.testing.assert_close(stock(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(native(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--search", "--preview").stdout
     assert "4 heads go, 2/2 heads/key heads stay in every layer" in shown
     assert re.search(
@@ -232,7 +232,7 @@ def test_points_of_a_small_model_are_measured_and_taken_up_again(place, tmp_path
 
     monkeypatch.setattr(language, "CONTEXT", 16)
     tuned, curves = points.tuned, points.curves
-    monkeypatch.setattr(points, "tuned", lambda shares, stock: tuned(shares, stock)[::6])
+    monkeypatch.setattr(points, "tuned", lambda shares, native: tuned(shares, native)[::6])
     monkeypatch.setattr(points, "curves", lambda shares: curves(shares)[::5])
     text = tmp_path / "text.txt"
     text.write_text("\n".join(path.read_text() for path in sorted((place / "text").rglob("*.txt"))) * 12)
@@ -242,7 +242,7 @@ def test_points_of_a_small_model_are_measured_and_taken_up_again(place, tmp_path
     assert not output.exists()
     first = invoke("bench", "surgery", *options, "--part", "tuned").stdout
     results = read_results(output)
-    assert {result.point.stock for result in results} == {None, "2/2", "2/1"}
+    assert {result.point.native for result in results} == {None, "2/2", "2/1"}
     assert "perplexity, report" in first
     invoke("bench", "surgery", *options, "--part", "tuned", "--share", "2/2")
     assert read_results(output) == results

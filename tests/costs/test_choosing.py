@@ -118,10 +118,10 @@ def test_a_machine_that_was_not_calibrated_in_bfloat16_is_asked_in_what_it_was()
     machine, budget = Machine.load("cpu-2-cores"), Budget(cache_bytes_per_token=1 << 20)
     options = {"d_model": 512, "layers": 4, "context": 512, "machine": machine}
     unsaid = choose(budget, **options)
-    asked = choose(budget, **options, dtype=torch.float32)
-    assert (unsaid.found, unsaid.references) == (asked.found, asked.references)
+    requested = choose(budget, **options, dtype=torch.float32)
+    assert (unsaid.found, unsaid.references) == (requested.found, requested.references)
     assert unsaid.notes == ("cpu-2-cores was not calibrated in bfloat16: float32 is planned instead",)
-    assert asked.notes == ()
+    assert requested.notes == ()
     with pytest.raises(OptionError, match="was calibrated in float32, got bfloat16"):
         choose(budget, **options, dtype=torch.bfloat16)
     with pytest.raises(DtypeError, match=r"layers compute in bfloat16, .* got int8"):

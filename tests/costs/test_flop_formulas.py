@@ -62,7 +62,7 @@ def test_statistics_of_talking_heads_make_the_second_mix_where_it_is_asked_for()
     rows = torch.empty(BATCH, HEADS, QUERIES, device="meta")
     inputs = (query, key, value, mix, mix, 0.3, [], [], [], None, None, rows)
     pairs = BATCH * HEADS * QUERIES * KEYS
-    for names, mixes in (("entropy,reach", 1), ("entropy,signed_mass", 2)):
+    for names, mixes in (("entropy,mean_distance", 1), ("entropy,signed_mass", 2)):
         found = counted(torch.ops.polyhead.talking_statistics, *inputs, names, 1, 0)
         assert found == 2 * pairs * (DIM + mixes * HEADS)
 

@@ -158,7 +158,7 @@ def measured(config: AttentionConfig, batch: int, tokens: int, phase: Phase, bac
     return peak
 
 
-def asked(phase: Phase, batch: int, tokens: int) -> tuple[Workload, bool]:
+def requested(phase: Phase, batch: int, tokens: int) -> tuple[Workload, bool]:
     if phase == "training":
         return Workload.training_step(tokens, batch=batch), False
     return Workload.prefill(tokens, batch=batch), phase == "prefill"
@@ -168,7 +168,7 @@ def asked(phase: Phase, batch: int, tokens: int) -> tuple[Workload, bool]:
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_peak_on_a_gpu_is_what_the_allocator_gave_out(name, phase):
     config, batch, tokens = LAYERS[name]
-    work, cached = asked(phase, batch, tokens)
+    work, cached = requested(phase, batch, tokens)
     found = estimate_memory(config, work, cached=cached)
     peak = measured(config, batch, tokens, phase, "auto")
     assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
@@ -179,7 +179,7 @@ def test_peak_on_a_gpu_is_what_the_allocator_gave_out(name, phase):
 @pytest.mark.parametrize("heads", [4, 16])
 def test_peak_of_materialised_weights_on_a_gpu(heads, phase):
     config = MultiHeadConfig(1024, heads, bias=False)
-    work, _ = asked(phase, 1, 4096)
+    work, _ = requested(phase, 1, 4096)
     found = estimate_memory(config, work, form="materialised")
     peak = measured(config, 1, 4096, phase, "reference")
     assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)

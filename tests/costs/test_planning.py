@@ -31,13 +31,13 @@ MIXED = ModelLayout("mixed", (LayerGroup(WINDOWED, 3), LayerGroup(FULL, 2)), con
 
 def test_phases_are_the_sums_of_their_layers():
     plan = plan_model(MIXED, context=19, batch=3)
-    asked = {
+    requested = {
         "training": (Workload.training_step(19, batch=3), False),
         "prefill": (Workload.prefill(19, batch=3), True),
         "decode": (Workload.decode(18, batch=3), True),
     }
-    assert [phase.phase for phase in plan.phases] == list(asked)
-    for name, (work, cached) in asked.items():
+    assert [phase.phase for phase in plan.phases] == list(requested)
+    for name, (work, cached) in requested.items():
         found = plan[name]
         costs = [estimate_cost(config, work) for config in (WINDOWED, FULL)]
         works = [layer_work(config, work, cached=cached) for config in (WINDOWED, FULL)]
@@ -60,8 +60,8 @@ def test_a_config_s_own_numbers_are_taken_unless_others_are_asked_for():
     plan = plan_model(model, context=19)
     assert (plan.dtype, plan.cache_dtype) == (torch.float32, torch.int8)
     assert plan.cache_bytes_per_token == 5 * 2 * 2 * (4 + 4)  # int8, and a float32 scale for each head's key and value
-    asked = plan_model(model, context=19, dtype=torch.float16, cache_dtype=torch.float16)
-    assert asked.cache_bytes_per_token == 5 * 2 * 2 * 4 * 2
+    requested = plan_model(model, context=19, dtype=torch.float16, cache_dtype=torch.float16)
+    assert requested.cache_bytes_per_token == 5 * 2 * 2 * 4 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])

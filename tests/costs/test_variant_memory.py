@@ -41,7 +41,7 @@ from polyhead.layers.variants import (
 )
 from polyhead.ops.attention import mask_rule
 from tests.costs.storages import measured
-from tests.costs.test_memory import MIB, asked
+from tests.costs.test_memory import MIB, requested
 from tests.costs.test_memory import measured as measured_on_a_gpu
 
 WIDTH, HEADS, BATCH, TOKENS, PAST = 96, 6, 2, 160, 40
@@ -268,7 +268,7 @@ LARGE: dict[str, AttentionConfig] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_peak_on_a_gpu_is_what_the_allocator_gave_out(name, phase):
     config, batch, tokens = LARGE[name], 4, 2048
-    work, _ = asked(phase, batch, tokens)
+    work, _ = requested(phase, batch, tokens)
     found = estimate_memory(config, work)
     peak = measured_on_a_gpu(config, batch, tokens, phase, "auto")
     assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
@@ -279,7 +279,7 @@ def test_peak_on_a_gpu_is_what_the_allocator_gave_out(name, phase):
 def test_peak_under_a_window_that_is_a_mask_tensor_on_a_gpu(phase):
     """Half as many sequences: from four on, our kernel takes it."""
     config, batch, tokens = LARGE["window"], 2, 2048
-    work, _ = asked(phase, batch, tokens)
+    work, _ = requested(phase, batch, tokens)
     found = estimate_memory(config, work)
     peak = measured_on_a_gpu(config, batch, tokens, phase, "auto")
     assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
@@ -288,7 +288,7 @@ def test_peak_under_a_window_that_is_a_mask_tensor_on_a_gpu(phase):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["convolutional", "convolutional, causal", "differential"])
 def test_peak_of_one_sequence_on_a_gpu(name):
-    config, (work, _) = LARGE[name], asked("training", 1, 4096)
+    config, (work, _) = LARGE[name], requested("training", 1, 4096)
     found = estimate_memory(config, work)
     peak = measured_on_a_gpu(config, 1, 4096, "training", "auto")
     assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
@@ -312,7 +312,7 @@ PAIR_BY_PAIR = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "phase", "batch", "tokens"), PAIR_BY_PAIR)
 def test_peak_of_a_bias_that_is_a_mask_tensor_on_a_gpu(pair_by_pair, name, phase, batch, tokens):
-    work, _ = asked(phase, batch, tokens)
+    work, _ = requested(phase, batch, tokens)
     found = estimate_memory(LARGE[name], work)
     peak = measured_on_a_gpu(LARGE[name], batch, tokens, phase, "sdpa")
     assert abs(found.total - peak) <= max(8 * MIB, 0.05 * peak), (found, found.total / MIB, peak / MIB)
@@ -330,7 +330,7 @@ ONCE_WRONG = {
 
 @pytest.mark.parametrize(("name", "phase"), ONCE_WRONG)
 def test_what_was_counted_wrong_is_what_a_gpu_gave_out(pair_by_pair, name, phase):
-    work, _ = asked(phase, 4, 2048)  # type: ignore[arg-type]
+    work, _ = requested(phase, 4, 2048)  # type: ignore[arg-type]
     assert estimate_memory(LARGE[name], work).total / MIB == pytest.approx(ONCE_WRONG[name, phase], abs=1)
 
 

@@ -67,7 +67,7 @@ def test_a_mask_that_is_no_band_is_not_counted():
 
 
 def test_each_way_to_ask_says_how_many_keys_there_are_and_how_many_are_new():
-    asked = {
+    requested = {
         Workload.forward(7, batch=3): (7, 7),
         Workload.training_step(7, batch=3): (7, 7),
         Workload.prefill(7, past=11, batch=3): (18, 7),
@@ -75,10 +75,10 @@ def test_each_way_to_ask_says_how_many_keys_there_are_and_how_many_are_new():
         Workload.cross(7, 13, batch=3): (13, 13),
         Workload.cross(7, 13, batch=3, remembered=True): (13, 0),
     }
-    for work, expected in asked.items():
+    for work, expected in requested.items():
         assert (work.keys, work.new_keys) == expected
         assert work.batch == 3
-    assert [work.training for work in asked] == [False, True, False, False, False, False]
+    assert [work.training for work in requested] == [False, True, False, False, False, False]
     assert Workload.cross(7, 13, training=True).training
 
 

@@ -115,39 +115,39 @@ def main() -> None:
     parser.add_argument("--known", type=Path, help="an earlier output: the test that noticed a fault is run first")
     parser.add_argument("--deselect", action="append", default=[], help="a test that fails without a fault")
     parser.add_argument("--listed", action="store_true", help="run the listed files only")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     for name in ("torch", "transformers.modeling_utils"):  # once, for all forks
         importlib.import_module(name)
 
     faults = [Fault(name, **fault) for name, fault in tomllib.loads(LIST.read_text(encoding="utf-8")).items()]
-    unknown = sorted(set(asked.names) - {fault.name for fault in faults})
+    unknown = sorted(set(requested.names) - {fault.name for fault in faults})
     if unknown:
         parser.error(f"faults.toml has no fault {', '.join(unknown)}")
     results: dict[str, str | None] = {}
-    if asked.output is not None and asked.output.exists():
-        results = json.loads(asked.output.read_text())
-    known: dict[str, str | None] = json.loads(asked.known.read_text()) if asked.known is not None else {}
-    options = [f"--deselect={name}" for name in asked.deselect]
+    if requested.output is not None and requested.output.exists():
+        results = json.loads(requested.output.read_text())
+    known: dict[str, str | None] = json.loads(requested.known.read_text()) if requested.known is not None else {}
+    options = [f"--deselect={name}" for name in requested.deselect]
     with tempfile.TemporaryDirectory(prefix="faults.") as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(asked.root, tree, ignore=shutil.ignore_patterns(*LEFT_BEHIND), symlinks=True)
+        shutil.copytree(requested.root, tree, ignore=shutil.ignore_patterns(*LEFT_BEHIND), symlinks=True)
         for fault in faults:
-            if (asked.names and fault.name not in asked.names) or fault.name in results:
+            if (requested.names and fault.name not in requested.names) or fault.name in results:
                 continue
             start = time.monotonic()
             fault.plant(tree)
             stages = [[known[fault.name]]] if known.get(fault.name) else []
             stages += [[name for name in fault.tests if (tree / name.partition("::")[0]).exists()]]
-            stages += [] if asked.listed else [[fault.folder]]
+            stages += [] if requested.listed else [[fault.folder]]
             noticed = None
             for stage in stages:
                 noticed = noticed or first_failure(tree, [x for x in stage if x], options, Path(folder) / "log")
-            fault.remove(tree, asked.root)
+            fault.remove(tree, requested.root)
             results[fault.name] = noticed
             print(f"{fault.name}: {noticed or 'MISSED'} ({time.monotonic() - start:.0f} s)", flush=True)
-            if asked.output is not None:
-                asked.output.write_text(json.dumps(results, indent=1) + "\n")
-    chosen = {name: noticed for name, noticed in results.items() if not asked.names or name in asked.names}
+            if requested.output is not None:
+                requested.output.write_text(json.dumps(results, indent=1) + "\n")
+    chosen = {name: noticed for name, noticed in results.items() if not requested.names or name in requested.names}
     missed = [name for name, noticed in chosen.items() if noticed is None]
     print(f"{len(chosen) - len(missed)} of {len(chosen)} faults noticed; missed: {', '.join(missed) or 'none'}")
     sys.exit(bool(missed))

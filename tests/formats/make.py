@@ -139,7 +139,7 @@ def plans() -> None:
     """Configs, the layout and the cost of a model, and a machine."""
     every = configs()
     write_json("configs.json", [config.to_dict() for config in every])
-    layout = ModelLayout("a model", grouped(every[:3]), 4096, torch.bfloat16, torch.int8, notes=("a note",))
+    layout = ModelLayout("a model", grouped(every[:3]), 4096, torch.bfloat16, torch.int8, metadata=("a note",))
     write_json("layout.json", layout.to_dict())
     cost = estimate_cost(every[0], Workload.training_step(tokens=77, batch=3))
     Path("cost.json").write_text(cost.to_json() + "\n", encoding="utf-8")

@@ -20,11 +20,10 @@ from polyhead.costs.layouts.model import ModelLayout
 from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import load_inspection
 from polyhead.layers.config import AttentionConfig, build_attention
+from polyhead.observation.renamed import current_name
 from polyhead.surgery import EditRecord, edits_from_json, undo
 
 SAVED = Path(__file__).parent / "saved"
-# Columns of a run's table that have another name today.
-RENAMED: dict[str, str] = {}
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_a_run_has_every_number_that_was_saved(name):
     read = run.table.to_arrow().to_pydict()
     assert len(read["head"]) == 8
     for column, numbers in rows.items():
-        assert list(map(repr, read[RENAMED.get(column, column)])) == list(map(repr, numbers)), column  # NaN is NaN
+        assert list(map(repr, read[current_name(column)])) == list(map(repr, numbers)), column  # NaN is NaN
     rest = json.loads((SAVED / f"run-{name}" / "inspection.json").read_text("utf-8"))
     assert len(run.roles) == len(rest["roles"]) == 8
     assert len(run.findings) == len(rest["findings"]) > 0

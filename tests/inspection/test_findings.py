@@ -109,10 +109,10 @@ def test_without_a_middle_above_zero_nothing_is_a_multiple_of_it():
 def test_what_is_common_and_what_is_extreme():
     columns = {
         "sink_mass": [0.6, 0.5, 0.51, 0.0, 0.1, 0.2],
-        "entropy_share": [0.91, 0.2, 0.3, 0.4, 0.5, 0.6],
+        "normalized_entropy": [0.91, 0.2, 0.3, 0.4, 0.5, 0.6],
         "confidence": [0.1, 0.93, 0.2, 0.3, 0.1, 0.1],
-        "reach": [1.0, math.nan, 31.4, 2.0, 3.0, 4.0],
-        "contribution_share": [0.2, 0.2, 0.6, 0.3, 0.3, 0.4],
+        "mean_distance": [1.0, math.nan, 31.4, 2.0, 3.0, 4.0],
+        "output_norm_share": [0.2, 0.2, 0.6, 0.3, 0.3, 0.4],
     }
     inspection = inspection_of(columns)
     found = findings(inspection, most=9)
@@ -131,7 +131,13 @@ def test_what_is_common_and_what_is_extreme():
         "第 0 层第 2 头写入最多：占本层所有头写入的 60%",
     ]
     assert found[0].heads == ((ONE, 0), (ONE, 2))
-    assert [x.column for x in found] == ["sink_mass", "confidence", "entropy_share", "reach", "contribution_share"]
+    assert [x.column for x in found] == [
+        "sink_mass",
+        "confidence",
+        "normalized_entropy",
+        "mean_distance",
+        "output_norm_share",
+    ]
 
 
 def test_a_place_in_one_of_several_stacks_says_which():
@@ -141,9 +147,9 @@ def test_a_place_in_one_of_several_stacks_says_which():
         "heads decoder cross-attention, layer 4 head 1 and decoder cross-attention, layer 4 head 2 "
         "say the same thing, cosine 0.90"
     )
-    assert words_of(dataclasses.replace(finding, kind="extreme", column="reach", values={"value": 3.0}), "zh") == (
-        "decoder 交叉注意力，第 4 层第 1 头看得最远：平均相隔 3 个词元"
-    )
+    assert words_of(
+        dataclasses.replace(finding, kind="extreme", column="mean_distance", values={"value": 3.0}), "zh"
+    ) == ("decoder 交叉注意力，第 4 层第 1 头看得最远：平均相隔 3 个词元")
 
 
 def test_every_role_has_its_turn_and_its_chinese_evidence():

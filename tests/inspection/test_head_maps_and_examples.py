@@ -13,7 +13,7 @@ from polyhead.inspection import Settings, inspect_model
 from polyhead.inspection.examples import ExampleWeights, SiteWeights, example_batches, token_texts
 from polyhead.inspection.head_maps import bin_edges, looks_of
 from polyhead.inspection.reading import Reader
-from polyhead.observation import AttentionMaps, Notes
+from polyhead.observation import AttentionMaps, BatchMetadata
 from polyhead.sources import load_model
 from tests.inspection.small_models import NAMES, model_folder, text_folder, tokenizer
 
@@ -40,10 +40,10 @@ def weights_of(model, ids: torch.Tensor, **more) -> dict[str, tuple[torch.Tensor
 def test_a_map_and_its_offsets_are_the_mean_weights_of_blocks_and_distances(tmp_path):
     model = load_model(model_folder(tmp_path, "llama")).model
     ids = torch.randint(7, len(NAMES), (3, 19))
-    session = polyhead.observe(model, statistics=False, gather=[AttentionMaps(23, resolution=6)])
+    session = polyhead.observe(model, statistics=False, collect=[AttentionMaps(23, resolution=6)])
     with torch.no_grad(), session:
         model(input_ids=ids, use_cache=False)
-    looks = looks_of(session.observations.gathered)
+    looks = looks_of(session.observations.collected)
     expected = weights_of(model, ids, use_cache=False)["attentions"]
     edges = bin_edges()
     for site, found in looks.items():
@@ -96,13 +96,13 @@ def test_examples_are_the_beginnings_of_three_documents_with_the_weights_the_mod
 
 def test_queries_and_keys_of_a_cross_attention_may_be_of_different_numbers(tmp_path):
     model = load_model(model_folder(tmp_path, "t5")).model.double()
-    asked, told = torch.randint(7, len(NAMES), (1, 11)), torch.randint(7, len(NAMES), (1, 13))
-    session = polyhead.observe(model, statistics=False, gather=[ExampleWeights()])
-    session.notes = Notes(documents=torch.tensor([3]))
+    requested, told = torch.randint(7, len(NAMES), (1, 11)), torch.randint(7, len(NAMES), (1, 13))
+    session = polyhead.observe(model, statistics=False, collect=[ExampleWeights()])
+    session.metadata = BatchMetadata(documents=torch.tensor([3]))
     with torch.no_grad(), session:
-        model(input_ids=told, decoder_input_ids=asked, use_cache=False)
-    expected = weights_of(model, told, decoder_input_ids=asked, use_cache=False)["cross_attentions"]
-    cross = {site: x for site, x in session.observations.gathered.items() if site.kind == "cross"}
+        model(input_ids=told, decoder_input_ids=requested, use_cache=False)
+    expected = weights_of(model, told, decoder_input_ids=requested, use_cache=False)["cross_attentions"]
+    cross = {site: x for site, x in session.observations.collected.items() if site.kind == "cross"}
     assert len(cross) == 2
     for site, values in cross.items():
         weights = values["examples"].compute()[3]
@@ -117,11 +117,11 @@ def test_a_module_that_serves_several_layers_shows_their_mean(tmp_path):
     )  # fmt: skip
     model = transformers.AlbertModel(config).eval()
     ids = torch.randint(7, len(NAMES), (1, 11))
-    session = polyhead.observe(model, statistics=False, gather=[ExampleWeights()])
-    session.notes = Notes(documents=torch.tensor([0]))
+    session = polyhead.observe(model, statistics=False, collect=[ExampleWeights()])
+    session.metadata = BatchMetadata(documents=torch.tensor([0]))
     with torch.no_grad(), session:
         model(input_ids=ids)
-    ((_, values),) = session.observations.gathered.items()
+    ((_, values),) = session.observations.collected.items()
     expected = torch.stack(weights_of(model, ids)["attentions"])[:, 0].mean(0)
     torch.testing.assert_close(values["examples"].compute()[0], expected, atol=2e-6, rtol=1e-4)
 

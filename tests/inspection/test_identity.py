@@ -100,11 +100,11 @@ def test_every_head_is_compared_with_itself(run, form):
         (0, 0): 0, (0, 2): 1, (0, 3): 2,
     }  # fmt: skip
     # The input of the first layer is the same, so its heads are; those behind it read what two heads less wrote.
-    exact = [x for x in found.changes if x.head[0].layer == 0 and x.name in ("entropy", "reach", "confidence")]
+    exact = [x for x in found.changes if x.head[0].layer == 0 and x.name in ("entropy", "mean_distance", "confidence")]
     assert len(exact) == 9
     for change in exact:
         assert change.after == pytest.approx(change.before, rel=1e-5)
-    assert [x for x in found.beyond() if x.head[0].layer == 0 and "contribution" not in x.name] == []
+    assert [x for x in found.beyond() if x.head[0].layer == 0 and "output_norm" not in x.name] == []
     assert [x for x in (*found.gained, *found.lost) if x[0][0].layer == 0] == []
     assert [str(x) for x in found.only_before] == ["0.1 removed", "1.0 removed"]
     assert found.only_after == ()
@@ -357,9 +357,9 @@ def test_a_head_of_a_group_that_lost_another_is_itself_in_every_column(form, who
     found = compare(one, plainly_inspected(tmp_path / "pruned", text))
     assert [str(x) for x in found.only_before] == ["0.0 removed", "1.2 removed", "1.3 removed"]
     # Its share of what the layer writes, and what the loss makes of it, depend on the others.
-    of_others = {"contribution_share", "total_correlation", "gradient", "taylor", "copying"}
+    of_others = {"output_norm_share", "total_correlation", "gradient", "taylor", "copying"}
     alone = [x for x in found.changes if x.head[0].layer == 0 and x.name not in of_others]
-    assert {x.name for x in alone} >= {"entropy", "qk_top_share", "ov_top_share", "contribution", "effective_rank"}
+    assert {x.name for x in alone} >= {"entropy", "qk_top_share", "ov_top_share", "output_norm", "effective_rank"}
     assert {x.head[1] for x in alone} == {1, 2, 3}
     for change in alone:
         assert change.after == pytest.approx(change.before, rel=2e-4, abs=1e-6), change

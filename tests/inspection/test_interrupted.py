@@ -64,7 +64,7 @@ def stop_at(monkeypatch, number: int, error: type[BaseException], *, after: bool
     tell, seen = Call.tell, []
 
     def told(call: Call, attended: object) -> None:
-        if not any(gatherer.name == "maps" for gatherer in call.session.gatherers):
+        if not any(collector.name == "maps" for collector in call.session.collectors):
             return tell(call, attended)  # not of the text: the matrices of the heads are found by watching as well
         seen.append(call)
         if len(seen) == number and not after:

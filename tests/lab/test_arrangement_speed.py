@@ -90,7 +90,7 @@ def test_a_plan_is_of_a_gpu():
 def test_the_command_says_what_it_needs():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = CliRunner().invoke(app, ["bench", "arrangements"])
+    done = CliRunner().invoke(app, ["bench", "variants"])
     assert done.exit_code == 0
     assert "no CUDA GPU was found" in done.output
-    assert CliRunner().invoke(app, ["bench", "arrangements", "--only", "nothing"]).exit_code == 2
+    assert CliRunner().invoke(app, ["bench", "variants", "--only", "nothing"]).exit_code == 2

@@ -251,19 +251,19 @@ CORE = AttentionCore("forward", 2, 4, 2, 24, 24, 16, 16, F32, right=0)
 
 
 def test_a_call_of_attention_is_that_of_the_piece(monkeypatch):
-    asked = {}
+    requested = {}
     true = polyhead.attention
 
     def watched(query, key, value, **options):
-        asked.update(query=query, key=key, **options)
+        requested.update(query=query, key=key, **options)
         return true(query, key, value, **options)
 
     monkeypatch.setattr(polyhead, "attention", watched)
     (call,) = calls.calls_of(CORE, CPU)
     assert call().shape == (2, 4, 24, 16)
-    assert asked["key"].shape == (2, 2, 24, 16)
-    assert asked["query"].stride(1) == 16  # tokens before heads, as a projection leaves them
-    assert asked["mask"].is_just_causal
+    assert requested["key"].shape == (2, 2, 24, 16)
+    assert requested["query"].stride(1) == 16  # tokens before heads, as a projection leaves them
+    assert requested["mask"].is_just_causal
 
 
 def test_a_backward_gives_every_gradient_and_can_be_repeated():

@@ -227,11 +227,11 @@ def test_the_induction_pair_says_what_followed_and_needs_both_its_heads(seed):
     # The other heads that write to the output speak of other tokens; without them the pair is heard alone.
     others = {*planted.having("copy"), *planted.having("anti-copy")} - {induction}
     tokens = repeated_tokens(seed, batch=BATCH, block=BLOCK, vocab_size=Sizes().vocab_size)
-    asked = slice(BLOCK + 1, 2 * BLOCK)  # the second block, as far as its next tokens are in the text
+    requested = slice(BLOCK + 1, 2 * BLOCK)  # the second block, as far as its next tokens are in the text
 
     def share_right(silent: set[HeadId]) -> float:
         predicted = without(planted.model, silent, tokens).argmax(-1)
-        return float((predicted[:, asked] == tokens[:, BLOCK + 2 :]).double().mean())
+        return float((predicted[:, requested] == tokens[:, BLOCK + 2 :]).double().mean())
 
     assert share_right(others) >= SHARE
     assert share_right({previous}) < 0.2

@@ -30,7 +30,7 @@ from polyhead.lab.surgery_quality.points import (
     check_alike,
     curves,
     is_done,
-    parse_stock,
+    parse_native,
     read_results,
     tuned,
 )
@@ -156,24 +156,24 @@ def test_every_way_is_measured_and_leaves_the_model_as_it_was(language, tmp_path
     results = read_results(path)
     assert [result.point for result in results] == points
     gone = {result.point: sum(result.gone.values()) for result in results}
-    assert {gone[point] for point in points if point.stock is None} == {round(0.3 * 18)}
-    assert {gone[point] for point in points if point.stock is not None} == {6}
-    assert all((result.form == "stock") == (result.point.stock is not None) for result in results)
+    assert {gone[point] for point in points if point.native is None} == {round(0.3 * 18)}
+    assert {gone[point] for point in points if point.native is not None} == {6}
+    assert all((result.form == "native") == (result.point.native is not None) for result in results)
     assert {result.point.criterion for result in results} == set(CRITERIA)
-    repaired = next(r for r in results if r.point == Point("random", 0.3, "once", seed=3))
+    compensated = next(r for r in results if r.point == Point("random", 0.3, "once", seed=3))
     plain = next(r for r in results if r.point == Point("random", 0.3, "no", seed=3))
-    assert repaired.gone == plain.gone
-    assert repaired.figures != plain.figures
+    assert compensated.gone == plain.gone
+    assert compensated.figures != plain.figures
 
 
 def test_what_is_measured_is_what_the_pruned_and_repaired_model_gives(language):
-    from polyhead.surgery import OutputRepair, find_layers
+    from polyhead.surgery import OutputCompensation, find_layers
 
-    point = Point("repaired", 0.3, "once", stock="6/3")
+    point = Point("compensated", 0.3, "once", native="6/3")
     bench = Bench(language)
     found, gone = bench.measure(point), bench.choose(point)
     edits = [PruneHeads(layer.number, gone[layer.path]) for layer in find_layers(language.model)]
-    record = apply(language.model, edits, repair=OutputRepair(bench.evidence.moments))
+    record = apply(language.model, edits, compensation=OutputCompensation(bench.evidence.moments))
     for split in ("choose", "report"):
         for name, figure in language.figures(split).items():
             assert figure.value == pytest.approx(found.figures[split][name].value, rel=1e-5)
@@ -189,7 +189,7 @@ def test_sentences_are_measured_by_every_criterion(sentences):
         result = bench.measure(Point(name, 0.5, "once"))
         assert sum(result.gone.values()) == 7
         assert result.figures["report"]["cosine"].value < 1
-    stream = bench.measure(Point("repaired", 0.5, "stream", "direction", 1e-3, searched=True))
+    stream = bench.measure(Point("compensated", 0.5, "stream", "direction", 1e-3, searched=True))
     assert stream.form == "own"
     assert sentences.loss() == pytest.approx(0, abs=1e-6)
 
@@ -233,11 +233,11 @@ def result(point: Point, choose: float, report: float) -> Result:
 def test_the_best_way_is_chosen_on_one_split_and_told_on_the_other():
     found = [
         result(Point("plain", 0.3, "once"), 31.0, 30.0),
-        result(Point("repaired", 0.3, "once"), 30.0, 33.0),
+        result(Point("compensated", 0.3, "once"), 30.0, 33.0),
         result(Point("random", 0.3, "once"), 29.0, 29.0),
         result(Point("random", 0.3, "once", seed=1), 31.0, 33.0),
     ]
-    assert best_by_place(found)["30% of heads"].point.criterion == "repaired"
+    assert best_by_place(found)["30% of heads"].point.criterion == "compensated"
     _, line = rows(found)
     assert line[-2:] == ("30.00 ± 0.10", "33.00 ± 0.20")
     (random_heads,) = [curve for curve in curves_of(found, "perplexity") if curve.name.startswith("random")]
@@ -247,10 +247,10 @@ def test_the_best_way_is_chosen_on_one_split_and_told_on_the_other():
 
 
 def test_layouts_are_written_as_heads_over_key_heads():
-    assert parse_stock("6/3") == (6, 3)
+    assert parse_native("6/3") == (6, 3)
     for text in ("6", "6/4", "6/0", "a/b"):
         with pytest.raises(OptionError, match="written as 6/3"):
-            parse_stock(text)
+            parse_native(text)
     assert PARTS == ("tuned", "curves")
 
 
@@ -259,9 +259,9 @@ def measured(tmp_path):
     facts = {**machine.describe(torch.device("cpu"), "abc123"), "model": "small", "text": "some.txt", "rows": 300}
     path = tmp_path / "surgery-small.jsonl"
     for place, point in enumerate(curves([0.2, 0.5]) + tuned([0.5], ["6/3"])):
-        worth = 1 + point.share * (2 if point.repair == "no" else 1) + place / 1000
+        worth = 1 + point.share * (2 if point.compensation == "no" else 1) + place / 1000
         figures = {"perplexity": Figure(30 * worth, 0.5), "ratio": Figure(worth, 0.01)}
-        form = "stock" if point.stock else "own"
+        form = "native" if point.native else "own"
         append_result(path, Result(point, {"a": 9}, 18, form, {"choose": figures, "report": figures}, 1.0, facts))
     return path
 

@@ -57,25 +57,25 @@ def result(trial: Trial, bits: float) -> Result:
     return Result(trial, bits, steps=30, tokens=1, parameters=2, flops=3, seconds=0.5, facts={"gpu": "none"})
 
 
-@pytest.mark.parametrize("name", contest().arrangements)
+@pytest.mark.parametrize("name", contest().variants)
 def test_models_have_equally_many_parameters_as_counted(name):
-    asked = contest()
-    config, sizes = asked.arrangements[name], asked.sizes_of(name)
-    first = parameters(asked.arrangements[asked.baseline], asked.sizes)
+    requested = contest()
+    config, sizes = requested.variants[name], requested.sizes_of(name)
+    first = parameters(requested.variants[requested.baseline], requested.sizes)
     assert first >= 10_000_000
     assert abs(parameters(config, sizes) - first) <= 0.002 * first
     small = contest(quick=True)
-    config, sizes = small.arrangements[name], small.sizes_of(name)
+    config, sizes = small.variants[name], small.sizes_of(name)
     assert sum(x.numel() for x in ByteModel(config, sizes).parameters()) == parameters(config, sizes)
 
 
 def test_steps_of_equal_compute_cost_the_same():
-    asked = contest()
-    first = asked.steps * step_flops(asked.arrangements[asked.baseline], asked.sizes, asked.batch)
-    for name, config in asked.arrangements.items():
-        spent = asked.steps_of(name, "compute") * step_flops(config, asked.sizes_of(name), asked.batch)
+    requested = contest()
+    first = requested.steps * step_flops(requested.variants[requested.baseline], requested.sizes, requested.batch)
+    for name, config in requested.variants.items():
+        spent = requested.steps_of(name, "compute") * step_flops(config, requested.sizes_of(name), requested.batch)
         assert abs(spent - first) <= 0.001 * first
-        assert asked.steps_of(name, "tokens") == asked.steps
+        assert requested.steps_of(name, "tokens") == requested.steps
 
 
 def test_flops_are_those_that_torch_counts():
@@ -94,16 +94,16 @@ def test_every_arrangement_gets_the_same_sweep_then_seeds_at_its_best_rate():
     done: list[Result] = []
     while (trial := next_trial(TINY, done)) is not None:
         # A rate in the middle is best for one, the last for the other two.
-        best = RATES[1] if trial.arrangement == "multi-head" else RATES[-1]
+        best = RATES[1] if trial.variant == "multi-head" else RATES[-1]
         done.append(result(trial, 2.0 + abs(trial.rate - best) + 0.01 * trial.seed))
-    tried = {(x.trial.arrangement, x.trial.budget): [] for x in done}
+    tried = {(x.trial.variant, x.trial.budget): [] for x in done}
     for x in done:
-        tried[x.trial.arrangement, x.trial.budget].append((x.trial.rate, x.trial.seed))
+        tried[x.trial.variant, x.trial.budget].append((x.trial.rate, x.trial.seed))
     assert tried["multi-head", "tokens"] == [*((rate, 0) for rate in RATES), (RATES[1], 1), (RATES[1], 2)]
     assert tried["narrow", "compute"] == [*((rate, 0) for rate in RATES), (RATES[-1], 1), (RATES[-1], 2)]
     assert ("multi-head", "compute") not in tried  # the same training as for equal tokens
-    found = {(x.arrangement, x.budget): x for x in standings(TINY, done)}
-    assert len(found) == len(TINY.arrangements) * len(BUDGETS)
+    found = {(x.variant, x.budget): x for x in standings(TINY, done)}
+    assert len(found) == len(TINY.variants) * len(BUDGETS)
     assert found["multi-head", "compute"].bits == found["multi-head", "tokens"].bits == (2.0, 2.01, 2.02)
     assert found["narrow", "tokens"].at_an_end
     assert not found["multi-head", "tokens"].at_an_end
@@ -117,7 +117,7 @@ def test_what_is_under_way_is_begun_once_and_seeds_wait_for_their_sweep():
         begun.append(trial)
     assert len(begun) == len(set(begun)) == len(RATES) * 4  # three arrangements, one of them under both budgets
     assert {trial.seed for trial in begun} == {SEEDS[0]}
-    swept = [result(trial, 2.0) for trial in begun if trial.arrangement == "multi-head"]
+    swept = [result(trial, 2.0) for trial in begun if trial.variant == "multi-head"]
     assert next_trial(TINY, swept, begun) == Trial("multi-head", "tokens", RATES[0], SEEDS[1])
 
 
@@ -126,7 +126,7 @@ def test_several_at_a_time_find_what_one_after_another_finds(file, tmp_path, mon
     """In forks of this process, which need not import PyTorch anew."""
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: fork)
-    small = replace(TINY, arrangements={"multi-head": TINY.arrangements["multi-head"]}, steps=2)
+    small = replace(TINY, variants={"multi-head": TINY.variants["multi-head"]}, steps=2)
     every = []
     for processes in (1, 2):
         output = tmp_path / f"{processes}.jsonl"

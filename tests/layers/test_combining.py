@@ -173,8 +173,8 @@ def test_statistics_and_weights_are_those_of_the_attention_over_tokens(kind: str
     )
     for name in ("q_proj", "k_proj", "v_proj"):
         plain.get_submodule(name).load_state_dict(layer.get_submodule(name).state_dict())
-    asked = {"weights": True, "statistics": True, "logsumexp": True}
-    found, expected = layer(x, **asked), plain(x, **asked)
+    requested = {"weights": True, "statistics": True, "logsumexp": True}
+    found, expected = layer(x, **requested), plain(x, **requested)
     close(found.output, layer(x).output)
     close(found.output, combined(layer, heads_of(layer, x, visible=earlier(LENGTH))))
     close(found.weights, expected.weights)
@@ -188,10 +188,10 @@ def test_a_session_sees_the_heads_and_gates_them(kind: str, x: Tensor) -> None:
     model = nn.ModuleDict({"attention": make(kind, causal=True)})
     layer = model["attention"]
     gate = torch.rand(HEADS, dtype=DOUBLE)
-    expected = layer(x, statistics=("entropy", "reach")).statistics
+    expected = layer(x, statistics=("entropy", "mean_distance")).statistics
     with torch.no_grad(), polyhead.observe(model) as session:
         close(layer(x).output, combined(layer, heads_of(layer, x, visible=earlier(LENGTH))))
-    for name in ("entropy", "reach"):
+    for name in ("entropy", "mean_distance"):
         close(session.profile[name], getattr(expected, name).mean((0, 2)))
     assert session.profile["tokens"].eq(BATCH * LENGTH).all()
     with torch.no_grad(), polyhead.observe(model, statistics=False) as session:

@@ -20,9 +20,9 @@ from polyhead.layers.config import (
     CONFIGS,
     AttentionConfig,
     MultiHeadConfig,
-    arrangement,
     build_attention,
     config_of,
+    variant,
 )
 from polyhead.layers.positions import (
     ALiBi,
@@ -49,7 +49,7 @@ from polyhead.layers.positions.config import (
     T5BiasConfig,
     positions_config_of,
 )
-from polyhead.layers.registry import Kinds
+from polyhead.layers.registry import Registry
 from polyhead.layers.variants.grouped.layer import HeadGroups
 
 EMBED, HEADS, HEAD_DIM, LENGTH = 30, 6, 10, 11
@@ -315,27 +315,27 @@ def registry(monkeypatch):
 class Averaging(nn.Module):
     """A layer of another kind."""
 
-    def __init__(self, reach: int) -> None:
+    def __init__(self, mean_distance: int) -> None:
         super().__init__()
-        self.reach = reach
+        self.mean_distance = mean_distance
 
 
 @pytest.mark.usefixtures("registry")
 def test_a_new_kind_joins_with_one_dataclass():
-    @arrangement("averaging", Averaging)
+    @variant("averaging", Averaging)
     @dataclass(frozen=True)
     class AveragingConfig(AttentionConfig):
-        reach: int
+        mean_distance: int
 
         def build(self, *, device: Any = None, dtype: Any = None) -> Averaging:
-            return Averaging(self.reach)
+            return Averaging(self.mean_distance)
 
         @classmethod
         def of(cls, layer: Averaging) -> Self:
-            return cls(layer.reach)
+            return cls(layer.mean_distance)
 
     config = AveragingConfig(3)
-    assert config.to_dict() == {"kind": "averaging", "reach": 3}
+    assert config.to_dict() == {"kind": "averaging", "mean_distance": 3}
     assert AttentionConfig.from_json(config.to_json()) == config
     assert config_of(build_attention(config)) == config
     assert config.mask is None
@@ -352,7 +352,7 @@ def test_a_name_is_taken_once_and_an_unregistered_value_has_none():
     class Second:
         size: int = 1
 
-    kinds: Kinds[Any] = Kinds("a thing")
+    kinds: Registry[Any] = Registry("a thing")
     kinds.register("one")(First)
     kinds.register("one")(First)
     with pytest.raises(OptionError, match="is First already, got Second"):

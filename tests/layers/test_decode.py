@@ -63,9 +63,9 @@ CASES = {
     "grouped": Case(heads=(6, 2)),
     "one key head": Case(heads=(5, 1), statistics=("entropy", "max_logit")),
     "no causal edge": Case(options={"causal": False}, statistics=("visible_keys", "next_mass")),
-    "window": Case(options={"window": 11}, statistics=("visible_keys", "reach")),
+    "window": Case(options={"window": 11}, statistics=("visible_keys", "mean_distance")),
     "window with kept keys": Case(mask=Mask.window(11, sinks=2), statistics=("sink_mass", "self_mass")),
-    "ragged": Case(lengths=((PROMPT, 23), (1, 1), (1, 3)), statistics=("reach", "sink_mass", "visible_keys")),
+    "ragged": Case(lengths=((PROMPT, 23), (1, 1), (1, 3)), statistics=("mean_distance", "sink_mass", "visible_keys")),
     "a sequence that waits": Case(lengths=((PROMPT, 23), (0, 1), (3, 0))),
     "softcap": Case(options={"softcap": 3.0}),
     "sinks": Case(options={"sinks": True}, statistics=("learned_sink_mass", "entropy")),
@@ -271,7 +271,7 @@ def compare(
             allowed = bound
         elif statistic == "visible_keys":
             allowed = 0.0
-        elif "reach" in statistic:
+        elif "mean_distance" in statistic:
             allowed = 1e-5 * max(1.0, float(tensor.abs().max()))
         else:
             allowed = 1e-5
@@ -312,7 +312,7 @@ def test_in_the_interpreter_the_backend_may_be_named() -> None:
 
 def check_walk(kind: str, device: str) -> None:
     """Beams, drafts that are taken back, forks: whatever is done to a cache between two steps."""
-    case = Case(positions=lambda heads: Rotary(HEAD_DIM), statistics=("reach", "visible_keys"))
+    case = Case(positions=lambda heads: Rotary(HEAD_DIM), statistics=("mean_distance", "visible_keys"))
     layer = make(case, torch.float32, device)
     generator = torch.Generator().manual_seed(19)
 
@@ -395,7 +395,7 @@ def long_cache(kind: str, layer: MultiHeadAttention, lengths: Sequence[int]) -> 
 def check_allocations(kind: str) -> None:
     """A step makes nothing as long as the cache; a rolling one makes a number for each slot, where its token stands."""
     layer = make(Case(heads=(2, 1)), torch.float32, "cpu")
-    names = ("entropy", "max_logit", "reach")
+    names = ("entropy", "max_logit", "mean_distance")
     with torch.no_grad():
         for lengths in ([499], [499, 401]):
             x = torch.randn(len(lengths), 1, layer.layout.embed_dim)

@@ -19,7 +19,7 @@ from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention, c
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache
 from polyhead.layers.positions import ALiBi, Learned, Rotary, T5Bias
 from polyhead.layers.variants import GroupedHeadsConfig
-from polyhead.observation.projections import find_wiring
+from polyhead.observation.projections import find_projections
 from polyhead.ops import uneven_groups
 from tests.error_budget import assert_within_error_budget
 
@@ -103,8 +103,8 @@ def test_outputs_and_gradients_are_those_of_repeated_keys(name: str, x: Tensor) 
 @both_ways
 def test_weights_and_statistics_are_in_the_users_order(x: Tensor) -> None:
     layer, twin = pair(causal=True)
-    asked = {"weights": True, "statistics": True, "logsumexp": True}
-    ours, theirs = layer(x, **asked), twin(x, **asked)
+    requested = {"weights": True, "statistics": True, "logsumexp": True}
+    ours, theirs = layer(x, **requested), twin(x, **requested)
     close(ours.weights, theirs.weights)
     close(ours.logsumexp, theirs.logsumexp)
     close(dict(ours.statistics.items()), dict(theirs.statistics.items()))
@@ -149,10 +149,10 @@ def test_who_watches_sees_heads_in_the_users_order(x: Tensor) -> None:
     layer, twin = pair(causal=True)
     profiles, wirings = [], []
     for module in (layer, twin):
-        with polyhead.observe(module, statistics=("entropy", "reach")) as session:
+        with polyhead.observe(module, statistics=("entropy", "mean_distance")) as session:
             module(x)
-        profiles.append([[row["entropy"], row["reach"]] for row in session.profile.rows()])
-        wirings.append(next(iter(find_wiring(module, lambda module=module: module(x)).values())))
+        profiles.append([[row["entropy"], row["mean_distance"]] for row in session.profile.rows()])
+        wirings.append(next(iter(find_projections(module, lambda module=module: module(x)).values())))
     close(torch.tensor(profiles[0]), torch.tensor(profiles[1]), 1e-6)
     for name in ("query", "key", "value", "output"):
         close(getattr(wirings[0], name), getattr(wirings[1], name))

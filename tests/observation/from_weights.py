@@ -14,7 +14,7 @@ from torch import Tensor
 from polyhead.observation import HeadProfile
 from tests.integrations.huggingface.compare import BOUND
 
-POSITIONAL = ("reach", "self_mass", "previous_mass", "next_mass", "window_mass")
+POSITIONAL = ("mean_distance", "self_mass", "previous_mass", "next_mass", "window_mass")
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Expected:
             rows = self.row_statistics(weights.double(), first, weights.shape[-1] if total is None else total)
             for name, values in rows.items():
                 counted = real & (weights.sum(-1) > 0).all(1)
-                if name == "entropy_share":
+                if name == "normalized_entropy":
                     counted = counted & (rows["visible_keys"] > 1).all(1)
                 self.layers[index].setdefault(name, []).append(values.transpose(0, 1)[:, counted])
 
@@ -52,14 +52,14 @@ class Expected:
         found = {
             "visible_keys": visible,
             "entropy": entropy,
-            "entropy_share": entropy / visible.clamp_min(2).log(),
+            "normalized_entropy": entropy / visible.clamp_min(2).log(),
             "confidence": weights.amax(-1),
             "sink_mass": (weights * (index == first[:, None])[:, None, None]).sum(-1),
         }
         if self.cross:
             return found
         distance = torch.arange(keys) - (torch.arange(queries) + keys - queries)[:, None]
-        found["reach"] = (weights * distance.abs()).sum(-1)
+        found["mean_distance"] = (weights * distance.abs()).sum(-1)
         found["window_mass"] = (weights * (distance.abs() <= 8)).sum(-1)
         for name, at in (("self_mass", 0), ("previous_mass", -1), ("next_mass", 1)):
             found[name] = (weights * (distance == at)).sum(-1)
@@ -74,7 +74,7 @@ def assert_table(table: HeadProfile, stacks: Mapping[str, Expected]) -> None:
         stack = site.kind if site.kind in stacks else next(part for part in site.stack.split(".") if part in stacks)
         seen.add((stack, site.layer))
         expected = stacks[stack].layers[site.layer]
-        for name in ("entropy", "entropy_share", "confidence", "sink_mass", *POSITIONAL):
+        for name in ("entropy", "normalized_entropy", "confidence", "sink_mass", *POSITIONAL):
             if name not in table.names:
                 continue
             if stacks[stack].cross and name in POSITIONAL:
@@ -84,7 +84,7 @@ def assert_table(table: HeadProfile, stacks: Mapping[str, Expected]) -> None:
             size = max(1.0, float(values.abs().max()))
             for column, value in (
                 (name, values.mean()),
-                (f"{name}_spread", values.std(correction=0)),
+                (f"{name}_std", values.std(correction=0)),
                 (f"{name}_max", values.max()),
             ):
                 error = float((table[column][index] - value).abs())

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observation.accumulators import Maximum, MeanAndSpread
+from polyhead.observation.accumulators import Maximum, MeanAndStd
 
 SHAPE = (2, 3)
 EMPTY = {
-    "mean": lambda: MeanAndSpread.empty(SHAPE),
+    "mean": lambda: MeanAndStd.empty(SHAPE),
     "maximum": lambda: Maximum.empty(SHAPE),
 }
 
@@ -25,11 +25,11 @@ def results(value):
 def assert_equal(one, other, bound=1e-12):
     """Within what float64 rounds when the order of a sum changes; counts and maxima to the bit."""
     for a, b in zip(results(one), results(other), strict=True):
-        if isinstance(one, MeanAndSpread):
+        if isinstance(one, MeanAndStd):
             torch.testing.assert_close(a, b, rtol=bound, atol=bound, equal_nan=True)
         else:
             assert torch.equal(a, b)
-    if isinstance(one, MeanAndSpread):
+    if isinstance(one, MeanAndStd):
         assert torch.equal(one.count, other.count)
 
 
@@ -93,7 +93,7 @@ def test_state_goes_through_a_file_and_back(kind, tmp_path):
 def test_mean_and_spread_are_those_of_the_formula():
     values = torch.randn(*SHAPE, 101, dtype=torch.float64) * 3 + 7
     weights = torch.rand(values.shape, dtype=torch.float64)
-    count, mean, spread = MeanAndSpread.empty(SHAPE).update(values, weights).compute()
+    count, mean, spread = MeanAndStd.empty(SHAPE).update(values, weights).compute()
     expected = (values * weights).sum(-1) / weights.sum(-1)
     torch.testing.assert_close(count, weights.sum(-1))
     torch.testing.assert_close(mean, expected)
@@ -104,14 +104,14 @@ def test_mean_and_spread_are_those_of_the_formula():
 def test_float32_rows_keep_their_spread_far_from_zero():
     # The textbook's E[x^2] - E[x]^2 in float32 loses all of a spread of 1 beside a mean of 1e4.
     values = torch.randn(1, 5000) + 1e4
-    _, mean, spread = MeanAndSpread.empty((1,)).update(values).compute()
+    _, mean, spread = MeanAndStd.empty((1,)).update(values).compute()
     torch.testing.assert_close(mean, values.double().mean(-1), rtol=1e-12, atol=0)
     torch.testing.assert_close(spread, values.double().std(-1, correction=0), rtol=1e-6, atol=0)
 
 
 def test_nothing_seen_is_nan_and_minus_infinity():
     values, none = torch.full((*SHAPE, 4), torch.inf), torch.zeros(*SHAPE, 4, dtype=torch.bool)
-    count, mean, spread = MeanAndSpread.empty(SHAPE).update(values, none).compute()
+    count, mean, spread = MeanAndStd.empty(SHAPE).update(values, none).compute()
     assert count.eq(0).all()
     assert mean.isnan().all()
     assert spread.isnan().all()
@@ -120,7 +120,7 @@ def test_nothing_seen_is_nan_and_minus_infinity():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ShapeError, match=r"got torch.float32 of shape \[3, 2, 5\]"):
-        MeanAndSpread.empty(SHAPE).update(torch.zeros(3, 2, 5))
+        MeanAndStd.empty(SHAPE).update(torch.zeros(3, 2, 5))
     with pytest.raises(ShapeError, match=r"got \[2, 3, 4\] weights for \[2, 3, 5\] samples"):
         Maximum.empty(SHAPE).update(torch.zeros(2, 3, 5), torch.ones(2, 3, 4))
     with pytest.raises(ShapeError, match=r"got \[2, 3\] and \[3\]"):
@@ -129,6 +129,6 @@ def test_what_does_not_fit_is_refused():
 
 def test_squares_that_half_precision_cannot_hold_are_right() -> None:
     values = torch.tensor([[300.0, -300.0, 300.0, -300.0]], dtype=torch.float16)
-    found = MeanAndSpread.empty((1,)).update(values).compute()
+    found = MeanAndStd.empty((1,)).update(values).compute()
     assert found.mean.item() == 0
     assert found.spread.item() == 300

@@ -53,7 +53,7 @@ class Handwritten(nn.Module):
 class Adapter:
     gates = False
 
-    def watch(self, module, tell):
+    def watch(self, module, notify):
         def note(module, inputs, named):
             source, real = named.get("source"), named.get("real")
             mask = Mask.causal() if module.causal else Mask()
@@ -61,7 +61,7 @@ class Adapter:
                 mask = mask & Mask.dense(real[:, None, None])
             query, key, value = module.heads(inputs[0], source)
             # Which queries are padding is not said by the keys of another sequence.
-            module.factors = tell(query, key, value, mask=mask, scale=module.scale, cross=source is not None)
+            module.factors = notify(query, key, value, mask=mask, scale=module.scale, cross=source is not None)
 
         return module.register_forward_pre_hook(note, with_kwargs=True)
 
@@ -116,9 +116,9 @@ def test_a_cross_attention_has_no_positions():
 @pytest.mark.parametrize("cross", [False, True])
 def test_tokens_that_the_mask_does_not_tell(cross):
     class Telling(Adapter):
-        def watch(self, module, tell):
+        def watch(self, module, notify):
             def note(module, inputs):
-                tell(*module.heads(*inputs), scale=module.scale, tokens=padding(), cross=cross)
+                notify(*module.heads(*inputs), scale=module.scale, tokens=padding(), cross=cross)
 
             return module.register_forward_pre_hook(note)
 
@@ -135,8 +135,8 @@ def test_softcap_and_learned_sinks():
     options = {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0]).double(), "mask": Mask.causal()}
 
     class Telling:
-        def watch(self, module, tell):
-            return module.register_forward_pre_hook(lambda module, inputs: tell(query, key, value, **options))
+        def watch(self, module, notify):
+            return module.register_forward_pre_hook(lambda module, inputs: notify(query, key, value, **options))
 
     names = ("entropy", "max_logit", "learned_sink_mass")
     with polyhead.observe(nn.Identity(), adapters={nn.Identity: Telling()}, statistics=names) as session:
@@ -152,10 +152,10 @@ def test_pytorchs_own_layer_through_an_adapter():
     layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double().eval()
 
     class Told:
-        def watch(self, module, tell):
+        def watch(self, module, notify):
             def note(module, inputs):
                 parts = nn.functional.linear(inputs[0], module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
-                tell(*(part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in parts))
+                notify(*(part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in parts))
 
             return module.register_forward_pre_hook(note)
 
@@ -169,9 +169,9 @@ def test_pytorchs_own_layer_through_an_adapter():
 
 def test_what_takes_a_second_look_gathers_as_well():
     made, x = model(causal=True), tokens()
-    with polyhead.observe(made, adapters={"2": Adapter()}, gather=[AttentionMaps(TOKENS), Contributions()]) as session:
+    with polyhead.observe(made, adapters={"2": Adapter()}, collect=[AttentionMaps(TOKENS), Contributions()]) as session:
         made(x)
-    ((site, found),) = session.observations.gathered.items()
+    ((site, found),) = session.observations.collected.items()
     assert site.name == "2"
     torch.testing.assert_close(found["maps"].received, made[2].weights.sum((0, 2)), rtol=0, atol=BOUND)
     assert found["contributions"].moments.count == BATCH * TOKENS
@@ -180,13 +180,13 @@ def test_what_takes_a_second_look_gathers_as_well():
 class BloomAdapter:
     """A module of somebody else's, whose bias and mask are added to the logits."""
 
-    def watch(self, module, tell):
+    def watch(self, module, notify):
         def note(module, inputs, named):
             alibi, hidden = named["alibi"], inputs[0]
             query, key, value = module._reshape(module.query_key_value(hidden))
             bias = alibi.view(hidden.shape[0], module.num_heads, 1, -1) * module.beta
             mask = Mask.bias(bias + named["attention_mask"])
-            tell(query, key, value, mask=mask, scale=module.inv_norm_factor)
+            notify(query, key, value, mask=mask, scale=module.inv_norm_factor)
 
         return module.register_forward_pre_hook(note, with_kwargs=True)
 
@@ -236,7 +236,7 @@ def test_gradients_are_the_modules_own():
     made(x).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in made.parameters()]
     made.zero_grad()
-    with polyhead.observe(made, adapters={Handwritten: Adapter()}, gather=[Contributions()]):
+    with polyhead.observe(made, adapters={Handwritten: Adapter()}, collect=[Contributions()]):
         made(x).square().sum().backward()
     assert all(torch.equal(x.grad, y) for x, y in zip(made.parameters(), expected, strict=True))
 
@@ -248,9 +248,9 @@ def test_a_path_goes_before_a_class():
         def __init__(self, name):
             self.name = name
 
-        def watch(self, module, tell):
+        def watch(self, module, notify):
             told.append(self.name)
-            return super().watch(module, tell)
+            return super().watch(module, notify)
 
     made = model()
     with polyhead.observe(made, adapters={Handwritten: Noting("class"), "2": Noting("path")}, layers=[1]) as session:
@@ -316,9 +316,9 @@ def test_a_module_that_uses_the_interface_needs_no_adapter():
 )
 def test_what_an_adapter_tells_is_checked(told, words):
     class Telling:
-        def watch(self, module, tell):
+        def watch(self, module, notify):
             parts = {name: torch.zeros(2, 3, 4, 5) for name in ("query", "key", "value")}
-            return module.register_forward_pre_hook(lambda module, inputs: tell(**{**parts, **told}))
+            return module.register_forward_pre_hook(lambda module, inputs: notify(**{**parts, **told}))
 
     with (
         polyhead.observe(nn.Identity(), adapters={nn.Identity: Telling()}) as session,

@@ -187,7 +187,7 @@ def test_largest_logit(name):
         size = float(rows.abs().max())
         for column, value in (
             ("max_logit", rows.mean(-1)),
-            ("max_logit_spread", rows.std(-1, correction=0)),
+            ("max_logit_std", rows.std(-1, correction=0)),
             ("max_logit_max", rows.amax(-1)),
         ):
             torch.testing.assert_close(computed[column], value, rtol=0, atol=BOUND * size, msg=f"{site}: {column}")

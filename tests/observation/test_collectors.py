@@ -8,7 +8,7 @@ from torch import nn
 
 import polyhead
 from polyhead.errors import OptionError
-from polyhead.observation import AttentionDistances, AttentionMaps, Contributions, Notes, load, save
+from polyhead.observation import AttentionDistances, AttentionMaps, BatchMetadata, Contributions, load, save
 from polyhead.observation.top_keys import TopKeys
 from polyhead.ops.profile.request import offset_bins
 from tests.integrations.huggingface import models
@@ -36,11 +36,11 @@ def batches(name: str, count: int = 4, *, padded: bool = True):
     return found
 
 
-def gathered(model, inputs, **options):
-    session = polyhead.observe(model, gather=GATHERERS, **options)
+def collected(model, inputs, **options):
+    session = polyhead.observe(model, collect=GATHERERS, **options)
     with torch.no_grad(), session:
         for one in inputs:
-            session.notes = Notes(tokens=one["input_ids"])
+            session.metadata = BatchMetadata(tokens=one["input_ids"])
             model(**one)
     return session
 
@@ -55,7 +55,7 @@ def eager_weights(model, one):
 def test_maps_are_sums_of_the_weights(name):
     model = models.build(FAMILIES[name], dtype=torch.float32)  # in float64 eager gives NaN for padding on the left
     inputs = batches(name)
-    session = gathered(model, inputs)
+    session = collected(model, inputs)
     maker = GATHERERS[0]
     expected = None
     for one in inputs:
@@ -81,7 +81,7 @@ def test_maps_are_sums_of_the_weights(name):
             sums = expected.setdefault(layer, [0, 0, 0])
             expected[layer] = [sums[0] + grid.sum(0), sums[1] + offsets, sums[2] + rows]
     assert expected is not None
-    for site, values in session.observations.gathered.items():
+    for site, values in session.observations.collected.items():
         found = values["maps"]
         grid, offsets, rows = expected[site.layer]
         torch.testing.assert_close(found.map, grid, rtol=1e-5, atol=1e-5)
@@ -94,7 +94,7 @@ def test_maps_are_sums_of_the_weights(name):
 def test_distances_are_those_of_the_weights(name):
     model = models.build(FAMILIES[name], dtype=torch.float32)
     inputs = batches(name, 2)
-    session = gathered(model, inputs)
+    session = collected(model, inputs)
     sums, rows = {}, 0
     for one in inputs:
         real = one["attention_mask"].bool()
@@ -106,7 +106,7 @@ def test_distances_are_those_of_the_weights(name):
                 (torch.special.entr(p).sum(-1)[:, :, None] + torch.special.entr(p).sum(-1)[:, None]) / 2
             )
             sums[layer] = sums.get(layer, 0) + entropy.clamp_min(0).sqrt().sum(0)
-    for site, values in session.observations.gathered.items():
+    for site, values in session.observations.collected.items():
         found = values["distances"].compute()
         torch.testing.assert_close(found, sums[site.layer] / rows, rtol=1e-3, atol=1e-4)
         assert found.max() <= 0.6931**0.5
@@ -119,10 +119,10 @@ def test_top_keys_are_sums_of_the_weights_and_padding_is_none_of_them(name):
     for one in inputs:
         one["input_ids"] = torch.where(one["attention_mask"] > 0, one["input_ids"] % 9, 5)  # padding looks like a token
     every = TopKeys(torch.tensor([5, 3, 0, 8, 7]))
-    session = polyhead.observe(model, statistics=False, gather=[every])
+    session = polyhead.observe(model, statistics=False, collect=[every])
     with torch.no_grad(), session:
         for one in inputs:
-            session.notes = Notes(tokens=one["input_ids"])
+            session.metadata = BatchMetadata(tokens=one["input_ids"])
             model(**one)
     sums, rows = {}, sum(int(one["attention_mask"].sum()) for one in inputs)
     for one in inputs:
@@ -132,7 +132,7 @@ def test_top_keys_are_sums_of_the_weights_and_padding_is_none_of_them(name):
             table = sums.setdefault(layer, torch.zeros(weights.shape[1], 9, dtype=torch.float64))
             for token in range(9):
                 table[:, token] += (received * (one["input_ids"] == token)[:, None]).sum((0, 2))
-    for site, values in session.observations.gathered.items():
+    for site, values in session.observations.collected.items():
         exact = sums[site.layer] / rows
         ids, shares = values["top_keys"].compute(3)
         told = exact[:, every.tokens]
@@ -144,7 +144,7 @@ def test_top_keys_are_sums_of_the_weights_and_padding_is_none_of_them(name):
 
 def test_top_keys_that_are_not_told_their_tokens_are_refused():
     layer = polyhead.MultiHeadAttention(16, 2)
-    session = polyhead.observe(layer, gather=[TopKeys(torch.tensor([3]))])
+    session = polyhead.observe(layer, collect=[TopKeys(torch.tensor([3]))])
     with torch.no_grad(), session, pytest.raises(OptionError, match=r"what the 7 tokens of each text are.* got None"):
         layer(torch.randn(1, 7, 16))
     with pytest.raises(OptionError, match="different ids, got some twice"):
@@ -153,9 +153,9 @@ def test_top_keys_that_are_not_told_their_tokens_are_refused():
 
 def test_what_is_longer_than_the_map_falls_into_its_last_block():
     layer = polyhead.MultiHeadAttention(16, 2)
-    with torch.no_grad(), polyhead.observe(layer, gather=[AttentionMaps(8, resolution=2)]) as session:
+    with torch.no_grad(), polyhead.observe(layer, collect=[AttentionMaps(8, resolution=2)]) as session:
         layer(torch.randn(3, 21, 16))
-    (values,) = session.observations.gathered.values()
+    (values,) = session.observations.collected.values()
     assert values["maps"].rows.tolist() == [12, 51]
     torch.testing.assert_close(values["maps"].map.sum((1, 2)), torch.full((2,), 63.0, dtype=torch.float64))
 
@@ -166,8 +166,8 @@ def test_contributions_are_moments_of_the_heads_outputs(kind):
     if kind in ("llama", "bert"):
         model = models.build(FAMILIES[kind])
         inputs = batches(kind, 3)
-        session = gathered(model, inputs)
-        sites = session.observations.gathered
+        session = collected(model, inputs)
+        sites = session.observations.collected
         total = sum(int(one["attention_mask"].sum()) for one in inputs)
         assert all(int(values["contributions"].moments.count) == total for values in sites.values())
         return
@@ -178,7 +178,7 @@ def test_contributions_are_moments_of_the_heads_outputs(kind):
     else:
         layer = nn.MultiheadAttention(16, 4, batch_first=True).eval()
         run = lambda x: layer(x, x, x)  # noqa: E731
-    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[Contributions()]) as session:
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[Contributions()]) as session:
         run(x)
         ours = layer if kind == "ours" else polyhead.MultiHeadAttention.from_torch(layer)
         heads = []
@@ -186,7 +186,7 @@ def test_contributions_are_moments_of_the_heads_outputs(kind):
             gate = torch.zeros(4)
             gate[head] = 1.0
             heads.append(ours(x, head_gate=gate).output - ours.out_proj.bias)
-    ((_, values),) = list(session.observations.gathered.items())[:1]
+    ((_, values),) = list(session.observations.collected.items())[:1]
     moments = values["contributions"].moments
     contributions = torch.stack(heads, 2).flatten(0, 1).double()  # [tokens, heads, width]
     centred = contributions - contributions.mean(0)
@@ -205,16 +205,16 @@ def _calls(session):
 def test_any_split_merged_in_any_order_equals_one_pass(name):
     model = models.build(FAMILIES[name])
     inputs = batches(name)
-    whole = gathered(model, inputs).observations
-    parts = [gathered(model, [one]).observations for one in inputs]
+    whole = collected(model, inputs).observations
+    parts = [collected(model, [one]).observations for one in inputs]
     for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
         merged = parts[order[0]]
         for index in order[1:]:
             merged = merged.merge(parts[index])
         assert merged.calls == whole.calls
-        for site, values in whole.gathered.items():
-            for gatherer, value in values.items():
-                state, other = value.state(), merged.gathered[site][gatherer].state()
+        for site, values in whole.collected.items():
+            for collector, value in values.items():
+                state, other = value.state(), merged.collected[site][collector].state()
                 assert state.keys() == other.keys()
                 for key in state:
                     torch.testing.assert_close(other[key], state[key], rtol=1e-9, atol=1e-9)
@@ -225,13 +225,13 @@ def test_any_split_merged_in_any_order_equals_one_pass(name):
 def test_a_saved_session_goes_on_bit_by_bit(tmp_path, name, every):
     model = models.build(FAMILIES[name])
     inputs = batches(name)
-    whole = gathered(model, inputs, every=every).observations
-    save(tmp_path / "seen.safetensors", gathered(model, inputs[:2], every=every).observations)
-    session = polyhead.observe(model, gather=GATHERERS, every=every)
+    whole = collected(model, inputs, every=every).observations
+    save(tmp_path / "seen.safetensors", collected(model, inputs[:2], every=every).observations)
+    session = polyhead.observe(model, collect=GATHERERS, every=every)
     session.go_on_from(load(tmp_path / "seen.safetensors", GATHERERS))
     with torch.no_grad(), session:
         for one in inputs[2:]:
-            session.notes = Notes(tokens=one["input_ids"])
+            session.metadata = BatchMetadata(tokens=one["input_ids"])
             model(**one)
     assert_bit_equal(session.observations, whole)
     save(tmp_path / "all.safetensors", whole)
@@ -245,11 +245,11 @@ def assert_bit_equal(one, other):
     for mine, theirs in zip(one.sites, other.sites, strict=True):
         for key, tensor in mine.state().items():
             assert torch.equal(tensor, theirs.state()[key]), key
-    assert one.gathered.keys() == other.gathered.keys()
-    for site, values in one.gathered.items():
+    assert one.collected.keys() == other.collected.keys()
+    for site, values in one.collected.items():
         for name, value in values.items():
             for key, tensor in value.state().items():
-                assert torch.equal(tensor, other.gathered[site][name].state()[key]), (site, name, key)
+                assert torch.equal(tensor, other.collected[site][name].state()[key]), (site, name, key)
 
 
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
@@ -263,8 +263,8 @@ def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
     with pytest.raises(OptionError, match="a file that polyhead saved"):
         load(path)
     layer = polyhead.MultiHeadAttention(16, 2)
-    with torch.no_grad(), polyhead.observe(layer, gather=GATHERERS) as session:
-        session.notes = Notes(tokens=torch.zeros(1, 4, dtype=torch.int64))
+    with torch.no_grad(), polyhead.observe(layer, collect=GATHERERS) as session:
+        session.metadata = BatchMetadata(tokens=torch.zeros(1, 4, dtype=torch.int64))
         layer(torch.randn(1, 4, 16))
     save(path, session.observations)
     with pytest.raises(OptionError, match="holds what 'maps' gathered, got gatherers none"):
@@ -300,4 +300,4 @@ def test_a_session_goes_on_with_the_same_model_and_statistics_alone():
 
 def test_gatherers_have_names_of_their_own():
     with pytest.raises(OptionError, match="different names"):
-        polyhead.observe(polyhead.MultiHeadAttention(16, 2), gather=[Contributions(), Contributions()])
+        polyhead.observe(polyhead.MultiHeadAttention(16, 2), collect=[Contributions(), Contributions()])

@@ -193,10 +193,10 @@ class Adapter:
     def __init__(self, detached: bool = False) -> None:
         self.detached = detached
 
-    def watch(self, module, tell):
+    def watch(self, module, notify):
         def note(module, inputs):
             parts = module.heads(*inputs)
-            tell(*(part.detach() if self.detached else part for part in parts), scale=0.7)
+            notify(*(part.detach() if self.detached else part for part in parts), scale=0.7)
 
         return module.register_forward_pre_hook(note)
 
@@ -224,7 +224,7 @@ def test_read_from_the_weights_that_a_model_returns_it_is_theirs():
     with softmax_of_its_input():
         weights = model(ids, attention_mask=mask, output_attentions=True).attentions
         expected = torch.cat([head_means(x, mask.bool()) for x in weights])
-        options = {"statistics": ("entropy", "reach"), "keep_statistics": True}
+        options = {"statistics": ("entropy", "mean_distance"), "keep_statistics": True}
         with polyhead.observe(model, via_weights=True, **options) as session:
             output = model(ids, attention_mask=mask)
             assert "attentions" not in output
@@ -261,7 +261,8 @@ def flat(found: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 NAMES = (
-    "entropy", "entropy_share", "confidence", "max_logit", "max_abs_logit", "reach", "signed_reach", "reach_squared",
+    "entropy", "normalized_entropy", "confidence", "max_logit", "max_abs_logit", "mean_distance", "mean_offset",
+    "mean_squared_distance",
     "sink_mass", "self_mass", "previous_mass", "next_mass", "window_mass",
 )  # fmt: skip
 
@@ -271,13 +272,13 @@ def test_every_statistic_has_the_gradient_of_the_formula(name):
     """The means over tokens, of all that can be named, against the whole matrix of weights."""
     layer = disturbed(polyhead.MultiHeadAttention(WIDTH, HEADS, causal=True).double())
     x, mask = noise(BATCH, TOKENS, WIDTH), Mask.lengths(LENGTHS)
-    asked = polyhead.Statistics(*(n for n in NAMES if n != "entropy_share"), "visible_keys", window=2)
-    plain = layer(x, mask=mask, backend="reference", statistics=asked).statistics
+    requested = polyhead.Statistics(*(n for n in NAMES if n != "normalized_entropy"), "visible_keys", window=2)
+    plain = layer(x, mask=mask, backend="reference", statistics=requested).statistics
     keys = plain.visible_keys
-    rows = plain.entropy / keys.clamp_min(2).log() if name == "entropy_share" else getattr(plain, name)
-    counted = (keys > 1 if name == "entropy_share" else keys > 0)[:, 0]
+    rows = plain.entropy / keys.clamp_min(2).log() if name == "normalized_entropy" else getattr(plain, name)
+    counted = (keys > 1 if name == "normalized_entropy" else keys > 0)[:, 0]
     expected = rows.transpose(0, 1)[:, counted].mean(-1)
-    options = {"statistics": polyhead.Statistics(name, window=2) if name != "entropy_share" else name}
+    options = {"statistics": polyhead.Statistics(name, window=2) if name != "normalized_entropy" else name}
     with polyhead.observe(layer, keep_statistics=True, **options) as session:
         layer(x, mask=mask)
         mean = session.statistics.mean(name)

@@ -108,10 +108,10 @@ def test_statistics_that_were_not_requested_are_refused():
     with polyhead.observe(model, **KEEP) as session:
         model(noise(BATCH, TOKENS, WIDTH))
         rows = session.statistics["layers.0"]
-        with pytest.raises(OptionError, match=r"statistics of 'layers.0' are entropy, got 'reach'"):
-            _ = rows.reach
-        with pytest.raises(OptionError, match="got 'reach'"):
-            session.statistics.mean("reach")
+        with pytest.raises(OptionError, match=r"statistics of 'layers.0' are entropy, got 'mean_distance'"):
+            _ = rows.mean_distance
+        with pytest.raises(OptionError, match="got 'mean_distance'"):
+            session.statistics.mean("mean_distance")
         with pytest.raises(OptionError, match="got 'entropie'"):
             session.statistics.mean("entropie")
         with pytest.raises(AttributeError, match="entropie"):
@@ -342,7 +342,7 @@ def test_a_module_that_attends_in_both_ways_is_named_with_its_kind():
             return self.layer(self.layer(x).output, source).output
 
     model = Both()
-    with polyhead.observe(model, statistics=("entropy", "reach"), keep_statistics=True) as session:
+    with polyhead.observe(model, statistics=("entropy", "mean_distance"), keep_statistics=True) as session:
         model(noise(BATCH, TOKENS, WIDTH), noise(BATCH, 5, WIDTH))
         kept = session.statistics
         assert list(kept) == [("layer", "self"), ("layer", "cross")]
@@ -352,16 +352,18 @@ def test_a_module_that_attends_in_both_ways_is_named_with_its_kind():
         with pytest.raises(OptionError, match=r"\(path, kind\) where it attends in both ways; got 'layer'"):
             _ = kept["layer"]
         assert kept["layer", "cross"].visible_keys.eq(5).all()
-        kept["layer", "self"].mean("reach").sum().backward()
-        with pytest.raises(OptionError, match=r"of 'layer' are entropy, got 'reach'.*cross-attention has no positions"):
-            kept.mean("reach")
+        kept["layer", "self"].mean("mean_distance").sum().backward()
+        with pytest.raises(
+            OptionError, match=r"of 'layer' are entropy, got 'mean_distance'.*cross-attention has no positions"
+        ):
+            kept.mean("mean_distance")
 
 
 def test_a_windowed_cache_and_a_hidden_key_are_corrected_as_in_the_table():
     """A step behind the window has no first key in view; a bias of the least number hides keys that are counted."""
     model = build("mistral")  # a window of 7
     ids = models.tokens(length=9)
-    names = ("sink_mass", "entropy_share")
+    names = ("sink_mass", "normalized_entropy")
     with torch.no_grad(), polyhead.observe(model, statistics=names, keep_statistics=True) as session:
         cache = model(input_ids=ids, use_cache=True).past_key_values
         before = session.profile["sink_mass"]
@@ -378,13 +380,13 @@ def test_a_windowed_cache_and_a_hidden_key_are_corrected_as_in_the_table():
         assert rows.visible_keys[1].eq(9).all()
 
 
-@pytest.mark.parametrize("gather", [(), (AttentionMaps(TOKENS),)])
-def test_keeping_changes_nothing_else(gather):
+@pytest.mark.parametrize("collect", [(), (AttentionMaps(TOKENS),)])
+def test_keeping_changes_nothing_else(collect):
     model, x = Stack(), noise(BATCH, TOKENS, WIDTH)
     tables, outputs = [], []
     before = trace_of(model)
     for keep in (False, True):
-        with polyhead.observe(model, keep_statistics=keep, gather=gather) as session:
+        with polyhead.observe(model, keep_statistics=keep, collect=collect) as session:
             outputs.append(model(x))
         tables.append(session.profile)
         assert_same_trace(trace_of(model), before)

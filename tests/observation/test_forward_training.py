@@ -100,7 +100,7 @@ def test_a_checkpointed_model_of_transformers_keeps_its_gradients(padded):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         with polyhead.observe(model, keep_statistics=True) as session:
             loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
-            mean = torch.cat([session.statistics.mean(name) for name in ("entropy", "sink_mass", "entropy_share")])
+            mean = torch.cat([session.statistics.mean(name) for name in ("entropy", "sink_mass", "normalized_entropy")])
             assert all(len(rows.calls) == 1 for rows in session.statistics.values())
             results.append((mean.detach(), gradients(torch.cat([mean, loss[None]]), model), session.profile))
             assert all(len(rows.calls) == 1 for rows in session.statistics.values())  # computed again, kept once
@@ -124,8 +124,10 @@ class Handwritten(nn.Module):
 
 
 class Adapter:
-    def watch(self, module, tell):
-        return module.register_forward_pre_hook(lambda module, inputs: tell(*module.heads(*inputs), scale=1.0) and None)
+    def watch(self, module, notify):
+        return module.register_forward_pre_hook(
+            lambda module, inputs: notify(*module.heads(*inputs), scale=1.0) and None
+        )
 
 
 class OfTorch(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import polyhead
-from polyhead.observation.projections import find_wiring
+from polyhead.observation.projections import find_projections
 from tests.integrations.huggingface import models
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
@@ -20,15 +20,15 @@ COMPOSED = {"deepseek_v3"}  # queries and keys are put together from two layers
 def test_every_family_is_read(name):
     model = models.build(FAMILIES[name])
     inputs = models.inputs(FAMILIES[name])
-    found = find_wiring(model, lambda: model(**inputs))
+    found = find_projections(model, lambda: model(**inputs))
     assert len(found)
     some_query = False
-    for site, wiring in found.items():
+    for site, head_projections in found.items():
         # Latent heads make their values of a latent, of which a matrix from the embedding says nothing.
-        assert (wiring.value is None) == (name == "deepseek_v3"), site
-        assert wiring.output is not None, site
-        assert wiring.output.shape[0] == site.num_heads
-        some_query |= wiring.query is not None and wiring.key is not None
+        assert (head_projections.value is None) == (name == "deepseek_v3"), site
+        assert head_projections.output is not None, site
+        assert head_projections.output.shape[0] == site.num_heads
+        some_query |= head_projections.query is not None and head_projections.key is not None
     if name in COMPOSED:
         assert not some_query
     elif name not in NORMED:
@@ -38,59 +38,63 @@ def test_every_family_is_read(name):
 def test_llama_has_the_rows_and_columns_of_its_projections():
     model = models.build(FAMILIES["llama"])
     inputs = models.inputs(FAMILIES["llama"])
-    found = find_wiring(model, lambda: model(**inputs))
-    for site, wiring in found.items():
+    found = find_projections(model, lambda: model(**inputs))
+    for site, head_projections in found.items():
         module = model.get_submodule(site.name)
         heads, dim = site.num_heads, module.head_dim
-        torch.testing.assert_close(wiring.query, module.q_proj.weight.T.unflatten(1, (heads, dim)).transpose(0, 1))
-        torch.testing.assert_close(wiring.value, module.v_proj.weight.T.unflatten(1, (-1, dim)).transpose(0, 1))
-        torch.testing.assert_close(wiring.output, module.o_proj.weight.T.unflatten(0, (heads, dim)))
+        torch.testing.assert_close(
+            head_projections.query, module.q_proj.weight.T.unflatten(1, (heads, dim)).transpose(0, 1)
+        )
+        torch.testing.assert_close(
+            head_projections.value, module.v_proj.weight.T.unflatten(1, (-1, dim)).transpose(0, 1)
+        )
+        torch.testing.assert_close(head_projections.output, module.o_proj.weight.T.unflatten(0, (heads, dim)))
 
 
 def test_a_scale_that_stands_in_the_query_is_in_its_matrix():
     model = models.build(FAMILIES["whisper"])
     inputs = models.inputs(FAMILIES["whisper"])
-    found = find_wiring(model, lambda: model(**inputs))
-    for site, wiring in found.items():
+    found = find_projections(model, lambda: model(**inputs))
+    for site, head_projections in found.items():
         module = model.get_submodule(site.name)
         dim = module.head_dim
         exact = module.q_proj.weight.T.unflatten(1, (-1, dim)).transpose(0, 1) * dim**-0.5
-        torch.testing.assert_close(wiring.query, exact, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(head_projections.query, exact, rtol=1e-4, atol=1e-6)
 
 
 def test_fused_projections_are_taken_apart():
     model = models.build(FAMILIES["gpt_neox"])
     inputs = models.inputs(FAMILIES["gpt_neox"])
-    for site, wiring in find_wiring(model, lambda: model(**inputs)).items():
+    for site, head_projections in find_projections(model, lambda: model(**inputs)).items():
         fused = model.get_submodule(site.name).query_key_value.weight
         parts = fused.T.unflatten(1, (site.num_heads, 3, -1))  # [in, heads, 3, dim]
-        for index, found in enumerate((wiring.query, wiring.key, wiring.value)):
+        for index, found in enumerate((head_projections.query, head_projections.key, head_projections.value)):
             torch.testing.assert_close(found, parts[:, :, index].transpose(0, 1))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_layers_of_ours_and_of_torch(kv_heads):
     layer = polyhead.MultiHeadAttention(16, 4, num_kv_heads=kv_heads)
-    ((_, wiring),) = find_wiring(layer, lambda: layer(torch.randn(1, 3, 16))).items()
-    torch.testing.assert_close(wiring.query[3], layer.heads[3].query)
-    torch.testing.assert_close(wiring.key[-1], layer.heads[3].key)
-    assert wiring.key.shape[0] == wiring.value.shape[0] == kv_heads
+    ((_, head_projections),) = find_projections(layer, lambda: layer(torch.randn(1, 3, 16))).items()
+    torch.testing.assert_close(head_projections.query[3], layer.heads[3].query)
+    torch.testing.assert_close(head_projections.key[-1], layer.heads[3].key)
+    assert head_projections.key.shape[0] == head_projections.value.shape[0] == kv_heads
     theirs = nn.MultiheadAttention(16, 4, batch_first=True)
     x = torch.randn(1, 3, 16)
-    ((_, wiring),) = find_wiring(theirs, lambda: theirs(x, x, x)).items()
-    torch.testing.assert_close(wiring.query[1], theirs.in_proj_weight[4:8].T)
-    torch.testing.assert_close(wiring.output[1], theirs.out_proj.weight[:, 4:8].T)
+    ((_, head_projections),) = find_projections(theirs, lambda: theirs(x, x, x)).items()
+    torch.testing.assert_close(head_projections.query[1], theirs.in_proj_weight[4:8].T)
+    torch.testing.assert_close(head_projections.output[1], theirs.out_proj.weight[:, 4:8].T)
     assert theirs.training
 
 
 def test_what_is_only_a_part_of_the_way_is_no_matrix_of_a_head():
     """Keys and values of latent heads are made of a latent; heads that are combined have no rows of their own."""
     latent = polyhead.LatentAttention(16, 4, kv_lora_rank=6, form="expanded")
-    ((_, wiring),) = find_wiring(latent, lambda: latent(torch.randn(1, 3, 16))).items()
-    assert wiring.key is None
-    assert wiring.value is None
-    torch.testing.assert_close(wiring.output, latent.out_proj.weight.T.unflatten(0, (4, 4)))
+    ((_, head_projections),) = find_projections(latent, lambda: latent(torch.randn(1, 3, 16))).items()
+    assert head_projections.key is None
+    assert head_projections.value is None
+    torch.testing.assert_close(head_projections.output, latent.out_proj.weight.T.unflatten(0, (4, 4)))
     grouped = polyhead.layers.variants.GroupedHeads(16, 4, num_groups=2)
-    ((_, wiring),) = find_wiring(grouped, lambda: grouped(torch.randn(1, 3, 16))).items()
-    torch.testing.assert_close(wiring.query[1], grouped.q_proj.weight[4:8].T)
-    assert wiring.output is None
+    ((_, head_projections),) = find_projections(grouped, lambda: grouped(torch.randn(1, 3, 16))).items()
+    torch.testing.assert_close(head_projections.query[1], grouped.q_proj.weight[4:8].T)
+    assert head_projections.output is None

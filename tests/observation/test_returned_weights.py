@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import polyhead
 from polyhead.cli import app
 from polyhead.errors import OptionError
-from polyhead.observation import AttentionMaps, Contributions, Notes
+from polyhead.observation import AttentionMaps, BatchMetadata, Contributions
 from polyhead.observation.returned_weights import COST
-from polyhead.observation.role_evidence import EvidenceGatherer
+from polyhead.observation.role_evidence import EvidenceCollector
 from polyhead.observation.role_evidence_tokens import Meaning
 from polyhead.observation.token_sample import TokenSample
 from tests.inspection.small_models import NAMES, text_folder, tokenizer
@@ -134,10 +134,10 @@ def test_the_ordinary_way_finds_the_same(name, side):
     found = []
     for via_weights in (False, True):
         meaning = Meaning.of(torch.randn(VOCABULARY, 16, generator=torch.Generator().manual_seed(0)))
-        gather = [AttentionMaps(TOKENS), EvidenceGatherer(meaning=meaning), Contributions()]
-        with torch.no_grad(), polyhead.observe(model, gather=gather, via_weights=via_weights) as session:
+        collect = [AttentionMaps(TOKENS), EvidenceCollector(meaning=meaning), Contributions()]
+        with torch.no_grad(), polyhead.observe(model, collect=collect, via_weights=via_weights) as session:
             ids = None if "decoder_input_ids" in inputs else inputs.get("input_ids")
-            session.notes = Notes(documents=torch.arange(BATCH), tokens=ids)
+            session.metadata = BatchMetadata(documents=torch.arange(BATCH), tokens=ids)
             model(**inputs)
         found.append(session.observations)
     ordinary, weights = found
@@ -145,15 +145,15 @@ def test_the_ordinary_way_finds_the_same(name, side):
     assert len(by_stack[0]) == len(by_stack[1]) > 0
     for one, other in zip(*by_stack, strict=True):
         columns, others = one.compute(), other.compute()
-        assert set(columns) - set(others) == {"max_logit", "max_logit_spread", "max_logit_max"}
+        assert set(columns) - set(others) == {"max_logit", "max_logit_std", "max_logit_max"}
         for column, values in others.items():
             torch.testing.assert_close(values, columns[column], rtol=1e-5, atol=1e-5, msg=f"{one.site}: {column}")
-        told, read_ = ordinary.gathered[one.site], weights.gathered[other.site]
-        for gatherer in ("maps", "evidence"):
-            if gatherer in told:
-                for part, tensor in told[gatherer].state().items():
+        told, read_ = ordinary.collected[one.site], weights.collected[other.site]
+        for collector in ("maps", "evidence"):
+            if collector in told:
+                for part, tensor in told[collector].state().items():
                     torch.testing.assert_close(
-                        read_[gatherer].state()[part], tensor, rtol=1e-4, atol=1e-4, msg=f"{one.site}: {part}"
+                        read_[collector].state()[part], tensor, rtol=1e-4, atol=1e-4, msg=f"{one.site}: {part}"
                     )
         assert told["contributions"].moments is not None
         assert read_["contributions"].moments is None
@@ -259,7 +259,7 @@ def test_the_work_grows_with_the_square_of_the_context():
             with torch.no_grad(), ExitStack() as stack:
                 if watched:
                     maps = AttentionMaps(size, resolution=4)
-                    stack.enter_context(polyhead.observe(model, gather=[maps], via_weights=True))
+                    stack.enter_context(polyhead.observe(model, collect=[maps], via_weights=True))
                 counter = stack.enter_context(FlopCounterMode(display=False))
                 model(input_ids=ids, use_cache=False)
             found.append(counter.get_total_flops())
@@ -285,13 +285,13 @@ def test_the_caller_gets_weights_only_if_they_were_asked_for(name):
         plain, full = model(**inputs), model(**inputs, output_attentions=True)
         with polyhead.observe(model, via_weights=True):
             assert list(model(**inputs)) == list(plain)
-            asked = model(**inputs, output_attentions=True)
-            assert list(asked) == list(full)
+            requested = model(**inputs, output_attentions=True)
+            assert list(requested) == list(full)
             model.config.output_attentions = True
             by_config = model(**inputs)
             model.config.output_attentions = False
     kind = "cross_attentions" if name == "t5" else "attentions"
-    for output in (asked, by_config):
+    for output in (requested, by_config):
         assert all(torch.equal(x, y) for x, y in zip(output[kind], full[kind], strict=True))
 
 
@@ -406,11 +406,11 @@ def test_layers_heads_and_every_other_call():
 
 def test_a_sample_of_tokens_passes_by_where_nothing_is_written():
     sample = TokenSample({("attentions.0", "self"): torch.zeros(4, 8, 8)})
-    with torch.no_grad(), polyhead.observe(build(), via_weights=True, gather=[sample]) as session:
-        session.notes = Notes(documents=torch.arange(BATCH))
+    with torch.no_grad(), polyhead.observe(build(), via_weights=True, collect=[sample]) as session:
+        session.metadata = BatchMetadata(documents=torch.arange(BATCH))
         session.model(input_ids=models.tokens())
-    (site,) = [site for site in session.observations.gathered if site.name == "attentions.0"]
-    assert session.observations.gathered[site]["token_sample"].hashes.numel() == 0
+    (site,) = [site for site in session.observations.collected if site.name == "attentions.0"]
+    assert session.observations.collected[site]["token_sample"].hashes.numel() == 0
 
 
 # ---- refusing

@@ -13,8 +13,8 @@ from torch import Tensor
 import polyhead
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
-from polyhead.observation import Notes, role_evidence
-from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation import BatchMetadata, role_evidence
+from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS, WINDOW
 from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, Meaning, rare_tokens
 from polyhead.observation.transformers_models import asking_modules
@@ -106,12 +106,12 @@ def expected_sums(
         found["first"] = float(p[:, first].sum())
         for name, chosen in sets.items():
             found[name] = float(p[:, chosen].sum())
-        found["reach"] = float((p * distance.abs()).sum())
+        found["mean_distance"] = float((p * distance.abs()).sum())
         offsets = [0] * BINS
         for i in rows:
             if seen[i] > 1:
                 found["entropy_rows"] += 1
-                found["entropy_share"] += float(-torch.xlogy(p[i], p[i]).sum()) / math.log(seen[i])
+                found["normalized_entropy"] += float(-torch.xlogy(p[i], p[i]).sum()) / math.log(seen[i])
             top = int(p[i].argmax())
             offsets[max(-NEAR - 1, min(NEAR + 1, top - i)) + NEAR + 1] += 1
             found["far"] += bool(far[i, top]) and bool(p[i, top] > 0.5)
@@ -136,7 +136,7 @@ def expected_sums(
     shares = [
         1 - (1 - 1 / n) / (2 * float(torch.tensor(n).double().log())) for n in visible[rows].sum(-1).tolist() if n > 1
     ]
-    sums["entropy_share"][-1] = sum(shares)
+    sums["normalized_entropy"][-1] = sum(shares)
     for name in COLUMNS[COLUMNS.index("alike") : COLUMNS.index("word")]:
         sums[name][-1] = 0.0  # chance is not asked what it means
     bins = (distance.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1)[rows]
@@ -173,15 +173,17 @@ def test_evidence_equals_the_weights_of_eager_attention(name: str, side: str, kn
     classes = classes_of(tokens)
     rare = rare_tokens(torch.bincount(tokens.flatten(), minlength=models.VOCABULARY), 0.2)
     meaning = Meaning.of(model.get_input_embeddings().weight, dims=7) if known == "meaning" else None
-    gatherer = EvidenceGatherer(rare=rare, meaning=meaning, segments=cut)
+    collector = EvidenceCollector(rare=rare, meaning=meaning, segments=cut)
     with torch.no_grad():
         eager = model(input_ids=tokens, attention_mask=real.long(), output_attentions=True)
-        with polyhead.observe(model, statistics=None if known == "statistics" else False, gather=[gatherer]) as session:
-            session.notes = Notes(documents=torch.tensor([4, 0, 9]), tokens=tokens, classes=classes)
+        with polyhead.observe(
+            model, statistics=None if known == "statistics" else False, collect=[collector]
+        ) as session:
+            session.metadata = BatchMetadata(documents=torch.tensor([4, 0, 9]), tokens=tokens, classes=classes)
             model(input_ids=tokens, attention_mask=real.long(), use_cache=False)
     visible = real[:, None, :] & (place <= place[:, None] if name == "llama" else torch.ones(size, size).bool())
-    assert len(session.observations.gathered) == 2
-    for (_, values), weights in zip(session.observations.gathered.items(), eager.attentions, strict=True):
+    assert len(session.observations.collected) == 2
+    for (_, values), weights in zip(session.observations.collected.items(), eager.attentions, strict=True):
         found = values["evidence"]
         assert found.documents.tolist() == [0, 4, 9]
         expected = [
@@ -197,23 +199,23 @@ def test_what_all_layers_of_a_stack_see_is_measured_once_and_is_the_same_bit_for
     model = models.build(FAMILIES["t5"], dtype=torch.float32)
     tokens = models.tokens() % 19 + 3
     real = torch.arange(tokens.shape[1]) < torch.tensor([tokens.shape[1], 17 if padded else 24, 24])[:, None]
-    notes = Notes(documents=torch.arange(3), tokens=tokens, classes=classes_of(tokens))
+    metadata = BatchMetadata(documents=torch.arange(3), tokens=tokens, classes=classes_of(tokens))
 
-    def gathered() -> tuple[int, list[dict[str, Tensor]]]:
+    def collected() -> tuple[int, list[dict[str, Tensor]]]:
         made: list[object] = []
         true = role_evidence.ground
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(role_evidence, "ground", lambda *given: made.append(given) or true(*given))
-            with polyhead.observe(model, statistics=False, gather=[EvidenceGatherer(segments=cut)]) as session:
-                session.notes = notes
+            with polyhead.observe(model, statistics=False, collect=[EvidenceCollector(segments=cut)]) as session:
+                session.metadata = metadata
                 masks = {"attention_mask": real.long(), "decoder_attention_mask": real.long()}
                 model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False, **masks)
-        values = session.observations.gathered.values()
+        values = session.observations.collected.values()
         return len(made), [x["evidence"].state() for x in values if "evidence" in x]
 
-    count, found = gathered()
+    count, found = collected()
     monkeypatch.setattr(role_evidence, "_same_keys", lambda *_: False)
-    count_apart, apart = gathered()
+    count_apart, apart = collected()
     assert (count, count_apart) == (2, 4)
     assert len(found) == len(apart) == 4
     for one, other in zip(found, apart, strict=True):
@@ -253,11 +255,11 @@ def test_far_offsets_and_many_keys(causal: bool) -> None:
     stream = torch.randn(199, 24, dtype=torch.float64)[tokens] + torch.randn(149, 24, dtype=torch.float64)
     meaning = Meaning.of(torch.randn(199, 24), dims=11)
     rare = rare_tokens(torch.bincount(tokens.flatten(), minlength=199))
-    gatherer = EvidenceGatherer(rare=rare, meaning=meaning, segments=cut)
-    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[gatherer]) as session:
-        session.notes = Notes(documents=torch.arange(2), tokens=tokens, classes=classes_of(tokens))
+    collector = EvidenceCollector(rare=rare, meaning=meaning, segments=cut)
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[collector]) as session:
+        session.metadata = BatchMetadata(documents=torch.arange(2), tokens=tokens, classes=classes_of(tokens))
         weights = layer(stream, weights=True).weights
-    ((_, values),) = session.observations.gathered.items()
+    ((_, values),) = session.observations.collected.items()
     visible = torch.ones(149, 149).bool()
     visible = visible.tril() if causal else visible
     every = torch.ones(149).bool()
@@ -272,10 +274,10 @@ def test_far_offsets_and_many_keys(causal: bool) -> None:
 def test_of_many_occurrences_the_nearest_count() -> None:
     layer = attended_layer()
     tokens = torch.full((1, 29), 3)
-    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[EvidenceGatherer()]) as session:
-        session.notes = Notes(documents=torch.zeros(1, dtype=torch.int64), tokens=tokens)
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[EvidenceCollector()]) as session:
+        session.metadata = BatchMetadata(documents=torch.zeros(1, dtype=torch.int64), tokens=tokens)
         weights = layer(torch.randn(1, 29, 24, dtype=torch.float64), weights=True).weights
-    ((_, values),) = session.observations.gathered.items()
+    ((_, values),) = session.observations.collected.items()
     found = values["evidence"]
     distance = torch.arange(29)[:, None] - torch.arange(29)
     nearest = (distance > 0) & (distance <= NEAREST)
@@ -285,12 +287,14 @@ def test_of_many_occurrences_the_nearest_count() -> None:
 
 def run_in_parts(parts: list[Tensor], texts: Tensor, tokens: Tensor, documents: Tensor) -> HeadEvidence:
     layer = attended_layer()
-    gatherer = EvidenceGatherer(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, most_documents=5)
-    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[gatherer]) as session:
+    collector = EvidenceCollector(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, most_documents=5)
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[collector]) as session:
         for part in parts:
-            session.notes = Notes(documents=documents[part], tokens=tokens[part], classes=classes_of(tokens[part]))
+            session.metadata = BatchMetadata(
+                documents=documents[part], tokens=tokens[part], classes=classes_of(tokens[part])
+            )
             layer(texts[part])
-    ((_, values),) = session.observations.gathered.items()
+    ((_, values),) = session.observations.collected.items()
     return values["evidence"]
 
 
@@ -322,7 +326,7 @@ def test_a_state_goes_through_a_file_and_back(tmp_path) -> None:
 
     found = run_in_parts([torch.arange(3)], torch.randn(3, 19, 24).double(), drawn_tokens(3, 19), torch.arange(3))
     save_file({name: x.contiguous() for name, x in found.state().items()}, tmp_path / "evidence.safetensors")
-    empty = HeadEvidence.empty(found.gatherer, found.site, torch.device("cpu"))
+    empty = HeadEvidence.empty(found.collector, found.site, torch.device("cpu"))
     back = empty.with_state(load_file(tmp_path / "evidence.safetensors"))
     for name, tensor in found.state().items():
         assert torch.equal(back.state()[name], tensor)
@@ -330,26 +334,26 @@ def test_a_state_goes_through_a_file_and_back(tmp_path) -> None:
         empty.with_state({})
 
 
-def observed(notes: Notes, **given: Tensor) -> None:
+def observed(metadata: BatchMetadata, **given: Tensor) -> None:
     layer = attended_layer()
-    with torch.no_grad(), polyhead.observe(layer, statistics=False, gather=[EvidenceGatherer()]) as session:
-        session.notes = notes
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[EvidenceCollector()]) as session:
+        session.metadata = metadata
         layer(torch.randn(2, 7, 24, dtype=torch.float64), **given)
 
 
 def test_what_cannot_be_told_is_refused() -> None:
     with pytest.raises(OptionError, match="which document each of the 2 texts is from"):
-        observed(Notes())
+        observed(BatchMetadata())
     with pytest.raises(ShapeError, match=r"notes must name every token, here \[2, 7\], got \[2, 5\]"):
-        observed(Notes(documents=torch.arange(2), tokens=torch.zeros(2, 5, dtype=torch.int64)))
+        observed(BatchMetadata(documents=torch.arange(2), tokens=torch.zeros(2, 5, dtype=torch.int64)))
     tokens = torch.zeros(2, 7, dtype=torch.int64)
     with pytest.raises(ShapeError, match="every token has a class"):
-        observed(Notes(documents=torch.arange(2), tokens=tokens, classes=tokens[:, :5]))
+        observed(BatchMetadata(documents=torch.arange(2), tokens=tokens, classes=tokens[:, :5]))
     with pytest.raises(OptionError, match="two documents at least"):
-        EvidenceGatherer(most_documents=1)
+        EvidenceCollector(most_documents=1)
     with pytest.raises(ShapeError, match="rare must be boolean"):
-        EvidenceGatherer(rare=torch.ones(3))
-    one, other = (HeadEvidence.empty(EvidenceGatherer(most_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
+        EvidenceCollector(rare=torch.ones(3))
+    one, other = (HeadEvidence.empty(EvidenceCollector(most_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
     with pytest.raises(OptionError, match="one bound on its documents can be merged, got 3 and 5"):
         one.merge(other)
 
@@ -359,13 +363,13 @@ SITE = polyhead.observation.AttentionSite("layer", "self", "layer", 0, 2)
 
 def test_a_call_that_goes_on_from_a_cache_and_a_cross_attention_have_no_evidence() -> None:
     model = models.build(FAMILIES["llama"], dtype=torch.float32)
-    with torch.no_grad(), polyhead.observe(model, statistics=False, gather=[EvidenceGatherer()]) as session:
-        session.notes = Notes(documents=torch.arange(3))
+    with torch.no_grad(), polyhead.observe(model, statistics=False, collect=[EvidenceCollector()]) as session:
+        session.metadata = BatchMetadata(documents=torch.arange(3))
         cache = model(input_ids=models.tokens(), use_cache=True).past_key_values
         with pytest.raises(OptionError, match="1 queries over 24 keys"):
             model(input_ids=models.tokens()[:, :1], past_key_values=cache)
     cross = polyhead.observation.AttentionSite("layer", "cross", "layer", 0, 2)
-    assert EvidenceGatherer().empty(cross, torch.device("cpu")) is None
+    assert EvidenceCollector().empty(cross, torch.device("cpu")) is None
 
 
 def test_the_rarest_tokens_make_up_no_more_than_their_share() -> None:
@@ -387,13 +391,15 @@ def guarded(forward):
 def test_nothing_waits_for_the_device() -> None:
     model = models.build(FAMILIES["llama"], dtype=torch.float32).cuda()
     tokens = models.tokens()
-    gatherer = EvidenceGatherer(
+    collector = EvidenceCollector(
         rare=torch.zeros(models.VOCABULARY).bool(), meaning=Meaning.of(model.get_input_embeddings().weight, dims=7)
     )
     given = tokens.cuda()
-    with torch.no_grad(), polyhead.observe(model, statistics=False, gather=[gatherer]) as session:
+    with torch.no_grad(), polyhead.observe(model, statistics=False, collect=[collector]) as session:
         for number in range(2):
-            session.notes = Notes(documents=torch.arange(3) + number, tokens=tokens, classes=classes_of(tokens))
+            session.metadata = BatchMetadata(
+                documents=torch.arange(3) + number, tokens=tokens, classes=classes_of(tokens)
+            )
             model(input_ids=given, use_cache=False)
             if number == 0:  # the kernels are compiled; transformers itself waits where it makes its mask
                 for module in asking_modules(model):
@@ -401,11 +407,13 @@ def test_nothing_waits_for_the_device() -> None:
     for module in asking_modules(model):
         del module.forward
     on_cpu = model.cpu()
-    with torch.no_grad(), polyhead.observe(on_cpu, statistics=False, gather=[gatherer]) as again:
+    with torch.no_grad(), polyhead.observe(on_cpu, statistics=False, collect=[collector]) as again:
         for number in range(2):
-            again.notes = Notes(documents=torch.arange(3) + number, tokens=tokens, classes=classes_of(tokens))
+            again.metadata = BatchMetadata(
+                documents=torch.arange(3) + number, tokens=tokens, classes=classes_of(tokens)
+            )
             on_cpu(input_ids=tokens, use_cache=False)
-    for site, values in session.observations.gathered.items():
-        expected = again.observations.gathered[site]["evidence"]
+    for site, values in session.observations.collected.items():
+        expected = again.observations.collected[site]["evidence"]
         torch.testing.assert_close(values["evidence"].sums.cpu(), expected.sums, rtol=1e-4, atol=1e-4)
         assert torch.equal(values["evidence"].available.cpu(), expected.available)

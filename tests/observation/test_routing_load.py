@@ -13,7 +13,7 @@ from polyhead import Mask
 from polyhead.errors import ShapeError
 from polyhead.layers.variants import RoutedHeads
 from polyhead.layers.variants.routed.router import Routing
-from polyhead.observation import Contributions, RoutingCounts, RoutingLoad, find_wiring, load, save
+from polyhead.observation import Contributions, RoutingCounts, RoutingLoad, find_projections, load, save
 from tests.layers.head_formula import earlier
 from tests.layers.variants.routed_formula import routed_formula, scramble
 
@@ -42,7 +42,7 @@ def test_observed_statistics_are_those_of_the_weights_of_chosen_rows(options):
     layer, lengths = model["attention"], [LENGTH, 6, 1]
     real = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
     plain = layer(x, mask=Mask.lengths(lengths))
-    with polyhead.observe(model, statistics=["entropy", "confidence", "reach"]) as session:
+    with polyhead.observe(model, statistics=["entropy", "confidence", "mean_distance"]) as session:
         watched = layer(x, mask=Mask.lengths(lengths))
     torch.testing.assert_close(watched.output, plain.output)  # another backend may have served it
     assert watched.statistics is None
@@ -54,7 +54,7 @@ def test_observed_statistics_are_those_of_the_weights_of_chosen_rows(options):
     for name, rows in (
         ("entropy", -torch.special.xlogy(weights, weights).sum(-1)),
         ("confidence", weights.amax(-1)),
-        ("reach", (weights * distance).sum(-1)),
+        ("mean_distance", (weights * distance).sum(-1)),
     ):
         expected = torch.where(looked, rows, 0.0).sum((0, 2)) / looked.sum((0, 2))
         found = torch.as_tensor(table[name], dtype=DOUBLE)
@@ -66,10 +66,10 @@ def test_observed_statistics_are_those_of_the_weights_of_chosen_rows(options):
 def test_routing_is_gathered_over_real_tokens(options):
     model, x = make(options), tokens()
     layer, lengths = model["attention"], [LENGTH, 6, 1]
-    with polyhead.observe(model, gather=[RoutingLoad()]) as session:
+    with polyhead.observe(model, collect=[RoutingLoad()]) as session:
         routing = layer(x, mask=Mask.lengths(lengths)).routing
-    (gathered,) = session.observations.gathered.values()
-    found = gathered["routing"].counts
+    (collected,) = session.observations.collected.values()
+    found = collected["routing"].counts
     real = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
     chosen = routing.is_chosen[real].double()
     assert float(found.tokens) == sum(lengths)
@@ -107,21 +107,21 @@ def test_a_routing_without_a_gate_has_no_entropy():
 
 def test_observations_go_through_a_file(tmp_path):
     model = make(SHAPES["shared"])
-    with polyhead.observe(model, gather=[RoutingLoad()]) as session:
+    with polyhead.observe(model, collect=[RoutingLoad()]) as session:
         model["attention"](tokens())
     save(tmp_path / "seen.safetensors", session.observations)
-    (there,) = load(tmp_path / "seen.safetensors", gather=[RoutingLoad()]).gathered.values()
-    (here,) = session.observations.gathered.values()
+    (there,) = load(tmp_path / "seen.safetensors", collect=[RoutingLoad()]).collected.values()
+    (here,) = session.observations.collected.values()
     for name, expected in here["routing"].state().items():
         assert torch.equal(there["routing"].state()[name], expected)
 
 
 def test_layers_that_are_not_routed_have_nothing_to_say():
     layer = polyhead.MultiHeadAttention(16, 4)
-    with polyhead.observe(layer, gather=[RoutingLoad()]) as session:
+    with polyhead.observe(layer, collect=[RoutingLoad()]) as session:
         layer(torch.randn(1, 3, 16))
-    (gathered,) = session.observations.gathered.values()
-    assert gathered["routing"].counts is None
+    (collected,) = session.observations.collected.values()
+    assert collected["routing"].counts is None
 
 
 @shapes
@@ -143,7 +143,7 @@ def test_a_head_is_gated_by_the_session(options):
 @shapes
 def test_wiring_is_that_of_the_heads(options):
     model, x = make(options), tokens(1)
-    (wiring,) = find_wiring(model, lambda: model["attention"](x)).values()
+    (head_projections,) = find_projections(model, lambda: model["attention"](x)).values()
     layer = model["attention"]
     seen = []
     layer._listener = seen.append
@@ -153,13 +153,15 @@ def test_wiring_is_that_of_the_heads(options):
     with torch.no_grad():
         rows = layer.rows_per_head
         bias = layer.query_bias.unflatten(1, (rows, -1)).transpose(0, 1).flatten(0, 1)
-        query = torch.einsum("bnd,hdc->bhnc", x, wiring.query) + bias[:, None]
+        query = torch.einsum("bnd,hdc->bhnc", x, head_projections.query) + bias[:, None]
         chosen = attended.routing.is_chosen.transpose(1, 2).repeat(1, rows, 1)
         torch.testing.assert_close(attended.query, query * chosen[..., None])
         weights = torch.zeros(1, LENGTH, HEADS, dtype=DOUBLE)
         weights = weights.scatter_add(2, attended.routing.heads, attended.routing.weights)
         factor = weights.transpose(1, 2).repeat(1, rows, 1)[..., None]
-        output = torch.einsum("bhnc,hcd->bnd", attended.result.output * factor, wiring.output) + layer.output_bias
+        output = (
+            torch.einsum("bhnc,hcd->bnd", attended.result.output * factor, head_projections.output) + layer.output_bias
+        )
         torch.testing.assert_close(output, layer(x).output)
 
 
@@ -172,5 +174,5 @@ def test_a_second_look_sees_the_weights_of_chosen_rows():
     _, weights = routed_formula(layer, x, result.routing, visible=earlier(LENGTH))
     found = seen[0].profile(received=True).received
     torch.testing.assert_close(found.double(), weights.sum(2), rtol=1e-5, atol=1e-5)
-    with polyhead.observe(model, gather=[Contributions()]):
+    with polyhead.observe(model, collect=[Contributions()]):
         layer(x)

@@ -195,8 +195,8 @@ def test_every_second_batch():
 
 def test_some_statistics_and_their_parameters():
     model = build()
-    table = observed(model, models.tokens(), statistics=("reach", "entropy")).profile
-    assert table.names == ("entropy", "reach")
+    table = observed(model, models.tokens(), statistics=("mean_distance", "entropy")).profile
+    assert table.names == ("entropy", "mean_distance")
     near = observed(model, models.tokens(), statistics=polyhead.Statistics("window_mass", "sink_mass", window=2))
     wide = observed(model, models.tokens(), statistics=polyhead.Statistics("window_mass", "sink_mass", sink_keys=5))
     assert (near.profile["window_mass"] < wide.profile["window_mass"]).all()
@@ -206,7 +206,7 @@ def test_some_statistics_and_their_parameters():
 
 def test_a_site_where_nothing_that_is_asked_for_has_a_meaning_is_left_out():
     model = build("bart")
-    with torch.no_grad(), polyhead.observe(model, statistics="reach") as session:
+    with torch.no_grad(), polyhead.observe(model, statistics="mean_distance") as session:
         model(**models.inputs(FAMILIES["bart"]))
     assert {site.kind for site in session.profile.sites} == {"self"}
 
@@ -298,15 +298,15 @@ def test_layers_of_ours():
     expected = layer(x, mask=mask, statistics=True)
     with polyhead.observe(model) as session:
         plain = layer(x, mask=mask)
-        asked = layer(x, mask=mask, statistics="visible_keys")
+        requested = layer(x, mask=mask, statistics="visible_keys")
     assert plain.statistics is None
-    assert dict(asked.statistics.items()).keys() == {"visible_keys"}
+    assert dict(requested.statistics.items()).keys() == {"visible_keys"}
     torch.testing.assert_close(plain.output, layer(x, mask=mask).output)
     assert_same_trace(trace_of(model), before)
     table = session.profile
     assert table["tokens"].eq(2 * 22).all()
     seen = expected.statistics.visible_keys > 0
-    for name in ("entropy", "reach", "self_mass", "max_logit"):
+    for name in ("entropy", "mean_distance", "self_mass", "max_logit"):
         rows = getattr(expected.statistics, name)
         for head in range(4):
             torch.testing.assert_close(table[name][head], rows[:, head][seen[:, head]].mean())
@@ -333,7 +333,7 @@ def test_our_cross_attention_has_no_positions():
         layer(torch.randn(2, 5, 32), torch.randn(2, 7, 32))
     table = session.profile
     assert {site.kind for site in table.sites} == {"cross"}
-    assert "reach" not in table.names
+    assert "mean_distance" not in table.names
     assert table["tokens"].eq(10).all()
 
 
@@ -490,8 +490,8 @@ def test_the_table_reads_well():
     (row, *_) = table.rows()
     assert row["site"] == "model.layers.0.self_attn"
     assert row["entropy"] == float(table["entropy"][0])
-    with pytest.raises(OptionError, match="got 'reach'"):
-        table["reach"]
+    with pytest.raises(OptionError, match="got 'mean_distance'"):
+        table["mean_distance"]
     assert len(polyhead.observe(build()).profile) == 0
 
 
@@ -538,7 +538,7 @@ def test_every_arrangement_of_heads_is_watched(kind):
     x = torch.randn(2, 7, 16)
     with torch.no_grad():
         plain = layer(x, weights=True)
-        with polyhead.observe(layer, statistics=("entropy", "reach")) as session:
+        with polyhead.observe(layer, statistics=("entropy", "mean_distance")) as session:
             seen = layer(x)
     torch.testing.assert_close(seen.output, plain.output)
     weights = plain.weights.double()
@@ -546,5 +546,5 @@ def test_every_arrangement_of_heads_is_watched(kind):
     torch.testing.assert_close(session.profile["entropy"], entropy, atol=1e-5, rtol=1e-5)
     distance = (torch.arange(7)[:, None] - torch.arange(7)).abs()
     torch.testing.assert_close(
-        session.profile["reach"], (weights * distance).sum(-1).mean((0, 2)), atol=1e-5, rtol=1e-5
+        session.profile["mean_distance"], (weights * distance).sum(-1).mean((0, 2)), atol=1e-5, rtol=1e-5
     )

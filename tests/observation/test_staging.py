@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import polyhead
 from polyhead.errors import OptionError
-from polyhead.observation import AttentionMaps, Contributions, Notes, Session
+from polyhead.observation import AttentionMaps, BatchMetadata, Contributions, Session
 from polyhead.observation.head_distances import AttentionDistances
-from polyhead.observation.role_evidence import EvidenceGatherer
+from polyhead.observation.role_evidence import EvidenceCollector
 from polyhead.observation.session import Call
 from polyhead.observation.token_sample import TokenSample
 from polyhead.observation.top_keys import TopKeys
@@ -79,14 +79,14 @@ def maps_of() -> list[WordMap]:
     return [WordMap(words, (-1, *words[:-1]), ("x",) * TOKENS, (0,) * TOKENS) for _ in range(BATCH)]
 
 
-def gatherers() -> list[Any]:
+def collectors() -> list[Any]:
     names = [(f"layers.{layer}", "self") for layer in range(LAYERS)]
     generator = torch.Generator().manual_seed(1)
     projections = {name: torch.randn(HEADS, WIDTH // HEADS, 4, generator=generator) for name in names}
     return [
         AttentionMaps(TOKENS),
         Contributions(),
-        EvidenceGatherer(),
+        EvidenceCollector(),
         TokenSample(projections, tokens=5),
         WordAttention(maps_of()),
         SpanAttention([[0, 1, *[-1] * (TOKENS - 2)]] * BATCH, 1),
@@ -99,7 +99,7 @@ def state_of(session: Session) -> dict[str, Tensor]:
     found = {}
     for index, site in enumerate(session.observations.sites):
         found |= {f"{index}.{name}": x for name, x in site.state().items()}
-    for index, values in enumerate(session.observations.gathered.values()):
+    for index, values in enumerate(session.observations.collected.values()):
         found |= {f"{index}.{name}.{key}": x for name, value in values.items() for key, x in value.state().items()}
     return {name: x.clone() for name, x in found.items()}
 
@@ -113,16 +113,16 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @contextmanager
 def stopped_at(monkeypatch, number: int, error: type[BaseException]) -> Iterator[None]:
     """Let the attention of this number raise, after it was counted."""
-    tell, seen = Call.tell, []
+    notify, seen = Call.notify, []
 
     def told(call: Call, attended: object) -> None:
-        tell(call, attended)
+        notify(call, attended)
         seen.append(call)
         if len(seen) == number:
             raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(Call, "tell", told)
+        patch.setattr(Call, "notify", told)
         yield
 
 
@@ -168,9 +168,9 @@ def test_nothing_that_is_gathered_is_counted_of_a_call_that_raised(number, monke
     model = Blocks()
 
     def watched(stop: int | None) -> dict[str, Tensor]:
-        with torch.no_grad(), polyhead.observe(model, gather=gatherers()) as session:
+        with torch.no_grad(), polyhead.observe(model, collect=collectors()) as session:
             ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) % 9
-            session.notes = Notes(torch.arange(BATCH), torch.zeros(BATCH, dtype=torch.int64), ids, ids % 5)
+            session.metadata = BatchMetadata(torch.arange(BATCH), torch.zeros(BATCH, dtype=torch.int64), ids, ids % 5)
             model(HIDDEN)
             before = state_of(session)
             if stop is not None:
@@ -302,7 +302,7 @@ def test_on_a_gpu_a_call_that_raised_is_not_counted(monkeypatch):
     """Nothing is computed again, so what is counted has the same bits."""
     torch.manual_seed(0)
     model, x = Blocks().cuda(), HIDDEN.cuda()
-    with torch.no_grad(), polyhead.observe(model, gather=[AttentionMaps(TOKENS), Contributions()]) as session:
+    with torch.no_grad(), polyhead.observe(model, collect=[AttentionMaps(TOKENS), Contributions()]) as session:
         model(x)
         once = state_of(session)
         for number in range(1, LAYERS + 1):

@@ -8,7 +8,7 @@ from torch import nn
 
 import polyhead
 from polyhead.errors import OptionError
-from polyhead.observation import Notes
+from polyhead.observation import BatchMetadata
 from polyhead.observation.token_sample import TokenSample
 
 TEXTS = [torch.randn(length, 16, generator=torch.Generator().manual_seed(length)) for length in (5, 9, 7, 12, 6, 11)]
@@ -18,7 +18,7 @@ def sampled(batches, tokens: int = 20, **options):
     torch.manual_seed(0)
     layers = nn.ModuleList([polyhead.MultiHeadAttention(16, 2) for _ in range(2)])
     same = {(str(index), "self"): torch.eye(8).expand(2, 8, 8) for index in range(2)}
-    session = polyhead.observe(layers, statistics=False, gather=[TokenSample(same, tokens, **options)])
+    session = polyhead.observe(layers, statistics=False, collect=[TokenSample(same, tokens, **options)])
     with torch.no_grad(), session:
         for texts, side in batches:
             longest = max(len(TEXTS[text]) for text in texts)
@@ -29,10 +29,10 @@ def sampled(batches, tokens: int = 20, **options):
                 x[row, longest - length :] = TEXTS[text] if side == "left" else x[row, longest - length :]
                 if side == "right":
                     x[row, :length] = TEXTS[text]
-            session.notes = Notes(documents=torch.tensor(texts))
+            session.metadata = BatchMetadata(documents=torch.tensor(texts))
             for layer in layers:
                 layer(x, mask=polyhead.Mask.lengths(lengths, side=side))
-    return [values["token_sample"] for values in session.observations.gathered.values()]
+    return [values["token_sample"] for values in session.observations.collected.values()]
 
 
 def test_the_same_tokens_whatever_the_batches():
@@ -69,7 +69,7 @@ def test_another_seed_is_another_sample():
 def test_every_token_is_as_likely_as_another():
     from polyhead.observation.token_sample import _hashes
 
-    hashes = _hashes(Notes(documents=torch.arange(500)), torch.ones(500, 64, dtype=torch.bool), 0)
+    hashes = _hashes(BatchMetadata(documents=torch.arange(500)), torch.ones(500, 64, dtype=torch.bool), 0)
     assert hashes.min() >= 0
     assert len(hashes.unique()) == hashes.numel()
     share = hashes.double() / 2**63
@@ -80,6 +80,6 @@ def test_every_token_is_as_likely_as_another():
 def test_documents_must_be_known():
     layer = polyhead.MultiHeadAttention(16, 2)
     same = {("MultiHeadAttention", "self"): torch.eye(8).expand(2, 8, 8)}
-    session = polyhead.observe(layer, statistics=False, gather=[TokenSample(same)])
+    session = polyhead.observe(layer, statistics=False, collect=[TokenSample(same)])
     with torch.no_grad(), session, pytest.raises(OptionError, match="say which document each row is from"):
         layer(torch.randn(1, 3, 16))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import polyhead
-from polyhead.observation import AttentionSite, Notes
+from polyhead.observation import AttentionSite, BatchMetadata
 from polyhead.ops.attended import Attended
 from tests.observation.from_weights import Expected, assert_table
 from tests.observation.whisper_tiny import NO_TIMESTAMPS, START, chirps, mel, speech, whisper_tiny
@@ -42,7 +42,7 @@ class MostAttended:
 class Frames:
     frames: Tensor | None = None  # [heads, tokens]
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         found = attended.profile(argmax=True).argmax
         assert found is not None
         return replace(self, frames=found[0])
@@ -88,7 +88,7 @@ def test_the_statistics_of_every_head_are_those_of_the_weights_it_returns(model:
 def test_it_understands_speech_while_it_is_watched_and_its_aligning_heads_follow_the_voice(data_dir, model) -> None:
     heard = mel(speech(data_dir))
     tokens = torch.tensor([[START, NO_TIMESTAMPS]])
-    with torch.no_grad(), polyhead.observe(model, statistics=False, gather=[MostAttended()]) as session:
+    with torch.no_grad(), polyhead.observe(model, statistics=False, collect=[MostAttended()]) as session:
         encoded = model.get_encoder()(heard)
         for _ in range(40):
             logits = model(encoder_outputs=encoded, decoder_input_ids=tokens, use_cache=False).logits
@@ -98,7 +98,7 @@ def test_it_understands_speech_while_it_is_watched_and_its_aligning_heads_follow
         model(encoder_outputs=encoded, decoder_input_ids=tokens, use_cache=False)
     assert tokens[0, -len(ASK_NOT) :].tolist() == ASK_NOT
     follows = {}
-    for site, values in session.observations.gathered.items():
+    for site, values in session.observations.collected.items():
         if site.kind == "self":
             assert values == {}
             continue

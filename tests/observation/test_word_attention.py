@@ -12,7 +12,7 @@ from torch import Tensor
 
 import polyhead
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observation import Notes
+from polyhead.observation import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.word_attention import CIRCLES, ByContext, SpanAttention, WordAttention, WordMap
 from polyhead.ops.attended import Attended
@@ -114,18 +114,18 @@ def test_circles_are_what_they_say():
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_words_of_a_model_are_those_of_the_weights_it_returns(family, side):
     model = built(family)
-    gatherer = WordAttention(MAPS)
+    collector = WordAttention(MAPS)
     batch = [1, 0, 2]
     ids, mask = padded(side, batch)
     with torch.no_grad():
         returned = model(ids, attention_mask=mask, output_attentions=True).attentions
-        with polyhead.observe(model, statistics=False, gather=[gatherer]) as session:
-            session.notes = Notes(documents=torch.tensor(batch))
+        with polyhead.observe(model, statistics=False, collect=[collector]) as session:
+            session.metadata = BatchMetadata(documents=torch.tensor(batch))
             model(ids, attention_mask=mask)
-    gathered = session.observations.gathered
-    assert len(gathered) == len(returned) == 2
-    for site, weights in zip(gathered, returned, strict=True):
-        state = gathered[site]["words"].state()
+    collected = session.observations.collected
+    assert len(collected) == len(returned) == 2
+    for site, weights in zip(collected, returned, strict=True):
+        state = collected[site]["words"].state()
         assert state["contexts"].tolist() == [0, 1, 2]
         found = []
         for text in (0, 1, 2):
@@ -149,10 +149,10 @@ def test_spans_are_those_of_the_weights(side):
     ids, mask = padded(side, [0, 1, 2])
     with torch.no_grad():
         returned = model(ids, attention_mask=mask, output_attentions=True).attentions
-        with polyhead.observe(model, statistics=False, gather=[SpanAttention(labels, 2)]) as session:
-            session.notes = Notes(documents=torch.arange(3))
+        with polyhead.observe(model, statistics=False, collect=[SpanAttention(labels, 2)]) as session:
+            session.metadata = BatchMetadata(documents=torch.arange(3))
             model(ids, attention_mask=mask)
-    for values, weights in zip(session.observations.gathered.values(), returned, strict=True):
+    for values, weights in zip(session.observations.collected.values(), returned, strict=True):
         found = values["spans"].state()["weights"]
         assert found.shape == (3, HEADS, 2)
         for row, marks in enumerate(labels):
@@ -172,8 +172,8 @@ def attended(weights_toward: Tensor, mask=None) -> Attended:
     return Attended(query, key, key, result, mask, 1.0)
 
 
-def empty(gatherer, heads: int = 1) -> ByContext:
-    value = gatherer.empty(AttentionSite("x", "self", "x", 0, heads), torch.device("cpu"))
+def empty(collector, heads: int = 1) -> ByContext:
+    value = collector.empty(AttentionSite("x", "self", "x", 0, heads), torch.device("cpu"))
     assert value is not None
     return value
 
@@ -183,11 +183,11 @@ def test_ties_go_to_the_first_word_and_a_word_alone_looks_at_none():
     even = attended(torch.zeros(1, 1, 3, dtype=torch.int64))
     even = Attended(even.query * 0, even.key, even.value, polyhead.attention(
         even.query * 0, even.key, even.value, logsumexp=True))  # fmt: skip
-    notes = Notes(documents=torch.tensor([0]))
-    state = empty(WordAttention(maps)).update(even, None, notes).state()
+    metadata = BatchMetadata(documents=torch.tensor([0]))
+    state = empty(WordAttention(maps)).update(even, None, metadata).state()
     assert state["looks"].tolist() == [[1], [0], [0]]
     causal = attended(torch.tensor([[[0, 1, 2]]]), polyhead.Mask.causal())
-    state = empty(WordAttention(maps)).update(causal, None, notes).state()
+    state = empty(WordAttention(maps)).update(causal, None, metadata).state()
     assert state["looks"].tolist()[0] == [-1]
     assert state["visible"].tolist() == [[False, True], [False, False], [True, False]]
 
@@ -198,7 +198,7 @@ def test_a_hidden_key_told_by_a_bias_is_not_seen():
     bias[..., 2] = torch.finfo(torch.float64).min
     mask = polyhead.Mask.bias(bias)
     state = empty(WordAttention(maps)).update(
-        attended(torch.tensor([[[1, 0, 0]]]), mask), None, Notes(documents=torch.tensor([0]))
+        attended(torch.tensor([[[1, 0, 0]]]), mask), None, BatchMetadata(documents=torch.tensor([0]))
     ).state()  # fmt: skip
     assert state["visible"].tolist() == [[False, True], [False, False], [True, False]]
 
@@ -206,36 +206,36 @@ def test_a_hidden_key_told_by_a_bias_is_not_seen():
 @settings(max_examples=8)
 @given(cuts=st.lists(st.integers(0, 7), max_size=3), order=st.randoms(use_true_random=False))
 def test_any_split_merged_in_any_order_is_one_pass(cuts, order):
-    gatherer = WordAttention(MAPS * 3)
-    lengths = [len(found.tokens) for found in gatherer.maps]
+    collector = WordAttention(MAPS * 3)
+    lengths = [len(found.tokens) for found in collector.maps]
     looks = [torch.randint(0, length, (1, 2, length), generator=torch.Generator().manual_seed(index))
              for index, length in enumerate(lengths)]  # fmt: skip
 
     def one(texts: list[int]) -> ByContext:
-        value = empty(gatherer, 2)
+        value = empty(collector, 2)
         for text in texts:
-            value = value.update(attended(looks[text]), None, Notes(documents=torch.tensor([text])))
+            value = value.update(attended(looks[text]), None, BatchMetadata(documents=torch.tensor([text])))
         return value
 
-    texts = list(range(len(gatherer.maps)))
+    texts = list(range(len(collector.maps)))
     whole = one(texts).state()
     order.shuffle(texts)
     parts = [one(texts[a:b]) for a, b in pairwise([0, *sorted(cuts), len(texts)])]
-    total = empty(gatherer, 2)
+    total = empty(collector, 2)
     for part in parts:
         total = total.merge(part)
-    again = empty(gatherer, 2).with_state(total.state()).state()
+    again = empty(collector, 2).with_state(total.state()).state()
     assert set(again) == set(whole)
     assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
 def test_nothing_seen_has_a_state_and_a_cross_attention_has_no_words():
-    gatherer = WordAttention(MAPS)
-    state = empty(gatherer, 5).state()
+    collector = WordAttention(MAPS)
+    state = empty(collector, 5).state()
     assert {name: list(x.shape) for name, x in state.items()} == {
         "contexts": [0], "looks": [0, 5], "visible": [0, 2], "shares": [0, 5, 3], "expected": [0, 3], "counts": [0, 3]
     }  # fmt: skip
-    assert gatherer.empty(AttentionSite("x", "cross", "x", 0, 5), torch.device("cpu")) is None
+    assert collector.empty(AttentionSite("x", "cross", "x", 0, 5), torch.device("cpu")) is None
     assert SpanAttention([[0, 1]], 1).empty(AttentionSite("x", "cross", "x", 0, 5), torch.device("cpu")) is None
 
 
@@ -243,18 +243,20 @@ def test_what_cannot_be_read_is_refused():
     value = empty(WordAttention(MAPS))
     three = attended(torch.zeros(1, 1, 3, dtype=torch.int64))
     with pytest.raises(OptionError, match=r"session.notes = Notes\(documents"):
-        value.update(three, None, Notes())
+        value.update(three, None, BatchMetadata())
     with pytest.raises(ShapeError, match=r"\[1\], got shape \[2\]"):
-        value.update(three, None, Notes(documents=torch.tensor([0, 1])))
+        value.update(three, None, BatchMetadata(documents=torch.tensor([0, 1])))
     with pytest.raises(OptionError, match="count the 3 texts of words, got 7"):
-        value.update(three, None, Notes(documents=torch.tensor([7])))
+        value.update(three, None, BatchMetadata(documents=torch.tensor([7])))
     with pytest.raises(ShapeError, match="got 9 tokens in a row of 3"):
-        value.update(three, None, Notes(documents=torch.tensor([0])))
+        value.update(three, None, BatchMetadata(documents=torch.tensor([0])))
     with pytest.raises(OptionError, match="at most 512 tokens, got 513; cut it into its sentences"):
-        value.update(attended(torch.zeros(1, 1, 513, dtype=torch.int64)), None, Notes(documents=torch.tensor([0])))
+        value.update(
+            attended(torch.zeros(1, 1, 513, dtype=torch.int64)), None, BatchMetadata(documents=torch.tensor([0]))
+        )
     one_query = Attended(three.query[:, :, :1], three.key, three.value, three.result)
     with pytest.raises(ShapeError, match="1 queries for 3 keys; run without a cache"):
-        value.update(one_query, None, Notes(documents=torch.tensor([2])))
+        value.update(one_query, None, BatchMetadata(documents=torch.tensor([2])))
     with pytest.raises(ShapeError, match="one a word, got 2, 1 and 2"):
         WordMap((0,), (-1, 0), ("x",), (0, 0))
     with pytest.raises(OptionError, match="tokens are indices of 1 words or -1, got 1"):
@@ -265,10 +267,10 @@ def test_what_cannot_be_read_is_refused():
 def test_on_a_gpu_nothing_waits_and_the_words_are_the_same():
     from tests.waiting import waiting_is_an_error
 
-    gatherer = WordAttention(MAPS)
+    collector = WordAttention(MAPS)
     mask = polyhead.Mask.lengths(torch.tensor(LENGTHS))
     real = torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]
-    notes = Notes(documents=torch.arange(3))
+    metadata = BatchMetadata(documents=torch.arange(3))
     tensors = torch.randn(3, 3, 2, LONGEST, 32).unbind()
 
     def on(device: str) -> Attended:
@@ -276,11 +278,11 @@ def test_on_a_gpu_nothing_waits_and_the_words_are_the_same():
         result = polyhead.attention(query, key, value, mask=mask, logsumexp=True)
         return Attended(query, key, value, result, mask)
 
-    here = empty(gatherer, 2).update(on("cpu"), real, notes).state()
+    here = empty(collector, 2).update(on("cpu"), real, metadata).state()
     there, real = on("cuda"), real.cuda()
-    value = empty(gatherer, 2).update(there, real, notes)  # compiles
+    value = empty(collector, 2).update(there, real, metadata)  # compiles
     with waiting_is_an_error():
-        value = value.update(there, real, notes)
+        value = value.update(there, real, metadata)
     found = value.state()
     assert torch.equal(found["looks"], here["looks"])
     assert torch.equal(found["visible"], here["visible"])

@@ -101,13 +101,13 @@ def test_it_equals_repeated_keys_in_output_and_gradient(name: str, backend: str)
 @both_ways
 def test_all_that_is_told_is_in_the_order_of_the_query_heads() -> None:
     tensors = inputs()
-    asked: dict[str, Any] = {"weights": True, "logsumexp": True, "statistics": True, "sinks": randn(HEADS)}
-    ours, theirs = uneven_attention(*tensors, MAP, **asked), repeated(*tensors, **asked)
+    requested: dict[str, Any] = {"weights": True, "logsumexp": True, "statistics": True, "sinks": randn(HEADS)}
+    ours, theirs = uneven_attention(*tensors, MAP, **requested), repeated(*tensors, **requested)
     close(ours.weights, theirs.weights)
     close(ours.logsumexp, theirs.logsumexp)
     close(dict(ours.statistics.items()), dict(theirs.statistics.items()))
-    few = uneven_attention(*tensors, MAP, statistics=("entropy", "reach")).statistics
-    assert [name for name, _ in few.items()] == ["entropy", "reach"]
+    few = uneven_attention(*tensors, MAP, statistics=("entropy", "mean_distance")).statistics
+    assert [name for name, _ in few.items()] == ["entropy", "mean_distance"]
     assert ours.backend == "reference"
 
 

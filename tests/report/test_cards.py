@@ -65,7 +65,7 @@ def test_an_inspection_shows_findings_roles_and_a_card_for_each_head(inspections
 
 def test_a_profile_of_a_session_shows_a_shaded_grid_and_cards():
     layer = polyhead.MultiHeadAttention(16, 2, causal=True)
-    with polyhead.observe(layer, statistics=("entropy", "reach")) as session:
+    with polyhead.observe(layer, statistics=("entropy", "mean_distance")) as session:
         layer(torch.randn(3, 5, 16))
     shown = session.profile._repr_html_()
     Checked(shown)

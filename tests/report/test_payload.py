@@ -16,7 +16,7 @@ from polyhead.analysis.syntax import DOWNWARD, UPWARD, SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.inspection import cross_layer_similarity, load_inspection, running, save_inspection
 from polyhead.inspection.examples import Example
-from polyhead.inspection.head_maps import SiteLooks, bin_edges
+from polyhead.inspection.head_maps import HeadMaps, bin_edges
 from polyhead.inspection.wording import kind_of_model, loss_in_words, reason_in_words
 from polyhead.observation.token_sample import TokenSample
 from polyhead.report import page_of
@@ -80,10 +80,10 @@ def test_the_facts_of_a_run_are_said_in_chinese_too(pages, inspections, name):
 
 
 def test_every_reason_that_a_run_can_give_has_chinese_words(inspections):
-    wiring = {(f"layer.{number}", "self"): torch.eye(5).expand(3, -1, -1) for number in range(2)}
+    head_projections = {(f"layer.{number}", "self"): torch.eye(5).expand(3, -1, -1) for number in range(2)}
     reasons = [
         running.UNSEEN,
-        *(cross_layer_similarity.rule(TokenSample(wiring, 1024, name=name)) for name in ("said", "sketches")),
+        *(cross_layer_similarity.rule(TokenSample(head_projections, 1024, name=name)) for name in ("said", "sketches")),
     ]
     with pytest.raises(OptionError) as refused:
         list(repeated_batches(load_model(inspections["bert"].settings.model).tokenizer, seed=0, context=4))
@@ -113,7 +113,7 @@ def test_heads_carry_the_numbers_of_the_table(pages, inspections, name):
                 assert head["values"][column] is None
             else:
                 assert head["values"][column] == pytest.approx(expected, rel=1e-5)
-        assert set(head["spreads"]) == {x for x in table.names if f"{x}_spread" in table.columns}
+        assert set(head["spreads"]) == {x for x in table.names if f"{x}_std" in table.columns}
         assert set(head["errors"]) == {x for x in table.names if f"{x}_error" in table.columns}
 
 
@@ -246,7 +246,7 @@ def test_hostile_and_enormous_tokens_pass_as_text(inspections):
 def test_maps_of_many_heads_are_pooled_so_that_they_have_room(inspections):
     inspection = inspections["bert"]
     site = dataclasses.replace(inspection.table.sites[0], num_heads=600)
-    looks = SiteLooks(8, torch.rand(600, 61, 61).softmax(-1), torch.zeros(600, len(bin_edges()) - 1))
+    looks = HeadMaps(8, torch.rand(600, 61, 61).softmax(-1), torch.zeros(600, len(bin_edges()) - 1))
     page = page_of(dataclasses.replace(inspection, looks={site: looks}, relations={}, examples=()))
     (packed,) = page["maps"].values()
     assert packed["shape"] == [600, 31, 31]

@@ -320,11 +320,11 @@ def test_what_the_hub_says_becomes_one_line(monkeypatch, cause, kind, words):
 
 def test_hub_models_are_asked_for_safetensors_only_and_never_for_a_conversion(tmp_path, monkeypatch):
     save(tmp_path, "LlamaForCausalLM", llama())
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     config = transformers.AutoConfig.from_pretrained(tmp_path)
 
     def no_safetensors(*arguments: Any, **options: Any) -> Any:
-        asked.update(options, conversion=os.environ.get("DISABLE_SAFETENSORS_CONVERSION"))
+        requested.update(options, conversion=os.environ.get("DISABLE_SAFETENSORS_CONVERSION"))
         raise OSError("some/model does not appear to have it and thus cannot be loaded with `safetensors`. Please ...")
 
     monkeypatch.delenv("DISABLE_SAFETENSORS_CONVERSION", raising=False)
@@ -332,7 +332,7 @@ def test_hub_models_are_asked_for_safetensors_only_and_never_for_a_conversion(tm
     monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", no_safetensors)
     with pytest.raises(CheckpointError, match=r"got some/model without any on the hub.*allow_pickle=True"):
         load_model("some/model")
-    assert (asked["use_safetensors"], asked["trust_remote_code"], asked["conversion"]) == (True, False, "1")
+    assert (requested["use_safetensors"], requested["trust_remote_code"], requested["conversion"]) == (True, False, "1")
     assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from polyhead.layers import MultiHeadAttention
-from polyhead.surgery import HeadWeights, OutputMoments, find_layers, gather_moments, read_heads
+from polyhead.surgery import HeadWeights, OutputMoments, collect_moments, find_layers, read_heads
 from polyhead.surgery.compensation.least_squares import Problem
 
 
@@ -42,7 +42,7 @@ def outputs_of_heads(model: Block, batches: list[dict[str, torch.Tensor]]) -> to
 
 def of_layer(model: Block, batches: list[dict[str, torch.Tensor]]) -> tuple[OutputMoments, HeadWeights]:
     (layer,) = find_layers(model)
-    return gather_moments(model, batches)["attention"], read_heads(model, layer)
+    return collect_moments(model, batches)["attention"], read_heads(model, layer)
 
 
 def grouped(heads: int = 6, kv_heads: int = 3) -> Block:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import polyhead.integrations.huggingface
 from benchmarks import merging
 from polyhead.lab.surgery_quality.language import LanguageTask
-from polyhead.surgery import KeyForm, find_layers, fingerprint, read_heads, turn_keys, turn_values
+from polyhead.surgery import KeyForm, change_key_basis, change_value_basis, find_layers, fingerprint, read_heads
 from polyhead.surgery.adapters.head_weights import pack_heads
 from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of
 
@@ -44,8 +44,8 @@ def planted(place: list[int], key_heads: int, *, turned: bool = False) -> Any:
     )
     if turned:
         form = KeyForm("half", 8)
-        heads = turn_keys(heads, torch.stack([allowed_map(form, 8, seed) for seed in range(len(place))]), form)
-        heads = turn_values(heads, torch.stack([conditioned(8, seed, 5.0) for seed in range(len(place))]))
+        heads = change_key_basis(heads, torch.stack([allowed_map(form, 8, seed) for seed in range(len(place))]), form)
+        heads = change_value_basis(heads, torch.stack([conditioned(8, seed, 5.0) for seed in range(len(place))]))
     with torch.no_grad():
         for name, value in pack_heads(model, layer, heads).items():
             model.get_parameter(name).copy_(value)
@@ -96,7 +96,7 @@ def test_what_is_lost_is_what_the_layer_with_the_edit_misses():
     held_out = merging.held_out_batches(task)
     seen: list[torch.Tensor] = []
     hook = model.get_submodule(layer.output).register_forward_hook(lambda _, given, gave: seen.append(gave.double()))
-    moments = [merging.gather_moments(model, text)[layer.path] for text in (task.calibration, held_out)]
+    moments = [merging.collect_moments(model, text)[layer.path] for text in (task.calibration, held_out)]
     pieces = [merging.Streams(model, text).before(layer, {}) for text in (task.calibration, held_out)]
     trial = merging.Trial(model, layer, read_heads(model, layer), *pieces, *moments)
     ways = trial.ways((0, 2, 4), merging.find_key_forms(model, task.calibration[0])[layer.path])

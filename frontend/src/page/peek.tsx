@@ -10,7 +10,7 @@ import { keyOf, useModel, withUnit } from "./model";
 import { RoleChips } from "./role-chips";
 import { mapOf } from "./stack-grid";
 
-const GLANCED = ["entropy", "reach", "confidence", "sink_mass", "contribution_share"];
+const GLANCED = ["entropy", "mean_distance", "confidence", "sink_mass", "output_norm_share"];
 
 interface PeekProps {
   /** Is handed the way to tell the glance where to look, so that pointing redraws nothing but the glance. */

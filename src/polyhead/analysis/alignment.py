@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.observation.collectors import Gatherer, Notes
+from polyhead.observation.collectors import BatchMetadata, Collector
 from polyhead.observation.observations import Observations
 from polyhead.observation.run_folder import check_origin, sweep
 from polyhead.observation.saving import load, read_facts, save
@@ -150,7 +150,7 @@ def pieces_of(offsets: Sequence[Span], special: Sequence[bool], spans: Sequence[
 def watch(
     loaded: LoadedModel,
     contexts: Sequence[Context],
-    gather: Sequence[Gatherer],
+    collect: Sequence[Collector],
     *,
     batch_tokens: int = 2048,
     progress: Callable[[int], object] | None = None,
@@ -160,15 +160,15 @@ def watch(
 ) -> Observations:
     """Let a model read contexts while it is gathered from; `progress` is told how many were read with each batch.
 
-    `notes.documents` are the contexts' document numbers. Of an encoder-decoder the encoder reads. `kept` is a file in
-    which what was gathered of whole batches is kept, from time to time and when the reading ends, however it ends;
+    `metadata.documents` are the contexts' document numbers. Of an encoder-decoder the encoder reads. `kept` is a file
+    in which what was gathered of whole batches is kept, from time to time and when the reading ends, however it ends;
     reading goes on from it where it is there, if the model, the contexts and `origin` are the same.
     """
     if loaded.main_input != "input_ids" and loaded.kind != "encoder-decoder":
         raise OptionError(f"words are for models that read text, got {loaded.name}, which reads {loaded.main_input}")
     model = loaded.model.get_encoder() if loaded.kind == "encoder-decoder" else loaded.model
     device = next(model.parameters()).device
-    session = observe(model, statistics=False, gather=gather)
+    session = observe(model, statistics=False, collect=collect)
     read = _Read(session.observations)
     facts: dict[str, Any] = {}
     if kept is not None:
@@ -178,7 +178,7 @@ def watch(
             before = read_facts(kept)
             done, digest = before.pop("batches", None), before.pop("digest", None)
             check_origin(kept, before, facts)
-            session.go_on_from(load(kept, gather))
+            session.go_on_from(load(kept, collect))
             read = _Read(session.observations, done, digest)
 
     def keep(read: _Read) -> None:
@@ -194,7 +194,7 @@ def watch(
             if progress is not None:
                 progress(len(contexts) - sum(len(batch.documents) for batch in found) if read.batches else 0)
             for batch in found:
-                session.notes = Notes(documents=batch.documents)
+                session.metadata = BatchMetadata(documents=batch.documents)
                 model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device))
                 read = _Read(session.observations, batch.index + 1, batch.digest)
                 if progress is not None:

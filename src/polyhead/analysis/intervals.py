@@ -68,9 +68,9 @@ def wilson(hits: int, count: int, deviations: float = Z) -> tuple[float, float]:
         return 0.0, 1.0
     share, room = hits / count, deviations**2 / count
     middle = (share + room / 2) / (1 + room)
-    reach = deviations * math.sqrt(share * (1 - share) / count + room / (4 * count)) / (1 + room)
+    half_width = deviations * math.sqrt(share * (1 - share) / count + room / (4 * count)) / (1 + room)
     # At the ends the formula gives the share itself, up to rounding.
-    return min(share, max(0.0, middle - reach)), max(share, min(1.0, middle + reach))
+    return min(share, max(0.0, middle - half_width)), max(share, min(1.0, middle + half_width))
 
 
 def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float = Z) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,8 +86,8 @@ def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float = Z) -> tuple[
     ratio = _sum_in_order(sums) / torch.where(total > 0, total, torch.nan)
     apart = sums - ratio * counts
     factor = texts / (texts - 1) if texts > 1 else torch.nan
-    reach = deviations * (factor * _sum_in_order(apart.square())).sqrt() / total
-    return ratio, ratio - reach, ratio + reach
+    half_width = deviations * (factor * _sum_in_order(apart.square())).sqrt() / total
+    return ratio, ratio - half_width, ratio + half_width
 
 
 def _sum_in_order(x: Tensor) -> Tensor:

@@ -74,14 +74,14 @@ class PronounTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PronounTexts:
-    """The sentences as a model reads them, for `alignment.watch(loaded, texts.contexts, [texts.gatherer()])`."""
+    """The sentences as a model reads them, for `alignment.watch(loaded, texts.contexts, [texts.collector()])`."""
 
     contexts: tuple[Context, ...]
     labels: tuple[tuple[int, ...], ...]  # of each token: 0 pronoun, 1 antecedent, 2 distractor, -1 anything else
     frames: tuple[int, ...]  # of each sentence
     unreadable: int
 
-    def gatherer(self) -> SpanAttention:
+    def collector(self) -> SpanAttention:
         return SpanAttention(self.labels, 2, NAME)
 
 
@@ -116,7 +116,7 @@ def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longe
 
 def pronoun_table(observations: Observations, texts: PronounTexts) -> PronounTable:
     """What the gatherer of `texts` has seen, head by head."""
-    found = {site: values[NAME] for site, values in observations.gathered.items() if NAME in values}
+    found = {site: values[NAME] for site, values in observations.collected.items() if NAME in values}
     states = {site: value.state() for site, value in found.items() if isinstance(value, ByContext)}
     states = {site: state for site, state in states.items() if len(state["weights"])}
     if not states:

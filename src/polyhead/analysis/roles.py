@@ -105,10 +105,10 @@ def head_roles(
 
 
 def evidence_of(
-    gathered: Mapping[AttentionSite, Mapping[str, object]], name: str = "evidence"
+    collected: Mapping[AttentionSite, Mapping[str, object]], name: str = "evidence"
 ) -> dict[AttentionSite, HeadEvidence]:
-    """The evidence among what a session gathered: `evidence_of(session.observations.gathered)`."""
-    found = {site: values[name] for site, values in gathered.items() if name in values}
+    """The evidence among what a session gathered: `evidence_of(session.observations.collected)`."""
+    found = {site: values[name] for site, values in collected.items() if name in values}
     return {site: value for site, value in found.items() if isinstance(value, HeadEvidence)}
 
 
@@ -163,7 +163,8 @@ class _Documents:
 
 
 _COLUMNS_USED = (
-    "rows", "first", "near", "delimiter", "rare", "key_set_rows", "entropy_share", "entropy_rows", "far", "far_rows",
+    "rows", "first", "near", "delimiter", "rare", "key_set_rows", "normalized_entropy", "entropy_rows",
+    "far", "far_rows",
     "duplicate", "duplicate_rows", "induction", "induction_rows", "alike", "alike_expected", "shuffled",
     "shuffled_expected", "reshuffled", "reshuffled_expected", "different",
 )  # fmt: skip
@@ -184,7 +185,7 @@ def _text_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
         ("local", "near", "rows", f"has {{}} of its weight within {WINDOW} tokens"),
         ("sink", "first", "rows", "has {} of its weight on the first token"),
         ("delimiter", "delimiter", "key_set_rows", "has {} of its weight on special tokens and punctuation"),
-        ("broad", "entropy_share", "entropy_rows", "has {} of the largest possible entropy"),
+        ("broad", "normalized_entropy", "entropy_rows", "has {} of the largest possible entropy"),
         ("long-range", "far", "far_rows", f"looks at one token more than {WINDOW} away in {{}} of positions"),
         ("rare-token", "rare", "key_set_rows", "has {} of its weight on rare tokens"),
     ):
@@ -260,13 +261,13 @@ def _same_meaning(documents: _Documents) -> _Scores | None:
 def _copying_scores(copying: Copying) -> dict[str, _Scores]:
     found = {}
     for role, sign, effect in (("copy", 1.0, "likelier"), ("anti-copy", -1.0, "less likely")):
-        score, reach = sign * copying.score, 1.96 * copying.error
+        score, half_width = sign * copying.score, 1.96 * copying.error
         null = torch.full_like(score, copying.null)
 
         def words(head: int, score: float, null: float, effect: str = effect) -> str:
             return f"makes what it looks at {effect}: {score:.2f} of the OV circuit's eigenvalues (random {null:.2f})"
 
-        found[role] = _Scores(score, score - reach, score + reach, null, words)
+        found[role] = _Scores(score, score - half_width, score + half_width, null, words)
     return found
 
 

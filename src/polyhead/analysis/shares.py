@@ -44,12 +44,12 @@ class Shares:
         return sorted((entry for entry in self.entries if entry.circle == circle), key=lambda entry: -entry.share)
 
 
-def inner_shares(observations: Observations, *, gatherer: str = "words") -> Shares:
+def inner_shares(observations: Observations, *, collector: str = "words") -> Shares:
     """What a `WordAttention` gathered of the words' circles."""
     entries = []
-    for site, values in observations.gathered.items():
-        value = values.get(gatherer)
-        if not (isinstance(value, ByContext) and isinstance(value.gatherer, WordAttention)):
+    for site, values in observations.collected.items():
+        value = values.get(collector)
+        if not (isinstance(value, ByContext) and isinstance(value.collector, WordAttention)):
             continue
         state = value.state()
         counts = state["counts"]
@@ -67,7 +67,7 @@ def inner_shares(observations: Observations, *, gatherer: str = "words") -> Shar
                 )
     if not entries:
         raise OptionError(
-            f"shares are made of what a WordAttention gathered under the name {gatherer!r}, got none; "
-            "observe the model with gather=[WordAttention(maps)]"
+            f"shares are made of what a WordAttention gathered under the name {collector!r}, got none; "
+            "observe the model with collect=[WordAttention(maps)]"
         )
     return Shares(tuple(entries))

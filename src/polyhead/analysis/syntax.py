@@ -28,7 +28,7 @@ MINIMUM = 30
 
 
 def syntax_table(
-    observations: Observations, *, minimum: int = MINIMUM, seed: int = 0, gatherer: str = "words"
+    observations: Observations, *, minimum: int = MINIMUM, seed: int = 0, collector: str = "words"
 ) -> SyntaxTable:
     """What a `WordAttention` gathered, relation by relation.
 
@@ -37,14 +37,14 @@ def syntax_table(
     """
     if minimum < 1:
         raise OptionError(f"minimum is a number of words, at least 1, got {minimum}")
-    sites, states, maps = _gathered(observations, gatherer)
+    sites, states, maps = _collected(observations, collector)
     held_out = _held_out(len(maps), seed)
     visible = torch.stack([state["visible"] for state in states]).any(0)
     edges = _Edges.of(maps, held_out, visible)
     entries: list[SyntaxRow] = []
     left_out: list[tuple[str, str, int]] = []
     for direction in DIRECTIONS:
-        for instances in (edges.asked(direction, every=True), edges.asked(direction, every=False)):
+        for instances in (edges.requested(direction, every=True), edges.requested(direction, every=False)):
             correct = torch.cat([instances.correct(state["looks"]) for state in states], -1)  # [2, relations, heads]
             totals = instances.totals()
             for index, relation in enumerate(instances.relations):
@@ -66,23 +66,23 @@ def syntax_table(
     )
 
 
-def _gathered(
-    observations: Observations, gatherer: str
+def _collected(
+    observations: Observations, collector: str
 ) -> tuple[list[AttentionSite], list[dict[str, Tensor]], list[WordMap]]:
     """The sites, what each has gathered, and the maps of the texts that were read."""
-    found = {site: values[gatherer] for site, values in observations.gathered.items() if gatherer in values}
+    found = {site: values[collector] for site, values in observations.collected.items() if collector in values}
     values = [value for value in found.values() if isinstance(value, ByContext)]
-    gatherers = [value.gatherer for value in values if isinstance(value.gatherer, WordAttention)]
-    if not values or len(gatherers) != len(found):
+    collectors = [value.collector for value in values if isinstance(value.collector, WordAttention)]
+    if not values or len(collectors) != len(found):
         raise OptionError(
-            f"a syntax table is made of what a WordAttention gathered under the name {gatherer!r}, got none; "
-            "observe the model with gather=[WordAttention(maps)]"
+            f"a syntax table is made of what a WordAttention gathered under the name {collector!r}, got none; "
+            "observe the model with collect=[WordAttention(maps)]"
         )
     states = [value.state() for value in values]
     contexts = states[0]["contexts"]
     if any(not torch.equal(state["contexts"], contexts) for state in states):
         raise OptionError("every layer must have read the same texts, got some that read others; observe with every=1")
-    return list(found), states, [gatherers[0].maps[context] for context in contexts.tolist()]
+    return list(found), states, [collectors[0].maps[context] for context in contexts.tolist()]
 
 
 def _held_out(texts: int, seed: int) -> Tensor:
@@ -104,7 +104,7 @@ class _Instances:
     relation: Tensor  # [instances]
     held_out: Tensor  # [instances] bool
     instance: Tensor  # [edges]: whose answer it is
-    asked: Tensor  # [edges]: the row of the word that is asked
+    requested: Tensor  # [edges]: the row of the word that is asked
     answer: Tensor  # [edges]: the index in its text of the word that is right
     offset: Tensor  # [edges]: from the one to the other, in words
 
@@ -115,7 +115,7 @@ class _Instances:
 
     def hits(self, looks: Tensor) -> Tensor:
         """Which instances each head gets right, [instances, heads], of the words it looks at [words, heads]."""
-        return self._right(looks[self.asked] == self.answer[:, None])
+        return self._right(looks[self.requested] == self.answer[:, None])
 
     def offset_hits(self, offset: int) -> Tensor:
         return self._right(self.offset == offset)
@@ -170,15 +170,15 @@ class _Edges:
         relation, word, governor, starts, held_out = torch.tensor(rows, dtype=torch.int64).T
         return cls(tuple(names), relation, word, governor, starts, held_out > 0, visible[word])
 
-    def asked(self, direction: str, *, every: bool) -> _Instances:
+    def requested(self, direction: str, *, every: bool) -> _Instances:
         upward = direction == UPWARD
         kept = self.visible[:, 0 if upward else 1]
         word, governor, start = self.word[kept], self.governor[kept], self.start[kept]
         relation = torch.zeros_like(word) if every else self.relation[kept]
         relations = (EVERY,) if every else self.relations
-        asked, answer = (word, governor) if upward else (governor, word)
+        requested, answer = (word, governor) if upward else (governor, word)
         # A governor is asked once a relation, however many dependents it has by it.
-        questions, instance = (asked * len(relations) + relation).unique(return_inverse=True)
+        questions, instance = (requested * len(relations) + relation).unique(return_inverse=True)
         held_out = torch.zeros(len(questions), dtype=torch.bool)
         held_out[instance] = self.held_out[kept]
         return _Instances(
@@ -186,9 +186,9 @@ class _Edges:
             relation=questions % len(relations),
             held_out=held_out,
             instance=instance,
-            asked=asked,
+            requested=requested,
             answer=answer - start,
-            offset=answer - asked,
+            offset=answer - requested,
         )
 
 

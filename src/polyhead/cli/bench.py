@@ -127,8 +127,8 @@ def viewer(
     run_and_keep(steps, facts, output)
 
 
-@app.command("arrangements")
-def arrangements(
+@app.command("variants")
+def variants(
     output: ResultFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look, no figure.")] = False,
     only: Annotated[

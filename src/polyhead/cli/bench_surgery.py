@@ -168,7 +168,7 @@ def _points(
         found |= dict.fromkeys(drawn, ("report",))
     if part in (None, "tuned"):
         at = (0.3,) if quick else (0.2, 0.3) if task.name == "language" else (0.5,)
-        found |= dict.fromkeys(tuned(at, _stock(task)), ("choose", "report"))
+        found |= dict.fromkeys(tuned(at, _native(task)), ("choose", "report"))
     return found
 
 
@@ -182,7 +182,7 @@ def _shares(text: str | None) -> tuple[float, ...] | None:
     return tuple(shares)
 
 
-def _stock(task: Task) -> list[str]:
+def _native(task: Task) -> list[str]:
     """Layouts of fewer heads that a stock class can hold, as 6/3 and 6/2 of 9/3: none where heads share no keys."""
     from polyhead.surgery import find_layers
 

@@ -65,12 +65,12 @@ def training(
     from polyhead.lab.training.trials import Trial, read_results
 
     def named(trial: Trial) -> str:
-        return f"{trial.arrangement}, equal {trial.budget}, rate {trial.rate:g}, seed {trial.seed}"
+        return f"{trial.variant}, equal {trial.budget}, rate {trial.rate:g}, seed {trial.seed}"
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    asked = contest(quick=quick)
+    requested = contest(quick=quick)
     with errors_told("bench training"):
-        Text.read(text, asked.sizes.context)  # so that one that is too short is refused here
+        Text.read(text, requested.sizes.context)  # so that one that is too short is refused here
     facts = {**machine.describe(device, commit), "text": text.name, "quick": quick}
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -83,12 +83,12 @@ def training(
             (task,) = shown.values()
             bar.update(task, completed=done, total=steps)
 
-        comparison = Comparison(asked, text, device, output, facts)
+        comparison = Comparison(requested, text, device, output, facts)
         for result in comparison.run(processes=processes, minutes=minutes, began=began, step=step):
             bar.remove_task(shown.pop(result.trial))
             told = f"{result.bits:.4f} bits a byte after {result.steps} steps, {result.seconds:.0f} s"
             console.print(f"{named(result.trial)}: {told}")
-    found = standings(asked, read_results(output))
+    found = standings(requested, read_results(output))
     out = Console(highlight=False)
     (out if out.is_terminal else Console(width=150, highlight=False)).print(_table(found))
 

@@ -57,9 +57,9 @@ def compare(
             f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens{stopped}", markup=False
         )
     beyond = found.beyond(statistic)
-    asked = [change for change in found.changes if statistic is None or change.name == statistic]
+    requested = [change for change in found.changes if statistic is None or change.name == statistic]
     console.print(
-        f"{len(beyond)} of {len(asked)} numbers differ beyond sampling error"
+        f"{len(beyond)} of {len(requested)} numbers differ beyond sampling error"
         f" in {len({change.head for change in found.changes})} heads that both have"
     )
     for label, heads in (("A", found.only_before), ("B", found.only_after)):
@@ -69,7 +69,7 @@ def compare(
         console.print(
             f"importance is not compared: by the loss {found.losses[0]} in A, {found.losses[1]} in B", style="dim"
         )
-    unmarked = [change for change in asked if math.isnan(change.error)]
+    unmarked = [change for change in requested if math.isnan(change.error)]
     if len(unmarked):
         told = ", ".join(dict.fromkeys(change.name for change in unmarked))
         console.print(f"{len(unmarked)} of them have no known sampling error and are never marked: {told}", style="dim")

@@ -82,7 +82,7 @@ def show_fidelity(quality: Fidelity, text: CalibrationText, console: Console) ->
 
 
 def show_saved(saved: SavedModel, console: Console) -> None:
-    told = f"Written to {saved.folder}, {saved.num_bytes:,} bytes, {saved.form}: {saved.stock}"
+    told = f"Written to {saved.folder}, {saved.num_bytes:,} bytes, {saved.form}: {saved.native}"
     console.print(told, markup=False, soft_wrap=True)
 
 

@@ -80,8 +80,9 @@ def inspect(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Only these columns of the table: entropy, entropy_share, confidence, max_logit, max_abs_logit, "
-            "reach, signed_reach, reach_squared, sink_mass, self_mass, previous_mass, next_mass, window_mass, "
+            help="Only these columns of the table: entropy, normalized_entropy, confidence, max_logit, max_abs_logit, "
+            "mean_distance, mean_offset, mean_squared_distance, sink_mass, self_mass, previous_mass, next_mass, "
+            "window_mass, "
             "learned_sink_mass.",
             show_default=False,
         ),

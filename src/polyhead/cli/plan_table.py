@@ -16,7 +16,7 @@ from polyhead.costs.timing.machine import list_machines
 
 def draw(plan: Plan, console: Console) -> None:
     console.print(Text(f"{plan.model.name}: {wording.layout_words(plan.model)}", style="bold"))
-    console.print(wording.asked(plan), markup=False)
+    console.print(wording.requested(plan), markup=False)
     warned = [("warning", f"{kind}: {words}", "yellow") for kind, words in plan.warnings]
     console.print(labelled([*((name, said, "") for name, said in wording.facts(plan)), *warned]))
     for phase in plan.phases:

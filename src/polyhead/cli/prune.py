@@ -54,11 +54,11 @@ def prune(
             help="By what heads are chosen: repaired (what the others cannot make up for), plain (what they write), "
             "ablation, gradient, taylor, magnitude, redundancy, or random, the control.",
         ),
-    ] = "repaired",
+    ] = "compensated",
     output: Output = None,
     text: Text = None,
     field: Field = "text",
-    repair: Annotated[
+    compensation: Annotated[
         bool,
         typer.Option(
             "--repair/--no-repair",
@@ -110,7 +110,7 @@ def prune(
         )
         if named is not None:
             count(loaded.model, named)  # refused before the text is read
-        needs_text = wanted is not None or (repair and not preview)
+        needs_text = wanted is not None or (compensation and not preview)
         calibration = CalibrationText.of(loaded, text, field, context, tokens) if needs_text else None
         if named is not None:
             edits = named
@@ -124,7 +124,7 @@ def prune(
         if preview or output is None:
             return
         quality = None if calibration is None else calibration.fidelity()
-        if repair:
+        if compensation:
             assert calibration is not None
             layers = len({(edit.stack, edit.layer) for edit in edits})
             with bar("Repair the heads that stay", layers) as step:

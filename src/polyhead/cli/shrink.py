@@ -30,7 +30,7 @@ from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
 from polyhead.cli.progress import bar, errors_told, working
 from polyhead.cli.shrink_curve import measured_curve, show_curve
 from polyhead.cli.shrink_search import search_batches, search_heads
-from polyhead.cli.shrink_timing import reach_measured
+from polyhead.cli.shrink_timing import meet_measured_target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def shrink(
     ] = False,
     criterion: Annotated[
         str, typer.Option(metavar="NAME", help="By what heads are chosen, as in polyhead prune.")
-    ] = "repaired",
+    ] = "compensated",
     measured: Annotated[
         bool, typer.Option("--measured", help="Nx-faster is measured on this machine instead of counted.")
     ] = False,
@@ -157,37 +157,37 @@ def shrink(
             with working("Find the layouts that its class can hold"):
                 layouts = uniform_layouts(loaded.model)  # refused before the text is read
         options = {"target": str(wanted), "criterion": criterion, "form": form, "measured": measured, "search": search}
-        asked = _asked(loaded, text, field, context, tokens, metric, resume, options)
+        requested = _requested(loaded, text, field, context, tokens, metric, resume, options)
         with working(f"Choose heads by {criterion}"):
-            shrinker = _shrinker(asked, wanted, criterion, layouts)
-            gone = {} if measured else shrinker.reach(wanted)  # refused before the curve is measured
+            shrinker = _shrinker(requested, wanted, criterion, layouts)
+            gone = {} if measured else shrinker.meet_target(wanted)  # refused before the curve is measured
         console.print(
-            f"{loaded}\n{asked.tokens:,} tokens of text; {asked.report.name} of the whole model "
-            f"{asked.report.whole:.4g} on the last fifth",
+            f"{loaded}\n{requested.tokens:,} tokens of text; {requested.report.name} of the whole model "
+            f"{requested.report.whole:.4g} on the last fifth",
             markup=False,
             soft_wrap=True,
         )
-        show_curve(measured_curve(shrinker, asked.report), asked.report, console)
+        show_curve(measured_curve(shrinker, requested.report), requested.report, console)
         if measured:
-            gone = reach_measured(shrinker, shrinker.stages(), wanted, asked.calibration, asked.journal)
+            gone = meet_measured_target(shrinker, shrinker.stages(), wanted, requested.calibration, requested.journal)
         gained = ""
-        if asked.search is not None:
-            gone, gained = search_heads(shrinker, wanted, asked.search, asked.choose)
-        outputs, way = _repair(shrinker, gone, asked)
+        if requested.search is not None:
+            gone, gained = search_heads(shrinker, wanted, requested.search, requested.choose)
+        outputs, way = _compensate(shrinker, gone, requested)
         aim = f"{wanted.amount:g} times less time on this machine" if measured else wanted
         console.print(f"\nFor {aim}: {shrinker.in_words(gone)}, {way}", markup=False)
         if gained:
             console.print(gained, markup=False, soft_wrap=True)
         show_preview(shrinker.counted(gone), console)
-        _show_worth(shrinker, gone, outputs, asked.report, console)
+        _show_worth(shrinker, gone, outputs, requested.report, console)
         if preview or output is None:
             return
-        record = apply(loaded.model, shrinker.edits(gone), repair=GivenOutputs(outputs))
+        record = apply(loaded.model, shrinker.edits(gone), compensation=GivenOutputs(outputs))
         write_edited(loaded, record, output, form, console, replace=replace)
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
+class _Request:
     """A model and its text in three parts: to choose heads on, to choose the repair on, to report.
 
     `search` is of some of the second part, where heads are to be moved by it.
@@ -226,11 +226,11 @@ def _check_ways(form: str | None, criterion: str, *, search: bool, measured: boo
             "--search moves heads while a target that is counted is still reached, got --measured as well; leave one "
             "out"
         )
-    if form == "uniform" and criterion != "repaired":
+    if form == "uniform" and criterion != "compensated":
         raise OptionError(f"with --form uniform heads go by the criterion repaired, got {criterion!r}; leave one out")
 
 
-def _asked(
+def _requested(
     loaded: LoadedModel,
     text: str | None,
     field: str,
@@ -239,7 +239,7 @@ def _asked(
     metric: str | None,
     resume: Path | None,
     options: Mapping[str, Any],
-) -> _Asked:
+) -> _Request:
     from polyhead.errors import OptionError
     from polyhead.sources.fingerprint import model_digest
     from polyhead.surgery.selection.journal import Journal, KeptQuality
@@ -277,18 +277,18 @@ def _asked(
 
         choose, report = kept("choose", parts[1]), kept("report", parts[2])
         few = kept("search", search_batches(loaded, read.contexts[first:second])) if options["search"] else None
-    return _Asked(loaded, parts[0], choose, report, few, read.tokens, journal)
+    return _Request(loaded, parts[0], choose, report, few, read.tokens, journal)
 
 
 def _shrinker(
-    asked: _Asked, target: Target, criterion: str, layouts: Sequence[UniformLayout] | None
+    requested: _Request, target: Target, criterion: str, layouts: Sequence[UniformLayout] | None
 ) -> Shrinker | UniformShrinker:
     from polyhead.surgery.selection.journal import KeptEvidence
     from polyhead.surgery.selection.shrinking import Shrinker
     from polyhead.surgery.selection.uniform import UniformShrinker
 
-    evidence = KeptEvidence(asked.loaded.model, asked.calibration, judge_of(asked.loaded))
-    evidence.journal = asked.journal
+    evidence = KeptEvidence(requested.loaded.model, requested.calibration, judge_of(requested.loaded))
+    evidence.journal = requested.journal
     if layouts is not None:
         return UniformShrinker(evidence, weighting=weighting_of(criterion), layouts=layouts)
     return Shrinker(
@@ -296,23 +296,25 @@ def _shrinker(
     )
 
 
-def _repair(shrinker: Trials, gone: Mapping[str, tuple[int, ...]], asked: _Asked) -> tuple[dict[str, Outputs], str]:
+def _compensate(
+    shrinker: Trials, gone: Mapping[str, tuple[int, ...]], requested: _Request
+) -> tuple[dict[str, Outputs], str]:
     """Repaired all at once or layer by layer: what is best on the part of the text that is there to choose on."""
     from polyhead.surgery.compensation.masked_trial import as_if
     from polyhead.surgery.compensation.sequential import AIMS, solve_in_order
 
-    ways = {"repaired all at once": shrinker.repaired(gone)}
+    ways = {"repaired all at once": shrinker.compensated(gone)}
     with bar("Repair layer by layer", len(AIMS) * len(gone)) as step:
         for aim in AIMS:
             solve = partial(
-                solve_in_order, shrinker.model, gone, lambda: asked.calibration, aim=aim, ridge=1e-3,
+                solve_in_order, shrinker.model, gone, lambda: requested.calibration, aim=aim, ridge=1e-3,
                 progress=lambda *_: step(1),
             )  # fmt: skip
-            ways[WAYS[aim]] = asked.journal.outputs(f"repaired_for_{aim}", solve)
+            ways[WAYS[aim]] = requested.journal.outputs(f"repaired_for_{aim}", solve)
     losses = {}
     for name, outputs in ways.items():
         with as_if(shrinker.model, shrinker.evidence.layers, outputs):
-            losses[name] = asked.choose.loss()
+            losses[name] = requested.choose.loss()
     best = min(losses, key=losses.__getitem__)
     return ways[best], best
 

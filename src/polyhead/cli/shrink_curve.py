@@ -35,7 +35,7 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
         table.add_column("heads/key heads", justify="right")
     caches = any(point.size.cache is not None for point in points)
     sizes = ("heads gone", "cache left", "FLOPs left") if caches else ("heads gone", "FLOPs left")
-    for column in (*sizes, "repaired", "not repaired", "random heads, repaired"):
+    for column in (*sizes, "compensated", "not repaired", "random heads, repaired"):
         table.add_column(column, justify="right")
     means = [statistics.fmean(x.value for x in point.random) for point in points]
     for point, mean in zip(points, means, strict=True):
@@ -45,15 +45,15 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
             f"{1 - point.size.heads:.0%}",
             *([] if point.size.cache is None else [f"{point.size.cache:.0%}"]),
             f"{point.size.flops:.0%}",
-            f"{point.repaired.value:.4g} ± {point.repaired.error:.2g}",
-            f"{point.not_repaired.value:.4g}",
+            f"{point.compensated.value:.4g} ± {point.compensated.error:.2g}",
+            f"{point.not_compensated.value:.4g}",
             f"{mean:.4g} ± {spread:.2g}",
         )
     console.print(table)
     columns = [point.layout or f"{1 - point.size.heads:.0%}" for point in points]
     curves = {
-        "repaired": [point.repaired.value for point in points],
-        "not repaired": [point.not_repaired.value for point in points],
+        "compensated": [point.compensated.value for point in points],
+        "not repaired": [point.not_compensated.value for point in points],
         "control: random heads, repaired": means,
     }
     console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polyhead.surgery.selection.journal import Journal
 
 
-def reach_measured(
+def meet_measured_target(
     trials: Trials,
     stages: Sequence[dict[str, tuple[int, ...]]],
     target: Target,

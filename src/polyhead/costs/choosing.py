@@ -127,7 +127,7 @@ def choose(
             "--cache-dtype)"
         )
     dtype, notes = layer_dtype(dtype, machine=machine)
-    asked = _Asked(layers, context, batch, phase, dtype, cache_dtype or dtype, machine)
+    requested = _Request(layers, context, batch, phase, dtype, cache_dtype or dtype, machine)
     considered, within = 0, []
     shares = (1.0,) if budget.parameters is None else SHARES
     most = None if budget.parameters is None else budget.parameters // layers
@@ -135,21 +135,21 @@ def choose(
     for width in widths:
         for name, config in _candidates(width, shares, most, latents):
             considered += 1
-            choice = asked.priced(name, config, budget)
+            choice = requested.priced(name, config, budget)
             if choice is not None:
                 within.append(choice)
     if not considered:
         raise OptionError(_nothing_to_consider(widths, shares, budget, layers))
     found = sorted(_maximal(within), key=lambda choice: (len(choice.warnings), *(-x for x in choice.capacity)))
-    references = tuple(asked.reference(name) for name in KNOWN)
-    other = [choice.name for choice in references if choice.cache_dtype != dtype_name(asked.cache_dtype)]
+    references = tuple(requested.reference(name) for name in KNOWN)
+    other = [choice.name for choice in references if choice.cache_dtype != dtype_name(requested.cache_dtype)]
     if other:
         notes.append(f"latents have no int8 cache: that of {', '.join(other)} is in {dtype_name(dtype)}")
     return Choices(tuple(found), references, considered, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Request:
     """What every layout is priced for."""
 
     layers: int

@@ -23,7 +23,7 @@ from polyhead.ops.decode.fused import MOST_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallOptions:
     """One call of a layer: how many tokens, which of them meet, in which numbers, and whether there is a cache."""
 
     work: Workload
@@ -42,7 +42,7 @@ class Asked:
         return self.work.batch * self.work.new_keys
 
     @property
-    def uncached(self) -> Asked:
+    def uncached(self) -> CallOptions:
         return replace(self, cached=False)
 
     @property
@@ -122,12 +122,12 @@ def layer_work(
     >>> [type(piece).__name__ for piece in work.pieces]
     ['Product', 'Traffic', 'AttentionCore', 'Product']
     """
-    asked = asked_of(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
-    pieces = tuple(piece for piece in forward_pieces(config, asked) if piece.bytes)
+    requested = requested_of(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
+    pieces = tuple(piece for piece in forward_pieces(config, requested) if piece.bytes)
     return Work(phase_of(work), with_gradients(pieces) if work.training else pieces, layers)
 
 
-def asked_of(
+def requested_of(
     config: AttentionConfig,
     work: Workload,
     *,
@@ -135,7 +135,7 @@ def asked_of(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None,
     cached: bool | None,
-) -> Asked:
+) -> CallOptions:
     """A call of a layer made with `config`, checked; arguments are those of `layer_work`."""
     mask = _band(config.mask if mask is None else mask if config.mask is None else config.mask & mask)
     cached = work.past > 0 if cached is None else cached
@@ -143,7 +143,7 @@ def asked_of(
         raise OptionError("a cache holds a layer's own tokens, got cached=True for a training step or a source")
     if work.past and not cached:
         raise OptionError(f"earlier tokens lie in a cache, got cached=False with past {work.past}")
-    return Asked(work, mask, dtype, cache_dtype or dtype, cached, getattr(config, "finite", False))
+    return CallOptions(work, mask, dtype, cache_dtype or dtype, cached, getattr(config, "finite", False))
 
 
 def _band(mask: Mask | None) -> Mask | None:
@@ -159,7 +159,7 @@ def phase_of(work: Workload) -> Phase:
 
 
 @singledispatch
-def forward_pieces(config: AttentionConfig, asked: Asked) -> Iterator[Piece]:
+def forward_pieces(config: AttentionConfig, requested: CallOptions) -> Iterator[Piece]:
     """The pieces of one forward of a layer of this kind, in the order in which they run."""
     raise OptionError(
         f"no work is known for {type(config).__name__}; register a function with "
@@ -168,49 +168,53 @@ def forward_pieces(config: AttentionConfig, asked: Asked) -> Iterator[Piece]:
 
 
 @forward_pieces.register
-def multi_head_pieces(config: MultiHeadConfig, asked: Asked) -> Iterator[Piece]:
+def multi_head_pieces(config: MultiHeadConfig, requested: CallOptions) -> Iterator[Piece]:
     layout = config.layout
-    yield from before_heads(config, asked)
-    yield from asked.core(layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim, sinks=config.sinks)
-    yield from after_heads(config, asked, layout.num_heads * layout.value_dim)
+    yield from before_heads(config, requested)
+    yield from requested.core(
+        layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim, sinks=config.sinks
+    )
+    yield from after_heads(config, requested, layout.num_heads * layout.value_dim)
 
 
 def before_heads(
-    config: HeadsConfig, asked: Asked, *, queries: int | None = None, keys: int | None = None
+    config: HeadsConfig, requested: CallOptions, *, queries: int | None = None, keys: int | None = None
 ) -> Iterator[Piece]:
     """Projections, norms, positions and the cache; `queries` and `keys` are channels of all heads, where not usual."""
-    layout, work = config.layout, asked.work
+    layout, work = config.layout, requested.work
     queries = layout.num_heads * layout.head_dim if queries is None else queries
     keys = layout.num_kv_heads * layout.head_dim if keys is None else keys
     values = layout.num_kv_heads * layout.value_dim
     if work.source is None:
-        columns, size = queries + keys + values, asked.dtype.itemsize
+        columns, size = queries + keys + values, requested.dtype.itemsize
         if work.training:
             # Three matrices are laid side by side for one product, and so are the gradients of what it gave.
-            copied, gradients = columns * layout.embed_dim * size, asked.tokens * columns * size
+            copied, gradients = columns * layout.embed_dim * size, requested.tokens * columns * size
             yield Traffic("projection", 2 * copied, gradient_bytes=2 * gradients)
-        yield asked.product("projection", asked.tokens, columns, layout.embed_dim)
+        yield requested.product("projection", requested.tokens, columns, layout.embed_dim)
     else:
-        yield asked.product("projection", asked.tokens, queries, layout.embed_dim)
+        yield requested.product("projection", requested.tokens, queries, layout.embed_dim)
         if layout.key_input_dim == layout.value_input_dim:
-            yield asked.product("projection", asked.new_keys, keys + values, layout.key_input_dim)
+            yield requested.product("projection", requested.new_keys, keys + values, layout.key_input_dim)
         else:
-            yield asked.product("projection", asked.new_keys, keys, layout.key_input_dim)
-            yield asked.product("projection", asked.new_keys, values, layout.value_input_dim)
+            yield requested.product("projection", requested.new_keys, keys, layout.key_input_dim)
+            yield requested.product("projection", requested.new_keys, values, layout.value_input_dim)
     if config.qk_norm is not None:
-        yield asked.passes("positions", asked.tokens * queries + asked.new_keys * keys, launches=2)
-    yield from asked.turned(config.positions, queries)
-    yield from asked.turned(config.positions, 0 if work.remembered else keys)
-    yield from asked.kept(keys + values)
+        yield requested.passes("positions", requested.tokens * queries + requested.new_keys * keys, launches=2)
+    yield from requested.turned(config.positions, queries)
+    yield from requested.turned(config.positions, 0 if work.remembered else keys)
+    yield from requested.kept(keys + values)
 
 
-def after_heads(config: HeadsConfig, asked: Asked, combined: int, mixing: Iterable[Piece] = ()) -> Iterator[Piece]:
+def after_heads(
+    config: HeadsConfig, requested: CallOptions, combined: int, mixing: Iterable[Piece] = ()
+) -> Iterator[Piece]:
     """Gates, what an arrangement does with the heads, and the output projection, which reads `combined` channels."""
     layout = config.layout
     outputs = layout.num_heads * layout.value_dim
     if config.output_gate is not None:
         gates = layout.num_heads if config.output_gate == "head" else outputs
-        yield asked.product("projection", asked.tokens, gates, layout.embed_dim)
-        yield asked.passes("output", asked.tokens * outputs, reads=2, launches=2)
+        yield requested.product("projection", requested.tokens, gates, layout.embed_dim)
+        yield requested.passes("output", requested.tokens * outputs, reads=2, launches=2)
     yield from mixing
-    yield asked.product("output", asked.tokens, layout.embed_dim, combined)
+    yield requested.product("output", requested.tokens, layout.embed_dim, combined)

@@ -165,20 +165,20 @@ def _rolled(phase: PhasePlan) -> str:
 
 
 def layer_dtype(
-    asked: torch.dtype | None, said: torch.dtype | None = None, machine: Machine | None = None
+    requested: torch.dtype | None, said: torch.dtype | None = None, machine: Machine | None = None
 ) -> tuple[torch.dtype, list[str]]:
     """The dtype that layers are planned in, and notes of why it is another than a model says.
 
     One that is asked for is taken or refused. Otherwise it is what the model says, or bfloat16, or what the machine was
     calibrated in instead.
     """
-    if asked is not None:
-        if asked not in COMPUTED:
+    if requested is not None:
+        if requested not in COMPUTED:
             raise DtypeError(
-                f"layers compute in {_names(COMPUTED)}, got {dtype_name(asked)}; "
+                f"layers compute in {_names(COMPUTED)}, got {dtype_name(requested)}; "
                 "numbers of a cache may be smaller: name theirs with --cache-dtype (cache_dtype=...)"
             )
-        return asked, []
+        return requested, []
     dtype, notes = said or torch.bfloat16, []
     if dtype not in COMPUTED:
         notes.append(f"no layer computes in {dtype_name(dtype)}: bfloat16 is planned instead")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polyhead.costs.layer_work import Asked, after_heads, before_heads, forward_pieces
+from polyhead.costs.layer_work import CallOptions, after_heads, before_heads, forward_pieces
 from polyhead.costs.work import AttentionCore, Piece, Traffic
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.latent.forms import absorbing_is_cheaper
@@ -16,119 +16,130 @@ from polyhead.layers.variants.talking.config import TalkingHeadsConfig
 
 
 @forward_pieces.register
-def grouped_pieces(config: GroupedHeadsConfig, asked: Asked) -> Iterator[Piece]:
+def grouped_pieces(config: GroupedHeadsConfig, requested: CallOptions) -> Iterator[Piece]:
     layout, groups, hidden = config.layout, config.num_groups, config.hidden_dim
     assert hidden is not None
     joined = layout.num_heads * layout.value_dim
-    yield from before_heads(config, asked)
-    yield from asked.core(layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim, sinks=config.sinks)
-    mixing = (
-        asked.product("mixing", asked.tokens, joined // groups, joined // groups, groups),
-        asked.product("output", asked.tokens, hidden, joined),
-        asked.passes("output", asked.tokens * hidden),
+    yield from before_heads(config, requested)
+    yield from requested.core(
+        layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim, sinks=config.sinks
     )
-    yield from after_heads(config, asked, hidden, mixing)
+    mixing = (
+        requested.product("mixing", requested.tokens, joined // groups, joined // groups, groups),
+        requested.product("output", requested.tokens, hidden, joined),
+        requested.passes("output", requested.tokens * hidden),
+    )
+    yield from after_heads(config, requested, hidden, mixing)
 
 
 @forward_pieces.register
-def head_mix_pieces(config: HeadMixConfig, asked: Asked) -> Iterator[Piece]:
+def head_mix_pieces(config: HeadMixConfig, requested: CallOptions) -> Iterator[Piece]:
     layout, rows = config.layout, config.num_rows
     assert rows is not None
-    heads, dim, tokens = layout.num_heads, layout.value_dim, asked.tokens
+    heads, dim, tokens = layout.num_heads, layout.value_dim, requested.tokens
     mixing: list[Piece] = []
     if config.mix == "heads":
-        mixing.append(asked.product("mixing", rows, dim, heads, tokens))
+        mixing.append(requested.product("mixing", rows, dim, heads, tokens))
     else:
-        mixing.append(asked.product("mixing", tokens, rows * dim, heads * dim))
+        mixing.append(requested.product("mixing", tokens, rows * dim, heads * dim))
     if config.row_attention == "projected":
-        mixing += [asked.product("mixing", tokens * rows, dim, dim)] * 3
+        mixing += [requested.product("mixing", tokens * rows, dim, dim)] * 3
     if config.row_attention is not None:
         # The rows of a token attend to one another: as many short sequences as there are tokens.
-        mixing.append(AttentionCore("forward", tokens, 1, 1, rows, rows, dim, dim, asked.dtype, stage="mixing"))
-    yield from before_heads(config, asked)
-    yield from asked.core(heads, layout.num_kv_heads, layout.head_dim, dim, sinks=config.sinks)
-    yield from after_heads(config, asked, rows * dim, mixing)
+        mixing.append(AttentionCore("forward", tokens, 1, 1, rows, rows, dim, dim, requested.dtype, stage="mixing"))
+    yield from before_heads(config, requested)
+    yield from requested.core(heads, layout.num_kv_heads, layout.head_dim, dim, sinks=config.sinks)
+    yield from after_heads(config, requested, rows * dim, mixing)
 
 
 @forward_pieces.register
-def latent_pieces(config: LatentConfig, asked: Asked) -> Iterator[Piece]:
+def latent_pieces(config: LatentConfig, requested: CallOptions) -> Iterator[Piece]:
     """In the form that the layer takes."""
-    layout, work = config.layout, asked.work
+    layout, work = config.layout, requested.work
     width, heads, rank, kept = layout.embed_dim, layout.num_heads, layout.kv_lora_rank, layout.cache_width
-    nope, rope, value, tokens = layout.qk_nope_head_dim, layout.qk_rope_head_dim, layout.value_head_dim, asked.tokens
+    nope, rope, value, tokens = (
+        layout.qk_nope_head_dim,
+        layout.qk_rope_head_dim,
+        layout.value_head_dim,
+        requested.tokens,
+    )
     if layout.q_lora_rank:
-        yield asked.product("projection", tokens, layout.q_lora_rank, width)
-        yield asked.passes("positions", tokens * layout.q_lora_rank)
-    yield asked.product("projection", tokens, heads * layout.head_dim, layout.q_lora_rank or width)
-    yield asked.product("projection", asked.new_keys, kept, width)
-    yield from asked.turned(config.positions, heads * rope)
-    yield from asked.turned(config.positions, rope)
-    yield asked.passes("positions", asked.new_keys * (rank + kept), launches=2)  # the norm; latents beside the key
-    yield from asked.kept(kept)
+        yield requested.product("projection", tokens, layout.q_lora_rank, width)
+        yield requested.passes("positions", tokens * layout.q_lora_rank)
+    yield requested.product("projection", tokens, heads * layout.head_dim, layout.q_lora_rank or width)
+    yield requested.product("projection", requested.new_keys, kept, width)
+    yield from requested.turned(config.positions, heads * rope)
+    yield from requested.turned(config.positions, rope)
+    yield requested.passes(
+        "positions", requested.new_keys * (rank + kept), launches=2
+    )  # the norm; latents beside the key
+    yield from requested.kept(kept)
     cheaper = absorbing_is_cheaper(layout, work.queries, work.keys)
     if cheaper if config.form == "auto" else config.form == "absorbed":
-        yield asked.product("projection", tokens, rank, nope, heads)
-        yield asked.passes("attention", tokens * heads * kept)
-        yield from asked.core(heads, 1, kept, rank, shared=True, sinks=config.sinks)
-        yield asked.product("output", tokens, value, rank, heads)
+        yield requested.product("projection", tokens, rank, nope, heads)
+        yield requested.passes("attention", tokens * heads * kept)
+        yield from requested.core(heads, 1, kept, rank, shared=True, sinks=config.sinks)
+        yield requested.product("output", tokens, value, rank, heads)
     else:
         keys = work.batch * work.keys
-        yield asked.product("projection", keys, heads * (nope + value), rank)
-        yield asked.passes("attention", (tokens + keys) * heads * layout.head_dim, launches=2)
+        yield requested.product("projection", keys, heads * (nope + value), rank)
+        yield requested.passes("attention", (tokens + keys) * heads * layout.head_dim, launches=2)
         # What the expanded form attends to has been made anew: it is no cache any more.
-        yield from asked.uncached.core(heads, heads, layout.head_dim, value, sinks=config.sinks)
-    yield asked.product("output", tokens, width, heads * value)
+        yield from requested.uncached.core(heads, heads, layout.head_dim, value, sinks=config.sinks)
+    yield requested.product("output", tokens, width, heads * value)
 
 
 @forward_pieces.register
-def collaborative_pieces(config: CollaborativeConfig, asked: Asked) -> Iterator[Piece]:
+def collaborative_pieces(config: CollaborativeConfig, requested: CallOptions) -> Iterator[Piece]:
     """One set of keys of the shared width for all heads, and values of every head's own."""
     layout, shared = config.layout, config.shared_dim
     assert shared is not None
     heads, dim = layout.num_heads, layout.value_dim
-    yield from before_heads(config, asked, queries=shared, keys=shared)
-    yield asked.passes("attention", asked.tokens * heads * shared)  # queries times every head's mixing
-    yield from asked.core(heads, 1, shared, dim, sinks=config.sinks)
-    others = asked.work.batch * asked.work.keys * (layout.num_kv_heads - 1) * dim
-    yield Traffic("attention", others * asked.cache_dtype.itemsize, 0)
-    yield from after_heads(config, asked, heads * dim)
+    yield from before_heads(config, requested, queries=shared, keys=shared)
+    yield requested.passes("attention", requested.tokens * heads * shared)  # queries times every head's mixing
+    yield from requested.core(heads, 1, shared, dim, sinks=config.sinks)
+    others = requested.work.batch * requested.work.keys * (layout.num_kv_heads - 1) * dim
+    yield Traffic("attention", others * requested.cache_dtype.itemsize, 0)
+    yield from after_heads(config, requested, heads * dim)
 
 
 @forward_pieces.register
-def differential_pieces(config: DifferentialConfig, asked: Asked) -> Iterator[Piece]:
+def differential_pieces(config: DifferentialConfig, requested: CallOptions) -> Iterator[Piece]:
     """Twice the maps, each of half the channels, over values that both read."""
     layout = config.layout
     outputs = layout.num_heads * layout.value_dim
-    yield from before_heads(config, asked)
+    yield from before_heads(config, requested)
     maps = (2 * layout.num_heads, 2 * layout.num_kv_heads, layout.head_dim // 2, layout.value_dim)
-    yield from asked.core(*maps, sinks=config.sinks)
-    yield asked.passes("attention", asked.tokens * outputs, reads=3, writes=2, launches=3)  # subtracted, then normed
-    yield from after_heads(config, asked, outputs)
+    yield from requested.core(*maps, sinks=config.sinks)
+    yield requested.passes(
+        "attention", requested.tokens * outputs, reads=3, writes=2, launches=3
+    )  # subtracted, then normed
+    yield from after_heads(config, requested, outputs)
 
 
 @forward_pieces.register
-def routed_pieces(config: RoutedConfig, asked: Asked) -> Iterator[Piece]:
+def routed_pieces(config: RoutedConfig, requested: CallOptions) -> Iterator[Piece]:
     """The most heads that a token may take."""
-    layout, width, tokens, taken = config.layout, config.embed_dim, asked.tokens, config.most_heads
+    layout, width, tokens, taken = config.layout, config.embed_dim, requested.tokens, config.most_heads
     kv_heads = layout.num_kv_heads
     rows = taken * (kv_heads if config.shape == "shared" else 1)
     keys = kv_heads * layout.head_dim
-    yield asked.product("projection", tokens, config.num_heads - config.always_on, width)
-    yield asked.product("projection", tokens, rows * layout.head_dim, width)
-    yield asked.product("projection", asked.new_keys, keys + kv_heads * layout.value_dim, width)
+    yield requested.product("projection", tokens, config.num_heads - config.always_on, width)
+    yield requested.product("projection", tokens, rows * layout.head_dim, width)
+    yield requested.product("projection", requested.new_keys, keys + kv_heads * layout.value_dim, width)
     if config.qk_norm is not None:
-        yield asked.passes("positions", tokens * rows * layout.head_dim + asked.new_keys * keys, launches=2)
-    yield from asked.turned(config.positions, rows * layout.head_dim)
-    yield from asked.turned(config.positions, keys)
-    yield from asked.kept(keys + kv_heads * layout.value_dim)
+        yield requested.passes("positions", tokens * rows * layout.head_dim + requested.new_keys * keys, launches=2)
+    yield from requested.turned(config.positions, rows * layout.head_dim)
+    yield from requested.turned(config.positions, keys)
+    yield from requested.kept(keys + kv_heads * layout.value_dim)
     # A grid of the heads that were taken; where a head is taken by some tokens alone, its rows are packed together.
-    yield from asked.core(rows, min(kv_heads, rows), layout.head_dim, layout.value_dim, sinks=config.sinks)
-    yield asked.product("output", tokens, width, rows * layout.value_dim)
+    yield from requested.core(rows, min(kv_heads, rows), layout.head_dim, layout.value_dim, sinks=config.sinks)
+    yield requested.product("output", tokens, width, rows * layout.value_dim)
 
 
 @forward_pieces.register
-def talking_pieces(config: TalkingHeadsConfig, asked: Asked) -> Iterator[Piece]:
+def talking_pieces(config: TalkingHeadsConfig, requested: CallOptions) -> Iterator[Piece]:
     layout = config.layout
-    yield from before_heads(config, asked)
-    yield from asked.core(layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim, mixing=True)
-    yield from after_heads(config, asked, layout.num_heads * layout.value_dim)
+    yield from before_heads(config, requested)
+    yield from requested.core(layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim, mixing=True)
+    yield from after_heads(config, requested, layout.num_heads * layout.value_dim)

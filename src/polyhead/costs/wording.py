@@ -55,7 +55,7 @@ def title(plan: Plan, phase: PhasePlan) -> str:
     return "prefill of the whole context" if is_causal(plan.model) else "forward over the whole context"
 
 
-def asked(plan: Plan) -> str:
+def requested(plan: Plan) -> str:
     """What the plan is for, in one line."""
     where = f" on {plan.machine}" if plan.machine else ""
     dtypes = str(dtype_name(plan.dtype))

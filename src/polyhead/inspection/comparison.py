@@ -86,8 +86,8 @@ TOKENS_ALIKE = 8
 def _error(row: dict[str, Any], name: str) -> float:
     if f"{name}_error" in row:
         return float(row[f"{name}_error"])
-    if f"{name}_spread" in row and row["tokens"] > 0:
-        return float(row[f"{name}_spread"]) / math.sqrt(max(1.0, row["tokens"] / TOKENS_ALIKE))
+    if f"{name}_std" in row and row["tokens"] > 0:
+        return float(row[f"{name}_std"]) / math.sqrt(max(1.0, row["tokens"] / TOKENS_ALIKE))
     return math.nan
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyhead.inspection.heads import Head, Pair
-from polyhead.observation import AttentionSite, Gathered, Observations, Wiring
+from polyhead.observation import AttentionSite, CollectorState, HeadProjections, Observations
 from polyhead.observation.token_sample import SiteSample, TokenSample
 
 TOKENS = 1024  # of the sample
@@ -22,9 +22,11 @@ CANDIDATES = 20  # that are measured, and told
 BYTES = 1 << 28
 
 
-def sample_of(wiring: Mapping[AttentionSite, Wiring], seed: int, most_bytes: int = BYTES) -> TokenSample | None:
+def sample_of(
+    head_projections: Mapping[AttentionSite, HeadProjections], seed: int, most_bytes: int = BYTES
+) -> TokenSample | None:
     """What to gather of every head whose output projection is known; None where there are not two layers of them."""
-    outputs = _outputs(wiring)
+    outputs = _outputs(head_projections)
     if len(outputs) < 2:
         return None
     if 4 * TOKENS * sum(x.shape[0] * x.shape[1] for x in outputs.values()) <= most_bytes:
@@ -49,14 +51,14 @@ def rule(sample: TokenSample) -> str:
 
 
 def pairs(
-    gathered: Mapping[AttentionSite, Mapping[str, Gathered]],
+    collected: Mapping[AttentionSite, Mapping[str, CollectorState]],
     sample: TokenSample,
-    wiring: Mapping[AttentionSite, Wiring],
+    head_projections: Mapping[AttentionSite, HeadProjections],
     watch: Callable[[TokenSample], Observations],
 ) -> tuple[Pair, ...]:
     """The most alike pairs of heads of different sites, with their measured cosine."""
-    outputs = _outputs(wiring)
-    found = _by_stack(gathered, sample.name)
+    outputs = _outputs(head_projections)
+    found = _by_stack(collected, sample.name)
     if sample.name == "said":
         found = {key: [(site, _contributions(rows, outputs, site)) for site, rows in x] for key, x in found.items()}
     guesses: list[tuple[float, Head, Head]] = []
@@ -85,7 +87,7 @@ def _measured(
     same = {place: _same(outputs[place][: len(heads)]) for place, heads in chosen.items()}
     exact = watch(TokenSample(same, sample.tokens, chosen, sample.seed, "chosen_heads"))
     said: dict[Head, Tensor] = {}
-    for site, values in exact.gathered.items():
+    for site, values in exact.collected.items():
         value = values.get("chosen_heads")
         if isinstance(value, SiteSample):
             _, rows = value.found()
@@ -94,10 +96,12 @@ def _measured(
     return [Pair(one, other, guess, _cosine(said[one], said[other])) for guess, one, other in guesses]
 
 
-def _outputs(wiring: Mapping[AttentionSite, Wiring]) -> dict[tuple[str, str], Tensor]:
+def _outputs(head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[tuple[str, str], Tensor]:
     """[heads, value_dim, embed_dim] of every site where it is known."""
     return {
-        (site.name, site.kind): x.output.detach().cpu().double() for site, x in wiring.items() if x.output is not None
+        (site.name, site.kind): x.output.detach().cpu().double()
+        for site, x in head_projections.items()
+        if x.output is not None
     }
 
 
@@ -111,10 +115,10 @@ def _contributions(rows: Tensor, outputs: Mapping[tuple[str, str], Tensor], site
     return torch.einsum("thd,hde->the", rows.float(), outputs[site.name, site.kind].float())
 
 
-def _by_stack(gathered: Mapping[AttentionSite, Mapping[str, Any]], name: str) -> dict[tuple[str, int], list[Any]]:
+def _by_stack(collected: Mapping[AttentionSite, Mapping[str, Any]], name: str) -> dict[tuple[str, int], list[Any]]:
     """Sites whose tokens are the same: those of one stack. Layers of an encoder and of a decoder read other tokens."""
     found: dict[tuple[str, int], list[Any]] = {}
-    for site, values in gathered.items():
+    for site, values in collected.items():
         value = values.get(name)
         if isinstance(value, SiteSample):
             _, rows = value.found()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyhead.inspection.reading import Reader
-from polyhead.observation import AttentionSite, Notes, Observations
+from polyhead.observation import AttentionSite, BatchMetadata, Observations
 from polyhead.ops.attended import Attended
 from polyhead.sources import Batch, Context, batches, special_tokens
 
@@ -33,7 +33,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ExampleWeights:
-    """Gathers every weight of short texts; `notes.documents` must number them, one text a call."""
+    """Gathers every weight of short texts; `metadata.documents` must number them, one text a call."""
 
     name: str = "examples"
 
@@ -48,11 +48,11 @@ class SiteWeights:
     sums: Mapping[int, Tensor] = field(default_factory=dict)  # [heads, queries, keys] each
     calls: Mapping[int, int] = field(default_factory=dict)
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
-        assert notes.documents is not None
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+        assert metadata.documents is not None
         weights = attended.profile(block_map=(1, 1)).block_map
         assert weights is not None and weights.shape[0] == 1
-        return self.merge(type(self)({int(notes.documents[0]): weights[0]}, {int(notes.documents[0]): 1}))
+        return self.merge(type(self)({int(metadata.documents[0]): weights[0]}, {int(metadata.documents[0]): 1}))
 
     def merge(self, other: Self) -> Self:
         sums, calls = dict(self.sums), dict(self.calls)
@@ -94,11 +94,11 @@ def example_batches(reader: Reader, documents: int = DOCUMENTS, tokens: int = TO
 
 def examples_of(reader: Reader, read: Sequence[Batch], observations: Observations) -> tuple[Example, ...]:
     """What `ExampleWeights` gathered of these pieces; a site whose keys are no tokens of the piece is left out."""
-    by_site = {site: values.get("examples") for site, values in observations.gathered.items()}
+    by_site = {site: values.get("examples") for site, values in observations.collected.items()}
     weights = {site: value.compute() for site, value in by_site.items() if isinstance(value, SiteWeights)}
     found = []
     for batch in read:
-        noted = reader.notes(batch).documents
+        noted = reader.metadata(batch).documents
         assert noted is not None
         number, texts = int(noted[0]), token_texts(reader.loaded.tokenizer, batch.ids[0].tolist())
         shape = (len(texts), len(texts))

@@ -17,7 +17,7 @@ from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, read_tensors, refusing, short
 from polyhead.inspection.examples import Example
-from polyhead.inspection.head_maps import SiteLooks
+from polyhead.inspection.head_maps import HeadMaps
 from polyhead.inspection.heads import Group, Head, Likeness, Pair
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
@@ -25,9 +25,10 @@ from polyhead.inspection.top_keys import TopKey
 from polyhead.inspection.validation import check_facts, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.wording import Finding
 from polyhead.observation import AttentionSite, HeadProfile
+from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_whole
 
-FORMAT = 2  # 1 had no pictures and no examples, and findings as sentences
+FORMAT = 3  # 2 had other names for some statistics; 1 is not read any more
 OBSERVATIONS = "observations.safetensors"  # what was gathered, from which a run goes on
 TABLE = "heads.parquet"
 REST = "inspection.json"
@@ -114,7 +115,7 @@ def load_inspection(folder: Path) -> Inspection:
             + (", of which the run is not finished; go on with --resume" if unfinished else "")
         )
     rest = read_json(folder / REST, _RULE)
-    if rest.get("format") != FORMAT:
+    if rest.get("format") not in (2, FORMAT):
         raise OptionError(
             f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder}; "
             "inspect the model again, with `polyhead inspect --save` and another folder"
@@ -122,7 +123,7 @@ def load_inspection(folder: Path) -> Inspection:
     with refusing(folder / REST, _RULE):
         sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
         check_sites(sites)
-        names = as_type(rest["statistics"], tuple[str, ...], "statistics")
+        names = tuple(map(current_name, as_type(rest["statistics"], tuple[str, ...], "statistics")))
     matrices: dict[AttentionSite, dict[str, Tensor]] = {}
     found, _ = read_tensors(folder / MATRICES, _RULE)
     with refusing(folder / MATRICES, _RULE):
@@ -179,11 +180,17 @@ def _inspection(
         ),
         matrices,
         tuple(
-            Finding(x["kind"], tuple(head(place) for place in x["heads"]), x["column"], x["values"], x["stacked"])
+            Finding(
+                x["kind"],
+                tuple(head(place) for place in x["heads"]),
+                current_name(x["column"]) if isinstance(x["column"], str) else x["column"],
+                x["values"],
+                x["stacked"],
+            )
             for x in rest["findings"]
         ),
         {
-            _at(sites, int(number)): SiteLooks(
+            _at(sites, int(number)): HeadMaps(
                 as_type(x["block"], int, "block"), pictures[f"{number}.map"], pictures[f"{number}.offsets"]
             )
             for number, x in rest["looks"].items()
@@ -259,7 +266,7 @@ def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> He
             raise OptionError(f"the rows of the table are heads of the sites in {REST}, got {short(place)}")
         rows.append(where[place])
     columns = {
-        name: torch.tensor([as_type(_number(x), float, name) for x in column], dtype=torch.float64)
+        current_name(name): torch.tensor([as_type(_number(x), float, name) for x in column], dtype=torch.float64)
         for name, column in found.items()
         if name not in ("site", "kind", "stack", "layer", "head", "original_head")
     }

@@ -16,7 +16,7 @@ RESTING = 0.5  # of its attention on the first token, from which on a head is sa
 WIDE = 0.9  # of the largest entropy, from which on a head is said to look everywhere alike
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
     ("sink_mass", "resting", RESTING),
-    ("entropy_share", "wide", WIDE),
+    ("normalized_entropy", "wide", WIDE),
 )
 
 
@@ -107,7 +107,7 @@ def _common(inspection: Inspection) -> Iterator[Finding]:
 def _extremes(inspection: Inspection) -> Iterator[Finding]:
     """What can be said of any model: its sharpest, its furthest and its loudest head."""
     table = inspection.table
-    for column in ("confidence", "reach", "contribution_share"):
+    for column in ("confidence", "mean_distance", "output_norm_share"):
         if column in table.columns and bool(table[column].isfinite().any()):
             values = table[column].nan_to_num(nan=-math.inf)
             best = int(values.argmax())

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyhead.observation import AttentionSite, Gathered
+from polyhead.observation import AttentionSite, CollectorState
 from polyhead.observation.attention_maps import SiteMaps
 from polyhead.ops.profile.request import offset_bins
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SiteLooks:
+class HeadMaps:
     """Where the heads of one site look, on average over the text.
 
     `map[head, i, j]` is the share of its attention that a query of block i gives to the keys of block j, so that a row
@@ -33,9 +33,9 @@ class SiteLooks:
         return self.block * self.map.shape[-1]
 
 
-def looks_of(gathered: Mapping[AttentionSite, Mapping[str, Gathered]]) -> dict[AttentionSite, SiteLooks]:
+def looks_of(collected: Mapping[AttentionSite, Mapping[str, CollectorState]]) -> dict[AttentionSite, HeadMaps]:
     """What `AttentionMaps` gathered, as shares."""
-    found = {site: values.get("maps") for site, values in gathered.items()}
+    found = {site: values.get("maps") for site, values in collected.items()}
     return {site: _looks(maps) for site, maps in found.items() if isinstance(maps, SiteMaps)}
 
 
@@ -45,10 +45,10 @@ def bin_edges() -> list[int]:
     return [*bins[:, 0].tolist(), int(bins[-1, 1]) + 1]
 
 
-def _looks(maps: SiteMaps) -> SiteLooks:
+def _looks(maps: SiteMaps) -> HeadMaps:
     rows, grid = maps.rows.cpu(), maps.map.cpu()
     reached = (rows > 0) | (grid.sum((0, 1)) > 0)
     side = max(1, int(reached.nonzero().max()) + 1 if bool(reached.any()) else 1)
     shares = (grid / rows.clamp_min(1.0)[:, None])[:, :side, :side]
     offsets = maps.offsets.cpu() / rows.sum().clamp_min(1.0)
-    return SiteLooks(maps.block, shares.to(torch.float32), offsets.to(torch.float32))
+    return HeadMaps(maps.block, shares.to(torch.float32), offsets.to(torch.float32))

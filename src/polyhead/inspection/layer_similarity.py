@@ -13,7 +13,7 @@ from polyhead.analysis.importance import Importance
 from polyhead.analysis.redundancy import redundancy
 from polyhead.analysis.text_shares import text_shares
 from polyhead.inspection.heads import Group, Likeness
-from polyhead.observation import AttentionSite, Gathered, HeadProfile, Wiring
+from polyhead.observation import AttentionSite, CollectorState, HeadProfile, HeadProjections
 from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.head_moments import HeadMoments
 from polyhead.observation.role_evidence import HeadEvidence
@@ -23,14 +23,15 @@ BESIDE = ("_error", "_chance")  # what stands beside a column and is none of the
 
 
 def relations_of(
-    gathered: Mapping[AttentionSite, Mapping[str, Gathered]], wiring: Mapping[AttentionSite, Wiring]
+    collected: Mapping[AttentionSite, Mapping[str, CollectorState]],
+    head_projections: Mapping[AttentionSite, HeadProjections],
 ) -> tuple[SiteColumns, SiteColumns]:
     """Matrices [heads, heads] and columns [heads] of what the heads of each site say."""
     matrices: SiteColumns = {}
     columns: SiteColumns = {}
-    for site, values in gathered.items():
+    for site, values in collected.items():
         moments = _moments(values)
-        found = wiring.get(site, Wiring())
+        found = head_projections.get(site, HeadProjections())
         if moments is None:
             continue
         matrices[site] = {}
@@ -47,25 +48,26 @@ def relations_of(
         matrices[site]["cka"] = relations.cka(moments, output)
         matrices[site]["subspace_overlap"] = relations.subspace_overlap(output)
         norm = relations.contribution_norm(moments, output)
-        columns[site]["contribution"] = norm
-        columns[site]["contribution_share"] = norm.square() / norm.square().sum()
+        columns[site]["output_norm"] = norm
+        columns[site]["output_norm_share"] = norm.square() / norm.square().sum()
         columns[site]["effective_rank"] = relations.effective_rank(moments, output)
     return matrices, columns
 
 
 def cosines_of(
-    gathered: Mapping[AttentionSite, Mapping[str, Gathered]], wiring: Mapping[AttentionSite, Wiring]
+    collected: Mapping[AttentionSite, Mapping[str, CollectorState]],
+    head_projections: Mapping[AttentionSite, HeadProjections],
 ) -> dict[AttentionSite, Tensor]:
     """Of these only the cosines of what heads write, [heads, heads]."""
     found = {}
-    for site, values in gathered.items():
-        moments, output = _moments(values), wiring.get(site, Wiring()).output
+    for site, values in collected.items():
+        moments, output = _moments(values), head_projections.get(site, HeadProjections()).output
         if moments is not None and output is not None:
             found[site] = relations.cosine(moments, output.detach().cpu().double())
     return found
 
 
-def _moments(values: Mapping[str, Gathered]) -> HeadMoments | None:
+def _moments(values: Mapping[str, CollectorState]) -> HeadMoments | None:
     found = values.get("contributions")
     if not isinstance(found, SiteContributions) or found.moments is None:
         return None
@@ -77,10 +79,10 @@ def _enough(moments: HeadMoments, dims: int) -> bool:
     return float(moments.count) > dims + 2
 
 
-def spectra_of(wiring: Mapping[AttentionSite, Wiring]) -> SiteColumns:
+def spectra_of(head_projections: Mapping[AttentionSite, HeadProjections]) -> SiteColumns:
     """The singular values of each head's circuits, `qk` and `ov` [heads, head_dim], where its matrices are known."""
     found: SiteColumns = {}
-    for site, matrices in wiring.items():
+    for site, matrices in head_projections.items():
         query, key, value, output = (
             None if x is None else _repeated(x, site.num_heads)
             for x in (matrices.query, matrices.key, matrices.value, matrices.output)
@@ -95,9 +97,9 @@ def spectra_of(wiring: Mapping[AttentionSite, Wiring]) -> SiteColumns:
     return found
 
 
-def text_columns(gathered: Mapping[AttentionSite, Mapping[str, Gathered]]) -> SiteColumns:
+def text_columns(collected: Mapping[AttentionSite, Mapping[str, CollectorState]]) -> SiteColumns:
     """What the evidence of roles says of kinds of tokens and parts of the text."""
-    found = {site: values.get("evidence") for site, values in gathered.items()}
+    found = {site: values.get("evidence") for site, values in collected.items()}
     return {site: text_shares(evidence) for site, evidence in found.items() if isinstance(evidence, HeadEvidence)}
 
 

@@ -23,16 +23,16 @@ from polyhead.inspection.settings import Progress, Report, Settings
 from polyhead.observation import (
     AttentionDistances,
     AttentionSite,
+    Collector,
     Contributions,
-    Gatherer,
+    HeadProjections,
     Observations,
-    Wiring,
-    find_wiring,
+    find_projections,
     observe,
 )
 from polyhead.observation.head_distances import SiteDistances
 from polyhead.observation.origins import IN_CONFIG
-from polyhead.observation.role_evidence import EvidenceGatherer, HeadEvidence
+from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_tokens import rare_tokens
 from polyhead.observation.token_sample import TokenSample
 from polyhead.sources import Batch, LoadedModel
@@ -55,30 +55,30 @@ class Questions:
     report: Report
     left_out: list[str] = field(default_factory=list)
 
-    def wiring(self, model: nn.Module) -> dict[AttentionSite, Wiring]:
+    def head_projections(self, model: nn.Module) -> dict[AttentionSite, HeadProjections]:
         if self.settings.via_weights:
             return {}  # its modules are not known, only their weights
         batch = next(self.reader.batches())
         few = dataclasses.replace(batch, ids=batch.ids[:1, :16], mask=batch.mask[:1, :16])
-        found = find_wiring(model, lambda: self.reader.call(few, model))
+        found = find_projections(model, lambda: self.reader.call(few, model))
         chosen = self.settings.layers
         return {site: x for site, x in found.items() if chosen is None or site.layer in chosen}
 
-    def watched(self, model: nn.Module, batches: list[Batch], gather: list[Gatherer], step: str) -> Observations:
+    def watched(self, model: nn.Module, batches: list[Batch], collect: list[Collector], step: str) -> Observations:
         """A short step: some batches, read by a model, for some gatherers."""
         total = sum(batch.tokens for batch in batches)
         session = observe(
             model,
             layers=self.settings.layers,
             statistics=False,
-            gather=gather,
+            collect=collect,
             via_weights=self.settings.via_weights,
         )
         done = 0
         self.report(Progress(step, done, total))
         with session:
             for batch in batches:
-                session.notes = self.reader.notes(batch)
+                session.metadata = self.reader.metadata(batch)
                 self.reader.call(batch, model)
                 done += batch.tokens
                 self.report(Progress(step, done, total))
@@ -97,8 +97,10 @@ class Questions:
     def distances(self) -> dict[AttentionSite, Tensor]:
         """How differently the heads of a layer look, at the beginnings of some texts: every pair is one more look."""
         batches = self.reader.some_batches(DISTANCE_TOKENS)
-        gathered = self.watched(self.loaded.model, batches, [AttentionDistances()], "compare where heads look").gathered
-        found = {site: values.get("distances") for site, values in gathered.items()}
+        collected = self.watched(
+            self.loaded.model, batches, [AttentionDistances()], "compare where heads look"
+        ).collected
+        found = {site: values.get("distances") for site, values in collected.items()}
         return {site: x.compute() for site, x in found.items() if isinstance(x, SiteDistances)}
 
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
@@ -110,7 +112,7 @@ class Questions:
             self.left_out.append(f"induction and duplicate-token: {error}")
             return None
         step = "read repeated words"
-        return evidence_of(self.watched(model, batches, [EvidenceGatherer()], step).gathered)
+        return evidence_of(self.watched(model, batches, [EvidenceCollector()], step).collected)
 
     def pronouns(self) -> PronounTable | None:
         """Not of random weights as well: what chance shows in these sentences is known exactly."""
@@ -126,25 +128,25 @@ class Questions:
             )
             return None
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
-        return pronoun_table(self.watched(self.loaded.model, batches, [texts.gatherer()], step), texts)
+        return pronoun_table(self.watched(self.loaded.model, batches, [texts.collector()], step), texts)
 
     def chance(self) -> tuple[tuple[HeadRoles, ...], dict[AttentionSite, Tensor]]:
         """The same of a model of the same layout with random weights: what layout and text alone bring about."""
         model = random_twin(self.loaded.model, self.settings.seed)
-        wiring = self.wiring(model)
+        head_projections = self.head_projections(model)
         batches = self.reader.some_batches(CHANCE_TOKENS)
-        gather: list[Gatherer] = [Contributions(), EvidenceGatherer(rare=rare_tokens(self.reader.counts))]
-        observations = self.watched(model, batches, gather, "watch a model with random weights")
-        reference = head_roles(evidence_of(observations.gathered), seed=self.settings.seed)
-        return reference, layer_similarity.cosines_of(observations.gathered, wiring)
+        collect: list[Collector] = [Contributions(), EvidenceCollector(rare=rare_tokens(self.reader.counts))]
+        observations = self.watched(model, batches, collect, "watch a model with random weights")
+        reference = head_roles(evidence_of(observations.collected), seed=self.settings.seed)
+        return reference, layer_similarity.cosines_of(observations.collected, head_projections)
 
-    def copying(self, wiring: Mapping[AttentionSite, Wiring]) -> dict[AttentionSite, Copying]:
+    def copying(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[AttentionSite, Copying]:
         """Only where the model predicts tokens with what its heads write."""
         embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
         if embedding is None or unembedding is None or embedding.shape != unembedding.shape:
             return {}
         found = {}
-        for site, matrices in wiring.items():
+        for site, matrices in head_projections.items():
             if matrices.value is None or matrices.output is None or matrices.value.shape[1] != embedding.shape[1]:
                 continue
             value = matrices.value.repeat_interleave(site.num_heads // matrices.value.shape[0], 0)

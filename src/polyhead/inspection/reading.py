@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.inspection.settings import CONTEXT, Settings
-from polyhead.observation import Notes
+from polyhead.observation import BatchMetadata
 from polyhead.sources import (
     Batch,
     Context,
@@ -121,12 +121,12 @@ class Reader:
         """Whether each context counts as a document of its own."""
         return len({context.document for context in self.contexts}) < FEW_DOCUMENTS
 
-    def notes(self, batch: Batch) -> Notes:
+    def metadata(self, batch: Batch) -> BatchMetadata:
         documents, pieces = batch.documents, batch.pieces
         if self.counts_contexts:
             # A number of its own for each piece of each document, the same in every batch.
             documents = documents + FEW_DOCUMENTS * pieces
-        return Notes(documents=documents, pieces=pieces, tokens=batch.ids, classes=self.classes[batch.ids])
+        return BatchMetadata(documents=documents, pieces=pieces, tokens=batch.ids, classes=self.classes[batch.ids])
 
     @torch.no_grad()
     def call(self, batch: Batch, model: nn.Module | None = None) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection.examples import Example
-from polyhead.inspection.head_maps import SiteLooks
+from polyhead.inspection.head_maps import HeadMaps
 from polyhead.inspection.heads import Group, Likeness, Pair
 from polyhead.inspection.notebook import inspection_html
 from polyhead.inspection.settings import Settings
@@ -32,7 +32,7 @@ class Inspection:
     pairs: tuple[Pair, ...] = ()
     relations: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # [heads, heads] each
     findings: tuple[Finding, ...] = ()
-    looks: Mapping[AttentionSite, SiteLooks] = field(default_factory=dict)  # where heads look, as pictures
+    looks: Mapping[AttentionSite, HeadMaps] = field(default_factory=dict)  # where heads look, as pictures
     examples: tuple[Example, ...] = ()  # short pieces of the text with every weight
     top_keys: Mapping[AttentionSite, tuple[tuple[TopKey, ...], ...]] = field(default_factory=dict)  # of each head
     spectra: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # qk, ov [heads, head_dim]

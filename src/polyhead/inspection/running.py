@@ -31,18 +31,18 @@ from polyhead.inspection.top_keys import most_frequent, top_keys_of
 from polyhead.observation import (
     AttentionMaps,
     AttentionSite,
+    Collector,
     Contributions,
-    Gatherer,
+    HeadProjections,
     Observations,
     Session,
-    Wiring,
     load,
     observe,
     read_facts,
     save,
 )
 from polyhead.observation.origins import is_edited
-from polyhead.observation.role_evidence import EvidenceGatherer
+from polyhead.observation.role_evidence import EvidenceCollector
 from polyhead.observation.role_evidence_tokens import Meaning, rare_tokens
 from polyhead.observation.run_folder import held, sweep
 from polyhead.observation.token_sample import TokenSample
@@ -54,7 +54,7 @@ from polyhead.version import VERSION
 
 SAVE_SECONDS = 30.0
 # The settings that decide what is gathered; with others a run does not go on.
-GATHERED_BY = (
+COLLECTED_BY = (
     "context", "tokens", "batch_tokens", "layers", "statistics", "via_weights", "seed", "device", "dtype"
 )  # fmt: skip
 UNSEEN = (
@@ -133,22 +133,22 @@ class _Run:
     across: str | None = None  # how pairs of different layers were found
 
     def run(self, resume: bool, began: float) -> Inspection:
-        wiring = self.questions.wiring(self.loaded.model)
-        sample = cross_layer_similarity.sample_of(wiring, self.settings.seed)
+        head_projections = self.questions.head_projections(self.loaded.model)
+        sample = cross_layer_similarity.sample_of(head_projections, self.settings.seed)
         observations = self.text(sample, resume)
         table = observations.profile
         found: dict[str, Any] = {}
-        matrices, said = layer_similarity.relations_of(observations.gathered, wiring)
-        spectra = layer_similarity.spectra_of(wiring)
+        matrices, said = layer_similarity.relations_of(observations.collected, head_projections)
+        spectra = layer_similarity.spectra_of(head_projections)
         columns = [
-            layer_similarity.text_columns(observations.gathered),
+            layer_similarity.text_columns(observations.collected),
             layer_similarity.circuit_columns(spectra),
             said,
         ]
         roles: tuple[HeadRoles, ...] = ()
         if not self.interrupted:
             try:
-                found, roles = self.rest(observations, wiring, sample, matrices)
+                found, roles = self.rest(observations, head_projections, sample, matrices)
             except KeyboardInterrupt:
                 self.interrupted = True
         importance: Importance | None = found.pop("importance", None)
@@ -159,8 +159,8 @@ class _Run:
             layer_similarity.widened(table, columns, importance),
             roles,
             relations=matrices,
-            looks=looks_of(observations.gathered),
-            top_keys=top_keys_of(observations.gathered, self.loaded.tokenizer, self.reader.counts),
+            looks=looks_of(observations.collected),
+            top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
             **found,
         )
@@ -169,7 +169,7 @@ class _Run:
     def rest(
         self,
         observations: Observations,
-        wiring: Mapping[AttentionSite, Wiring],
+        head_projections: Mapping[AttentionSite, HeadProjections],
         sample: TokenSample | None,
         matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
     ) -> tuple[dict[str, Any], tuple[HeadRoles, ...]]:
@@ -183,15 +183,17 @@ class _Run:
             reference, null = ask.chance()
             found |= layer_similarity.groups_of(matrices, null)
         roles = head_roles(
-            evidence_of(observations.gathered),
+            evidence_of(observations.collected),
             repeated,
-            copying=ask.copying(wiring),
+            copying=ask.copying(head_projections),
             pronouns=ask.pronouns(),
             reference=reference,
             seed=self.settings.seed,
         )
         if sample is not None:
-            found["pairs"] = cross_layer_similarity.pairs(observations.gathered, sample, wiring, ask.watched_sample)
+            found["pairs"] = cross_layer_similarity.pairs(
+                observations.collected, sample, head_projections, ask.watched_sample
+            )
             self.across = cross_layer_similarity.rule(sample)
         found["importance"] = ask.importance()
         return found, roles
@@ -199,27 +201,27 @@ class _Run:
     # ---- reading
 
     def text(self, sample: TokenSample | None, resume: bool) -> Observations:
-        gatherers: list[Gatherer] = [AttentionMaps(self.reader.context), Contributions(), self.evidence()]
-        gatherers += [most_frequent(self.reader.counts), *([] if sample is None else [sample])]
+        collectors: list[Collector] = [AttentionMaps(self.reader.context), Contributions(), self.evidence()]
+        collectors += [most_frequent(self.reader.counts), *([] if sample is None else [sample])]
         if self.settings.via_weights:
             self.questions.left_out.append(UNSEEN)
         session = observe(
             self.loaded.model,
             layers=self.settings.layers,
             statistics=self.settings.statistics,
-            gather=gatherers,
+            collect=collectors,
             via_weights=self.settings.via_weights,
         )
         if self.folder is not None:
             _ = self.origin  # computed now, while there is memory for it
-        read = self.go_on(session, gatherers) if resume else _Read(session.observations)
+        read = self.go_on(session, collectors) if resume else _Read(session.observations)
         kept, report, total = read.batches, self.report, self.reader.tokens
         report(Progress("read the text", read.tokens, total))
         saved = time.monotonic()
         with session:
             try:
                 for batch in self.reader.batches(read.batches, read.digest):
-                    session.notes = self.reader.notes(batch)
+                    session.metadata = self.reader.metadata(batch)
                     self.reader.call(batch)
                     read = _Read(session.observations, batch.index + 1, batch.digest, read.tokens + batch.tokens)
                     report(Progress("read the text", read.tokens, total))
@@ -248,7 +250,7 @@ class _Run:
         """The model and all of the text, in short."""
         return {"model": model_digest(self.loaded.model), "text": self.reader.digest}
 
-    def go_on(self, session: Session, gatherers: list[Gatherer]) -> _Read:
+    def go_on(self, session: Session, collectors: list[Collector]) -> _Read:
         assert self.folder is not None
         path = self.folder / OBSERVATIONS
         if not path.exists():
@@ -260,7 +262,7 @@ class _Run:
                 "have counted a batch twice; begin again in another folder"
             )
         now = json.loads(json.dumps(self.settings.to_dict()))
-        changed = [name for name in GATHERED_BY if facts["settings"].get(name) != now[name]]
+        changed = [name for name in COLLECTED_BY if facts["settings"].get(name) != now[name]]
         if changed:
             got = ", ".join(f"{name} {now[name]} for {facts['settings'].get(name)}" for name in changed)
             raise OptionError(f"a run goes on with the settings it began with, got {got}")
@@ -274,13 +276,13 @@ class _Run:
                 "a run goes on only with the text, tokenizer and batch size it began with, got another text; begin "
                 "again in another folder"
             )
-        session.go_on_from(load(path, gatherers))
+        session.go_on_from(load(path, collectors))
         return _Read(session.observations, facts["batches"], facts["digest"], facts["tokens"])
 
-    def evidence(self) -> EvidenceGatherer:
+    def evidence(self) -> EvidenceCollector:
         embedding = embedding_of(self.loaded.model)
         meaning = None if embedding is None else Meaning.of(embedding, seed=self.settings.seed)
-        return EvidenceGatherer(
+        return EvidenceCollector(
             rare=rare_tokens(self.reader.counts), meaning=meaning, segments=Segments.of(self.loaded.tokenizer)
         )
 

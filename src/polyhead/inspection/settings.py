@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from polyhead.errors import OptionError
 from polyhead.files import build, short
+from polyhead.observation.renamed import current_name
 from polyhead.observation.statistics import Wanted
 
 CONTEXT = 512  # tokens, or fewer where the model was made for fewer
@@ -66,7 +67,10 @@ class Settings:
     def from_dict(cls, found: dict[str, Any]) -> Settings:
         if not isinstance(found, dict):
             raise OptionError(f"the settings of a run are an object, got {short(found)}")
-        return build(cls, {name: x for name, x in found.items() if name not in _PERMISSIONS})
+        found = {name: x for name, x in found.items() if name not in _PERMISSIONS}
+        if isinstance(found.get("statistics"), list):
+            found["statistics"] = [current_name(x) if isinstance(x, str) else x for x in found["statistics"]]
+        return build(cls, found)
 
 
 @dataclass(frozen=True, slots=True)

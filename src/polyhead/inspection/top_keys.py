@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyhead.observation import AttentionSite, Gathered
+from polyhead.observation import AttentionSite, CollectorState
 from polyhead.observation.top_keys import SiteTopKeys, TopKeys
 
 CANDIDATES = 1024  # tokens that are told apart: the most frequent ones of the text
@@ -32,12 +32,12 @@ def most_frequent(counts: Tensor, most: int = CANDIDATES) -> TopKeys:
 
 
 def top_keys_of(
-    gathered: Mapping[AttentionSite, Mapping[str, Gathered]], tokenizer: Any, counts: Tensor
+    collected: Mapping[AttentionSite, Mapping[str, CollectorState]], tokenizer: Any, counts: Tensor
 ) -> dict[AttentionSite, tuple[tuple[TopKey, ...], ...]]:
     """The `MOST` of each head of each site, the most attended first; fewer where no more got any attention."""
     found = {}
     frequency = (counts / counts.sum().clamp_min(1)).tolist()
-    for site, values in gathered.items():
+    for site, values in collected.items():
         value = values.get("top_keys")
         if not isinstance(value, SiteTopKeys):
             continue

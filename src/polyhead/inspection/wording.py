@@ -81,8 +81,8 @@ def _english(finding: Finding) -> str:
         )
     said = {
         "confidence": "is the sharpest: {:.0%} of its attention on one token",
-        "reach": "looks furthest: {:.0f} tokens away on average",
-        "contribution_share": "writes the most: {:.0%} of what its layer's heads write",
+        "mean_distance": "looks furthest: {:.0f} tokens away on average",
+        "output_norm_share": "writes the most: {:.0%} of what its layer's heads write",
     }[str(finding.column)]
     return f"{place} {said.format(values['value'])}"
 
@@ -125,8 +125,8 @@ def _chinese(finding: Finding) -> str:
         return f"{values['of']} 个头中有 {values['count']} 个几乎对所有词元一视同仁（超过最大熵的 90%）"
     said = {
         "confidence": "最专注：{:.0%} 的注意力落在一个词元上",
-        "reach": "看得最远：平均相隔 {:.0f} 个词元",
-        "contribution_share": "写入最多：占本层所有头写入的 {:.0%}",
+        "mean_distance": "看得最远：平均相隔 {:.0f} 个词元",
+        "output_norm_share": "写入最多：占本层所有头写入的 {:.0%}",
     }[str(finding.column)]
     return f"{place}{said.format(values['value'])}"
 

@@ -121,8 +121,8 @@ class _Contenders:
             self.calls[name] = functools.partial(_forward, model, eager=name == EAGER)
             return
         statistics = ROW_STATISTICS if name == ROWS else None
-        gather = [AttentionMaps(self.place.tokens)] if name == MAPS else []
-        stack.enter_context(polyhead.observe(model, statistics=statistics, gather=gather))
+        collect = [AttentionMaps(self.place.tokens)] if name == MAPS else []
+        stack.enter_context(polyhead.observe(model, statistics=statistics, collect=collect))
         self.calls[name] = functools.partial(_forward, model)
 
     def check(self, inputs: dict[str, Tensor]) -> None:

@@ -86,9 +86,9 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
         )
 
 
-def statistics_of(asked: object, *, cross: bool) -> Statistics | None:
+def statistics_of(requested: object, *, cross: bool) -> Statistics | None:
     """What a call asks to be told of its rows; a cross-attention has no common positions, whoever asks."""
-    wanted = as_statistics(asked)
+    wanted = as_statistics(requested)
     if wanted is None or wanted.cross or not cross:
         return wanted
     return Statistics(*wanted.names, sink_keys=wanted.sink_keys, window=wanted.window, cross=True)

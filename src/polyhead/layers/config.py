@@ -1,6 +1,6 @@
 """Attention layers as values: one small config a kind, which builds the layer and goes through JSON unchanged.
 
-A new arrangement of heads joins with a frozen dataclass under `@arrangement`, as those of `arrangements.py` do, and
+A new arrangement of heads joins with a frozen dataclass under `@register_config`, as those of `variants.py` do, and
 with its counts under `@count_layer.register` in `polyhead.costs`.
 """
 
@@ -23,7 +23,7 @@ from polyhead.layers import checks
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions.base import Positions
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
-from polyhead.layers.registry import Kinds, check_flags
+from polyhead.layers.registry import Registry, check_flags
 from polyhead.layers.steps import own_mask
 from polyhead.masks import Mask
 
@@ -32,7 +32,7 @@ from polyhead.masks import Mask
 class AttentionConfig(ABC):
     """What one attention layer is made with. Two configs are equal where they make equal layers."""
 
-    layer: ClassVar[type[Any]]  # entered by `arrangement`
+    layer: ClassVar[type[Any]]  # set by `register_config`
 
     @abstractmethod
     def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
@@ -73,12 +73,12 @@ class AttentionConfig(ABC):
         return cls.from_dict(found)
 
 
-CONFIGS: Kinds[AttentionConfig] = Kinds("an attention config")
+CONFIGS: Registry[AttentionConfig] = Registry("an attention config")
 _BY_LAYER: dict[type[nn.Module], type[AttentionConfig]] = {}
 Config = TypeVar("Config", bound=type[AttentionConfig])
 
 
-def arrangement(kind: str, layer: type[nn.Module]) -> Callable[[Config], Config]:
+def register_config(kind: str, layer: type[nn.Module]) -> Callable[[Config], Config]:
     """Enter a dataclass as the config of `layer`, under the name it has in JSON."""
 
     def enter(config: Config) -> Config:
@@ -214,7 +214,7 @@ class HeadsConfig(AttentionConfig):
         }
 
 
-@arrangement("multi_head", MultiHeadAttention)
+@register_config("multi_head", MultiHeadAttention)
 @dataclass(frozen=True)
 class MultiHeadConfig(HeadsConfig):
     """`MultiHeadAttention` as a value.

@@ -12,12 +12,12 @@ T = TypeVar("T")
 Member = TypeVar("Member", bound=type)
 
 
-class Kinds(Generic[T]):
+class Registry(Generic[T]):
     """The dataclasses of one family by `kind`, and their way to dictionaries and back.
 
     A field that holds None or a value of another family names that family: `field(metadata={"kinds": family})`.
 
-    >>> engines = Kinds[Any]("an engine")
+    >>> engines = Registry[Any]("an engine")
     >>> @engines.register("electric")
     ... @dataclasses.dataclass(frozen=True)
     ... class Electric:

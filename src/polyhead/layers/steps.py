@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class CallOptions:
     """What a call asks of its attention beside the tensors and the mask."""
 
     dropout: float
@@ -60,12 +60,12 @@ def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor
     """The bias of a layer's positions, as far as `given`, the mask of its caller, says that tokens are apart."""
     options: dict[str, Any] = {"device": like.device, "dtype": torch.float64 if like.dtype is torch.float64 else None}
     if given is not None and given.placed is not None and isinstance(positions, BiasesByDistance):
-        options["reach"] = _stated_reach(*given.placed)
+        options["max_distance"] = _max_distance(*given.placed)
     bias: Mask = positions(queries, span, **options)
     return bias
 
 
-def _stated_reach(queries: Tensor, keys: Tensor) -> int:
+def _max_distance(queries: Tensor, keys: Tensor) -> int:
     if not (is_readable(queries) and is_readable(keys)):
         raise OptionError(
             "a bias by distance has to know how far stated positions are apart, got Mask.positions on "

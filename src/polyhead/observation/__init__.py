@@ -2,13 +2,13 @@
 
 from polyhead.observation.adapters import Adapter
 from polyhead.observation.attention_maps import AttentionMaps
-from polyhead.observation.collectors import Gathered, Gatherer, Notes
+from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
 from polyhead.observation.contributions import Contributions
-from polyhead.observation.forward_statistics import KeptStatistics, SiteRows
+from polyhead.observation.forward_statistics import ForwardStatistics, SiteRows
 from polyhead.observation.head_distances import AttentionDistances
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.observations import Observations
-from polyhead.observation.projections import Wiring, find_wiring
+from polyhead.observation.projections import HeadProjections, find_projections
 from polyhead.observation.routing_load import RoutingCounts, RoutingLoad
 from polyhead.observation.saving import load, read_facts, save
 from polyhead.observation.session import Session, observe
@@ -19,19 +19,19 @@ __all__ = [
     "AttentionDistances",
     "AttentionMaps",
     "AttentionSite",
+    "BatchMetadata",
+    "Collector",
+    "CollectorState",
     "Contributions",
-    "Gathered",
-    "Gatherer",
+    "ForwardStatistics",
     "HeadProfile",
-    "KeptStatistics",
-    "Notes",
+    "HeadProjections",
     "Observations",
     "RoutingCounts",
     "RoutingLoad",
     "Session",
     "SiteRows",
-    "Wiring",
-    "find_wiring",
+    "find_projections",
     "load",
     "observe",
     "read_facts",

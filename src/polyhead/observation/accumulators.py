@@ -39,13 +39,13 @@ class Moments(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MeanAndSpread:
+class MeanAndStd:
     """Weighted mean and standard deviation, of any shape, in float64.
 
     >>> import torch
     >>> one, other = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[6.0]])
-    >>> seen = MeanAndSpread.empty((1,)).update(one, torch.tensor([[True, True, False]]))
-    >>> seen.merge(MeanAndSpread.empty((1,)).update(other)).compute().mean
+    >>> seen = MeanAndStd.empty((1,)).update(one, torch.tensor([[True, True, False]]))
+    >>> seen.merge(MeanAndStd.empty((1,)).update(other)).compute().mean
     tensor([3.], dtype=torch.float64)
     """
 

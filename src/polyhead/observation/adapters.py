@@ -74,10 +74,10 @@ class Tell:
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
                 seen = value if call.whole else value[..., :1]
                 result = attention(
-                    query, key, seen, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=call.asked,
+                    query, key, seen, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=call.requested,
                     logsumexp=call.whole,
                 )  # fmt: skip
-                call.tell(Attended(query, key, value, result, mask, scale, softcap, sinks))
+                call.notify(Attended(query, key, value, result, mask, scale, softcap, sinks))
         return call.gate
 
 
@@ -99,9 +99,9 @@ class Adapter(Protocol):
     ...         weights = (query @ key.mT / 8**0.5).softmax(-1)
     ...         return (weights @ value).transpose(1, 2).flatten(2)
     >>> class HandwrittenAdapter:
-    ...     def watch(self, module, tell):
+    ...     def watch(self, module, notify):
     ...         def note(module, inputs):
-    ...             tell(*module.heads(*inputs))
+    ...             notify(*module.heads(*inputs))
     ...         return module.register_forward_pre_hook(note)
     >>> model = nn.Sequential(Handwritten(), nn.Linear(16, 16), Handwritten())
     >>> with polyhead.observe(model, adapters={Handwritten: HandwrittenAdapter()}) as session:
@@ -109,11 +109,11 @@ class Adapter(Protocol):
     >>> session.profile["tokens"].tolist()
     [15.0, 15.0, 15.0, 15.0]
 
-    An adapter with a true attribute `gates` promises to multiply the heads' outputs with what `tell` returns. For
+    An adapter with a true attribute `gates` promises to multiply the heads' outputs with what `notify` returns. For
     others the gates of a session are refused.
     """
 
-    def watch(self, module: nn.Module, tell: Tell) -> AbstractContextManager[Any]:
+    def watch(self, module: nn.Module, notify: Tell) -> AbstractContextManager[Any]:
         """Begin to watch a module. What comes back ends it on leaving, as the handle of a PyTorch hook does."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 from polyhead.ops.profile import BlockMap
@@ -73,7 +73,7 @@ class SiteMaps:
     )
     received: Tensor  # [heads, column blocks]: the weight that the keys of a block received
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         logsumexp = attended.result.logsumexp
         assert logsumexp is not None
         if real is not None:  # a row whose log-sum-exp is -inf sees nothing, and so is in no sum

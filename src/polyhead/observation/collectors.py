@@ -14,8 +14,8 @@ from polyhead.ops.attended import Attended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Notes:
-    """What is known of a batch beside what the model is told; `session.notes` holds those of the calls to come."""
+class BatchMetadata:
+    """What is known of a batch beside what the model is told; `session.metadata` holds those of the calls to come."""
 
     documents: Tensor | None = None  # [batch]: the number of the document that each row is from
     pieces: Tensor | None = None  # [batch]: which piece of its document each row is, where documents were cut
@@ -23,10 +23,10 @@ class Notes:
     classes: Tensor | None = None  # [batch, tokens]: what each token is (a word, punctuation, ...), as small integers
 
 
-class Gathered(Protocol):
+class CollectorState(Protocol):
     """What was gathered at one site: a mergeable value, like those of `accumulators`."""
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         """With one attention; `real` [batch or 1, queries] is False for padding, None where there is none.
 
         Waits for no device.
@@ -40,11 +40,11 @@ class Gathered(Protocol):
         """The same value with what was saved of it, on the device on which that lies."""
 
 
-class Gatherer(Protocol):
-    """What to gather: handed to `observe(gather=...)`, and asked once for every site."""
+class Collector(Protocol):
+    """What to gather: handed to `observe(collect=...)`, and asked once for every site."""
 
     @property
     def name(self) -> str: ...
 
-    def empty(self, site: AttentionSite, device: torch.device) -> Gathered | None:
+    def empty(self, site: AttentionSite, device: torch.device) -> CollectorState | None:
         """A value that has seen nothing; None where there is nothing to gather at this site."""

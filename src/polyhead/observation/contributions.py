@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.head_moments import HeadMoments
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -33,7 +33,7 @@ class SiteContributions:
 
     moments: HeadMoments | None
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         output, logsumexp = attended.result.output.detach(), attended.result.logsumexp
         assert logsumexp is not None
         batch, heads, queries, dim = output.shape

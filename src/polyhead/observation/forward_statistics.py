@@ -142,7 +142,7 @@ class SiteRows:
         return f"SiteRows({self.site.name}, {self.site.kind}: {', '.join(self.columns)}; {len(self._calls)} calls)"
 
 
-class KeptStatistics(Mapping[Key, SiteRows]):
+class ForwardStatistics(Mapping[Key, SiteRows]):
     """The statistics of the last forward, by the path and the kind of a site; the path alone is enough for most.
 
     >>> import torch, polyhead
@@ -264,9 +264,9 @@ class Keeper:
         with torch.no_grad():
             self._sites[call.site]._calls.append(_Call.of(call, rows))
 
-    def read(self) -> KeptStatistics:
+    def read(self) -> ForwardStatistics:
         if self._missing:
             raise OptionError(f"session.statistics are those of the model's last forward, got none: {self._missing}")
         order = stack_order(self._sites)
         sites = sorted(self._sites, key=order.__getitem__)
-        return KeptStatistics({(site.name, site.kind): self._sites[site] for site in sites})
+        return ForwardStatistics({(site.name, site.kind): self._sites[site] for site in sites})

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -42,7 +42,7 @@ class SiteDistances:
     distances: Tensor  # [pairs]
     rows: Tensor
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         logsumexp = attended.result.logsumexp
         assert logsumexp is not None
         if real is not None:

@@ -22,7 +22,7 @@ class HeadProfile:
     In tables that are handed on, `original_head` is its number in the unedited model: `5`, `2+7` for a merged head,
     `new` for one that an edit grew.
 
-    `table["entropy"]` is the mean over tokens, `table["entropy_spread"]` the standard deviation, `table["entropy_max"]`
+    `table["entropy"]` is the mean over tokens, `table["entropy_std"]` the standard deviation, `table["entropy_max"]`
     the largest, each a float64 tensor of as many numbers as there are heads. NaN where a statistic has no meaning, as
     reach has none in a cross-attention. `print(table)` shows it, a notebook shows cards; `to_arrow`, `to_pandas` and
     `to_polars` hand it on.
@@ -103,7 +103,7 @@ class HeadProfile:
         header, shown = ["head", "tokens"], []
         for name in self.names:
             header.append(name)
-            spread = f"{name}_spread" if f"{name}_spread" in self.columns else f"{name}_error"
+            spread = f"{name}_std" if f"{name}_std" in self.columns else f"{name}_error"
             shown.append((name, spread if spread in self.columns else ""))
             if name in ("max_logit", "max_abs_logit"):
                 header.append(f"{name}_max")

@@ -13,7 +13,7 @@ from polyhead.observation.cards import Cell, Number, card, folded, grids
 from polyhead.observation.statistics import AttentionSite
 
 # What a grid is shaded by: the first of these that was gathered.
-SHADED_BY = ("entropy_share", "entropy", "confidence", "reach", "sink_mass")
+SHADED_BY = ("normalized_entropy", "entropy", "confidence", "mean_distance", "sink_mass")
 MOST_CARDS = 256  # a notebook keeps what it shows; the page of an inspection has one for each of any number
 
 

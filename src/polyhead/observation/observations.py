@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.observation.collectors import Gathered
+from polyhead.observation.collectors import CollectorState
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.statistics import AttentionSite, SiteStatistics, Wanted, stack_order
 
@@ -20,7 +20,9 @@ class Observations:
 
     wanted: Wanted
     sites: tuple[SiteStatistics, ...] = ()
-    gathered: Mapping[AttentionSite, Mapping[str, Gathered]] = field(default_factory=dict)  # by the gatherer's name
+    collected: Mapping[AttentionSite, Mapping[str, CollectorState]] = field(
+        default_factory=dict
+    )  # by the gatherer's name
     calls: Mapping[AttentionSite, int] = field(default_factory=dict)  # how often each was called, watched or not
 
     def merge(self, other: Self) -> Self:
@@ -35,13 +37,13 @@ class Observations:
                     f"{site.site}; layers are numbered in the order of their first call"
                 )
             found[name] = found[name].merge(site) if name in found else site
-        gathered = {site: dict(values) for site, values in self.gathered.items()}
-        for place, values in other.gathered.items():
-            there = gathered.setdefault(place, {})
-            for gatherer, value in values.items():
-                there[gatherer] = there[gatherer].merge(value) if gatherer in there else value
+        collected = {site: dict(values) for site, values in self.collected.items()}
+        for place, values in other.collected.items():
+            there = collected.setdefault(place, {})
+            for collector, value in values.items():
+                there[collector] = there[collector].merge(value) if collector in there else value
         calls = {place: self.calls.get(place, 0) + other.calls.get(place, 0) for place in {**self.calls, **other.calls}}
-        return type(self)(self.wanted, tuple(found.values()), gathered, calls)
+        return type(self)(self.wanted, tuple(found.values()), collected, calls)
 
     @property
     def profile(self) -> HeadProfile:
@@ -51,7 +53,7 @@ class Observations:
         names = [name for name in self.wanted.names if any(name in site.columns for site in self.sites)]
         rows = [(site.site, head) for site in sites for head in site.heads]
         computed = [(site.compute(), len(site.heads)) for site in sites]
-        wanted = ("tokens", *(f"{name}{suffix}" for name in names for suffix in ("", "_spread", "_max")))
+        wanted = ("tokens", *(f"{name}{suffix}" for name in names for suffix in ("", "_std", "_max")))
         empty = torch.zeros(0, dtype=torch.float64)
         columns = {
             name: torch.cat(

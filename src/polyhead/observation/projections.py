@@ -22,7 +22,7 @@ from polyhead.layers.variants.collaborative.layer import CollaborativeAttention
 from polyhead.layers.variants.differential.layer import DifferentialAttention
 from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.talking.layer import TalkingHeads
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -32,7 +32,7 @@ TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wiring:
+class HeadProjections:
     """The matrices of a site's heads, as they stand in its layers; None where nothing matched.
 
     A query is x @ query[head], and a head's contribution is its output @ output[head]. Scales of queries are in them.
@@ -44,17 +44,17 @@ class Wiring:
     output: Tensor | None = None  # [heads, value_dim, embed_dim]
 
 
-def find_wiring(model: nn.Module, run: Callable[[], object]) -> dict[AttentionSite, Wiring]:
+def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[AttentionSite, HeadProjections]:
     """The wiring of every site that `run`, a short call of the model, passes through."""
     tracer = _Tracer({name or type(module).__name__: module for name, module in model.named_modules()})
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), tracer.listening(model), observe(model, statistics=False, gather=[tracer]):
+        with torch.no_grad(), tracer.listening(model), observe(model, statistics=False, collect=[tracer]):
             run()
     finally:
         model.train(was_training)
-    return {site: tracer.wiring(site) for site in tracer.seen}
+    return {site: tracer.head_projections(site) for site in tracer.seen}
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class _Tracer:
     """Gathers nothing: it only notes what passes."""
 
     modules: Mapping[str, nn.Module]
-    name: str = "wiring"
+    name: str = "head_projections"
     passed: list[_Passed] = field(default_factory=list)
     seen: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ class _Tracer:
         if len(given) and isinstance(given[0], Tensor) and isinstance(gave, Tensor) and given[0].numel():
             self.passed.append(_Passed(module, *(x.detach().reshape(-1, x.shape[-1]) for x in (given[0], gave))))
 
-    def wiring(self, site: AttentionSite) -> Wiring:
+    def head_projections(self, site: AttentionSite) -> HeadProjections:
         module = self.modules.get(site.name)
         if isinstance(module, MultiHeadAttention):
             return _of_ours(module)
@@ -114,7 +114,7 @@ class _Tracer:
             is_whole = found is None or output is None or found.shape[1] == output.shape[2]
             return found if is_whole else None
 
-        return Wiring(columns(attended.query), columns(attended.key), columns(attended.value), output)
+        return HeadProjections(columns(attended.query), columns(attended.key), columns(attended.value), output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +122,7 @@ class _Site:
     tracer: _Tracer
     site: AttentionSite
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> _Site:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> _Site:
         self.tracer.seen.setdefault(self.site, (len(self.tracer.passed), attended))
         return self
 
@@ -141,27 +141,27 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _of_ours(layer: MultiHeadAttention) -> Wiring:
+def _of_ours(layer: MultiHeadAttention) -> HeadProjections:
     if isinstance(layer, DifferentialAttention):  # a map writes nothing by itself, and each has half of the channels
         query, key, value = _sources(layer)
         query, key = (torch.cat(x.chunk(2, -1)) for x in (query, key))
-        return Wiring(query, key, torch.cat((value, value)))
+        return HeadProjections(query, key, torch.cat((value, value)))
     if isinstance(layer, CollaborativeAttention):
         query, key = (linear.weight.detach().mT for linear in (layer.q_proj, layer.k_proj))
         heads = layer.layout.num_heads
         value = layer.v_proj.weight.detach().unflatten(0, (heads, -1)).mT
         output = layer.out_proj.weight.detach().mT.unflatten(0, (heads, -1))
-        return Wiring(query * layer.mixing.detach()[:, None], key.expand(heads, -1, -1), value, output)
+        return HeadProjections(query * layer.mixing.detach()[:, None], key.expand(heads, -1, -1), value, output)
     if isinstance(layer, TalkingHeads):  # a map reads every query and every key
         query, key, value = _sources(layer)
         output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
         query = torch.einsum("hed,hg->gehd", query, layer.logits_mix.detach()).flatten(2)
         key = key.repeat_interleave(layer.layout.group_size, 0).transpose(0, 1).flatten(1)[None]
-        return Wiring(query, key, value, output)
+        return HeadProjections(query, key, value, output)
     if layer.combine is not None:  # the output projection reads no head by itself
-        return Wiring(*_sources(layer))
+        return HeadProjections(*_sources(layer))
     output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
-    return Wiring(*_sources(layer), output)
+    return HeadProjections(*_sources(layer), output)
 
 
 def _sources(layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +174,7 @@ def _sources(layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def _of_routed(layer: RoutedHeads) -> Wiring:
+def _of_routed(layer: RoutedHeads) -> HeadProjections:
     """A head that reads several key heads is as many rows, those of one key head side by side."""
     query = layer.query_weight.detach().unflatten(2, (layer.rows_per_head, -1)).permute(2, 0, 1, 3).flatten(0, 1)
     output = layer.output_weight.detach().unflatten(1, (layer.rows_per_head, -1)).transpose(0, 1).flatten(0, 1)
@@ -182,7 +182,7 @@ def _of_routed(layer: RoutedHeads) -> Wiring:
         linear.weight.detach().unflatten(0, (layer.layout.num_kv_heads, -1)).mT
         for linear in (layer.k_proj, layer.v_proj)
     )
-    return Wiring(query, key, value, output)
+    return HeadProjections(query, key, value, output)
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -69,10 +69,10 @@ def why_not(model: nn.Module) -> str:
     )
 
 
-def without_logits(wanted: Wanted, asked: object) -> Wanted:
+def without_logits(wanted: Wanted, requested: object) -> Wanted:
     """What can be told from weights; what was asked for by name and cannot be is refused."""
     unknown = [name for name in wanted.names if name in LOGITS]
-    if len(unknown) and asked is not None and asked is not True:
+    if len(unknown) and requested is not None and requested is not True:
         raise OptionError(f"weights do not tell the logits they came from, got a request for {', '.join(unknown)}")
     return replace(wanted, names=tuple(name for name in wanted.names if name not in LOGITS))
 
@@ -109,7 +109,7 @@ def _recorders_removed(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Request:
     """A call that was asked for its weights."""
 
     module: nn.Module
@@ -124,40 +124,40 @@ class _Reader:
         self.watcher = watcher
         self.models = models
         self.places: dict[str, Place] = {}
-        self.asked: _Asked | None = None
+        self.requested: _Request | None = None
 
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.asked is not None and self.asked.module is not module:
+        if self.requested is not None and self.requested.module is not module:
             return None
-        self.asked = None  # what a call that was interrupted has left
+        self.requested = None  # what a call that was interrupted has left
         parameters = inspect.signature(module.forward).parameters
         names = tuple(parameters)
         given = {**dict(zip(names, positional, strict=False)), **keywords}
         _check_call(module, parameters, given)
         config: Any = module.config
         callers = given.get("output_attentions")
-        self.asked = _Asked(module, given, bool(config.output_attentions if callers is None else callers))
+        self.requested = _Request(module, given, bool(config.output_attentions if callers is None else callers))
         if "output_attentions" in names[: len(positional)]:
             at = names.index("output_attentions")
             return (*positional[:at], True, *positional[at + 1 :]), keywords
         return positional, {**keywords, "output_attentions": True}
 
     def after(self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
-        asked = self.asked
-        if asked is None or asked.module is not module:
+        requested = self.requested
+        if requested is None or requested.module is not module:
             return None
-        self.asked = None
+        self.requested = None
         if output is None:
             return None  # it has raised
-        self._read(asked, output)
-        if asked.by_caller:
+        self._read(requested, output)
+        if requested.by_caller:
             return None
         return type(output)(**{name: x for name, x in output.items() if not name.endswith("attentions")})
 
-    def _read(self, asked: _Asked, output: Any) -> None:
-        name, given = type(asked.module).__name__, asked.given
+    def _read(self, requested: _Request, output: Any) -> None:
+        name, given = type(requested.module).__name__, requested.given
         there = output if isinstance(output, dict) else {}
         lists = {kind: there[kind] for kind in LISTS if there.get(kind) is not None}
         if not len(lists):
@@ -171,7 +171,7 @@ class _Reader:
                 "those of its global tokens"
             )
         own, target = given.get("attention_mask"), given.get("decoder_attention_mask")
-        of_two = getattr(asked.module.config, "is_encoder_decoder", False) and "decoder_attentions" in lists
+        of_two = getattr(requested.module.config, "is_encoder_decoder", False) and "decoder_attentions" in lists
         masks = {
             "attentions": (own, own),
             "encoder_attentions": (own, own),
@@ -187,7 +187,7 @@ class _Reader:
             held = None if kind == "encoder_attentions" else cache
             for index, weights in enumerate(layers):
                 if weights is not None:  # not every layer attends
-                    place = self._place(f"{self.models[asked.module]}{kind}.{index}")
+                    place = self._place(f"{self.models[requested.module]}{kind}.{index}")
                     self._tell(place, weights, *masks[kind], held, cross=cross)
 
     def _place(self, name: str) -> Place:
@@ -229,8 +229,8 @@ class _Reader:
         if gone:
             call.sinks_in_view = weights.new_zeros(batch, dtype=torch.bool) if first is None else first >= 0
         with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
-            attended = _attended(place, weights, real, first, call.asked, cross=cross)
-        call.tell(attended)
+            attended = _attended(place, weights, real, first, call.requested, cross=cross)
+        call.notify(attended)
 
 
 def _check_call(module: nn.Module, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> None:
@@ -265,7 +265,7 @@ def _attended(
     weights: Tensor,
     real: Tensor | None,
     first: Tensor | None,
-    asked: Statistics | None,
+    requested: Statistics | None,
     *,
     cross: bool,
 ) -> Attended:
@@ -296,6 +296,6 @@ def _attended(
     logits = torch.where(seen, torch.where(seen, weights, 1.0).log(), _NEVER)
     mask = mask & Mask.bias(logits, zero_one=True)
     query, key = weights.new_zeros(batch, heads, queries, _WIDTH), weights.new_zeros(batch, 1, keys, _WIDTH)
-    result = attention(query, key, key, mask=mask, scale=1.0, statistics=asked, logsumexp=True, finite=True)
+    result = attention(query, key, key, mask=mask, scale=1.0, statistics=requested, logsumexp=True, finite=True)
     result = replace(result, output=result.output[..., :0])
     return Attended(query, key, key[..., :0], result, mask, 1.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.role_evidence_rows import COLUMNS, Ground, Measured, ground, measure
 from polyhead.observation.role_evidence_tokens import BINS, Meaning, Segments, TokenTables
 from polyhead.observation.statistics import AttentionSite
@@ -20,15 +20,16 @@ from polyhead.ops.attended import Attended
 MOST_DOCUMENTS = 256
 
 
-class EvidenceGatherer:
-    """Gathers, for each document and head, what `polyhead.analysis.roles` needs; for `observe(gather=[...])`.
+class EvidenceCollector:
+    """Gathers, for each document and head, what `polyhead.analysis.roles` needs; for `observe(collect=[...])`.
 
-    `session.notes` must say which document each row of the batch is from; with the tokens and their classes it learns
-    about repeated tokens, punctuation and rare tokens as well. Texts are taken whole, one a row: no cache, no packing.
+    `session.metadata` must say which document each row of the batch is from; with the tokens and their classes it
+    learns about repeated tokens, punctuation and rare tokens as well. Texts are taken whole, one a row: no cache, no
+    packing.
 
     Args:
-        special, punctuation: which of `notes.classes` are these; by default the numbers of `sources.TokenClass`, with
-            line ends among the punctuation.
+        special, punctuation: which of `metadata.classes` are these; by default the numbers of `sources.TokenClass`,
+            with line ends among the punctuation.
         rare: boolean [vocabulary], such as `evidence_tokens.rare_tokens` of the counts in a text.
         meaning: what tokens mean, such as `Meaning.of(model.get_input_embeddings().weight)`.
         segments: which word and which sentence each token is in, such as `polyhead.sources.segments.Segments`.
@@ -54,26 +55,26 @@ class EvidenceGatherer:
         self.name = name
         self.most_documents = most_documents
         self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments)
-        self._latest: tuple[Notes, Mask | None, tuple[object, ...], Ground] | None = None
+        self._latest: tuple[BatchMetadata, Mask | None, tuple[object, ...], Ground] | None = None
 
     def empty(self, site: AttentionSite, device: torch.device) -> HeadEvidence | None:
         """None for a cross-attention: its queries have no place among its keys."""
         return HeadEvidence.empty(self, site, device) if site.kind == "self" else None
 
-    def ground_of(self, attended: Attended, real: Tensor | None, notes: Notes) -> Ground:
+    def ground_of(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Ground:
         """Return what no head decides about the batch; computed once for consecutive layers that see the same keys."""
         shape, device = attended.query.shape, attended.query.device
         size = torch.Size((shape[0], shape[2]))
         key = (size, device, attended.query.dtype, attended.sinks is None)
         latest = self._latest
-        if latest is not None and latest[0] is notes and latest[2] == key and _same_keys(latest[1], attended.mask):
+        if latest is not None and latest[0] is metadata and latest[2] == key and _same_keys(latest[1], attended.mask):
             return latest[3]
         causal = attended.mask is not None and attended.mask.right == 0
-        if notes.tokens is not None and notes.tokens.shape != size:
-            raise ShapeError(f"notes must name every token, here {list(size)}, got {list(notes.tokens.shape)}")
-        tokens = self.tables.read(notes, real, causal=causal, device=device)
+        if metadata.tokens is not None and metadata.tokens.shape != size:
+            raise ShapeError(f"notes must name every token, here {list(size)}, got {list(metadata.tokens.shape)}")
+        tokens = self.tables.read(metadata, real, causal=causal, device=device)
         found = ground(attended, real, tokens)
-        self._latest = (notes, attended.mask, key, found)
+        self._latest = (metadata, attended.mask, key, found)
         return found
 
 
@@ -90,7 +91,7 @@ def _same_keys(one: Mask | None, other: Mask | None) -> bool:
 class HeadEvidence:
     """The sums of one site: one row a document, in the order of their numbers. A mergeable value."""
 
-    gatherer: EvidenceGatherer = field(repr=False)
+    collector: EvidenceCollector = field(repr=False)
     site: AttentionSite
     documents: Tensor  # int64 [documents], on the CPU
     sums: Tensor  # float64 [documents, heads + 1, columns]; the last row is chance. See `evidence_rows.COLUMNS`
@@ -99,12 +100,12 @@ class HeadEvidence:
     chance: Tensor  # float64 [documents, bins]: the weight there of a head that looks everywhere alike
 
     @classmethod
-    def empty(cls, gatherer: EvidenceGatherer, site: AttentionSite, device: torch.device) -> Self:
+    def empty(cls, collector: EvidenceCollector, site: AttentionSite, device: torch.device) -> Self:
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.zeros(0, *shape, dtype=dtype, device=device)
 
         return cls(
-            gatherer,
+            collector,
             site,
             torch.zeros(0, dtype=torch.int64),
             zeros(site.num_heads + 1, len(COLUMNS)),
@@ -117,30 +118,30 @@ class HeadEvidence:
         """The sums of one name, [documents, heads + 1]."""
         return self.sums[..., COLUMNS.index(name)]
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         queries, keys = attended.query.shape[2], attended.key.shape[2]
         if queries != keys:
             raise OptionError(
                 f"evidence is of whole texts, got {queries} queries over {keys} keys; "
                 "run the model on whole texts, with use_cache=False"
             )
-        documents = notes.documents
+        documents = metadata.documents
         if documents is None or documents.shape != (attended.query.shape[0],) or documents.device.type != "cpu":
             raise OptionError(
                 f"notes must say on the CPU which document each of the {attended.query.shape[0]} texts is from; "
                 "set session.notes = Notes(documents=...) before the model is called"
             )
-        found = measure(attended, self.gatherer.ground_of(attended, real, notes))
-        return self._with(documents.to(torch.int64) % self.gatherer.most_documents, found)
+        found = measure(attended, self.collector.ground_of(attended, real, metadata))
+        return self._with(documents.to(torch.int64) % self.collector.most_documents, found)
 
     def merge(self, other: Self) -> Self:
         mine, theirs = ((x.site.name, x.site.kind, x.site.num_heads) for x in (self, other))
         if mine != theirs:
             raise OptionError(f"only evidence of one site can be merged, got {mine} and {theirs}")
-        if self.gatherer.most_documents != other.gatherer.most_documents:
+        if self.collector.most_documents != other.collector.most_documents:
             raise OptionError(
                 "only evidence with one bound on its documents can be merged, "
-                f"got {self.gatherer.most_documents} and {other.gatherer.most_documents}"
+                f"got {self.collector.most_documents} and {other.collector.most_documents}"
             )
         tensors = (x.to(self.sums.device) for x in (other.sums, other.hits, other.available, other.chance))
         return self._with(other.documents, Measured(*tensors))

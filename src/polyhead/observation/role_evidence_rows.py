@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyhead.masks import Mask
-from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, Pieces, TokenNotes
+from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, Pieces, TokenMetadata
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile
@@ -24,8 +24,8 @@ COLUMNS = (
     "self", "previous", "next", "first", "near",  # the weight there, and within `WINDOW`
     *KEY_SETS,
     "key_set_rows",  # how many rows there are whose tokens are known
-    "entropy_share", "entropy_rows",  # of rows that see two keys or more
-    "reach",
+    "normalized_entropy", "entropy_rows",  # of rows that see two keys or more
+    "mean_distance",
     "far", "far_rows",  # rows with most of their weight on one far key; rows that see such a key. The first is none
     "duplicate", "duplicate_rows",  # the weight on other occurrences of the row's token; rows that see one
     "induction", "induction_rows",  # the weight on what follows those; rows that see it
@@ -36,7 +36,7 @@ COLUMNS = (
     "word", "word_rows",  # the weight inside the row's word; rows of words of several tokens
     "sentence", "sentence_rows",  # the weight inside the row's sentence; rows of texts of several
 )  # fmt: skip
-_ROW_NAMES = ("entropy", "confidence", "reach")
+_ROW_NAMES = ("entropy", "confidence", "mean_distance")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class Measured:
 class Ground:
     """What one batch shows before any head is looked at: the same for all layers with one mask."""
 
-    tokens: TokenNotes
+    tokens: TokenMetadata
     visible: Tensor  # [batch, 1, queries]: how many keys each row sees
     counted: Tensor  # bool [batch, 1, queries]: rows that count
     first: Tensor  # int64 [batch]: the first key of each text
@@ -65,12 +65,12 @@ class Ground:
     chance: Tensor
 
 
-def ground(attended: Attended, real: Tensor | None, tokens: TokenNotes) -> Ground:
+def ground(attended: Attended, real: Tensor | None, tokens: TokenMetadata) -> Ground:
     """Measure chance."""
     batch, _, queries, _ = attended.query.shape
     flat, mask = attended.query.new_zeros(batch, 1, queries, 8), without_biases(attended.mask)
-    asked = Statistics(*_ROW_NAMES, "visible_keys", "window_mass", "sink_mass", sink_keys=1, window=WINDOW)
-    result = attention(flat, flat, flat, mask=mask, statistics=asked, logsumexp=True)
+    requested = Statistics(*_ROW_NAMES, "visible_keys", "window_mass", "sink_mass", sink_keys=1, window=WINDOW)
+    result = attention(flat, flat, flat, mask=mask, statistics=requested, logsumexp=True)
     rows, alike = result.statistics, Attended(flat, flat, flat, result, mask)
     assert rows is not None and rows.visible_keys is not None
     assert rows.window_mass is not None and rows.sink_mass is not None
@@ -96,7 +96,7 @@ def ground(attended: Attended, real: Tensor | None, tokens: TokenNotes) -> Groun
     # have an entropy of log(n) - (1 - 1/n) / 2.
     most = visible + (attended.sinks is not None)
     expected = 1 - (1 - 1 / most.clamp_min(2)) / (2 * most.clamp_min(2).log())
-    columns["entropy_share"] = _total(expected, counted & (most > 1))
+    columns["normalized_entropy"] = _total(expected, counted & (most > 1))
     # Nothing is summed over rows that do not count; those that do have a weight of one on each key they see.
     ones = torch.where(counted, 0.0, -torch.inf).to(result.logsumexp.dtype)  # type: ignore[union-attr]
     seen = profile(flat, flat, ones, mask=mask, offsets=True).offsets
@@ -130,7 +130,7 @@ def without_biases(mask: Mask | None) -> Mask | None:
     return replace(mask, allowed=allowed, biases=(), relative_biases=())
 
 
-def _rows(attended: Attended, tokens: TokenNotes) -> tuple[RowStatistics, Tensor | None]:
+def _rows(attended: Attended, tokens: TokenMetadata) -> tuple[RowStatistics, Tensor | None]:
     """Statistics of the rows, and what they attend to, [batch, heads, queries, 3 dims + 1]; told again if they must."""
     told = attended.result.statistics
     if tokens.meaning is None and told is not None and all(getattr(told, name) is not None for name in _ROW_NAMES):
@@ -168,7 +168,7 @@ def _columns(
     )
     seen = silenced.profile(received=True, offsets=True, argmax=True)
     assert seen.received is not None and seen.offsets is not None and seen.argmax is not None
-    assert rows.entropy is not None and rows.confidence is not None and rows.reach is not None
+    assert rows.entropy is not None and rows.confidence is not None and rows.mean_distance is not None
     received, histogram, heads = seen.received.to(torch.float64), _folded(seen.offsets), attended.query.shape[1]
     here = NEAR + 1
     count = _total(torch.ones_like(found.visible), counted)
@@ -181,7 +181,7 @@ def _columns(
         "next": histogram[..., here + 1],
         "near": histogram[..., here - WINDOW : here + WINDOW + 1].sum(-1),
         "first": received.gather(2, found.first[:, None, None].expand(-1, heads, 1))[..., 0],
-        "reach": _total(rows.reach, counted),
+        "mean_distance": _total(rows.mean_distance, counted),
     }
     if tokens.key_sets is not None:
         masses = received @ tokens.key_sets.transpose(1, 2)
@@ -189,7 +189,7 @@ def _columns(
         columns["key_set_rows"] = count
     most = found.visible + learned_sink
     several = counted & (most > 1)
-    columns["entropy_share"] = _total(rows.entropy / most.clamp_min(2).log(), several)
+    columns["normalized_entropy"] = _total(rows.entropy / most.clamp_min(2).log(), several)
     columns["entropy_rows"] = _total(torch.ones_like(found.visible), several)
 
     distance = seen.argmax - torch.arange(seen.argmax.shape[2], device=received.device)
@@ -205,9 +205,9 @@ def _columns(
     columns["far_rows"] = _total(torch.ones_like(found.visible), found.far)
     for name, pieces in (("word", tokens.words), ("sentence", tokens.sentences)):
         if pieces is not None:
-            asked = counted & pieces.asked[:, None]
-            columns[name] = _total(_inside(attended, pieces), asked)
-            columns[f"{name}_rows"] = _total(torch.ones_like(found.visible), asked)
+            requested = counted & pieces.requested[:, None]
+            columns[name] = _total(_inside(attended, pieces), requested)
+            columns[f"{name}_rows"] = _total(torch.ones_like(found.visible), requested)
     if meant is not None:
         columns |= _meaning(rows, found, meant, histogram, columns["duplicate"])
     return columns | {"argmax": seen.argmax}, histogram

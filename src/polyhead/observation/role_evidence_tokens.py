@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 
 MEANING_DIMS = 40  # of a token's meaning: three of them and one number more are values no wider than 128
 NEAREST = 4  # so many other occurrences of its token are looked up for a row, on either side
@@ -78,11 +78,11 @@ class Pieces:
     """Words or sentences: which one each token is in, and which tokens are asked how much of them stays there."""
 
     numbers: Tensor  # int64 [batch, tokens], -1 for special tokens and padding
-    asked: Tensor  # bool [batch, tokens]
+    requested: Tensor  # bool [batch, tokens]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenNotes:
+class TokenMetadata:
     """What is known of the tokens of a batch, on the device of its attention."""
 
     key_sets: Tensor | None = None  # float64 [batch, sets, keys]; the order is that of `KEY_SETS`
@@ -97,7 +97,7 @@ class TokenNotes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTables:
-    """What is known of the vocabulary, and which classes of `Notes.classes` are which."""
+    """What is known of the vocabulary, and which classes of `BatchMetadata.classes` are which."""
 
     special: tuple[int, ...]
     punctuation: tuple[int, ...]
@@ -105,11 +105,13 @@ class TokenTables:
     meaning: Meaning | None
     segments: Segments | None = None
 
-    def read(self, notes: Notes, real: Tensor | None, *, causal: bool, device: torch.device) -> TokenNotes:
+    def read(
+        self, metadata: BatchMetadata, real: Tensor | None, *, causal: bool, device: torch.device
+    ) -> TokenMetadata:
         """Of one batch; `real` [batch or 1, tokens] may lie on the device."""
-        tokens, classes = notes.tokens, notes.classes
+        tokens, classes = metadata.tokens, metadata.classes
         if tokens is None:
-            return TokenNotes()
+            return TokenMetadata()
         for name, tensor in (("tokens", tokens), ("classes", classes)):
             if tensor is not None and tensor.device.type != "cpu":
                 raise OptionError(f"notes lie on the CPU, so that nobody waits for a device; got {name} on a device")
@@ -122,7 +124,7 @@ class TokenTables:
         rare = torch.zeros_like(special) if self.rare is None else self.rare[tokens] & ~special
         sets = torch.stack([special, punctuation, special | punctuation, rare], 1)
         duplicates, inductions = _occurrences(tokens, ~special, both_ways=not causal)
-        found = TokenNotes(
+        found = TokenMetadata(
             sets.to(device, torch.float64, non_blocking=True), duplicates.to(device), inductions.to(device)
         )
         if self.segments is not None:

@@ -12,15 +12,15 @@ from torch import Tensor
 from polyhead.errors import ShapeError
 from polyhead.layers.variants.routed.layer import RoutedAttended
 from polyhead.layers.variants.routed.router import Routing
-from polyhead.observation.accumulators import MeanAndSpread, Moments
-from polyhead.observation.collectors import Notes
+from polyhead.observation.accumulators import MeanAndStd, Moments
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingLoad:
-    """Gathers a `SiteRouting` wherever heads are routed: `observe(model, gather=[RoutingLoad()])`."""
+    """Gathers a `SiteRouting` wherever heads are routed: `observe(model, collect=[RoutingLoad()])`."""
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class SiteRouting:
 
     counts: RoutingCounts | None
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         routing = attended.routing if isinstance(attended, RoutedAttended) else None
         if routing is None:
             return self
@@ -69,12 +69,12 @@ class RoutingCounts:
     tokens: Tensor  # []
     together: Tensor  # [heads, heads]: tokens that took both; the diagonal counts those of one head
     weight: Tensor  # [heads]: the sum of the weights that a head was taken with
-    taken: MeanAndSpread  # heads of a token, []
-    entropy: MeanAndSpread  # of the gate, [], in nats; nothing where there was no gate
+    taken: MeanAndStd  # heads of a token, []
+    entropy: MeanAndStd  # of the gate, [], in nats; nothing where there was no gate
 
     @classmethod
     def empty(cls, num_heads: int, device: torch.device | str | None = None) -> Self:
-        one = MeanAndSpread.empty((), device)
+        one = MeanAndStd.empty((), device)
         zeros = torch.zeros(num_heads, num_heads, dtype=one.count.dtype, device=device)
         return cls(zeros.new_zeros(()), zeros, zeros.new_zeros(num_heads), one, one)
 
@@ -97,8 +97,8 @@ class RoutingCounts:
             counted.sum(dtype=wide),
             chosen.mT @ chosen,
             torch.where(counted[:, None], by_head, 0.0).sum(0),
-            MeanAndSpread.empty((), chosen.device).update(chosen.sum(-1), counted),
-            MeanAndSpread.empty((), chosen.device),
+            MeanAndStd.empty((), chosen.device).update(chosen.sum(-1), counted),
+            MeanAndStd.empty((), chosen.device),
         )
         return type(self)(self.tokens, self.together, self.weight, self.taken, entropy).merge(mine)
 
@@ -149,8 +149,8 @@ class RoutingCounts:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        def part(prefix: str) -> MeanAndSpread:
-            return MeanAndSpread.from_state(
+        def part(prefix: str) -> MeanAndStd:
+            return MeanAndStd.from_state(
                 {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
             )
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, check_regular, read_tensors, refusing
-from polyhead.observation.collectors import Gathered, Gatherer
+from polyhead.observation.collectors import Collector, CollectorState
 from polyhead.observation.observations import Observations
+from polyhead.observation.renamed import current_name
 from polyhead.observation.statistics import NAMES, AttentionSite, SiteStatistics, Wanted
 
-FORMAT = 1
+FORMAT = 2  # 1 had other names for some statistics
 _KEY = "polyhead.observations"
 _RULE = "observations are read as polyhead saved them"
 
@@ -34,15 +35,15 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
     tensors: dict[str, Tensor] = {}
     statistics = {x.site: x for x in observations.sites}
     sites = []
-    for index, site in enumerate(dict.fromkeys([*observations.calls, *statistics, *observations.gathered])):
+    for index, site in enumerate(dict.fromkeys([*observations.calls, *statistics, *observations.collected])):
         described: dict[str, Any] = {**site.to_dict(), "calls": observations.calls.get(site, 0)}
         parts: dict[str, dict[str, Tensor]] = {}
         if site in statistics:
             described |= {"heads": statistics[site].heads, "columns": statistics[site].columns}
             parts["statistics"] = statistics[site].state()
-        gathered = observations.gathered.get(site, {})
-        described["gathered"] = list(gathered)
-        parts |= {f"gathered.{name}": value.state() for name, value in gathered.items()}
+        collected = observations.collected.get(site, {})
+        described["collected"] = list(collected)
+        parts |= {f"gathered.{name}": value.state() for name, value in collected.items()}
         for part, state in parts.items():
             tensors |= {f"{index}.{part}.{name}": x.detach().cpu().clone() for name, x in state.items()}
         sites.append(described)
@@ -50,20 +51,20 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
     write_whole(Path(path), serialise(tensors, {_KEY: json.dumps(header)}))
 
 
-def load(path: str | os.PathLike[str], gather: Sequence[Gatherer] = ()) -> Observations:
-    """Read a file that `save` wrote; `gather` are the gatherers whose values it holds."""
+def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Observations:
+    """Read a file that `save` wrote; `collect` are the gatherers whose values it holds."""
     facts = _header(path)
     tensors, _ = read_tensors(path, _RULE)
     with refusing(path, _RULE):
-        return _observations(path, facts, tensors, gather)
+        return _observations(path, facts, tensors, collect)
 
 
 def _observations(
-    path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor], gather: Sequence[Gatherer]
+    path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
 ) -> Observations:
     wanted = build(Wanted, facts["wanted"])
-    found = {gatherer.name: gatherer for gatherer in gather}
-    sites, gathered, calls = [], {}, {}
+    found = {collector.name: collector for collector in collect}
+    sites, collected, calls = [], {}, {}
     for index, described in enumerate(facts["sites"]):
         site = AttentionSite.from_dict(described)
         calls[site] = as_type(described["calls"], int, "calls")
@@ -71,14 +72,14 @@ def _observations(
             state = _part(tensors, f"{index}.statistics.")
             sites.append(_statistics(site, described["heads"], described["columns"], state))
         values = {}
-        for name in described["gathered"]:
+        for name in described["collected"]:
             if name not in found:
                 raise OptionError(
                     f"{str(path)!r} holds what {name!r} gathered, got gatherers {', '.join(found) or 'none'}"
                 )
             values[name] = _value(found[name], site, _part(tensors, f"{index}.gathered.{name}."))
-        gathered[site] = values
-    return Observations(wanted, tuple(sites), gathered, calls)
+        collected[site] = values
+    return Observations(wanted, tuple(sites), collected, calls)
 
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -99,11 +100,23 @@ def _header(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise OptionError(f"observations are read from a file that polyhead saved, got {str(path)!r}, another one")
     with refusing(path, _RULE):
         found: dict[str, Any] = as_type(json.loads(header), Mapping[str, Any], "the header")
+        if found["format"] == 1:
+            return _upgraded(found)
         if found["format"] != FORMAT:
             raise OptionError(
                 f"this version reads observations of format {FORMAT}, got format {found['format']} in {str(path)!r}"
             )
     return found
+
+
+def _upgraded(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Header of format 1 as one of format 2."""
+    wanted = {**header["wanted"], "names": [current_name(name) for name in header["wanted"]["names"]]}
+    sites = [{**site, "collected": site["gathered"]} for site in header["sites"]]
+    for site in sites:
+        if "columns" in site:
+            site["columns"] = [current_name(name) for name in site["columns"]]
+    return {**header, "format": FORMAT, "wanted": wanted, "sites": sites}
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -154,8 +167,8 @@ def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
-def _value(gatherer: Gatherer, site: AttentionSite, state: Mapping[str, Tensor]) -> Gathered:
-    empty = gatherer.empty(site, torch.device("cpu"))
+def _value(collector: Collector, site: AttentionSite, state: Mapping[str, Tensor]) -> CollectorState:
+    empty = collector.empty(site, torch.device("cpu"))
     if empty is None:
-        raise OptionError(f"{gatherer.name!r} gathers nothing at {site.name!r}, got a file in which it did")
+        raise OptionError(f"{collector.name!r} gathers nothing at {site.name!r}, got a file in which it did")
     return empty.with_state(state)

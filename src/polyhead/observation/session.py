@@ -17,8 +17,8 @@ from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
 from polyhead.observation import returned_weights, torch_modules, transformers_models
-from polyhead.observation.collectors import Gathered, Gatherer, Notes
-from polyhead.observation.forward_statistics import NOT_REQUESTED, Keeper, KeptStatistics
+from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
+from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardStatistics, Keeper
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
@@ -47,7 +47,7 @@ def observe(
     layers: Iterable[int | str] | None = None,
     heads: Iterable[int | HeadId] | None = None,
     statistics: bool | str | Sequence[str] | Statistics | None = None,
-    gather: Sequence[Gatherer] = (),
+    collect: Sequence[Collector] = (),
     every: int = 1,
     via_weights: bool = False,
     adapters: adapting.Adapters | None = None,
@@ -62,7 +62,7 @@ def observe(
         heads: only these: numbers (in every layer) or `HeadId(layer, head)`.
         statistics: names, or `polyhead.Statistics(...)` to set `sink_keys` and `window` (1 and 8 by default); False for
             none.
-        gather: what to gather besides (`polyhead.observation.Gatherer`), of all heads of the chosen layers.
+        gather: what to gather besides (`polyhead.observation.Collector`), of all heads of the chosen layers.
         every: gather from every k-th call of each layer, from the first on. The others cost nothing where no gradient
             is taken.
         via_weights: read the weights that a model of transformers returns when it is asked for `output_attentions`,
@@ -79,7 +79,7 @@ def observe(
 
     >>> import torch, polyhead
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True)
-    >>> with polyhead.observe(layer, statistics=("entropy", "reach")) as session:
+    >>> with polyhead.observe(layer, statistics=("entropy", "mean_distance")) as session:
     ...     output = layer(torch.randn(3, 5, 16)).output
     >>> session.profile
     HeadProfile(2 heads, 15 tokens: entropy, reach)
@@ -89,7 +89,7 @@ def observe(
         layers=layers,
         heads=heads,
         statistics=statistics,
-        gather=gather,
+        collect=collect,
         every=every,
         via_weights=via_weights,
         adapters=adapters,
@@ -104,7 +104,7 @@ class Call:
     session: Session
     site: AttentionSite
     columns: tuple[str, ...]
-    asked: Statistics | None
+    requested: Statistics | None
     tokens: Tokens | Tensor | None  # whose rows are real, or which
     counts: bool = True
     whole: bool = False  # whether somebody takes a second look
@@ -115,7 +115,7 @@ class Call:
     differentiable: bool = False
     keeper: Keeper | None = None
 
-    def tell(self, attended: Attended) -> None:
+    def notify(self, attended: Attended) -> None:
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
             heads = self.session._heads_of(self.site)
             self.keeper.add(self, heads, self.columns, attended.result.statistics)
@@ -129,7 +129,7 @@ class Call:
         if rows is not None and len(self.columns):
             self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), real)
         if self.whole:
-            self.session.gather(self.site, attended, real)
+            self.session.collect(self.site, attended, real)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +139,7 @@ class Plan:
     site: AttentionSite
     root: str  # the layers around it, whose self-attention and cross-attention have the same queries
     columns: tuple[str, ...]
-    asked: Statistics | None
+    requested: Statistics | None
     chosen: bool
 
 
@@ -147,7 +147,7 @@ class Session:
     """Statistics of a model's heads, gathered while it is entered; made by `observe`.
 
     It can be entered again, and goes on gathering. `observations` is what was gathered, as a value that can be merged
-    with another session's; `table()` shows it. `notes` are handed to what gathers, with every attention. `gates` holds
+    with another session's. `metadata` is passed to collectors with every attention. `gates` holds
     a factor for each head, by the path and the kind of a site: [heads], [batch, heads] or [batch, heads, queries]. 0
     takes a head out, and a gradient with respect to a gate says what a little less of that head would do. Statistics
     are of the heads before their gates.
@@ -163,7 +163,7 @@ class Session:
         layers: Iterable[int | str] | None = None,
         heads: Iterable[int | HeadId] | None = None,
         statistics: bool | str | Sequence[str] | Statistics | None = None,
-        gather: Sequence[Gatherer] = (),
+        collect: Sequence[Collector] = (),
         every: int = 1,
         via_weights: bool = False,
         adapters: adapting.Adapters | None = None,
@@ -182,7 +182,7 @@ class Session:
         self.via_weights = via_weights
         self._keeper = Keeper.requested(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
-        self.gatherers = _distinct(gather)
+        self.collectors = _distinct(collect)
         self.every = every
         self.layers = None if layers is None else _chosen_layers(layers)
         self.heads = None if heads is None else _chosen_heads(heads)
@@ -198,7 +198,7 @@ class Session:
         check_paths(() if via_weights else self.layers or (), attending)
         self._staging = Staging(dropped=self._drop)
         self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
-        self.notes = Notes()
+        self.metadata = BatchMetadata()
         self.gates: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[int, Tokens] = {}
         self._latest: dict[str, Tokens | Tensor | None] = {}
@@ -324,7 +324,7 @@ class Session:
         else:
             self._latest[plan.root] = tokens
         gate = self.gates.get((site.name, site.kind)) if len(self.gates) else None
-        if not plan.chosen or not (len(columns) or len(self.gatherers)):
+        if not plan.chosen or not (len(columns) or len(self.collectors)):
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
         # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
@@ -334,8 +334,8 @@ class Session:
         calls[site] += not again
         if not counts and not torch.is_grad_enabled() and self._keeper is None:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
-        whole = len(self.gatherers) > 0
-        call = Call(self, site, columns, plan.asked, tokens, counts, whole, gate, learned_sinks)
+        whole = len(self.collectors) > 0
+        call = Call(self, site, columns, plan.requested, tokens, counts, whole, gate, learned_sinks)
         call.differentiable, call.keeper = self._keeper is not None, None if again else self._keeper
         return call
 
@@ -345,8 +345,8 @@ class Session:
         site = self._site(name, num_heads, origins, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
-        asked = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
-        plan = Plan(site, root, columns, asked, self._is_chosen(site))
+        requested = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
+        plan = Plan(site, root, columns, requested, self._is_chosen(site))
         self._plans[id(module), num_heads, cross, learned_sinks] = plan
         return plan
 
@@ -360,16 +360,16 @@ class Session:
             there = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
         statistics[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
 
-    def gather(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
+    def collect(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
         """Show one attention to all that gather."""
         tally = self._staging.current
-        there, device = tally.gathered.get(site), attended.query.device
+        there, device = tally.collected.get(site), attended.query.device
         if there is None or site in tally.taken_up:
-            made = {gatherer.name: gatherer.empty(site, device) for gatherer in self.gatherers}
+            made = {collector.name: collector.empty(site, device) for collector in self.collectors}
             empty = {name: value for name, value in made.items() if value is not None}
             there = empty if there is None else {name: _moved(there[name], empty[name], device) for name in there}
             tally.taken_up.discard(site)
-        tally.gathered[site] = {name: value.update(attended, real, self.notes) for name, value in there.items()}
+        tally.collected[site] = {name: value.update(attended, real, self.metadata) for name, value in there.items()}
 
     def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"
@@ -399,7 +399,7 @@ class Session:
         """All calls of the model that have ended; not what a running call adds."""
         found = self._staging.counted
         calls = {site: found.calls[site] for site in found.sites.values()}
-        return Observations(self.wanted, tuple(found.statistics.values()), dict(found.gathered), calls)
+        return Observations(self.wanted, tuple(found.statistics.values()), dict(found.collected), calls)
 
     def go_on_from(self, observations: Observations) -> None:
         """Take up what an earlier session of the same model had gathered, as if this one had gathered it itself."""
@@ -413,19 +413,19 @@ class Session:
                 raise OptionError(f"a session goes on with the same model, got one in which {site.name!r} is another")
         if len(self._staging.counted.sites):
             raise OptionError("a session takes up others' observations before it has its own, got one that has some")
-        names = {gatherer.name for gatherer in self.gatherers}
-        if others := {name for values in observations.gathered.values() for name in values} - names:
+        names = {collector.name for collector in self.collectors}
+        if others := {name for values in observations.collected.values() for name in values} - names:
             raise OptionError(
                 f"a session goes on with the gatherers it began with, got {', '.join(sorted(names)) or 'none'} "
                 f"for values of {', '.join(sorted(others))}"
             )
         self._plans.clear()
-        gathered = {site: dict(values) for site, values in observations.gathered.items()}
+        collected = {site: dict(values) for site, values in observations.collected.items()}
         statistics = {x.site: x for x in observations.sites}
-        self._staging.counted = Tally(sites, Counter(observations.calls), statistics, gathered, set(gathered))
+        self._staging.counted = Tally(sites, Counter(observations.calls), statistics, collected, set(collected))
 
     @property
-    def statistics(self) -> KeptStatistics:
+    def statistics(self) -> ForwardStatistics:
         """The rows of the last forward with their gradients, site by site; for `observe(keep_statistics=True)`."""
         if self._keeper is None:
             raise OptionError(NOT_REQUESTED)
@@ -445,16 +445,16 @@ class Session:
         return f"Session({type(self.model).__name__}, {heads} heads seen{how})"
 
 
-def _moved(value: Gathered, empty: Gathered, device: torch.device) -> Gathered:
+def _moved(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:
     """What `value` has gathered, in one that was made for another device."""
     return empty.with_state({name: tensor.to(device) for name, tensor in value.state().items()})
 
 
-def _distinct(gather: Sequence[Gatherer]) -> tuple[Gatherer, ...]:
-    names = [gatherer.name for gatherer in gather]
+def _distinct(collect: Sequence[Collector]) -> tuple[Collector, ...]:
+    names = [collector.name for collector in collect]
     if len(set(names)) < len(names):
         raise OptionError(f"what gathers goes by different names, got {', '.join(names)}")
-    return tuple(gather)
+    return tuple(collect)
 
 
 def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from polyhead.observation.collectors import Gathered
+from polyhead.observation.collectors import CollectorState
 from polyhead.observation.statistics import AttentionSite, SiteStatistics
 
 
@@ -21,13 +21,13 @@ class Tally:
     sites: dict[tuple[str, str], AttentionSite] = field(default_factory=dict)  # by name and kind
     calls: Counter[AttentionSite] = field(default_factory=Counter)
     statistics: dict[AttentionSite, SiteStatistics] = field(default_factory=dict)
-    gathered: dict[AttentionSite, dict[str, Gathered]] = field(default_factory=dict)
+    collected: dict[AttentionSite, dict[str, CollectorState]] = field(default_factory=dict)
     taken_up: set[AttentionSite] = field(default_factory=set)  # whose values are where an earlier session left them
 
     def copy(self) -> Tally:
-        # The dictionaries within `gathered` are replaced as a whole, never changed.
+        # The dictionaries within `collected` are replaced as a whole, never changed.
         return Tally(
-            dict(self.sites), self.calls.copy(), dict(self.statistics), dict(self.gathered), set(self.taken_up)
+            dict(self.sites), self.calls.copy(), dict(self.statistics), dict(self.collected), set(self.taken_up)
         )
 
 

@@ -12,18 +12,18 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.files import build
 from polyhead.geometry import HeadOrigins
-from polyhead.observation.accumulators import Maximum, MeanAndSpread
+from polyhead.observation.accumulators import Maximum, MeanAndStd
 from polyhead.ops.attention import RowStatistics, Statistics
 from polyhead.ops.common.row_reduction import SHARE, RowTotals, reduce_rows
 from polyhead.ops.common.statistics import NAMES as ROW_NAMES
-from polyhead.ops.common.statistics import POSITIONAL
+from polyhead.ops.common.statistics import POSITIONAL, WINDOW
 
 DEFAULT = (
     "entropy",
     SHARE,
     "confidence",
     "max_logit",
-    "reach",
+    "mean_distance",
     "sink_mass",
     "self_mass",
     "previous_mass",
@@ -84,22 +84,28 @@ class Wanted:
 
     names: tuple[str, ...]
     sink_keys: int = 1
-    window: int = 8
+    window: int = WINDOW
 
     @classmethod
-    def of(cls, asked: object) -> Wanted:
+    def of(cls, requested: object) -> Wanted:
         """What the `statistics` argument of `observe` means."""
-        if asked is None or asked is True:
+        if requested is None or requested is True:
             return cls(DEFAULT)
-        if asked is False:
+        if requested is False:
             return cls(())
-        if isinstance(asked, Statistics):
-            names = tuple(name for name in asked.names if name != "visible_keys") or DEFAULT
-            return cls(names, asked.sink_keys, asked.window)
-        names = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, list | tuple | set) else ()
+        if isinstance(requested, Statistics):
+            names = tuple(name for name in requested.names if name != "visible_keys") or DEFAULT
+            return cls(names, requested.sink_keys, requested.window)
+        names = (
+            (requested,)
+            if isinstance(requested, str)
+            else tuple(requested)
+            if isinstance(requested, list | tuple | set)
+            else ()
+        )
         if not len(names):
             raise OptionError(
-                f"statistics must be a name, several names or polyhead.Statistics(...), got {asked!r}; "
+                f"statistics must be a name, several names or polyhead.Statistics(...), got {requested!r}; "
                 f"the names are {', '.join(NAMES)}"
             )
         for name in names:
@@ -125,7 +131,7 @@ class SiteStatistics:
     site: AttentionSite
     heads: tuple[int, ...]
     columns: tuple[str, ...]
-    moments: MeanAndSpread
+    moments: MeanAndStd
     largest: Maximum
 
     @classmethod
@@ -133,7 +139,7 @@ class SiteStatistics:
         cls, site: AttentionSite, heads: Sequence[int], columns: Sequence[str], device: torch.device | None = None
     ) -> Self:
         shape = (len(columns), len(heads))
-        return cls(site, tuple(heads), tuple(columns), MeanAndSpread.empty(shape, device), Maximum.empty(shape, device))
+        return cls(site, tuple(heads), tuple(columns), MeanAndStd.empty(shape, device), Maximum.empty(shape, device))
 
     def update(self, rows: RowStatistics, real: Tensor | None = None, *, learned_sinks: bool = False) -> Self:
         """With the rows of one call; `real` [batch or 1, queries] is False for padding. Waits for no device."""
@@ -143,7 +149,7 @@ class SiteStatistics:
             # What was loaded from a file goes where the rows are, once: rows that went to it would be waited for.
             state = RowTotals(*(x.to(rows.visible_keys.device) for x in state))
         *moments, largest = reduce_rows(rows, real, self.columns, self.heads, state, learned_sinks=learned_sinks)
-        return type(self)(self.site, self.heads, self.columns, MeanAndSpread(*moments), Maximum(largest))
+        return type(self)(self.site, self.heads, self.columns, MeanAndStd(*moments), Maximum(largest))
 
     def merge(self, other: Self) -> Self:
         mine, theirs = ((x.site.name, x.site.kind, x.site.origins, x.heads, x.columns) for x in (self, other))
@@ -161,7 +167,7 @@ class SiteStatistics:
         found = {"tokens": tokens}
         for index, name in enumerate(self.columns):
             found[name] = mean[index]
-            found[f"{name}_spread"] = spread[index]
+            found[f"{name}_std"] = spread[index]
             found[f"{name}_max"] = largest[index]
         return found
 
@@ -177,5 +183,5 @@ class SiteStatistics:
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
 
-        moments, largest = MeanAndSpread.from_state(part("moments.")), Maximum.from_state(part("largest."))
+        moments, largest = MeanAndStd.from_state(part("moments.")), Maximum.from_state(part("largest."))
         return type(self)(self.site, self.heads, self.columns, moments, largest)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -60,10 +60,10 @@ class SiteSample:
     hashes: Tensor  # [tokens] int64, rising
     values: Tensor  # [tokens, heads, any]
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         output, logsumexp = attended.result.output.detach(), attended.result.logsumexp
         assert logsumexp is not None
-        if notes.documents is None:
+        if metadata.documents is None:
             raise OptionError("a sample of tokens needs session.notes that say which document each row is from")
         batch, _, queries, dim = output.shape
         if not dim:
@@ -73,7 +73,7 @@ class SiteSample:
             counted = counted & real
         chosen = self.sample.heads.get(self.place)
         said = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)
-        hashes = torch.where(counted, _hashes(notes, counted, self.sample.seed), _NEVER).flatten()
+        hashes = torch.where(counted, _hashes(metadata, counted, self.sample.seed), _NEVER).flatten()
         # Only the tokens that may stay are projected; rows without a token lose against all others.
         few = min(self.sample.tokens, hashes.shape[0])
         hashes, order = hashes.sort(stable=True)
@@ -103,14 +103,14 @@ class SiteSample:
         return type(self)(self.sample, self.place, self.matrices, state["hashes"], state["values"])
 
 
-def _hashes(notes: Notes, counted: Tensor, seed: int) -> Tensor:
+def _hashes(metadata: BatchMetadata, counted: Tensor, seed: int) -> Tensor:
     """A positive number for every token, [batch, queries], that looks like chance and never changes.
 
     Places count the tokens of a row, so that padding moves none of them.
     """
-    assert notes.documents is not None
-    documents = notes.documents.to(counted.device, torch.int64, non_blocking=True)
-    pieces = torch.zeros_like(documents) if notes.pieces is None else notes.pieces.to(documents)
+    assert metadata.documents is not None
+    documents = metadata.documents.to(counted.device, torch.int64, non_blocking=True)
+    pieces = torch.zeros_like(documents) if metadata.pieces is None else metadata.pieces.to(documents)
     mixed = _mixed(_mixed(_mixed(documents + seed) + pieces)[:, None] + counted.cumsum(-1))
     return mixed.clamp_min(0) + torch.where(mixed < 0, -(mixed + 1), 0)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -23,7 +23,7 @@ class TopKeys:
         tokens: the ids that are told apart, int64 [any] on the CPU, such as the most frequent ones of the text; all
             others together are one more. That bounds the memory: 8 bytes for each of them and each head.
 
-    `session.notes.tokens` must say what the tokens are. A cross-attention, whose keys are other tokens, has none.
+    `session.metadata.tokens` must say what the tokens are. A cross-attention, whose keys are other tokens, has none.
     """
 
     tokens: Tensor
@@ -59,15 +59,15 @@ class TopKeys:
 class SiteTopKeys:
     """Sums of one site, which can be added."""
 
-    gatherer: TopKeys
+    collector: TopKeys
     received: Tensor  # [heads, tokens + 1]; the last is all others
     rows: Tensor
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         logsumexp, keys = attended.result.logsumexp, attended.key.shape[2]
         assert logsumexp is not None
-        if notes.tokens is None or notes.tokens.shape != (attended.query.shape[0], keys):
-            got = None if notes.tokens is None else list(notes.tokens.shape)
+        if metadata.tokens is None or metadata.tokens.shape != (attended.query.shape[0], keys):
+            got = None if metadata.tokens is None else list(metadata.tokens.shape)
             raise OptionError(
                 f"top keys are told what the {keys} tokens of each text are; before each call of the model set "
                 f"session.notes = Notes(tokens=...), [batch, tokens] on the CPU, got {got}"
@@ -76,7 +76,7 @@ class SiteTopKeys:
             logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
         seen = replace(attended, result=replace(attended.result, logsumexp=logsumexp)).profile(received=True).received
         assert seen is not None
-        places = self.gatherer.places(notes.tokens).to(seen.device, non_blocking=True)
+        places = self.collector.places(metadata.tokens).to(seen.device, non_blocking=True)
         heads = seen.shape[1]
         by_token = seen.double().transpose(0, 1).reshape(heads, -1)  # [heads, batch * keys]
         received = self.received.index_add(1, places.flatten(), by_token)
@@ -84,7 +84,7 @@ class SiteTopKeys:
         return replace(self, received=received, rows=self.rows + rows)
 
     def merge(self, other: Self) -> Self:
-        if not torch.equal(self.gatherer.tokens, other.gatherer.tokens):
+        if not torch.equal(self.collector.tokens, other.collector.tokens):
             raise OptionError("top keys of the same tokens can be merged, got others")
         device = self.received.device
         return replace(self, received=self.received + other.received.to(device), rows=self.rows + other.rows.to(device))
@@ -93,7 +93,7 @@ class SiteTopKeys:
         """The ids that each head looks at most, [heads, most], and their shares of its attention, in order."""
         shares = (self.received / self.rows.clamp_min(1.0)).cpu()
         values, places = shares[:, :-1].sort(dim=-1, descending=True, stable=True)
-        return self.gatherer.tokens[places[:, :most]], values[:, :most]
+        return self.collector.tokens[places[:, :most]], values[:, :most]
 
     def state(self) -> dict[str, Tensor]:
         return {"received": self.received, "rows": self.rows}

@@ -73,7 +73,7 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Request:
     """A call of a layer of ours, and what its caller had asked for."""
 
     call: WatchedCall
@@ -88,7 +88,7 @@ class _Ours:
         self.session = session
         self.names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
         self.mixes = isinstance(layer, TalkingHeads)
-        self.waiting: list[_Asked] = []
+        self.waiting: list[_Request] = []
 
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
@@ -105,8 +105,8 @@ class _Ours:
         if call is None:
             return None
         callers = as_statistics(given.get("statistics"))
-        asked = _Asked(call, callers, bool(given.get("logsumexp")))
-        self.waiting.append(asked)
+        requested = _Request(call, callers, bool(given.get("logsumexp")))
+        self.waiting.append(requested)
         gate = given.get("head_gate")
         if call.gate is not None:
             sizes = (query.shape[0], heads, query.shape[1])
@@ -114,8 +114,8 @@ class _Ours:
             gate = call.gate if gate is None else (gate_factors(gate, *sizes) * own).squeeze(-1).expand(sizes)
         return positional, {
             **keywords,
-            "statistics": _joined(call.asked, callers, learned_sinks),
-            "logsumexp": asked.logsumexp or call.whole,
+            "statistics": _joined(call.requested, callers, learned_sinks),
+            "logsumexp": requested.logsumexp or call.whole,
             "head_gate": gate,
         }
 
@@ -123,30 +123,30 @@ class _Ours:
         if len(self.waiting):
             call = self.waiting[-1].call
             mixed = self.mixes and call.differentiable
-            call.tell(_with_gradients(attended, call.asked) if mixed else attended)
+            call.notify(_with_gradients(attended, call.requested) if mixed else attended)
 
     def after(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: AttentionOutput
     ) -> AttentionOutput | None:
         if not len(self.waiting):
             return None
-        asked = self.waiting.pop()
+        requested = self.waiting.pop()
         statistics = None
-        if asked.statistics is not None and output.statistics is not None:
-            names = asked.statistics.wanted(learned_sinks=asked.call.learned_sinks)
+        if requested.statistics is not None and output.statistics is not None:
+            names = requested.statistics.wanted(learned_sinks=requested.call.learned_sinks)
             statistics = RowStatistics(**{k: v for k, v in output.statistics.items() if k in names})
-        return replace(output, statistics=statistics, logsumexp=output.logsumexp if asked.logsumexp else None)
+        return replace(output, statistics=statistics, logsumexp=output.logsumexp if requested.logsumexp else None)
 
 
-def _with_gradients(attended: Attended, asked: Statistics | None) -> Attended:
+def _with_gradients(attended: Attended, requested: Statistics | None) -> Attended:
     """Talking heads with statistics that can be differentiated, which those of `talking_attention` cannot be.
 
     Their softmax is that of plain heads over mixed queries, and is computed as such beside them.
     """
     query, key, mask, scale = attended.query, attended.key, attended.mask, attended.scale
-    if asked is None or not torch.is_grad_enabled():
+    if requested is None or not torch.is_grad_enabled():
         return attended
-    rows = attention(query, key, key[..., :1], mask=mask, scale=scale, statistics=asked).statistics
+    rows = attention(query, key, key[..., :1], mask=mask, scale=scale, statistics=requested).statistics
     return replace(attended, result=replace(attended.result, statistics=rows))
 
 
@@ -162,25 +162,27 @@ def _tokens(query: Tensor, given: dict[str, Any]) -> Tokens | Tensor | None:
     return torch.arange(queries, device=query.device) < real[:, None]
 
 
-def _joined(asked: Statistics | None, callers: Statistics | None, learned_sinks: bool) -> Statistics | None:
+def _joined(requested: Statistics | None, callers: Statistics | None, learned_sinks: bool) -> Statistics | None:
     """What the session and the layer's caller want, in one."""
-    if callers is None or asked is None:
-        return callers if asked is None else asked
-    theirs = _crossed(callers, asked.cross).wanted(learned_sinks=learned_sinks)
+    if callers is None or requested is None:
+        return callers if requested is None else requested
+    theirs = _crossed(callers, requested.cross).wanted(learned_sinks=learned_sinks)
     for name, option in (("sink_mass", "sink_keys"), ("window_mass", "window")):
-        ours, other = getattr(asked, option), getattr(callers, option)
-        if name in asked.names and name in theirs and ours != other:
+        ours, other = getattr(requested, option), getattr(callers, option)
+        if name in requested.names and name in theirs and ours != other:
             raise OptionError(
                 f"the layer is asked for {name} by its caller as well, with {option} {other} where the session has "
                 f"{ours}; observe with statistics=polyhead.Statistics(..., {option}={other})"
             )
-    sinks, window = (callers if name in theirs else asked for name in ("sink_mass", "window_mass"))
-    names = dict.fromkeys((*asked.names, *theirs))
-    return Statistics(*names, sink_keys=sinks.sink_keys, window=window.window, cross=asked.cross)
+    sinks, window = (callers if name in theirs else requested for name in ("sink_mass", "window_mass"))
+    names = dict.fromkeys((*requested.names, *theirs))
+    return Statistics(*names, sink_keys=sinks.sink_keys, window=window.window, cross=requested.cross)
 
 
-def _crossed(asked: Statistics, cross: bool) -> Statistics:
-    return Statistics(*asked.names, sink_keys=asked.sink_keys, window=asked.window, cross=cross or asked.cross)
+def _crossed(requested: Statistics, cross: bool) -> Statistics:
+    return Statistics(
+        *requested.names, sink_keys=requested.sink_keys, window=requested.window, cross=cross or requested.cross
+    )
 
 
 class _Theirs:
@@ -240,8 +242,8 @@ def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, An
         q, k, v = MultiheadAttention._project(layer, query, key, value)
         mask = torch_mask(q, k, attn_mask, padding, False)
         seen = v if call.whole or call.gate is not None else v[..., :1]
-        result = attention(q, k, seen, mask=mask, statistics=call.asked, logsumexp=call.whole)
-        call.tell(Attended(q, k, v, result, mask))
+        result = attention(q, k, seen, mask=mask, statistics=call.requested, logsumexp=call.whole)
+        call.notify(Attended(q, k, v, result, mask))
         if call.gate is None:
             return None
         factors = gate_factors(call.gate, batch, layer.num_heads, queries).to(result.output.dtype)

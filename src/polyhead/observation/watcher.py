@@ -31,7 +31,7 @@ class WatchedCall(Protocol):
     """One call that is watched: what is to be told of it, whom to tell, and a factor for each head."""
 
     site: AttentionSite
-    asked: Statistics | None
+    requested: Statistics | None
     counts: bool
     whole: bool  # whether somebody takes a second look
     gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
@@ -41,7 +41,7 @@ class WatchedCall(Protocol):
     sinks_in_view: Tensor | None
     differentiable: bool  # whether its statistics are computed with gradients, in a recomputation as well
 
-    def tell(self, attended: Attended) -> None: ...
+    def notify(self, attended: Attended) -> None: ...
 
 
 class Watcher(Protocol):

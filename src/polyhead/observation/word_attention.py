@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 from polyhead.ops.common.visibility import resolve
@@ -110,35 +110,35 @@ class _Measures(Protocol):
 class ByContext:
     """What was measured at one site, context by context; a context seen again replaces what was known of it."""
 
-    gatherer: _Measures
+    collector: _Measures
     num_heads: int
     parts: tuple[Mapping[str, Tensor], ...] = ()  # each of one call or one saved state: contexts, and the tensors
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
-        if notes.documents is None or notes.documents.device.type != "cpu":
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+        if metadata.documents is None or metadata.documents.device.type != "cpu":
             raise OptionError(
-                f"{self.gatherer.name} are told which text each row of a batch is; before each call of the model set "
+                f"{self.collector.name} are told which text each row of a batch is; before each call of the model set "
                 "session.notes = Notes(documents=...), [batch] on the CPU"
             )
         batch = attended.query.shape[0]
-        if notes.documents.shape != (batch,):
+        if metadata.documents.shape != (batch,):
             raise ShapeError(
-                f"notes.documents must be one number a row, [{batch}], got shape {list(notes.documents.shape)}"
+                f"notes.documents must be one number a row, [{batch}], got shape {list(metadata.documents.shape)}"
             )
-        measured = self.gatherer.measured(attended, real, notes.documents.tolist())
-        return replace(self, parts=(*self.parts, {"contexts": notes.documents, **measured}))
+        measured = self.collector.measured(attended, real, metadata.documents.tolist())
+        return replace(self, parts=(*self.parts, {"contexts": metadata.documents, **measured}))
 
     def merge(self, other: Self) -> Self:
         return replace(self, parts=(*self.parts, *other.parts))
 
     def state(self) -> dict[str, Tensor]:
         """Everything in the order of the contexts, on the CPU: `contexts` are their numbers."""
-        nothing = self.gatherer.nothing(self.num_heads)
+        nothing = self.collector.nothing(self.num_heads)
         found: dict[int, list[Tensor]] = {}
         for part in self.parts:
             contexts = part["contexts"].tolist()
             columns = [
-                part[name].cpu().split([self.gatherer.rows(name, context) for context in contexts]) for name in nothing
+                part[name].cpu().split([self.collector.rows(name, context) for context in contexts]) for name in nothing
             ]
             for index, context in enumerate(contexts):
                 found[context] = [column[index] for column in columns]
@@ -155,7 +155,7 @@ class ByContext:
 class WordAttention:
     """Gathers, of texts whose words are known, which word each word looks at and how much stays in its circles.
 
-    `notes.documents` says which of the `maps` each row of a batch is. What is gathered (`ByContext.state`):
+    `metadata.documents` says which of the `maps` each row of a batch is. What is gathered (`ByContext.state`):
 
         looks     [words, heads] int16     the word looked at most, itself left out, by its index in the text; ties go
                                            to the first; -1 where it sees no other

@@ -26,7 +26,7 @@ class Attended:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def profile(self, **asked: Any) -> AttentionProfile:
+    def profile(self, **requested: Any) -> AttentionProfile:
         """`polyhead.profile` of this attention: received weight, argmax, offsets, pairs, whatever is asked for."""
         assert self.result.logsumexp is not None
         return profile(
@@ -36,5 +36,5 @@ class Attended:
             mask=self.mask,
             scale=self.scale,
             softcap=self.softcap,
-            **asked,
+            **requested,
         )

@@ -150,16 +150,16 @@ def uneven_cached_attention(
         held = {name: x for name in _OF_HEADS if (x := getattr(cache, name)) is not None}
         parts: dict[str, Any] = {name: select_heads(x, group.key_heads, axis) for name, x in held.items()}
         own = cache._replace(**parts)
-        asked: dict[str, Any] = {
+        requested: dict[str, Any] = {
             "mask": None if mask is None else _mask_of(mask, group.heads, num_heads),
             "scale": scale,
             "sinks": None if sinks is None else _each("sinks", sinks, group.heads, num_heads),
         }
         rows = select_heads(query, group.heads)
-        if len(cached_reasons(rows, own, num_keys, **asked)):
+        if len(cached_reasons(rows, own, num_keys, **requested)):
             return None
-        calls.append((rows, own, asked))
-    results = [cached_attention(rows, own, num_keys, **asked, **options) for rows, own, asked in calls]
+        calls.append((rows, own, requested))
+    results = [cached_attention(rows, own, num_keys, **requested, **options) for rows, own, requested in calls]
     return _in_order(results, groups)
 
 

@@ -50,7 +50,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         "stacks": _stacks(sites),
         "sites": [_site(site) for site in sites],
         "columns": [_column(name, inspection.facts.get("loss")) for name in _column_names(inspection)],
-        "roles": [_role(name) for name in TELLING if name in _asked_roles(inspection)],
+        "roles": [_role(name) for name in TELLING if name in _requested_roles(inspection)],
         "heads": list(_heads(inspection, index)),
         **pictures.pictures_of(inspection, index),
         "relations": {
@@ -131,7 +131,7 @@ def _column(name: str, loss: str | None) -> dict[str, Any]:
     }
 
 
-def _asked_roles(inspection: Inspection) -> set[str]:
+def _requested_roles(inspection: Inspection) -> set[str]:
     return {score.role for head in inspection.roles for score in head.scores}
 
 
@@ -191,7 +191,7 @@ def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterat
     columns = {name: column.tolist() for name, column in table.columns.items()}
     for row, head in enumerate(zip(table.sites, table.heads, strict=True)):
         values = {name: columns[name][row] for name in names if name in columns}
-        spreads = {name: columns[f"{name}_spread"][row] for name in names if f"{name}_spread" in columns}
+        spreads = {name: columns[f"{name}_std"][row] for name in names if f"{name}_std" in columns}
         errors = {name: columns[f"{name}_error"][row] for name in names if f"{name}_error" in columns}
         yield {
             "site": index[head[0]],

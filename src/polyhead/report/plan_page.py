@@ -40,13 +40,13 @@ def plan_html(plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[Head
     style = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     body = [
         f"<h1>{name}</h1><p>{escape(wording.layout_words(plan.model))}</p>",
-        f'<p class="muted">{escape(wording.asked(plan))}</p>',
+        f'<p class="muted">{escape(wording.requested(plan))}</p>',
         _cards(plan),
         _warnings(plan),
         *(_phase(plan, phase) for phase in plan.phases),
         _over_context(plan, contexts),
         _over_heads(plan, heads),
-        _notes(plan),
+        _metadata(plan),
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -181,7 +181,7 @@ def _over_heads(plan: Plan, points: Sequence[HeadsPoint]) -> str:
     return f"<h2>Over the number of heads</h2>{drawn}"
 
 
-def _notes(plan: Plan) -> str:
+def _metadata(plan: Plan) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in (*plan.model.notes, *plan.notes))
     return f'<h2>Notes</h2><ul class="muted">{notes}</ul>' if notes else ""
 

@@ -78,7 +78,7 @@ def load_model(
         is_folder = place.gguf_file is None and place.is_local
         model = _read_edited(Path(place.location), wanted) if is_folder else None
         if model is None:
-            model = _read_stock(place, wanted, where, allow_pickle=allow_pickle)
+            model = _read_native(place, wanted, where, allow_pickle=allow_pickle)
         reads_text = model.main_input_name == "input_ids" or model.config.is_encoder_decoder
         tokenizer = _load_tokenizer(place, where) if reads_text else None
     model = model.to(device).eval()
@@ -127,7 +127,7 @@ def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | 
     """
     _check_transformers()
     place = _Place(folder.resolve().name, str(folder), f"the folder {folder}")
-    return _read_stock(place, dtype, {"trust_remote_code": False}, model_class=model_class)
+    return _read_native(place, dtype, {"trust_remote_code": False}, model_class=model_class)
 
 
 def find_class(name: str) -> Any:
@@ -198,7 +198,7 @@ def _find(name: str | os.PathLike[str] | None) -> _Place:
     return _Place(text, text, f"{text} from the Hugging Face hub", is_local=False)
 
 
-def _read_stock(
+def _read_native(
     place: _Place,
     dtype: torch.dtype | None,
     where: dict[str, Any],

@@ -6,9 +6,9 @@ from polyhead.surgery.adapters.discovery import find_layers, head_origins
 from polyhead.surgery.adapters.fingerprint import fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.key_transforms import KeyForm, find_key_forms
-from polyhead.surgery.calibration.moments import OutputMoments, gather_moments
+from polyhead.surgery.calibration.moments import OutputMoments, collect_moments
 from polyhead.surgery.calibration.sensitivity import loss_weights
-from polyhead.surgery.compensation.least_squares import OutputRepair
+from polyhead.surgery.compensation.least_squares import OutputCompensation
 from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply, take_shape, undo
 from polyhead.surgery.edits.head_edits import (
@@ -27,7 +27,7 @@ from polyhead.surgery.kv_sharing.align import AlignHeads, aligned
 from polyhead.surgery.kv_sharing.convert import convert_groups
 from polyhead.surgery.kv_sharing.fused_heads import FuseHeads, fuse
 from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share
-from polyhead.surgery.kv_sharing.symmetries import turn_keys, turn_values
+from polyhead.surgery.kv_sharing.symmetries import change_key_basis, change_value_basis
 from polyhead.surgery.selection.orders import PruningOrder, choose_heads, pruning_order
 from polyhead.surgery.storage.loading import load, load_record
 from polyhead.surgery.storage.saving import SavedModel, save
@@ -46,8 +46,8 @@ __all__ = [
     "KeyForm",
     "LayerPreview",
     "MergeHeads",
+    "OutputCompensation",
     "OutputMoments",
-    "OutputRepair",
     "Preview",
     "PruneHeads",
     "PruningOrder",
@@ -59,7 +59,10 @@ __all__ = [
     "aligned",
     "apply",
     "apply_in_order",
+    "change_key_basis",
+    "change_value_basis",
     "choose_heads",
+    "collect_moments",
     "convert_groups",
     "edits_from_json",
     "edits_to_json",
@@ -67,7 +70,6 @@ __all__ = [
     "find_layers",
     "fingerprint",
     "fuse",
-    "gather_moments",
     "head_origins",
     "join_records",
     "load",
@@ -79,7 +81,5 @@ __all__ = [
     "save",
     "share",
     "take_shape",
-    "turn_keys",
-    "turn_values",
     "undo",
 ]

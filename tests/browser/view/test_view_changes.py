@@ -144,14 +144,14 @@ def test_what_the_server_refuses_is_said_in_words(open_view):
 def test_what_is_asked_of_a_text_that_goes_is_called_off_and_asked_again_where_it_stays(open_view):
     opened = open_view()
     opened.read("w1 w2 w3")
-    tab, asked, refused, called_off = opened.tab, [], [], []
+    tab, requested, refused, called_off = opened.tab, [], [], []
     error = {"error": {"status": 413, "kind": "too-large", "message": "Too long."}}
 
     def never_answer_two(route):
-        if len(asked) == 2:
+        if len(requested) == 2:
             route.continue_()
         else:
-            asked.append(route)
+            requested.append(route)
 
     def refuse_one(route):
         if refused:
@@ -164,14 +164,14 @@ def test_what_is_asked_of_a_text_that_goes_is_called_off_and_asked_again_where_i
     tab.route("**/api/heads", never_answer_two)
     tab.route("**/api/read", refuse_one)
     tab.reload()
-    opened.wait(lambda: len(asked) == 1)
+    opened.wait(lambda: len(requested) == 1)
     tab.locator("#text-A").fill("w4 w5")
     tab.keyboard.press("Control+Enter")
-    opened.wait(lambda: len(asked) == 2 and asked[0].request in called_off)
-    assert asked[1].request not in called_off
-    assert len({route.request.post_data for route in asked}) == 1
+    opened.wait(lambda: len(requested) == 2 and requested[0].request in called_off)
+    assert requested[1].request not in called_off
+    assert len({route.request.post_data for route in requested}) == 1
     opened.read("w4 w5")
-    opened.wait(lambda: asked[1].request in called_off)
+    opened.wait(lambda: requested[1].request in called_off)
     opened.problems.clear()  # a refused request is written down by the browser itself
 
 

@@ -220,12 +220,12 @@ def test_moving_on_calls_off_what_is_no_longer_looked_at(opened_long):
 
 def test_a_tile_that_fails_is_told_and_keeps_no_other_from_coming(opened_long):
     opened, tab, view = opened_long, opened_long.tab, Map(opened_long)
-    asked: list[str] = []
+    requested: list[str] = []
     failure = {"error": {"status": 507, "kind": "out-of-memory", "message": "Its own words."}}
 
     def fail_first(route):
-        asked.append(route.request.post_data)
-        if len(asked) == 1:
+        requested.append(route.request.post_data)
+        if len(requested) == 1:
             route.fulfill(status=507, body=json.dumps(failure))
         else:
             route.continue_()
@@ -234,7 +234,7 @@ def test_a_tile_that_fails_is_told_and_keeps_no_other_from_coming(opened_long):
     go(opened, "head/1/2?map=1000_1000_700")  # from 1,000 to 1,700 in tiles of 512: three a side
     expect(tab.locator("[role=alert]")).to_contain_text("Its own words.")
     view.settle()
-    assert len(set(asked)) == len(asked) == 9
+    assert len(set(requested)) == len(requested) == 9
     tab.locator(".trouble").get_by_role("button").click()
     expect(tab.locator("[role=alert]")).to_be_empty()
     opened.problems.clear()  # a refused request is written down by the browser itself
@@ -260,12 +260,12 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
     # Who has moved on waits for nothing.
     view.panel.get_by_role("button", name="Whole", exact=True).click()
     expect(tab.locator(".waiting")).to_be_empty()
-    asked = len(refused)
+    requested = len(refused)
     tab.wait_for_timeout(400)  # twice as long as the longest pause
-    assert len(refused) == asked
+    assert len(refused) == requested
     # Back there, everything comes as soon as the server has room.
     tab.go_back()
-    opened.wait(lambda: len(refused) > asked)
+    opened.wait(lambda: len(refused) > requested)
     assert view.plot.get_attribute("data-level") != "3"
     tab.unroute("**/api/tile")
     view.settle()

@@ -106,10 +106,10 @@ def test_generation_equals_the_full_forward(kind: str, pieces: str, mask: str, b
 def test_a_rolling_cache_equals_the_full_forward_with_its_window(
     kind: str, pieces: str, mask: str, backend: str, sample: Sample
 ) -> None:
-    asked = masks().get(mask)
+    requested = masks().get(mask)
     window = Mask.window(WINDOW, sinks=SINKS)
-    actual = generate(ROLLING[kind](BATCH), sample, PIECES[pieces], asked, backend)
-    expected = sample.forward(window if asked is None else asked & window)
+    actual = generate(ROLLING[kind](BATCH), sample, PIECES[pieces], requested, backend)
+    expected = sample.forward(window if requested is None else requested & window)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 

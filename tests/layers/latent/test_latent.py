@@ -199,7 +199,7 @@ def from_weights(weights: Tensor) -> dict[str, Tensor]:
     return {
         "entropy": -torch.special.xlogy(weights, weights).sum(-1),
         "confidence": weights.amax(-1),
-        "reach": (weights * distance.abs()).sum(-1),
+        "mean_distance": (weights * distance.abs()).sum(-1),
         "sink_mass": weights[..., 0],
         "self_mass": weights.diagonal(0, -2, -1),
     }
@@ -219,7 +219,7 @@ def test_statistics_are_those_of_the_materialised_weights(backend: str | None, f
 def test_a_cross_attention_compares_no_positions(form: str, x: Tensor) -> None:
     statistics = make(form=form)(x, randn(BATCH, KEYS, EMBED), statistics=True).statistics
     assert statistics.entropy.shape == (BATCH, HEADS, LENGTH)
-    assert statistics.reach is None
+    assert statistics.mean_distance is None
     assert statistics.self_mass is None
 
 

@@ -154,8 +154,8 @@ def test_a_compiled_layer_takes_masks_gates_sources_and_gives_weights() -> None:
     # What AOTAutograd makes of every kind of mask, with gradients: tests/ops/attention/test_programs.py.
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     with torch.no_grad():
-        asked = {"weights": True, "logsumexp": True}
-        found, expected = compiled(x, layer.remember(source), **asked), layer(x, source, **asked)
+        requested = {"weights": True, "logsumexp": True}
+        found, expected = compiled(x, layer.remember(source), **requested), layer(x, source, **requested)
         for name in ("output", "weights", "logsumexp"):
             close(getattr(found, name), getattr(expected, name))
         lengths, documents = torch.tensor([LENGTH, 1, 4]), torch.tensor([[0, 0, 1, 1, 1, 2, -1]] * BATCH)

@@ -44,9 +44,9 @@ def from_weights(weights: Tensor) -> dict[str, Tensor]:
     return {
         "entropy": -torch.special.xlogy(weights, weights).sum(-1),
         "confidence": weights.amax(-1),
-        "reach": (weights * distance.abs()).sum(-1),
-        "signed_reach": (weights * distance).sum(-1),
-        "reach_squared": (weights * distance**2).sum(-1),
+        "mean_distance": (weights * distance.abs()).sum(-1),
+        "mean_offset": (weights * distance).sum(-1),
+        "mean_squared_distance": (weights * distance**2).sum(-1),
         "sink_mass": weights[..., 0],
         "self_mass": weights.diagonal(0, -2, -1),
         "window_mass": (weights * (distance.abs() <= 64)).sum(-1),
@@ -70,8 +70,8 @@ def test_statistics_of_a_layer_are_those_of_its_weights(x: Tensor, backend: str 
 def test_a_call_may_ask_in_any_form(x: Tensor) -> None:
     layer = make(causal=True)
     everything = layer(x, statistics=True).statistics
-    for asked in ("entropy", ("entropy",), ["entropy"], {"entropy"}, Statistics("entropy")):
-        found = layer(x, statistics=asked).statistics
+    for requested in ("entropy", ("entropy",), ["entropy"], {"entropy"}, Statistics("entropy")):
+        found = layer(x, statistics=requested).statistics
         assert [name for name, _ in found.items()] == ["entropy"]
         torch.testing.assert_close(found.entropy, everything.entropy)
     near = layer(x, statistics=Statistics("window_mass", "sink_mass", window=2, sink_keys=3)).statistics
@@ -86,8 +86,8 @@ def test_the_gradient_of_a_statistic_reaches_the_projections(x: Tensor) -> None:
     layer = make(causal=True)
     grads = {}
     for backend in ("reference", "blockwise"):
-        found = layer(x, statistics=("entropy", "max_logit", "reach"), backend=backend).statistics
-        loss = found.entropy.sum() + found.max_logit.square().sum() + found.reach.sum()
+        found = layer(x, statistics=("entropy", "max_logit", "mean_distance"), backend=backend).statistics
+        loss = found.entropy.sum() + found.max_logit.square().sum() + found.mean_distance.sum()
         grads[backend] = torch.autograd.grad(loss, (layer.q_proj.weight, layer.k_proj.weight))
         assert all(float(grad.abs().max()) > 0.1 for grad in grads[backend])
     torch.testing.assert_close(grads["blockwise"], grads["reference"])
@@ -128,12 +128,12 @@ def test_cross_attention_has_no_statistics_of_positions(x: Tensor) -> None:
     source = torch.randn(BATCH, KEYS, EMBED, dtype=DOUBLE)
     absent = {*POSITIONAL, "learned_sink_mass"}
     for key in (source, layer.remember(source)):
-        for asked in (True, Statistics(), Statistics(cross=True)):
-            found = layer(x, key, statistics=asked).statistics
+        for requested in (True, Statistics(), Statistics(cross=True)):
+            found = layer(x, key, statistics=requested).statistics
             assert {name for name, _ in found.items()} == set(NAMES) - absent
-        for asked in ("reach", ("entropy", "self_mass"), Statistics("next_mass")):
+        for requested in ("mean_distance", ("entropy", "self_mass"), Statistics("next_mass")):
             with pytest.raises(OptionError, match="a cross-attention have no common positions"):
-                layer(x, key, statistics=asked)
+                layer(x, key, statistics=requested)
     # The options of a request survive.
     weights = layer(x, source, weights=True).weights
     first = layer(x, source, statistics=Statistics("sink_mass", sink_keys=4)).statistics.sink_mass
@@ -167,23 +167,25 @@ def test_statistics_through_a_cache_are_those_of_one_forward(x: Tensor, kind: st
     layer = make(causal=True, positions=encoding)
     build, options = CACHES[kind]
     cache = build.for_layout(layer.layout, batch_size=BATCH, dtype=DOUBLE, **options)
-    asked = Statistics(sink_keys=2, window=3)
-    close(generated(layer, cache, x, PIECES[pieces], statistics=asked), layer(x, statistics=asked).statistics)
+    requested = Statistics(sink_keys=2, window=3)
+    close(generated(layer, cache, x, PIECES[pieces], statistics=requested), layer(x, statistics=requested).statistics)
 
 
 def test_statistics_through_a_rolling_cache_are_those_of_a_window(x: Tensor) -> None:
     window = 7
     layer = make(causal=True, window=window)
-    asked = Statistics("entropy", "reach", "self_mass", "previous_mass", "visible_keys", "sink_mass", "window_mass")
+    requested = Statistics(
+        "entropy", "mean_distance", "self_mass", "previous_mass", "visible_keys", "sink_mass", "window_mass"
+    )
     cache = RollingCache.for_layout(layer.layout, batch_size=BATCH, dtype=DOUBLE, window=window)
-    close(generated(layer, cache, x, [9] + [1] * 20, statistics=asked), layer(x, statistics=asked).statistics)
+    close(generated(layer, cache, x, [9] + [1] * 20, statistics=requested), layer(x, statistics=requested).statistics)
 
 
 def test_statistics_through_a_quantised_cache_are_those_of_its_keys(x: Tensor) -> None:
     layer = make(causal=True).float()
     cache = QuantizedCache.for_layout(layer.layout, batch_size=BATCH, dtype=torch.float32, capacity=31)
-    found = generated(layer, cache, x.float(), [25, 1, 1, 1, 1], statistics=("entropy", "reach", "confidence"))
-    expected = layer(x.float(), statistics=("entropy", "reach", "confidence")).statistics
+    found = generated(layer, cache, x.float(), [25, 1, 1, 1, 1], statistics=("entropy", "mean_distance", "confidence"))
+    expected = layer(x.float(), statistics=("entropy", "mean_distance", "confidence")).statistics
     close(found, expected, 0.1)  # keys of eight bits
     assert not torch.equal(found.entropy, expected.entropy)
 

@@ -79,10 +79,10 @@ def test_learnable_alibi_starts_as_the_fixed_one_and_learns() -> None:
 
 
 def test_reach_covers_keys_that_stand_further_away_than_the_lengths_tell() -> None:
-    (bias,) = ALiBi(8).mask(1, 4, reach=5000).relative_biases
+    (bias,) = ALiBi(8).mask(1, 4, max_distance=5000).relative_biases
     assert bias.table[0, bias.zero - 5000] == -2500.0
     assert bias.table[0, bias.zero + 5000] == -2500.0
-    (bias,) = ALiBi(8).mask(1, 29, reach=7).relative_biases
+    (bias,) = ALiBi(8).mask(1, 29, max_distance=7).relative_biases
     assert bias.table[0, bias.zero - 28] == -14.0
 
 

@@ -20,7 +20,7 @@ from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache
 from polyhead.layers.positions import ALiBi, Learned, Rotary
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import CollaborativeAttention, CollaborativeConfig
-from polyhead.observation.projections import find_wiring
+from polyhead.observation.projections import find_projections
 from tests.error_budget import Compared, assert_draws_within_error_budget, token_orders
 from tests.layers.head_formula import earlier, project
 from tests.ops.oracle import ON_THE_CPU
@@ -175,8 +175,8 @@ def test_a_trained_layer_is_converted_exactly(name: str) -> None:
     if "key_input_dim" in options:
         inputs += [randn(BATCH, KEYS, 19), randn(BATCH, KEYS, 17)]
     close(made(*inputs).output, plain(*inputs).output)
-    asked = {"statistics": ("entropy", "max_logit"), "logsumexp": True}
-    ours, theirs = made(*inputs, **asked), plain(*inputs, **asked)
+    requested = {"statistics": ("entropy", "max_logit"), "logsumexp": True}
+    ours, theirs = made(*inputs, **requested), plain(*inputs, **requested)
     close(ours.logsumexp, theirs.logsumexp)
     close(dict(ours.statistics.items()), dict(theirs.statistics.items()))
 
@@ -243,13 +243,13 @@ def test_statistics_are_those_of_the_weights(x: Tensor) -> None:
 
 def test_the_wiring_of_a_head_has_its_mixing_in_it(x: Tensor) -> None:
     layer, told = make(bias=False), []
-    (wiring,) = find_wiring(layer, lambda: layer(x)).values()
+    (head_projections,) = find_projections(layer, lambda: layer(x)).values()
     layer._listener = told.append
     output = layer(x).output
-    close(torch.einsum("bne,hed->bhnd", x, wiring.query), told[0].query)
-    close(torch.einsum("bne,hed->bhnd", x, wiring.key), told[0].key)
-    close(torch.einsum("bne,hed->bhnd", x, wiring.value), told[0].value)
-    close(torch.einsum("bhnd,hde->bne", told[0].result.output, wiring.output), output)
+    close(torch.einsum("bne,hed->bhnd", x, head_projections.query), told[0].query)
+    close(torch.einsum("bne,hed->bhnd", x, head_projections.key), told[0].key)
+    close(torch.einsum("bne,hed->bhnd", x, head_projections.value), told[0].value)
+    close(torch.einsum("bhnd,hde->bne", told[0].result.output, head_projections.output), output)
 
 
 def test_a_gate_multiplies_the_heads(x: Tensor) -> None:

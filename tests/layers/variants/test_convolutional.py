@@ -272,13 +272,13 @@ QUADRATIC = QuadraticRelative1DConfig()
     ],
 )
 def test_init_conv_refuses_what_does_not_fit(options: Any, error: type[Exception], words: str) -> None:
-    asked = {"value_dim": 6, "positions": QUADRATIC, "init": "conv", **options}
+    requested = {"value_dim": 6, "positions": QUADRATIC, "init": "conv", **options}
     with pytest.raises(error, match=words):
-        MultiHeadConfig(6, 3, **asked)
-    described = asked["positions"]
-    asked["positions"] = None if described is None else described.build(HeadLayout(6, 3))
+        MultiHeadConfig(6, 3, **requested)
+    described = requested["positions"]
+    requested["positions"] = None if described is None else described.build(HeadLayout(6, 3))
     with pytest.raises(error, match=words):
-        MultiHeadAttention(6, 3, **asked)
+        MultiHeadAttention(6, 3, **requested)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from polyhead.layers.positions.config import ALiBiConfig, RotaryConfig
 from polyhead.layers.variants import DifferentialAttention, DifferentialConfig
 from polyhead.layers.variants.differential import weights as combined
 from polyhead.layers.variants.differential.layer import initial_lambda
-from polyhead.observation.projections import find_wiring
+from polyhead.observation.projections import find_projections
 from tests.error_budget import Compared, assert_draws_within_error_budget, token_orders
 from tests.layers.head_formula import earlier, project
 from tests.ops.oracle import ON_THE_CPU
@@ -285,16 +285,16 @@ def test_who_watches_sees_both_maps(name: str, x: Tensor) -> None:
 
 def test_the_wiring_of_a_map_is_half_of_its_head(x: Tensor) -> None:
     layer = make(causal=True)
-    (wiring,) = find_wiring(layer, lambda: layer(x)).values()
+    (head_projections,) = find_projections(layer, lambda: layer(x)).values()
     told: list[Any] = []
     layer._listener = told.append
     layer(x)
     bias = layer.q_proj.bias.view(HEADS, 2, HALF).transpose(0, 1).flatten(0, 1)
-    close(torch.einsum("bne,hed->bhnd", x, wiring.query) + bias[:, None], told[0].query)
+    close(torch.einsum("bne,hed->bhnd", x, head_projections.query) + bias[:, None], told[0].query)
     bias = layer.v_proj.bias.view(KV_HEADS, VALUE).repeat(2, 1)
-    close(torch.einsum("bne,hed->bhnd", x, wiring.value) + bias[:, None], told[0].value)
-    assert wiring.key.shape == (2 * KV_HEADS, EMBED, HALF)
-    assert wiring.output is None
+    close(torch.einsum("bne,hed->bhnd", x, head_projections.value) + bias[:, None], told[0].value)
+    assert head_projections.key.shape == (2 * KV_HEADS, EMBED, HALF)
+    assert head_projections.output is None
 
 
 # ---- configs, checkpoints, programs, refusals

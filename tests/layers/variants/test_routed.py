@@ -156,7 +156,7 @@ def test_statistics_are_those_of_the_chosen_rows_and_no_others(options):
     expected = {
         "entropy": -torch.special.xlogy(weights, weights).sum(-1),
         "confidence": weights.amax(-1),
-        "reach": (weights * distance.abs()).sum(-1),
+        "mean_distance": (weights * distance.abs()).sum(-1),
         "sink_mass": weights[..., :2].sum(-1),
         "window_mass": (weights * (distance.abs() <= 3)).sum(-1),
         "visible_keys": chosen * torch.arange(1.0, LENGTH + 1, dtype=DOUBLE),

@@ -20,7 +20,7 @@ from polyhead.layers.positions import ALiBi, Rotary, T5Bias
 from polyhead.layers.positions.config import ALiBiConfig, RotaryConfig, T5BiasConfig
 from polyhead.layers.variants import TalkingHeads, TalkingHeadsConfig
 from polyhead.observation import AttentionMaps
-from polyhead.observation.projections import find_wiring
+from polyhead.observation.projections import find_projections
 from polyhead.ops.attended import Attended
 from tests.error_budget import ORDERS, assert_within_error_budget
 from tests.ops.talking_heads.formula import mixed, plain_talking, talking_maps
@@ -149,10 +149,10 @@ def test_who_watches_sees_each_softmax(x: Tensor) -> None:
     statistics = layer(x, statistics=True).statistics
     with (
         torch.no_grad(),
-        polyhead.observe(layer, statistics=("entropy", "reach"), gather=[AttentionMaps(4)]) as session,
+        polyhead.observe(layer, statistics=("entropy", "mean_distance"), collect=[AttentionMaps(4)]) as session,
     ):
         layer(x)
-    for name in ("entropy", "reach"):
+    for name in ("entropy", "mean_distance"):
         means = torch.tensor([row[name] for row in session.profile.rows()], dtype=DOUBLE)
         torch.testing.assert_close(means, getattr(statistics, name).mean((0, 2)), rtol=1e-6, atol=1e-9)
     assert layer._listener is None
@@ -165,12 +165,12 @@ def test_who_watches_sees_each_softmax(x: Tensor) -> None:
 
 def test_the_wiring_of_a_map_has_the_queries_and_keys_of_all_heads(x: Tensor) -> None:
     layer = make(causal=True, bias=False)
-    (wiring,) = find_wiring(layer, lambda: layer(x)).values()
+    (head_projections,) = find_projections(layer, lambda: layer(x)).values()
     query, key, _ = heads_of(layer, x, x)
     logits, _ = talking_maps(query, key, layer.logits_mix, scale=1.0)
-    close((x[:, None] @ wiring.query) @ (x[:, None] @ wiring.key).mT, logits)
-    assert wiring.value.shape == (KV_HEADS, EMBED, VALUE_DIM)
-    assert wiring.output.shape == (HEADS, VALUE_DIM, EMBED)
+    close((x[:, None] @ head_projections.query) @ (x[:, None] @ head_projections.key).mT, logits)
+    assert head_projections.value.shape == (KV_HEADS, EMBED, VALUE_DIM)
+    assert head_projections.output.shape == (HEADS, VALUE_DIM, EMBED)
 
 
 OPTIONS = {

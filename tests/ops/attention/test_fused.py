@@ -49,8 +49,10 @@ def tiles_for(device: str) -> object:
 def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "cpu") -> dict[str, Tensor]:
     """The gradients of a random functional of the output, the log-sum-exp or the statistics that are named."""
     case = case.with_gradients()
-    asked = tuple(name for name in told if name in NAMES and (name != "learned_sink_mass" or case.sinks is not None))
-    statistics = Statistics(*asked, sink_keys=SINK_KEYS, window=WINDOW) if asked else None
+    requested = tuple(
+        name for name in told if name in NAMES and (name != "learned_sink_mass" or case.sinks is not None)
+    )
+    statistics = Statistics(*requested, sink_keys=SINK_KEYS, window=WINDOW) if requested else None
     result = case.run(backend, device, statistics=statistics)
     there = {"output": result.output, "logsumexp": result.logsumexp}
     there |= {} if result.statistics is None else dict(result.statistics.items())

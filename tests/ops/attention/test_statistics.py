@@ -90,9 +90,9 @@ def definitions(scene: Scene, *, sink_keys: int = 1, window: int = 64) -> dict[s
         "max_abs_logit": torch.where(filled, sizes.max(-1).values, 0.0),
         "entropy": -(every * torch.where(columns == -torch.inf, 0.0, log_weights)).sum(-1),
         "confidence": torch.where(filled, weights.max(-1).values, 0.0),
-        "reach": mass(distance.abs()),
-        "signed_reach": mass(distance),
-        "reach_squared": mass(distance**2),
+        "mean_distance": mass(distance.abs()),
+        "mean_offset": mass(distance),
+        "mean_squared_distance": mass(distance**2),
         "sink_mass": mass(first),
         "self_mass": mass(distance == 0),
         "previous_mass": mass(distance == -1),
@@ -126,10 +126,10 @@ def gradients(loss: Tensor, scene: Scene) -> dict[str, Tensor]:
     }
 
 
-def assert_as_defined(scene: Scene, backend: str, asked: Statistics, *, tolerance: float = 1e-9) -> None:
+def assert_as_defined(scene: Scene, backend: str, requested: Statistics, *, tolerance: float = 1e-9) -> None:
     scene = scene.with_gradients()
-    expected = definitions(scene, sink_keys=asked.sink_keys, window=asked.window)
-    found = dict(scene.run(backend, statistics=asked).statistics.items())
+    expected = definitions(scene, sink_keys=requested.sink_keys, window=requested.window)
+    found = dict(scene.run(backend, statistics=requested).statistics.items())
     assert list(found) == [name for name in NAMES if name in expected]
     for name, x in found.items():
         torch.testing.assert_close(
@@ -146,12 +146,12 @@ def assert_as_defined(scene: Scene, backend: str, asked: Statistics, *, toleranc
 @given(scene=scenes(), sink_keys=st.integers(1, 5), window=st.integers(0, 9))
 @pytest.mark.usefixtures("small_tiles")
 def test_every_statistic_is_its_definition_in_every_backend(scene: Scene, sink_keys: int, window: int) -> None:
-    asked = Statistics(sink_keys=sink_keys, window=window)
+    requested = Statistics(sink_keys=sink_keys, window=window)
     plain = replace(scene, sinks=None, softcap=None, bias=None, table=None)
     assume(not has_ties(scene) and not has_ties(plain))
     for backend in OURS:
-        assert_as_defined(scene, backend, asked)
-    assert_as_defined(plain, "sdpa", asked)
+        assert_as_defined(scene, backend, requested)
+    assert_as_defined(plain, "sdpa", requested)
 
 
 SIZES = {"self": (31, 31), "more keys": (19, 43), "more queries": (43, 19), "one query": (1, 37)}
@@ -200,7 +200,7 @@ def test_tiles_far_from_the_diagonal_add_up_to_the_same_reach(
     scene = Scene(*(normal(1, 2, 211, 8, seed=seed) for seed in range(3)))
     scene = scene.with_gradients()
     mask = Mask.causal() if causal else None
-    names = ("reach", "signed_reach", "reach_squared", "window_mass", "next_mass")
+    names = ("mean_distance", "mean_offset", "mean_squared_distance", "window_mass", "next_mass")
     results = []
     for name in ("reference", backend):
         result = attention(
@@ -266,7 +266,7 @@ def test_a_row_on_one_key_and_a_row_on_all_have_the_known_entropies(backend: str
     torch.testing.assert_close(found.confidence[0, 0], torch.tensor([1 / keys, 1.0]), rtol=1e-6, atol=0.0)
     assert found.max_logit.flatten().tolist() == [0.0, 1e4]
     # The two queries stand beside the last two keys.
-    torch.testing.assert_close(found.signed_reach[0, 0], torch.tensor([-29.0, 17.0 - 60.0]), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(found.mean_offset[0, 0], torch.tensor([-29.0, 17.0 - 60.0]), rtol=1e-6, atol=0.0)
     assert found.visible_keys.flatten().tolist() == [keys, keys]
 
 
@@ -281,7 +281,7 @@ def test_the_tiles_near_the_diagonal_keep_a_short_reach_exact(backend: str) -> N
     mask = Mask.window(9)
     found = attention(query, key, key, mask=mask, scale=1.0, backend=backend, statistics=True).statistics
     later = slice(1, None)
-    for name in ("reach", "reach_squared", "previous_mass"):
+    for name in ("mean_distance", "mean_squared_distance", "previous_mass"):
         torch.testing.assert_close(getattr(found, name)[..., later], torch.ones(1, 1, n - 1), rtol=1e-6, atol=1e-6)
 
 
@@ -319,9 +319,9 @@ def test_without_any_key_there_is_nothing_to_tell(backend: str) -> None:
 @pytest.mark.parametrize("backend", OURS)
 def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
     scene = plain_scene(11, 13, Who(causal=True))
-    asked = Statistics("entropy", "confidence", "learned_sink_mass")
+    requested = Statistics("entropy", "confidence", "learned_sink_mass")
     sinks = torch.full((6,), -torch.inf, dtype=torch.float64, requires_grad=True)
-    found = replace(scene, sinks=sinks).run(backend, statistics=asked).statistics
+    found = replace(scene, sinks=sinks).run(backend, statistics=requested).statistics
     plain = scene.run(backend, statistics=("entropy", "confidence")).statistics
     torch.testing.assert_close(found.entropy, plain.entropy)
     torch.testing.assert_close(found.confidence, plain.confidence)
@@ -403,7 +403,7 @@ def test_statistics_come_with_the_same_output_and_a_log_sum_exp(backend: str) ->
     torch.testing.assert_close(watched.logsumexp, scene.formula().logsumexp)
     assert plain.statistics is None
     assert isinstance(watched.statistics, RowStatistics)
-    assert watched.statistics.reach is None
+    assert watched.statistics.mean_distance is None
 
 
 class Operators(Allocations):
@@ -475,8 +475,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "unknown name": (lambda: attention(Q, Q, Q, statistics=("entropy", "sharpness")), "got 'sharpness'"),
     "not a name": (lambda: attention(Q, Q, Q, statistics=3), r"polyhead.Statistics\(...\), got int"),
     "positions of a cross-attention": (
-        lambda: Statistics("entropy", "reach", "self_mass", cross=True),
-        "no common positions, got a request for reach, self_mass; leave them out",
+        lambda: Statistics("entropy", "mean_distance", "self_mass", cross=True),
+        "no common positions, got a request for mean_distance, self_mass; leave them out",
     ),
     "no sinks": (lambda: attention(Q, Q, Q, statistics="learned_sink_mass"), "got an attention without sinks"),
     "no sink keys": (lambda: Statistics(sink_keys=0), "sink_keys must be an integer of at least 1, got 0"),
@@ -577,7 +577,7 @@ def test_first_and_second_derivatives_are_those_of_the_numbers(
     [
         *(
             ("blockwise", name)
-            for name in ("max_logit", "max_abs_logit", "entropy", "confidence", "reach", "self_mass")
+            for name in ("max_logit", "max_abs_logit", "entropy", "confidence", "mean_distance", "self_mass")
         ),
         *(("sdpa", name) for name in ("max_logit", "entropy")),
     ],
@@ -637,7 +637,7 @@ class Attends(nn.Module):
 @pytest.mark.usefixtures("fresh_compiler")
 def test_statistics_leave_an_exported_program_as_what_they_are() -> None:
     query, key = torch.randn(2, 6, 19, 8), torch.randn(2, 2, 19, 8)
-    module = Attends(statistics=("entropy", "reach"), backend="reference")
+    module = Attends(statistics=("entropy", "mean_distance"), backend="reference")
     result = torch.export.export(module, (query, key)).module()(query, key)
     expected = module(query, key)
     assert isinstance(result.statistics, RowStatistics)

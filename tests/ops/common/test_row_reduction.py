@@ -17,8 +17,8 @@ from polyhead.ops.common.statistics import RowStatistics
 from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memory
 from tests.waiting import waiting_is_an_error
 
-NAMES = ("entropy", "max_logit", "reach", "sink_mass")
-COLUMNS = ("entropy", SHARE, "max_logit", "reach")
+NAMES = ("entropy", "max_logit", "mean_distance", "sink_mass")
+COLUMNS = ("entropy", SHARE, "max_logit", "mean_distance")
 HEADS, MANY_HEADS = 3, 7
 SIZES = [(1, 1), (3, 11), (2, 131), (1, 257), (2, 2053), (1, 10_007)]  # the last one is cut into chunks
 
@@ -107,7 +107,7 @@ def check_strides_and_dtypes(device: str) -> None:
         return torch.stack([tensor, tensor]).permute(0, *(1 + x for x in order)).contiguous()[1].permute(back)
 
     every = {name: laid_out(x, (2, 0, 1)) for name, x in rows.items()}
-    mixed = {name: laid_out(x, (1, 2, 0)) if name == "reach" else x for name, x in every.items()}
+    mixed = {name: laid_out(x, (1, 2, 0)) if name == "mean_distance" else x for name, x in every.items()}
     for values in (every, mixed):
         view = RowStatistics(**values)
         assert_equal(
@@ -130,7 +130,7 @@ def check_chosen(device: str) -> None:
     rows, real, every = rows_of(2, 29, device, heads=MANY_HEADS), real_of(2, 29, device), (*NAMES, SHARE)
     whole = reduce_rows(rows, real, every, range(MANY_HEADS), empty(len(every), MANY_HEADS, device))
     for heads in [(3,), (0, 2, 4), (1, 2, 6), (0, 1, 3, 6), (6, 2)]:
-        for columns in [("reach",), (SHARE,), (SHARE, "sink_mass"), ("max_logit", "entropy")]:
+        for columns in [("mean_distance",), (SHARE,), (SHARE, "sink_mass"), ("max_logit", "entropy")]:
             found = reduce_rows(rows, real, columns, heads, empty(len(columns), len(heads), device))
             assert_equal(found, exact([(rows, real)], columns, heads), columns)
             places = [every.index(name) for name in columns]
@@ -163,7 +163,7 @@ def check_state(device: str) -> None:
 def check_values(device: str) -> None:
     """What counts is seen even where it is broken, and in no other head; a small spread survives a large mean."""
     rows = rows_of(2, 3001, device, hidden=False)
-    for name in ("reach", "max_logit"):
+    for name in ("mean_distance", "max_logit"):
         getattr(rows, name)[1, 2, 2500] = torch.nan
     state = empty(device=device)
     found = reduce_rows(rows, None, COLUMNS, range(HEADS), state)
@@ -173,7 +173,7 @@ def check_values(device: str) -> None:
         assert broken.sum() == 2
     again = reduce_rows(rows_of(1, 3, device, hidden=False), None, COLUMNS, range(HEADS), found)
     assert again.largest[2:, 2].isnan().all()
-    far = replace(rows_of(1, 5000, device, hidden=False), reach=torch.randn(1, HEADS, 5000).add(1e4).to(device))
+    far = replace(rows_of(1, 5000, device, hidden=False), mean_distance=torch.randn(1, HEADS, 5000).add(1e4).to(device))
     assert_equal(reduce_rows(far, None, COLUMNS, range(HEADS), state), exact([(far, None)]))
 
 
@@ -188,7 +188,7 @@ def check_splits(device: str) -> None:
     from polyhead.ops.common.kernels import row_reduction as kernels
 
     rows, real = rows_of(3, 3001, device), real_of(3, 3001, device)
-    values = [rows.entropy, rows.entropy, rows.max_logit, rows.reach]
+    values = [rows.entropy, rows.entropy, rows.max_logit, rows.mean_distance]
     before = reduce_rows(rows_of(1, 17, device), None, COLUMNS, range(HEADS), empty(device=device))
     expected = reduce_rows(rows, real, COLUMNS, range(HEADS), before)
     for chunks in (1, 2, 4, 64):
@@ -252,8 +252,8 @@ def test_on_a_gpu_rows_beyond_two_gigabytes():
     base = torch.zeros(2, 3, 2**29 - 63, device="cuda")
     keys = torch.ones((), device="cuda").expand(2, 3, 2**29 - 63)
     base[1, 2, -1] = 5.0
-    rows = RowStatistics(reach=base, visible_keys=keys)
-    found = reduce_rows(rows, None, ("reach",), range(3), empty(1, 3, "cuda"))
+    rows = RowStatistics(mean_distance=base, visible_keys=keys)
+    found = reduce_rows(rows, None, ("mean_distance",), range(3), empty(1, 3, "cuda"))
     assert found.largest.tolist() == [[0.0, 0.0, 5.0]]
     assert found.total.tolist() == [[2.0 * (2**29 - 63)] * 3]
 

@@ -27,13 +27,13 @@ CASES = [
     Case(dims=(72, 48), splits=None, lengths=None, names=("max_logit", "entropy")),  # no power of two
     Case(dims=(56, 48), splits=7, names=()),
     Case(dims=(528, 512), group=8, splits=9, lengths=(97, 0), names=("max_logit", "entropy", "visible_keys")),
-    Case(dims=(576, 512), group=5, splits=2, lengths=(70, 33), names=("confidence", "reach")),
-    Case(dims=(136, 128), group=19, splits=1, lengths=(5, 130), names=("reach_squared", "max_logit")),
+    Case(dims=(576, 512), group=5, splits=2, lengths=(70, 33), names=("confidence", "mean_distance")),
+    Case(dims=(136, 128), group=19, splits=1, lengths=(5, 130), names=("mean_squared_distance", "max_logit")),
     Case(dims=(40, 32), queries=3, group=1),
     Case(dims=(40, 32), queries=3, splits=1, new_lengths=(2, 0)),
     # More rows than one tile of float32 has.
     Case(dims=(24, 16), queries=6, group=3, splits=1, lengths=(61, 31), new_lengths=(6, 4), names=("self_mass",)),
-    Case(dims=(24, 16), queries=2, causal=False, splits=2, names=("next_mass", "signed_reach")),
+    Case(dims=(24, 16), queries=2, causal=False, splits=2, names=("next_mass", "mean_offset")),
     Case(dims=(24, 16), queries=5, group=1, lengths=(397, 4), splits=1),  # the first queries see nothing
     Case(dims=(24, 16), left=211, kept=3, splits=1, queries=3, sinks=True, names=NAMES),
     Case(dims=(24, 16), left=2, splits=5, names=("window_mass", "visible_keys", "sink_mass")),
@@ -139,7 +139,7 @@ def test_on_a_gpu_latents_give_the_formula(case: Case, dtype: torch.dtype) -> No
 
 
 # Many heads and one token, which on Hopper have a kernel of their own; there are KV_HEADS times as many heads.
-BAND = ("max_logit", "entropy", "confidence", "reach", "signed_reach", "visible_keys")
+BAND = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 MANY_HEADS = [
     Case(dims=(576, 512), group=128, names=BAND),
     Case(dims=(576, 512), group=64, names=(), splits=1),
@@ -149,7 +149,7 @@ MANY_HEADS = [
     Case(dims=(576, 512), group=64, names=("visible_keys",), left=0, splits=1),
     Case(dims=(576, 512), group=32, names=("max_logit", "entropy"), lengths=None, splits=None),
     Case(dims=(576, 512), group=32, names=("entropy", "learned_sink_mass"), sinks=True),
-    Case(dims=(400, 384), group=40, names=("reach",)),
+    Case(dims=(400, 384), group=40, names=("mean_distance",)),
     Case(dims=(512, 512), group=33, names=BAND),
     Case(dims=(136, 80), group=33, names=("entropy",)),
     Case(dims=(320, 256), group=64, names=("max_logit", "entropy"), spread=20.0),

@@ -59,11 +59,11 @@ CASES = [
     Case(splits=40, dims=(16, 256), names=("max_logit", "entropy", "visible_keys")),  # more parts than tiles of keys
     Case(splits=2, names=("max_logit", "entropy"), lengths=None, dims=(64, 64)),
     Case(group=1, dims=(8, 8), names=("confidence", "visible_keys"), lengths=(5, 130)),
-    Case(group=19, dims=(40, 16), splits=1, names=("reach", "max_logit")),
+    Case(group=19, dims=(40, 16), splits=1, names=("mean_distance", "max_logit")),
     Case(queries=3, group=1),
     Case(queries=3, splits=1, new_lengths=(2, 0)),
     Case(queries=16, group=5, splits=1, new_lengths=(16, 9)),  # more rows than one tile has
-    Case(queries=2, causal=False, splits=2, names=("next_mass", "signed_reach")),
+    Case(queries=2, causal=False, splits=2, names=("next_mass", "mean_offset")),
     Case(queries=7, lengths=(397, 4), splits=1),  # fewer tokens than queries: the first rows see nothing
     Case(left=211, kept=3),
     Case(left=211, kept=3, splits=1, queries=3, sinks=True, names=NAMES),
@@ -74,11 +74,11 @@ CASES = [
     Case(table=64, queries=2, names=()),
     Case(table=9, splits=1),
     Case(spread=3000.0, names=("max_logit", "max_abs_logit", "entropy", "confidence")),
-    Case(layout="paged", names=("entropy", "reach_squared")),
+    Case(layout="paged", names=("entropy", "mean_squared_distance")),
     Case(layout="paged", page_size=7, queries=4, new_lengths=(4, 1), splits=1),
     Case(layout="paged", page_size=128, left=100, kept=5, sinks=True, names=NAMES),
     Case(layout="rolling"),
-    Case(layout="rolling", queries=3, left=211, kept=3, splits=2, names=("reach", "sink_mass")),
+    Case(layout="rolling", queries=3, left=211, kept=3, splits=2, names=("mean_distance", "sink_mass")),
     Case(layout="rolling", left=40, splits=1, lengths=None),
     Case(layout="int8"),
     Case(layout="int8", queries=3, splits=1, new_lengths=(3, 2), names=()),
@@ -265,7 +265,7 @@ def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Sc
             bound = 1e-5 * logit_bound(scene)
         elif name == "visible_keys":
             bound = 0.0
-        elif "reach" in name:
+        elif "mean_distance" in name:
             bound = 1e-5 * max(1.0, float(expected.abs().max()))
         else:
             bound = 1e-3 if large else 1e-5

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.ops.interpreter.interpreter import TIME_LIMIT, Answer, Request, call_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def in_the_interpreter(check: Callable[..., object], /, *arguments: Any, **options: Any) -> None:

@@ -56,9 +56,9 @@ def test_lower_precision_keeps_to_the_error_budget(backend: str, dtype: torch.dt
 def test_statistics_are_those_of_the_chosen_rows(backend: str, by_head: bool) -> None:
     whole = scene(keys=29, sinks=normal(6, seed=4), who=Who(left=9, right=1, first=2, key_lengths=(29, 13)))
     case = Chosen(whole, random_choice(whole), by_head, padding=3)
-    asked = Statistics(sink_keys=2, window=3)
-    found = case.run(backend, statistics=asked).statistics
-    exact = whole.run("reference", statistics=asked).statistics
+    requested = Statistics(sink_keys=2, window=3)
+    found = case.run(backend, statistics=requested).statistics
+    exact = whole.run("reference", statistics=requested).statistics
     assert found is not None
     assert exact is not None
     count = int(case.which.sum())

@@ -183,7 +183,7 @@ def test_statistics_are_those_of_each_softmax(name: str, backend: str) -> None:
         "max_abs_logit": (logits.abs() * seen).amax(-1),
         "confidence": weights.amax(-1),
         "visible_keys": seen.sum(-1).to(DOUBLE),
-        "reach": (weights * distance.abs()).sum(-1),
+        "mean_distance": (weights * distance.abs()).sum(-1),
         "self_mass": (weights * (distance == 0)).sum(-1),
         "previous_mass": (weights * (distance == -1)).sum(-1),
     }

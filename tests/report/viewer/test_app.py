@@ -354,8 +354,8 @@ def test_a_picture_is_an_estimate_first_and_then_exact(page, viewer, monkeypatch
     monkeypatch.setattr(tiles, "ESTIMATE_PAIRS", {"cpu": 1})
     monkeypatch.setattr(tiles, "STRIP_PAIRS", {"cpu": 2000})
     reading = page.read(" ".join(["w1 w2 w3 w4 ."] * 26))["id"]
-    asked = {"reading": reading, "place": 1, "head": 2}
-    rough, begins, *strips, last = page.lines("picture", **asked)
+    requested = {"reading": reading, "place": 1, "head": 2}
+    rough, begins, *strips, last = page.lines("picture", **requested)
     assert rough["how"]["kind"] == "estimate"
     assert rough["level"] == 4
     assert rough["how"]["rule"]["every"] == 16
@@ -371,7 +371,7 @@ def test_a_picture_is_an_estimate_first_and_then_exact(page, viewer, monkeypatch
     expected = weights.unflatten(1, (33, 4)).unflatten(0, (33, 4)).sum((1, 3))
     torch.testing.assert_close(picture, expected, atol=1e-6, rtol=1e-5)
     assert last == {"done": True}
-    again, done = page.lines("picture", **asked)
+    again, done = page.lines("picture", **requested)
     assert again["how"]["exact"] is True
     assert torch.equal(numbers(again["weights"]), picture)
     assert done == {"done": True}
@@ -380,19 +380,19 @@ def test_a_picture_is_an_estimate_first_and_then_exact(page, viewer, monkeypatch
 def test_a_tile_is_exact_and_costs_nothing_the_second_time(page, viewer, monkeypatch):
     monkeypatch.setattr(tiles, "TILE_CELLS", 16)
     reading = page.read(" ".join(["w1 w2 w3 w4 ."] * 26))["id"]
-    asked = {"reading": reading, "place": 1, "head": 3, "pool": "max", "level": 1, "row": 2, "column": 1}
-    found = page.one("tile", **asked)
+    requested = {"reading": reading, "place": 1, "head": 3, "pool": "max", "level": 1, "row": 2, "column": 1}
+    found = page.one("tile", **requested)
     assert (found["rows"], found["columns"], found["block"]) == ([64, 96], [32, 64], 2)
     window = weights_of(viewer, reading, 1)[3, 64:96, 32:64]
     expected = window.unflatten(1, (16, 2)).unflatten(0, (16, 2)).amax((1, 3))
     torch.testing.assert_close(numbers(found["weights"]), expected, atol=1e-7, rtol=1e-6)
     monkeypatch.setattr(tiles, "window", None)  # nobody computes
-    assert page.one("tile", **asked) == found
+    assert page.one("tile", **requested) == found
     # Another text in the same slot: what was kept of the first is gone.
     monkeypatch.undo()
     page.read("w1 w2")
     assert len(viewer.cache) == 0
-    assert "was let go of" in page.refused("tile", 410, **asked)
+    assert "was let go of" in page.refused("tile", 410, **requested)
 
 
 def test_a_coarse_tile_is_cut_out_of_a_picture_that_is_known(page, viewer, monkeypatch):
@@ -400,12 +400,12 @@ def test_a_coarse_tile_is_cut_out_of_a_picture_that_is_known(page, viewer, monke
     monkeypatch.setattr(tiles, "PICTURE_CELLS", 64)
     reading = page.read(" ".join(["w1 w2 w3 w4 ."] * 26))["id"]
     head = {"reading": reading, "place": 0, "head": 1}
-    asked = {**head, "level": 3, "row": 1, "column": 0}
-    computed = numbers(page.one("tile", **asked)["weights"])
+    requested = {**head, "level": 3, "row": 1, "column": 0}
+    computed = numbers(page.one("tile", **requested)["weights"])
     viewer.cache.clear()
     page.lines("picture", **head)
     monkeypatch.setattr(tiles, "window", None)  # nobody computes
-    torch.testing.assert_close(numbers(page.one("tile", **asked)["weights"]), computed, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(numbers(page.one("tile", **requested)["weights"]), computed, atol=1e-6, rtol=1e-5)
 
 
 def test_a_window_is_single_weights(page, viewer):

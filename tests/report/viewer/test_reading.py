@@ -204,7 +204,7 @@ def test_memory_bounds_the_context(viewed):
     assert (plenty.context.tokens, plenty.context.reason) == (130, "trained")
     little = viewed("llama", memory=50 * plenty.bytes_per_token + 1)
     assert (little.context.tokens, little.context.reason) == (50, "memory")
-    assert viewed("llama", context=47).context.reason == "asked"
+    assert viewed("llama", context=47).context.reason == "requested"
     with pytest.raises(OptionError, match="130 at most, which llama was made for, got 131"):
         viewed("llama", context=131)
 

@@ -191,8 +191,8 @@ def test_a_client_that_does_not_read_holds_nothing_up(running, viewer, monkeypat
     connection = running.raw("heads", {"reading": reading})
     assert endless.begun.wait(20)
     # Nobody reads; others are served meanwhile, and at last the computation is given up.
-    asked = {"reading": reading, "place": 0, "head": 0, "rows": [0, 1], "columns": [0, 1]}
-    assert running.post("window", **asked).status_code == 200
+    requested = {"reading": reading, "place": 0, "head": 0, "rows": [0, 1], "columns": [0, 1]}
+    assert running.post("window", **requested).status_code == 200
     assert endless.closed.wait(20)
     assert endless.produced < 1000  # what the sockets hold, and a few
     connection.close()
@@ -263,7 +263,7 @@ def test_a_thousand_questions_at_once(running, viewer):
 def test_only_loopback_is_listened_to(viewer, assets, monkeypatch):
     import uvicorn
 
-    asked, listened = [], []
+    requested, listened = [], []
 
     async def no_startup(self, sockets=None):
         listened.extend(x.getsockname()[0] for x in sockets)
@@ -271,9 +271,9 @@ def test_only_loopback_is_listened_to(viewer, assets, monkeypatch):
 
     monkeypatch.setattr(uvicorn.Server, "startup", no_startup)
     with ThreadPoolExecutor(1) as pool:  # another test's browser may have left a loop running in this thread
-        pool.submit(serve, viewer, assets=assets, ready=asked.append).result()
+        pool.submit(serve, viewer, assets=assets, ready=requested.append).result()
     assert listened == ["127.0.0.1"]
-    assert asked == []  # nobody is told of a server that did not start
+    assert requested == []  # nobody is told of a server that did not start
 
 
 def test_a_page_that_was_not_built_says_how(viewer, tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 import polyhead.integrations.huggingface
 from polyhead.errors import OptionError
-from polyhead.observation.projections import find_wiring
+from polyhead.observation.projections import find_projections
 from polyhead.surgery import PruneHeads, ReorderHeads, apply, find_layers, fingerprint, undo
 from polyhead.surgery.adapters.head_weights import read_heads
 from tests.integrations.huggingface import models
@@ -22,18 +22,18 @@ def test_structure_says_what_numbers_say(name):
     """The anatomy goes by names and order; the wiring watches numbers pass. They find the same matrices."""
     family = FAMILIES[name]
     model = build(family)
-    wirings = {site.name: x for site, x in find_wiring(model, lambda: model(**models.inputs(family))).items()}
+    wirings = {site.name: x for site, x in find_projections(model, lambda: model(**models.inputs(family))).items()}
     layers = find_layers(model)
     assert [layer.path for layer in layers] == list(dict.fromkeys(layer.path for layer in layers))
     assert {layer.path for layer in layers} == set(wirings)
     for layer in layers:
-        heads, wiring = read_heads(model, layer), wirings[layer.path]
+        heads, head_projections = read_heads(model, layer), wirings[layer.path]
         # Some families scale their queries between the projection and the attention.
-        scale = (wiring.query.norm() / heads.query.norm()).item()
-        torch.testing.assert_close(wiring.query, heads.query.mT * scale, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(wiring.key, heads.key.mT)
-        torch.testing.assert_close(wiring.value, heads.value.mT)
-        torch.testing.assert_close(wiring.output, heads.output)
+        scale = (head_projections.query.norm() / heads.query.norm()).item()
+        torch.testing.assert_close(head_projections.query, heads.query.mT * scale, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(head_projections.key, heads.key.mT)
+        torch.testing.assert_close(head_projections.value, heads.value.mT)
+        torch.testing.assert_close(head_projections.output, heads.output)
 
 
 @pytest.mark.parametrize("name", EDITABLE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyhead.errors import ShapeError
-from polyhead.surgery import OutputMoments, find_layers, gather_moments
+from polyhead.surgery import OutputMoments, collect_moments, find_layers
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
@@ -34,7 +34,7 @@ def test_padding_is_no_calibration_text_in_encoders_and_decoders():
     given = models.inputs(family)
     source, target = torch.ones(3, 23), torch.ones(3, 11)
     source[0, 20:], target[1, 4:] = 0, 0
-    found = gather_moments(model, [{**given, "attention_mask": source, "decoder_attention_mask": target}])
+    found = collect_moments(model, [{**given, "attention_mask": source, "decoder_attention_mask": target}])
     counts = {path.rpartition(".")[0].rpartition(".")[0]: x.count for path, x in found.items()}
     assert counts == {"model.encoder.layers": 3 * 23 - 3, "model.decoder.layers": 3 * 11 - 7}
     assert not model.training

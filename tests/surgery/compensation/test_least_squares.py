@@ -10,13 +10,13 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.surgery import (
     MergeHeads,
+    OutputCompensation,
     OutputMoments,
-    OutputRepair,
     PruneHeads,
     apply,
+    collect_moments,
     find_layers,
     fingerprint,
-    gather_moments,
     pruning_order,
     undo,
 )
@@ -44,8 +44,8 @@ def test_repair_is_the_least_squares_solution_over_the_text(bias, ridge):
         ones = torch.cat((torch.ones(len(rows)), torch.zeros(21))).double()[:, None]
         design = torch.cat((design, ones), 1)
     solution = torch.linalg.lstsq(design, wanted, driver="gelsd").solution
-    moments = gather_moments(model, batches)
-    apply(model, [PruneHeads(0, (2, 4))], repair=OutputRepair(moments, ridge=ridge))
+    moments = collect_moments(model, batches)
+    apply(model, [PruneHeads(0, (2, 4))], compensation=OutputCompensation(moments, ridge=ridge))
     torch.testing.assert_close(model.attention.out_proj.weight.T, solution[:21], rtol=1e-7, atol=1e-9)
     if bias:
         torch.testing.assert_close(model.attention.out_proj.bias, solution[21], rtol=1e-7, atol=1e-9)
@@ -66,7 +66,7 @@ def test_a_head_that_says_what_others_say_is_replaced_without_loss():
     whole = model(fresh)
     moments, heads = of_layer(model, batches)
     assert set(pruning_order(moments, heads, ridge=1e-12).heads[:1]) <= {1, 3}
-    record = apply(model, [PruneHeads(0, (3,))], repair=OutputRepair({"attention": moments}, ridge=1e-12))
+    record = apply(model, [PruneHeads(0, (3,))], compensation=OutputCompensation({"attention": moments}, ridge=1e-12))
     torch.testing.assert_close(model(fresh), whole, rtol=0, atol=1e-7)
     undo(model, record)
     assert torch.equal(model(fresh), whole)
@@ -77,8 +77,8 @@ def test_a_head_that_says_what_others_say_is_replaced_without_loss():
 def test_a_large_ridge_leaves_the_heads_as_they_were():
     model, twin = block(bias=False), block(bias=False)
     twin.load_state_dict(model.state_dict())
-    moments = gather_moments(model, text())
-    apply(model, [PruneHeads(0, (2,))], repair=OutputRepair(moments, ridge=1e12))
+    moments = collect_moments(model, text())
+    apply(model, [PruneHeads(0, (2,))], compensation=OutputCompensation(moments, ridge=1e12))
     apply(twin, [PruneHeads(0, (2,))])
     torch.testing.assert_close(model.attention.out_proj.weight, twin.attention.out_proj.weight, rtol=1e-9, atol=1e-9)
 
@@ -105,7 +105,7 @@ def test_repair_says_what_it_needs(edits, batches, words):
     model = block()
     before = fingerprint(model)
     with pytest.raises(OptionError, match=words):
-        apply(model, edits, repair=OutputRepair(gather_moments(model, batches)))
+        apply(model, edits, compensation=OutputCompensation(collect_moments(model, batches)))
     assert fingerprint(model) == before
 
 
@@ -116,24 +116,24 @@ def test_moments_of_another_model_of_the_same_shape_are_refused():
             parameter.normal_()
     before = fingerprint(model)
     with pytest.raises(OptionError, match="with another output matrix than attention; gather them from this model"):
-        apply(model, [PruneHeads(0, (1,))], repair=OutputRepair(gather_moments(other, text())))
+        apply(model, [PruneHeads(0, (1,))], compensation=OutputCompensation(collect_moments(other, text())))
     assert fingerprint(model) == before
     with pytest.raises(OptionError, match="merged, got moments of layers with other output matrices"):
-        gather_moments(model, text())["attention"].merge(gather_moments(other, text())["attention"])
+        collect_moments(model, text())["attention"].merge(collect_moments(other, text())["attention"])
     rounded = block()
     rounded.load_state_dict({name: x.bfloat16().double() for name, x in model.state_dict().items()})
-    apply(model, [PruneHeads(0, (1,))], repair=OutputRepair(gather_moments(rounded, text())))
+    apply(model, [PruneHeads(0, (1,))], compensation=OutputCompensation(collect_moments(rounded, text())))
 
 
 def test_bad_ridges_and_missing_moments_are_refused():
     model = block()
     for ridge in (-1, float("inf"), "much"):
         with pytest.raises(OptionError, match="ridge must be a number of at least 0"):
-            OutputRepair({}, ridge=ridge)
+            OutputCompensation({}, ridge=ridge)
     with pytest.raises(OptionError, match="moments of every edited layer, got none of 'attention'"):
-        apply(model, [PruneHeads(0, (1,))], repair=OutputRepair({}))
+        apply(model, [PruneHeads(0, (1,))], compensation=OutputCompensation({}))
     with pytest.raises(OptionError, match="whose heads are known, got \\['nowhere'\\]"):
-        gather_moments(model, text(), paths=["nowhere"])
+        collect_moments(model, text(), paths=["nowhere"])
 
 
 def test_dead_heads_make_a_singular_system_that_a_ridge_cures():
@@ -141,15 +141,15 @@ def test_dead_heads_make_a_singular_system_that_a_ridge_cures():
     with torch.no_grad():
         model.attention.v_proj.weight[7:14] = 0
         model.attention.v_proj.bias[7:14] = 0
-    moments, before = gather_moments(model, batches), fingerprint(model)
+    moments, before = collect_moments(model, batches), fingerprint(model)
     with pytest.raises(OptionError, match="a singular system with ridge 0; give more text or a larger ridge"):
-        apply(model, [PruneHeads(0, (3,))], repair=OutputRepair(moments, ridge=0))
+        apply(model, [PruneHeads(0, (3,))], compensation=OutputCompensation(moments, ridge=0))
     assert fingerprint(model) == before
     heads = read_heads(model, find_layers(model)[0])
     with pytest.raises(OptionError, match="a singular system with ridge 0"):
         pruning_order(moments["attention"], heads, ridge=0)
     assert pruning_order(moments["attention"], heads).heads[0] == 1  # the dead one
-    apply(model, [PruneHeads(0, (3,))], repair=OutputRepair(moments))
+    apply(model, [PruneHeads(0, (3,))], compensation=OutputCompensation(moments))
     assert model.attention.out_proj.weight.isfinite().all()
     with pytest.raises(OptionError, match="computed of some tokens, got none"):
         OutputMoments.empty(7).compute(centred=True)
@@ -162,5 +162,5 @@ def test_layers_that_write_nothing_are_left_as_they_are():
     old = model.attention.out_proj.weight.detach().clone()
     moments, heads = of_layer(model, batches)
     assert pruning_order(moments, heads) == PruningOrder((0, 1, 2, 3), (0.0,) * 4)
-    apply(model, [PruneHeads(0, (4,))], repair=OutputRepair({"attention": moments}))
+    apply(model, [PruneHeads(0, (4,))], compensation=OutputCompensation({"attention": moments}))
     assert torch.equal(model.attention.out_proj.weight, old[:, :28])

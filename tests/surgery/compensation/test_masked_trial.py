@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyhead.surgery import OutputRepair, PruneHeads, apply, find_layers, fingerprint, gather_moments, undo
+from polyhead.surgery import OutputCompensation, PruneHeads, apply, collect_moments, find_layers, fingerprint, undo
 from polyhead.surgery.adapters.head_weights import read_heads
 from polyhead.surgery.compensation.least_squares import Problem
 from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, as_if, plain_outputs
@@ -19,22 +19,25 @@ def test_as_if_heads_were_gone_is_the_model_without_them(name, batches):
     layers = {layer.path: layer for layer in find_layers(model)}
     before = fingerprint(model)
     gone = dict.fromkeys(layers, (0, 1))
-    moments = gather_moments(model, batches)
+    moments = collect_moments(model, batches)
     solved = {
         path: Outputs.solved(Problem.of(moments[path], read_heads(model, layer), 1e-3), gone[path])
         for path, layer in layers.items()
     }
     edits = [PruneHeads(layer.number, (0, 1)) for layer in layers.values()]
-    for outputs, repair in ((plain_outputs(model, layers, gone), None), (solved, OutputRepair(moments, 1e-3))):
+    for outputs, compensation in (
+        (plain_outputs(model, layers, gone), None),
+        (solved, OutputCompensation(moments, 1e-3)),
+    ):
         with torch.no_grad(), as_if(model, layers, outputs):
             found = model(**batches[0])[0]
         assert fingerprint(model) == before
-        record = apply(model, edits, repair=repair)
+        record = apply(model, edits, compensation=compensation)
         with torch.no_grad():
             torch.testing.assert_close(model(**batches[0])[0], found, rtol=1e-4, atol=1e-5)
         undo(model, record)
-        if repair is not None:
-            record = apply(model, edits, repair=GivenOutputs(outputs))
+        if compensation is not None:
+            record = apply(model, edits, compensation=GivenOutputs(outputs))
             with torch.no_grad():
                 torch.testing.assert_close(model(**batches[0])[0], found, rtol=1e-4, atol=1e-5)
             undo(model, record)

@@ -7,13 +7,13 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.surgery import (
-    OutputRepair,
+    OutputCompensation,
     PruneHeads,
     apply,
     apply_in_order,
+    collect_moments,
     find_layers,
     fingerprint,
-    gather_moments,
     undo,
 )
 from polyhead.surgery.calibration import streams
@@ -43,7 +43,7 @@ def test_whole_models_are_repaired_at_once_and_in_order(name):
         if how == "plain":
             record = apply(model, edits)
         elif how == "once":
-            record = apply(model, edits, repair=OutputRepair(gather_moments(model, batches)))
+            record = apply(model, edits, compensation=OutputCompensation(collect_moments(model, batches)))
         else:
             record = apply_in_order(model, edits, lambda: batches)
         off[how] = float((result() - whole).square().mean())

@@ -63,7 +63,7 @@ def statistics(model: nn.Module) -> dict[str, list[float]]:
     with torch.no_grad(), polyhead.observe(model) as session:
         model(input_ids=IDS)
     rows = [row for row in session.profile.rows() if row["layer"] == 0]
-    return {row["original_head"]: [row["entropy"], row["reach"], row["confidence"]] for row in rows}
+    return {row["original_head"]: [row["entropy"], row["mean_distance"], row["confidence"]] for row in rows}
 
 
 def test_the_issues_sequence_head_by_head():
@@ -159,9 +159,9 @@ def test_stock_transformers_carries_it_on(tmp_path):
     apply(model, [PruneHeads(0, (1, 4)), PruneHeads(1, (0, 2))])
     known = origins(model)
     save(model, tmp_path / "edited", form="uniform")
-    stock = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "edited")
-    assert origins(stock) == known
-    stock.save_pretrained(tmp_path / "trained")
+    native = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "edited")
+    assert origins(native) == known
+    native.save_pretrained(tmp_path / "trained")
     assert origins(polyhead.load(tmp_path / "trained")) == known
     body = transformers.LlamaModel.from_pretrained(tmp_path / "trained")
     assert origins(body) == known
@@ -174,10 +174,10 @@ def test_heads_of_zeros_are_no_heads_of_the_original(tmp_path):
     model = small()
     apply(model, [PruneHeads(0, (1,))])
     save(model, tmp_path / "padded", form="padded")
-    stock = transformers.BertModel.from_pretrained(tmp_path / "padded")
-    assert origins(stock)[0] == ((0,), (2,), (3,), ())
-    assert layer_origins(stock, find_layers(stock)[0]).removed == (1,)
-    assert "padding" in statistics(stock)
+    native = transformers.BertModel.from_pretrained(tmp_path / "padded")
+    assert origins(native)[0] == ((0,), (2,), (3,), ())
+    assert layer_origins(native, find_layers(native)[0]).removed == (1,)
+    assert "padding" in statistics(native)
 
 
 @pytest.mark.parametrize("record", [True, False], ids=["with its record", "without"])

@@ -16,14 +16,14 @@ from polyhead.surgery import (
     KeyForm,
     aligned,
     apply,
+    change_key_basis,
+    change_value_basis,
     edits_from_json,
     edits_to_json,
     find_key_forms,
     find_layers,
     fingerprint,
     read_heads,
-    turn_keys,
-    turn_values,
     undo,
 )
 from polyhead.surgery.kv_sharing.grouping import neighbours
@@ -71,7 +71,7 @@ def test_heads_that_are_images_of_one_another_become_the_same():
     )
     maps = torch.stack([allowed_map(form, 10, seed) for seed in range(3)])
     values = torch.stack([conditioned(10, seed, 5.0) for seed in range(3)])  # from one to another at most 25
-    planted = turn_values(turn_keys(first, maps, form), values)
+    planted = change_value_basis(change_key_basis(first, maps, form), values)
     assert spread(planted.key) > 1
     found = aligned(planted, ((0, 1, 2),), form)
     assert spread(found.key) < 1e-9

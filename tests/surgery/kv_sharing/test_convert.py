@@ -22,7 +22,7 @@ from polyhead.surgery import (
     fingerprint,
     undo,
 )
-from polyhead.surgery.calibration.input_moments import gather_inputs
+from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.streams import pieces_of
 from polyhead.surgery.kv_sharing.grouping import neighbours
 from tests.integrations.huggingface import models
@@ -80,10 +80,10 @@ def test_a_converted_llama_is_a_stock_model_that_generates():
     model = build(family)
     convert_groups(model, 2, batches_of_tokens)
     assert model.config.num_key_value_heads == 2
-    stock = type(model)(copy.deepcopy(model.config)).double().eval()
-    stock.load_state_dict(model.state_dict())
-    torch.testing.assert_close(result_of(stock, family), result_of(model, family))
-    torch.testing.assert_close(generated(stock, family), generated(model, family))
+    native = type(model)(copy.deepcopy(model.config)).double().eval()
+    native.load_state_dict(model.state_dict())
+    torch.testing.assert_close(result_of(native, family), result_of(model, family))
+    torch.testing.assert_close(generated(native, family), generated(model, family))
 
 
 def test_an_encoder_and_a_decoder_are_converted_together_or_one_stack_of_them():
@@ -127,8 +127,8 @@ def test_our_layers_are_converted_and_padding_counts_nothing():
     padded = torch.cat((x, torch.full((3, 5, 24), 100.0, dtype=torch.float64)), 1)
     mask = torch.cat((torch.ones(3, 40), torch.zeros(3, 5)), 1)
     (first, _) = find_layers(model)
-    plain = gather_inputs(model, first, pieces_of([{"x": x}]))
-    masked = gather_inputs(model, first, pieces_of([{"x": padded, "attention_mask": mask}]))
+    plain = collect_inputs(model, first, pieces_of([{"x": x}]))
+    masked = collect_inputs(model, first, pieces_of([{"x": padded, "attention_mask": mask}]))
     torch.testing.assert_close(plain.key, masked.key)
     assert (plain.tokens, masked.tokens) == (120, 120)
     whole = model(x)

@@ -15,14 +15,14 @@ from polyhead.surgery import (
     KeyForm,
     MergeHeads,
     apply,
+    change_key_basis,
+    change_value_basis,
     edits_from_json,
     edits_to_json,
     find_layers,
     fingerprint,
     preview,
     read_heads,
-    turn_keys,
-    turn_values,
     undo,
 )
 from polyhead.surgery.adapters.head_weights import pack_heads
@@ -73,8 +73,8 @@ def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by
         key_bias=heads.key_bias[place],
         value_bias=heads.value_bias[place],
     )
-    planted = turn_keys(planted, torch.stack([allowed_map(form, 6, seed) for seed in range(4)]), form)
-    planted = turn_values(planted, torch.stack([conditioned(6, seed, 5.0) for seed in range(4)]))
+    planted = change_key_basis(planted, torch.stack([allowed_map(form, 6, seed) for seed in range(4)]), form)
+    planted = change_value_basis(planted, torch.stack([conditioned(6, seed, 5.0) for seed in range(4)]))
     (only,) = find_layers(layer)
     with torch.no_grad():
         for name, value in pack_heads(layer, only, planted).items():

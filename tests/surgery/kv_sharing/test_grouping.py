@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyhead.surgery import KeyForm, share, turn_keys, turn_values
+from polyhead.surgery import KeyForm, change_key_basis, change_value_basis, share
 from polyhead.surgery.kv_sharing.grouping import group_loss, neighbours, similar_groups
 from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of, inputs_of, products
 
@@ -24,8 +24,8 @@ def test_heads_that_are_images_of_one_another_are_found_and_share_without_loss(f
         value_bias=heads.value_bias[place],
     )
     maps = torch.stack([allowed_map(form, 6, seed) for seed in range(6)])
-    planted = turn_keys(planted, maps, form)
-    planted = turn_values(planted, torch.stack([conditioned(6, seed, 5.0) for seed in range(6)]))
+    planted = change_key_basis(planted, maps, form)
+    planted = change_value_basis(planted, torch.stack([conditioned(6, seed, 5.0) for seed in range(6)]))
     inputs = inputs_of()
     assert similar_groups(planted, 3, form, inputs) == groups
     loss = group_loss(planted, form, inputs)

@@ -16,11 +16,11 @@ from polyhead.surgery import (
     AlignHeads,
     KeyForm,
     apply,
+    change_key_basis,
+    change_value_basis,
     find_key_forms,
     find_layers,
     read_heads,
-    turn_keys,
-    turn_values,
     undo,
 )
 from polyhead.surgery.kv_sharing.grouping import neighbours
@@ -50,7 +50,7 @@ FORMS = {
 
 
 class Turned:
-    """Heads mapped at random by what their form allows, keys and values; for `apply(..., repair=...)`."""
+    """Heads mapped at random by what their form allows, keys and values; for `apply(..., compensation=...)`."""
 
     def __init__(self, forms: dict[str, KeyForm]) -> None:
         self.forms = forms
@@ -60,7 +60,7 @@ class Turned:
             [allowed_map(self.forms[path], before.key.shape[1], seed) for seed in range(len(before.key))]
         )
         values = torch.stack([conditioned(before.value.shape[1], seed) for seed in range(len(before.value))])
-        return turn_values(turn_keys(before, keys, self.forms[path]), values)
+        return change_value_basis(change_key_basis(before, keys, self.forms[path]), values)
 
 
 def untouched(layers) -> list[AlignHeads]:
@@ -79,7 +79,7 @@ def test_every_allowed_map_leaves_the_model_as_it_is(name, dtype):
     assert set(forms.values()) == {FORMS[name]}
     layers = [layer for layer in find_layers(model) if not layer.refusals]
     whole = of(model, given)
-    record = apply(model, untouched(layers), repair=Turned(forms))
+    record = apply(model, untouched(layers), compensation=Turned(forms))
     for layer in layers:
         assert {f"{layer.output}.weight", *(f"{x.path}.weight" for x in layer.sources)} <= set(record.tensors)
     bound = 1e-8 if dtype == torch.float64 and name not in ROUNDED else 1e-5 * float(whole.abs().max())
@@ -103,13 +103,13 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
     form = find_key_forms(layer, {"query": x})[""]
     assert form.classes == (0, 1, 2, 0, 1, 3, 4, 4, 5, 5)
     whole = layer(x).output
-    apply(layer, untouched(find_layers(layer)), repair=Turned({"": form}))
+    apply(layer, untouched(find_layers(layer)), compensation=Turned({"": form}))
     torch.testing.assert_close(layer(x).output, whole, rtol=0, atol=1e-10)
     heads = read_heads(layer, find_layers(layer)[0])
     turn = torch.eye(10, dtype=torch.float64)
     turn[[2, 5], [2, 5]], turn[2, 5], turn[5, 2] = 0.6, -0.8, 0.8  # a pair with weights 3 and 4
     with pytest.raises(OptionError, match="turns alone, of channels that the norm weights alike"):
-        turn_keys(heads, turn.expand(3, 10, 10), form)
+        change_key_basis(heads, turn.expand(3, 10, 10), form)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_a_map_that_would_change_logits_is_refused(form, words):
     heads = read_heads(layer, find_layers(layer)[0])
     maps = torch.diag(torch.tensor([1.0, 2, 3, 4])).expand(3, 4, 4)
     with pytest.raises(OptionError, match=words):
-        turn_keys(heads, maps, form)
-    assert torch.equal(turn_keys(heads, torch.eye(4).expand(3, 4, 4), form).key, heads.key)
+        change_key_basis(heads, maps, form)
+    assert torch.equal(change_key_basis(heads, torch.eye(4).expand(3, 4, 4), form).key, heads.key)
 
 
 def test_maps_of_a_bad_condition_or_shape_are_refused():
@@ -134,8 +134,8 @@ def test_maps_of_a_bad_condition_or_shape_are_refused():
     heads = read_heads(layer, find_layers(layer)[0])
     maps = torch.diag(torch.tensor([1.0, 2, 3, 1.01 * CONDITION])).expand(3, 4, 4)
     with pytest.raises(OptionError, match="a condition of at most 100, got 101"):
-        turn_values(heads, maps)
+        change_value_basis(heads, maps)
     with pytest.raises(OptionError, match="a condition of at most 100, got inf"):
-        turn_keys(heads, torch.zeros(3, 4, 4), KeyForm())
+        change_key_basis(heads, torch.zeros(3, 4, 4), KeyForm())
     with pytest.raises(ShapeError, match=r"maps must be \[3 key heads, 4, 4\], got \[4, 4\]"):
-        turn_values(heads, torch.eye(4))
+        change_value_basis(heads, torch.eye(4))

@@ -17,9 +17,9 @@ def test_the_config_says_what_a_stock_model_can_be_built_of_and_nothing_else():
     apply(model, [PruneHeads(number, (0, 3)) for number in range(2)])
     config = model.config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 10)
-    stock = type(model)(copy.deepcopy(config)).double().eval()
-    stock.load_state_dict(model.state_dict())
-    torch.testing.assert_close(result_of(stock, FAMILIES["llama"]), result_of(model, FAMILIES["llama"]))
+    native = type(model)(copy.deepcopy(config)).double().eval()
+    native.load_state_dict(model.state_dict())
+    torch.testing.assert_close(result_of(native, FAMILIES["llama"]), result_of(model, FAMILIES["llama"]))
 
     uneven = decoder()
     assert apply(uneven, [PruneHeads(0, (0, 3))]).config == ()  # one number cannot say two

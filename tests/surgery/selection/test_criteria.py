@@ -60,16 +60,16 @@ def test_weightings_are_those_of_the_gradients(evidence, batches):
     heads, moments = evidence.heads[PATH], evidence.moments[PATH]
     few = [batches[0], batches[2], batches[4]]
     weight = loss_weights(evidence.model, few, language_slope)[PATH]
-    plain, by_layer = (orders_by("repaired", evidence, weighting=x)[PATH] for x in ("none", "layer"))
+    plain, by_layer = (orders_by("compensated", evidence, weighting=x)[PATH] for x in ("none", "layer"))
     assert by_layer.heads == plain.heads
     assert by_layer.losses == pytest.approx([loss * weight for loss in plain.losses], rel=1e-6)
     found = loss_sensitivities(evidence.model, few, language_slope)[PATH]
     assert found.weight == pytest.approx(weight, rel=1e-6)
     torch.testing.assert_close(found.root() @ found.root().T, found.products)
-    by_direction = orders_by("repaired", evidence, weighting="direction")[PATH]
+    by_direction = orders_by("compensated", evidence, weighting="direction")[PATH]
     assert by_direction == pruning_order(moments, heads, root=found.root())
     with pytest.raises(OptionError, match="weighting must be one of none, layer, direction, token, got 'much'"):
-        orders_by("repaired", evidence, weighting="much")  # type: ignore[arg-type]
+        orders_by("compensated", evidence, weighting="much")  # type: ignore[arg-type]
 
 
 def test_an_error_costs_by_its_direction():

@@ -46,10 +46,10 @@ def test_heads_move_to_where_the_model_loses_less():
 
 def test_only_moves_that_are_allowed_are_measured():
     orders = {path: PruningOrder((2, 0, 1), losses) for path, losses in LOSSES.items()}
-    asked = []
+    requested = []
 
     def allowed(counts) -> bool:
-        asked.append(counts)
+        requested.append(counts)
         return counts["a"] >= 1
 
     seen = []
@@ -61,5 +61,5 @@ def test_only_moves_that_are_allowed_are_measured():
     found = refined({"a": 2, "c": 2}, orders, outputs_of, measure, allowed=allowed)
     assert found.counts == {"a": 1, "c": 3}  # the best of those that leave one in a
     assert all(counts.get("a") for counts in seen)
-    assert any(not counts["a"] for counts in asked)
+    assert any(not counts["a"] for counts in requested)
     assert refined({"a": 2}, orders, outputs_of, loss, allowed=lambda counts: False).measured == 1

@@ -36,14 +36,14 @@ def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
     shrinker = Shrinker(evidence)
     for text in ("30%-heads", "1.1x-faster"):
         target = Target.parse(text)
-        gone = shrinker.reach(target)
+        gone = shrinker.meet_target(target)
         count = sum(map(len, gone.values()))
         assert shrinker.size(gone).reaches(target)
         assert not shrinker.size(shrinker.gone(count - 1)).reaches(target)
     with pytest.raises(OptionError, match="a layer keeps a head at least, which leaves 25% of the heads"):
-        shrinker.reach(Target("heads", 0.9))
+        shrinker.meet_target(Target("heads", 0.9))
     by_keys = Shrinker(evidence, by_key_heads=True)
-    gone = by_keys.reach(Target("cache", 1.3))
+    gone = by_keys.meet_target(Target("cache", 1.3))
     assert by_keys.size(gone).cache == 0.75
     assert {len(heads) for heads in gone.values()} == {2}
     with pytest.raises(OptionError, match="key heads go by the criterion repaired"):
@@ -69,8 +69,8 @@ def test_a_curve_has_its_controls(batches):
     assert [point.gone for point in found] == [2, 4]
     assert sum(told) == sum(choice.measurements for choice in choices) == 8
     assert all(len(point.random) == 2 for point in found)
-    assert all(point.repaired.value > point.not_repaired.value for point in found)
-    assert found[0].repaired.value > found[1].repaired.value
+    assert all(point.compensated.value > point.not_compensated.value for point in found)
+    assert found[0].compensated.value > found[1].compensated.value
     assert fingerprint(model) == before
 
 
@@ -109,7 +109,7 @@ def test_a_search_finds_where_heads_matter_less():
     first_layer, last_layer = shrinker.evidence.layers
     target, quality, told = Target("heads", 0.5), Fidelity(model, text[:2]), []
     found = shrinker.searched(target, quality, progress=told.append)
-    assert found.first == shrinker.reach(target)
+    assert found.first == shrinker.meet_target(target)
     assert {path: len(own) for path, own in found.first.items()} == {first_layer: 5, last_layer: 1}
     assert {path: len(own) for path, own in found.gone.items()} == {first_layer: 1, last_layer: 5}
     assert found.moved == 4

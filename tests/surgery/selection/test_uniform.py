@@ -21,7 +21,7 @@ from polyhead.surgery.selection.search import RankedSet, refined_sets
 from polyhead.surgery.selection.uniform import (
     UniformLayout,
     UniformShrinker,
-    fits_stock,
+    fits_native,
     ranked_sets,
     uniform_layouts,
     uniform_sets,
@@ -68,9 +68,9 @@ def test_what_a_stock_class_holds_is_known_before_a_weight_is_touched():
             layer.path: tuple(keys.index(key) for key in set(keys)) for layer, keys in zip(layers, groups, strict=True)
         }
         gone = gone if even else {layer.path: (0, 1) for layer in layers}
-        assert fits_stock(model, gone) == even
-        assert not fits_stock(model, {layers[0].path: gone[layers[0].path]})
-        assert fits_stock(model, {})
+        assert fits_native(model, gone) == even
+        assert not fits_native(model, {layers[0].path: gone[layers[0].path]})
+        assert fits_native(model, {})
 
 
 def uniform_shrinker(**options) -> UniformShrinker:
@@ -98,14 +98,14 @@ def test_the_largest_layout_that_reaches_a_target_is_taken():
         ("60%-heads", (2, 2), "8 heads go, 2/2 heads/key heads stay in every layer"),
         ("3x-cache", (2, 1), "8 heads go, 2/1 heads/key heads stay in every layer"),
     ):
-        gone = shrinker.reach(Target.parse(target))
+        gone = shrinker.meet_target(Target.parse(target))
         assert shrinker.in_words(gone) == words
         assert shrinker.size(gone).reaches(Target.parse(target))
-        assert fits_stock(shrinker.model, gone)
+        assert fits_native(shrinker.model, gone)
         sets = uniform_sets(shrinker.evidence, *layout, "token")
         assert gone == {path: own[0].heads for path, own in sets.items()}
     with pytest.raises(OptionError, match=r"can be left with heads/key heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
-        shrinker.reach(Target("cache", 4.0))
+        shrinker.meet_target(Target("cache", 4.0))
     assert [sum(map(len, gone.values())) for gone in shrinker.stages()] == [4, 6, 8, 8, 10]
 
 
@@ -115,7 +115,7 @@ def test_the_curve_of_layouts_has_its_controls(monkeypatch):
     choices = shrinker.choices(seeds=(0, 1))
     for choice in choices:
         assert choice.random[0] != choice.random[1]
-        assert all(fits_stock(shrinker.model, gone) for gone in (choice.gone, *choice.random))
+        assert all(fits_native(shrinker.model, gone) for gone in (choice.gone, *choice.random))
         assert {len(own) for gone in choice.random for own in gone.values()} == {len(x) for x in choice.gone.values()}
     points = shrinker.curve(quality, choices)
     assert [point.layout for point in points] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
@@ -140,12 +140,12 @@ def test_a_search_exchanges_heads_within_layers_while_that_helps():
     told = []
     found = shrinker.searched(target, quality, tries=16, progress=told.append)
     assert sum(told) == found.measured == 1 + 2 * 7
-    assert found.first == shrinker.reach(target)
+    assert found.first == shrinker.meet_target(target)
     assert found.loss < found.first_loss
     assert found.moved > 0
     assert {path: len(own) for path, own in found.gone.items()} == {path: len(own) for path, own in found.first.items()}
-    assert fits_stock(shrinker.model, found.gone)
-    with as_if(shrinker.model, shrinker.evidence.layers, shrinker.repaired(found.gone)):
+    assert fits_native(shrinker.model, found.gone)
+    with as_if(shrinker.model, shrinker.evidence.layers, shrinker.compensated(found.gone)):
         assert quality.loss() == pytest.approx(found.loss, abs=1e-9)
 
 
@@ -166,13 +166,13 @@ def test_a_search_of_sets_takes_what_measures_best_whatever_the_evidence_says():
 
 def test_a_model_of_one_layout_is_stock_and_gives_the_same(tmp_path):
     shrinker = uniform_shrinker(dtype=torch.float32)
-    gone = shrinker.reach(Target("heads", 0.5))
-    outputs, ids = shrinker.repaired(gone), batches_of_tokens()[0]["input_ids"]
+    gone = shrinker.meet_target(Target("heads", 0.5))
+    outputs, ids = shrinker.compensated(gone), batches_of_tokens()[0]["input_ids"]
     with torch.no_grad():
         with as_if(shrinker.model, shrinker.evidence.layers, outputs):
             wanted = shrinker.model(ids).logits
-        apply(shrinker.model, shrinker.edits(gone), repair=GivenOutputs(outputs))
-        assert save(shrinker.model, tmp_path / "saved", form="uniform").loads_in_stock
+        apply(shrinker.model, shrinker.edits(gone), compensation=GivenOutputs(outputs))
+        assert save(shrinker.model, tmp_path / "saved", form="uniform").loads_natively
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
         found = loaded(ids).logits
     assert (loaded.config.num_attention_heads, loaded.config.num_key_value_heads) == (3, 3)

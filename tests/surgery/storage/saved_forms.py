@@ -96,16 +96,16 @@ def forms_of(family: models.Family, folder: Path, edits: Sequence[str] = tuple(E
 def loaded_by(model: nn.Module, family: models.Family, folder: Path) -> str:
     """The plainest that loads it: stock transformers as it is, or padded, or polyhead alone; each was tried."""
     expected = result_of(ready(model), family)
-    for form, word in (("uniform", "stock"), ("padded", "padded")):
+    for form, word in (("uniform", "native"), ("padded", "padded")):
         try:
             save(model, folder, form=form)
         except OptionError:
             continue
         with quiet(progress=False):
-            stock = type(model).from_pretrained(folder, dtype="auto").eval()
-        stock = ready(stock, name=None if family.name == "gemma2" else "sdpa")  # which has no sdpa with a softcap
+            native = type(model).from_pretrained(folder, dtype="auto").eval()
+        native = ready(native, name=None if family.name == "gemma2" else "sdpa")  # which has no sdpa with a softcap
         # Sums over more heads, some of them zero, may be taken in another order.
-        torch.testing.assert_close(result_of(stock, family), expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result_of(native, family), expected, rtol=1e-9, atol=1e-9)
         return word
     save(model, folder, form="uneven")
     own = ready(polyhead.load(folder))

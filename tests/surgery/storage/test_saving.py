@@ -37,7 +37,7 @@ def llama(heads: int = 6, kv_heads: int = 3, hidden: int = 48, name: str = "llam
     return decoder(heads, kv_heads, hidden, 8, name=name, dtype=torch.float32)
 
 
-def stock(model, folder: Path):
+def native(model, folder: Path):
     with quiet(progress=False):
         return type(model).from_pretrained(folder, dtype="auto").eval()
 
@@ -48,7 +48,7 @@ def test_a_model_that_was_not_edited_is_the_same_bit_for_bit(name, form, tmp_pat
     model = build(FAMILIES[name], dtype=torch.bfloat16 if name in ("llama", "bart") else torch.float32)
     saved = save(model, tmp_path / "model", form=form)
     assert saved.form == form
-    assert saved.loads_in_stock == (form != "uneven")
+    assert saved.loads_natively == (form != "uneven")
     assert saved.num_bytes == sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
     back = load(tmp_path / "model")
     assert type(back) is type(model)
@@ -56,7 +56,7 @@ def test_a_model_that_was_not_edited_is_the_same_bit_for_bit(name, form, tmp_pat
     assert not back.training
     assert _told(back.config.to_dict()) == _told(model.config.to_dict())
     if form != "uneven":
-        assert fingerprint(stock(model, tmp_path / "model")) == fingerprint(model)
+        assert fingerprint(native(model, tmp_path / "model")) == fingerprint(model)
 
 
 def _told(config):
@@ -71,18 +71,18 @@ def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
     assert save(model, tmp_path / "whole").form == "uniform"
     record = apply(model, [PruneHeads(layer, (0, 1)) for layer in range(2)])
     even = save(model, tmp_path / "even")
-    assert (even.form, even.stock) == ("uniform", "stock transformers loads it as LlamaForCausalLM")
+    assert (even.form, even.native) == ("uniform", "stock transformers loads it as LlamaForCausalLM")
     undo(model, record)
     apply(model, [PruneHeads(0, (0, 1))])
     uneven = save(model, tmp_path / "uneven")
     assert uneven.form == "uneven"
-    assert uneven.stock == (
+    assert uneven.native == (
         "stock transformers does not load it: a LlamaConfig says one number of heads for all its layers, and there are "
         "4 over 2 key heads in model.layers.0.self_attn, 6 over 3 key heads in model.layers.1.self_attn; "
         "polyhead.load does"
     )
     padded = save(model, tmp_path / "padded", form="padded")
-    assert padded.stock == "stock transformers loads it as LlamaForCausalLM, with 2 heads of zeros: no time is saved"
+    assert padded.native == "stock transformers loads it as LlamaForCausalLM, with 2 heads of zeros: no time is saved"
     with quiet(progress=False), pytest.raises(OSError, match=r"no file named model\.safetensors"):
         type(model).from_pretrained(tmp_path / "uneven")
 
@@ -122,8 +122,8 @@ def test_heads_that_do_not_divide_the_width_are_refused_although_their_width_is_
     with pytest.raises(OptionError, match="not a multiple of the number of attention heads"):
         save(model, tmp_path / "model", form="uniform")
     padded = save(model, tmp_path / "model", form="padded")
-    assert "with 2 heads of zeros" in padded.stock
-    assert stock(model, tmp_path / "model").config.num_attention_heads == 6
+    assert "with 2 heads of zeros" in padded.native
+    assert native(model, tmp_path / "model").config.num_attention_heads == 6
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "cohere"])
@@ -131,7 +131,7 @@ def test_heads_that_do_not_divide_the_width_are_stock_where_nobody_minds(name, t
     model = llama(6, 6, name=name)
     apply(model, [PruneHeads(layer, (0,)) for layer in range(2)])
     save(model, tmp_path / "model", form="uniform")
-    found = stock(model, tmp_path / "model")
+    found = native(model, tmp_path / "model")
     assert found.config.num_attention_heads == 5
     family = models.Family(name, "decoder", FAMILIES[name].options)
     found.set_attn_implementation("eager")
@@ -145,7 +145,7 @@ def test_padding_takes_the_smallest_stock_shape_there_is_room_in(tmp_path):
     assert find_layers(model)[1].layout.key_heads == (0, 1, 2, 2, 3, 3)
     expected = result_of(load(save(model, tmp_path / "uneven").folder), FAMILIES["llama"])
     saved = save(model, tmp_path / "padded", form="padded", record=record)
-    small = stock(model, saved.folder)
+    small = native(model, saved.folder)
     # Four groups of two hold both layers; key heads that few read fill a group with zeros.
     assert (small.config.num_attention_heads, small.config.num_key_value_heads) == (8, 4)
     torch.testing.assert_close(result_of(small, FAMILIES["llama"]), expected, rtol=1e-4, atol=1e-5)
@@ -173,7 +173,7 @@ def test_what_belongs_to_a_model_travels_along(tmp_path):
         assert (folder / "tokenizer.json").is_file()
         assert load_record(folder).after == fingerprint(load(folder))
         assert {oct(file.stat().st_mode & 0o777) for file in folder.iterdir()} == {oct(0o666 & ~_umask())}
-    assert stock(model, tmp_path / "padded").generation_config.max_new_tokens == 17
+    assert native(model, tmp_path / "padded").generation_config.max_new_tokens == 17
     (tmp_path / "uneven" / "1_Pooling").mkdir()
     (tmp_path / "uneven" / "1_Pooling" / "config.json").write_text("{}")
     (tmp_path / "uneven" / "pytorch_model.bin").write_bytes(b"old")
@@ -209,7 +209,7 @@ def test_a_table_that_its_class_computes_anew_is_kept_where_it_was_changed(tmp_p
     assert list(tmp_path.iterdir()) == []
     saved = save(model, tmp_path / "model")
     assert saved.form == "uneven"
-    assert "embed_positions.weight is not read as it was written; polyhead.load does" in saved.stock
+    assert "embed_positions.weight is not read as it was written; polyhead.load does" in saved.native
     assert fingerprint(load(tmp_path / "model")) == fingerprint(model)
 
 

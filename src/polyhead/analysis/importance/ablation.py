@@ -42,7 +42,7 @@ def ablate(
     >>> ablate(model, [{"tokens": torch.tensor([[3, 5, 7, 11]])}], "language")
     Importance(2 heads for 'language' over 3 predictions in 1 documents: ablation)
     """
-    asked, layers, heads = as_loss(loss), listed(layers), listed(heads)
+    requested, layers, heads = as_loss(loss), listed(layers), listed(heads)
     number = len(batches) if isinstance(batches, Sized) else None
     places: tuple[Place, ...] = ()
     parts: list[Importance] = []
@@ -50,7 +50,7 @@ def ablate(
     with torch.no_grad(), evaluating(model):
         for batch in batches:
             if not len(places):
-                places, _ = look(model, asked, batch, layers, heads)
+                places, _ = look(model, requested, batch, layers, heads)
             count = sum(len(place.heads) for place in places)
 
             def made(count: int = count) -> None:
@@ -60,8 +60,8 @@ def ablate(
                     progress(done, None if number is None else number * count)
 
             with observe(model, statistics=False) as session:
-                intact, changes = _changes(session, model, asked, batch, places, made)
-            parts.append(of_batch(asked, batch, places, intact, {"ablation": torch.stack(changes, 1)}))
+                intact, changes = _changes(session, model, requested, batch, places, made)
+            parts.append(of_batch(requested, batch, places, intact, {"ablation": torch.stack(changes, 1)}))
     if not len(parts):
         raise OptionError("importance is measured on batches, got none")
     return merged(parts)

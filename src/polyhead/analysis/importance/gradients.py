@@ -43,21 +43,21 @@ def gradient_scores(
     >>> gradient_scores(model, [{"tokens": torch.tensor([[3, 5, 7, 11]])}], "language")
     Importance(2 heads for 'language' over 3 predictions in 1 documents: gradient, taylor)
     """
-    asked, layers, heads = as_loss(loss), listed(layers), listed(heads)
-    if asked.flat is not None:
-        raise OptionError(f"gradient scores need a loss with a slope, got {asked.name!r}: {asked.flat}")
+    requested, layers, heads = as_loss(loss), listed(layers), listed(heads)
+    if requested.flat is not None:
+        raise OptionError(f"gradient scores need a loss with a slope, got {requested.name!r}: {requested.flat}")
     number = len(batches) if isinstance(batches, Sized) else None
     plans: dict[Hashable, Plan] = {}
     parts: list[Importance] = []
     with evaluating(model):
         for batch in batches:
-            shape = asked.shape(batch)
+            shape = requested.shape(batch)
             plan = plans.get(shape) if shape is not None else None
             if plan is None:
-                plan = look(model, asked, batch, layers, heads)
+                plan = look(model, requested, batch, layers, heads)
                 plans = {**plans, shape: plan} if shape is not None else plans
             with torch.enable_grad(), without_cudnn(), observe(model, statistics=False) as session:
-                parts.append(_of_one(session, model, asked, batch, plan, overlap))
+                parts.append(_of_one(session, model, requested, batch, plan, overlap))
             if progress is not None:
                 progress(len(parts), number)
     if not len(parts):

@@ -128,8 +128,8 @@ class Masked(_Named):
         hidden, ids = self.hidden(examples), examples.ids
         name = next(name for name in ID_NAMES if examples.inputs.get(name) is ids)
         inputs = {**examples.inputs, name: torch.where(hidden, self.mask_token, ids)}
-        asked, targets = replace(examples, inputs=inputs), torch.where(hidden, ids, IGNORED)
-        return lambda: _cross_entropy(_logits(model, asked, self.name), targets)
+        requested, targets = replace(examples, inputs=inputs), torch.where(hidden, ids, IGNORED)
+        return lambda: _cross_entropy(_logits(model, requested, self.name), targets)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from polyhead.analysis.importance.losses import Loss, Question, RowLosses
 from polyhead.analysis.importance.result import Importance
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadId
-from polyhead.observation import AttentionSite, Notes, observe
+from polyhead.observation import AttentionSite, BatchMetadata, observe
 from polyhead.ops.attended import Attended
 
 Layers = Iterable[int | str] | None
@@ -61,7 +61,7 @@ class _Seen:
     shapes: tuple[tuple[int, int], ...] = ()
     dtype: torch.dtype = torch.float32
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         batch, _, queries, _ = attended.query.shape
         return type(self)(attended.query.device, (*self.shapes, (batch, queries)), attended.result.output.dtype)
 
@@ -85,9 +85,9 @@ class _Seeing:
 @torch.no_grad()
 def look(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads) -> tuple[tuple[Place, ...], RowLosses]:
     """Run the loss once, and see where heads are computed on the way."""
-    with observe(model, layers=layers, heads=heads, statistics=False, gather=[_Seeing()]) as session:
+    with observe(model, layers=layers, heads=heads, statistics=False, collect=[_Seeing()]) as session:
         losses = loss.ask(model, batch)()
-    found = {site: values[_Seeing.name] for site, values in session.observations.gathered.items()}
+    found = {site: values[_Seeing.name] for site, values in session.observations.collected.items()}
     stacks = list(dict.fromkeys((site.stack, site.kind) for site in found))
     places = []
     for site in sorted(found, key=lambda site: (stacks.index((site.stack, site.kind)), site.layer)):

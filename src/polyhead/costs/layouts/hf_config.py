@@ -31,7 +31,7 @@ from polyhead.costs.layouts.hf_fields import (
     filled_in,
     unread,
 )
-from polyhead.costs.layouts.model import LayerGroup, ModelLayout, asked_for, check_window, grouped
+from polyhead.costs.layouts.model import LayerGroup, ModelLayout, check_window, grouped, requested_for
 from polyhead.costs.parameters import count_parameters
 from polyhead.errors import OptionError
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
@@ -79,7 +79,7 @@ def read_hf_config(
     else:
         own = _is_causal(fields, family)
         family = replace(family, causal=own if causal is None else causal)
-        notes += [] if family.causal is own else [asked_for(not own)]
+        notes += [] if family.causal is own else [requested_for(not own)]
     groups = grouped(_layers(fields, family, layers, notes))
     if not known:
         notes.append(_held_to_what_is_built(groups, found, family_name, complete=complete))

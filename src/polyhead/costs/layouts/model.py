@@ -63,7 +63,7 @@ class ModelLayout:
         if causal is None or all(getattr(group.config, "causal", None) is causal for group in self.groups):
             return self
         groups = tuple(LayerGroup(_directed(group.config, causal), group.layers) for group in self.groups)
-        return replace(self, groups=groups, notes=(*self.notes, asked_for(causal)))
+        return replace(self, groups=groups, notes=(*self.notes, requested_for(causal)))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -90,7 +90,7 @@ class ModelLayout:
         return json.dumps(self.to_dict(), indent=2)
 
 
-def asked_for(causal: bool) -> str:
+def requested_for(causal: bool) -> str:
     """The note of a model that is counted with another mask than its own."""
     own, seen = ("see later ones", "no later ones") if causal else ("see no later ones", "later ones too")
     return f"tokens of this model {own}; they are counted as seeing {seen}, as was asked"

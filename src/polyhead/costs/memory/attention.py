@@ -18,8 +18,8 @@ SORTED_COPIES = 6
 
 def record_attention(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
     """Attention of these heads, laid out as their queries are."""
-    asked, tape = call.asked, call.tape
-    if asked.cached and asked.cache_dtype is not asked.dtype and not call.reads_cache:
+    requested, tape = call.requested, call.tape
+    if requested.cached and requested.cache_dtype is not requested.dtype and not call.reads_cache:
         key, value = _sources(call, key, value, heads)  # what a cache holds in other numbers
     if not (call.on_gpu and call.is_guarded):
         return _attended(call, query, key, value, heads)
@@ -37,7 +37,7 @@ def record_attention(call: Recorder, query: Block, key: Block, value: Block, hea
 
 def _sources(call: Recorder, key: Block, value: Block, heads: Heads) -> tuple[Block, Block]:
     """All keys and values in memory of their own."""
-    seen = call.asked.work.batch * heads.keys * call.asked.work.keys
+    seen = call.requested.work.batch * heads.keys * call.requested.work.keys
     return (
         call.tape.step(key, gives=call.size(seen * heads.head_dim), is_passed_on=True),
         call.tape.step(value, gives=call.size(seen * heads.value_dim), is_passed_on=True),
@@ -51,14 +51,14 @@ def _attended(call: Recorder, query: Block, key: Block, value: Block, heads: Hea
     learned = call.bias == "learned" and call.tape.training
     if not call.on_gpu and (call.special or learned or is_mask_too_large(mask_size)):
         return record_tiles(call, query, key, value, heads)
-    work, read = call.asked.work, (query, key, value)
+    work, read = call.requested.work, (query, key, value)
     rows, seen = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
     is_ours = _is_ours(call, heads)
     has_mask = mask_size > 0 and not (call.special or is_mask_too_large(mask_size) or is_ours)
     mask = _mask_tensor(call, heads.queries) if has_mask else None
     table = _table(call, heads.queries) if is_ours and call.bias is not None else None
     gradient_work, width = 0, heads.value_dim
-    is_opened = mask is not None and call.bias is not None and (call.asked.mask is not None or call.is_dense)
+    is_opened = mask is not None and call.bias is not None and (call.requested.mask is not None or call.is_dense)
     if is_opened:  # rows that see nothing are opened, and selected away afterwards
         read = (call.copied(query, rows * heads.head_dim), key, value)
     if is_ours:
@@ -94,13 +94,13 @@ def _attended(call: Recorder, query: Block, key: Block, value: Block, heads: Hea
 
 def _is_ours(call: Recorder, heads: Heads) -> bool:
     """Whether our kernels take what PyTorch's would need a mask tensor for: a window, or a bias by distance."""
-    work, mask = call.asked.work, call.asked.mask
+    work, mask = call.requested.work, call.requested.mask
     if call.reads_cache or max(heads.head_dim, heads.value_dim) > LARGEST_DIM:
         return False
     if call.bias is not None:
         return not call.is_dense and is_bias_read_by_distance(
             call.device,
-            call.asked.dtype,
+            call.requested.dtype,
             training=call.tape.training,
             learned=call.bias == "learned",
             pairs=work.batch * heads.queries * work.queries * work.keys,
@@ -108,12 +108,12 @@ def _is_ours(call: Recorder, heads: Heads) -> bool:
     if mask is None or mask.left is None:
         return False
     sizes = (work.batch, heads.queries, work.queries, work.keys, heads.head_dim)
-    return is_window_too_large(call.device, call.asked.dtype, *sizes)
+    return is_window_too_large(call.device, call.requested.dtype, *sizes)
 
 
 def _mask_size(call: Recorder, heads: int) -> int:
     """Bytes of the mask tensor that PyTorch's kernels are handed; 0 where they need none."""
-    work, mask = call.asked.work, call.asked.mask
+    work, mask = call.requested.work, call.requested.mask
     pairs = work.queries * work.keys
     if call.reads_cache:
         return 0
@@ -126,13 +126,13 @@ def _mask_size(call: Recorder, heads: int) -> int:
 
 def _mask_tensor(call: Recorder, heads: int) -> Block:
     """A bias, with what an edge hides in it; or who sees whom, which the kernel turns to numbers."""
-    tape, pairs, learned = call.tape, call.asked.work.queries * call.asked.work.keys, call.bias == "learned"
+    tape, pairs, learned = call.tape, call.requested.work.queries * call.requested.work.keys, call.bias == "learned"
     if call.bias is not None:
         numbers, index = call.size(heads * pairs), 0 if call.is_dense else INDEX * pairs
         # A table that learns keeps which of its columns each pair took, and sorts the pairs by it in the backward.
         own, gradient_work = (index, SORTED_COPIES * index) if learned else (0, 0)
         made = tape.step(gives=numbers, own=own, work=index - own, gradient_work=gradient_work)
-        if call.asked.mask is not None or call.is_dense:
+        if call.requested.mask is not None or call.is_dense:
             own = pairs if learned else 0
             bare, made = made, tape.step(made, gives=numbers, own=own, work=pairs - own, is_passed_on=not learned)
             tape.let_go(*(() if call.is_dense else (bare,)))
@@ -146,7 +146,7 @@ def _mask_tensor(call: Recorder, heads: int) -> Block:
 
 def _table(call: Recorder, heads: int) -> Block:
     """A bias by distance as our kernels read it: a number for every head and distance, in float32."""
-    work, learned = call.asked.work, call.bias == "learned"
+    work, learned = call.requested.work, call.bias == "learned"
     before, after = max(0, work.keys - 1), max(0, work.queries - 1)
     if call.farthest is not None:
         before, after = min(before, call.farthest), min(after, call.farthest)
@@ -161,7 +161,7 @@ def _table(call: Recorder, heads: int) -> Block:
 
 def _over_batch(call: Recorder, mask: Block) -> Block:
     """A mask as the kernel reads it: sequences share a bias, whose gradient comes for each of them and is summed."""
-    batch = call.asked.work.batch
+    batch = call.requested.work.batch
     if batch == 1 or not mask.gradient_size:
         return mask
     (expanded,) = call.tape.views(mask, batch * mask.gradient_size)
@@ -170,7 +170,7 @@ def _over_batch(call: Recorder, mask: Block) -> Block:
 
 def _written_down(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
     """The formula, which computes in float32 and writes every weight."""
-    work, dims = call.asked.work, heads.head_dim + heads.value_dim
+    work, dims = call.requested.work, heads.head_dim + heads.value_dim
     rows, seen = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
     weights, out = call.wide(rows * work.keys), call.size(rows * heads.value_dim)
     call.written.append(weights)

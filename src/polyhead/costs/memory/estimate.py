@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from polyhead.costs.cost import estimate_cost
-from polyhead.costs.layer_work import asked_of
+from polyhead.costs.layer_work import requested_of
 from polyhead.costs.memory import latent as latent
 from polyhead.costs.memory import routed as routed
 
@@ -101,9 +101,9 @@ def estimate_memory(
     (50, 6250, True)
     """
     cached = work.past > 0 if cached is None else cached
-    asked = asked_of(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
+    requested = requested_of(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
     cost = estimate_cost(config, work, mask=mask, form=form, dtype=dtype, cache_dtype=cache_dtype)
-    call = Recorder.of(config, asked, form, device)
+    call = Recorder.of(config, requested, form, device)
     output, tape = record_layer(config, call), call.tape
     parameters = layers * cost.parameters * dtype.itemsize
     through = output.size

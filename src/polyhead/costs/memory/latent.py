@@ -12,7 +12,7 @@ from polyhead.layers.latent.forms import LatentLayout, absorbing_is_cheaper
 
 @record_layer.register
 def record_latent(config: LatentConfig, call: Recorder) -> Block:
-    layout, work, tape = config.layout, call.asked.work, call.tape
+    layout, work, tape = config.layout, call.requested.work, call.tape
     rope, tokens = layout.qk_rope_head_dim, call.tokens
     whole = _queries(layout, call)
     sizes = (call.size(tokens * layout.num_heads * dim) for dim in (layout.qk_nope_head_dim, rope))
@@ -21,7 +21,7 @@ def record_latent(config: LatentConfig, call: Recorder) -> Block:
         call.rotation(rope)
         turning = call.turned(turning, tokens * layout.num_heads * rope)
     held = _compressed(layout, call)
-    keys = None if work.source is None and not call.asked.cached else work.keys
+    keys = None if work.source is None and not call.requested.cached else work.keys
     cheaper = absorbing_is_cheaper(layout, work.queries, keys)
     absorbed = cheaper if config.form == "auto" else config.form == "absorbed"
     outputs = (_absorbed if absorbed else _expanded)(layout, call, still, turning, held)
@@ -44,9 +44,9 @@ def _queries(layout: LatentLayout, call: Recorder) -> Block:
 
 def _compressed(layout: LatentLayout, call: Recorder) -> Block:
     """The latents and, beside them, the key that turns: what a cache keeps."""
-    tape, new = call.tape, call.asked.new_keys
+    tape, new = call.tape, call.requested.new_keys
     width, rank, rope, kept = layout.embed_dim, layout.kv_lora_rank, layout.qk_rope_head_dim, layout.cache_width
-    source = call.x if call.asked.work.source is None else tape.given(call.size(new * width))
+    source = call.x if call.requested.work.source is None else tape.given(call.size(new * width))
     compressed = call.linear(source, kept, width, rows=new)
     latent, turning = tape.views(compressed, call.size(new * rank), call.size(new * rope))
     if not rope:
@@ -63,7 +63,7 @@ def _compressed(layout: LatentLayout, call: Recorder) -> Block:
 def _absorbed(layout: LatentLayout, call: Recorder, still: Block, turning: Block, held: Block) -> Block:
     """All heads over the latents, whose first channels are the values."""
     tape, rope, rank, kept = call.tape, layout.qk_rope_head_dim, layout.kv_lora_rank, layout.cache_width
-    rows, keys = call.tokens * layout.num_heads, call.asked.work.batch * call.asked.work.keys
+    rows, keys = call.tokens * layout.num_heads, call.requested.work.batch * call.requested.work.keys
     up_key, up_value = (layout.num_heads * rank * dim for dim in (layout.qk_nope_head_dim, layout.value_head_dim))
     query = tape.step(still, gives=call.size(rows * rank), keeps=(still,), gradient_work=call.size(up_key))
     if rope:
@@ -84,7 +84,7 @@ def _expanded(layout: LatentLayout, call: Recorder, still: Block, turning: Block
     """Every head with keys and values of its own, made anew of all latents."""
     tape, rope, heads = call.tape, layout.qk_rope_head_dim, layout.num_heads
     nope, value_dim, head_dim = layout.qk_nope_head_dim, layout.value_head_dim, layout.head_dim
-    rows, keys = call.tokens * heads, call.asked.work.batch * call.asked.work.keys
+    rows, keys = call.tokens * heads, call.requested.work.batch * call.requested.work.keys
     latent, beside = tape.views(held, call.size(keys * layout.kv_lora_rank), call.size(keys * rope))
     up = call.linear(latent, heads * (nope + value_dim), layout.kv_lora_rank, rows=keys)
     key, value = tape.views(up, call.size(keys * heads * nope), call.size(keys * heads * value_dim))

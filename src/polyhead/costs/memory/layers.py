@@ -43,12 +43,12 @@ def before_heads(
     config: HeadsConfig, call: Recorder, *, queries: int | None = None, keys: int | None = None
 ) -> tuple[Block, Block, Block]:
     """Queries, keys and values; `queries` and `keys` are channels of all heads, where they are not the usual ones."""
-    layout, tape, new = config.layout, call.tape, call.asked.new_keys
+    layout, tape, new = config.layout, call.tape, call.requested.new_keys
     queries = layout.num_heads * layout.head_dim if queries is None else queries
     keys = layout.num_kv_heads * layout.head_dim if keys is None else keys
     values = layout.num_kv_heads * layout.value_dim
     sizes = [call.size(call.tokens * queries), call.size(new * keys), call.size(new * values)]
-    if call.asked.work.source is None:
+    if call.requested.work.source is None:
         joined = call.linear(call.x, queries + keys + values, layout.embed_dim, joined=True)
         query, key, value = tape.views(joined, *sizes)
     else:

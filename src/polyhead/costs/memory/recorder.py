@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from polyhead.costs.layer_work import Asked
+from polyhead.costs.layer_work import CallOptions
 from polyhead.costs.memory.tape import Block, Tape
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.positions.config import (
@@ -36,7 +36,7 @@ class Heads:
 class Recorder:
     """One call of a layer on a device, with attention in one form; `x` is its input."""
 
-    asked: Asked
+    requested: CallOptions
     form: Form
     device: Device
     tape: Tape
@@ -48,17 +48,17 @@ class Recorder:
     written: list[int] = field(default_factory=list)  # bytes of the weights of each attention that writes them down
 
     @classmethod
-    def of(cls, config: AttentionConfig, asked: Asked, form: Form, device: Device) -> Recorder:
-        tape, width = Tape(asked.work.training), config.layout.embed_dim  # type: ignore[attr-defined]
+    def of(cls, config: AttentionConfig, requested: CallOptions, form: Form, device: Device) -> Recorder:
+        tape, width = Tape(requested.work.training), config.layout.embed_dim  # type: ignore[attr-defined]
         positions, bias = getattr(config, "positions", None), cast(Bias, None)
         if isinstance(positions, BIASES):
             bias = "learned" if getattr(positions, "learnable", True) else "fixed"
         special = bool(getattr(config, "sinks", False)) or getattr(config, "softcap", None) is not None
-        special |= device == "cpu" and asked.work.training and getattr(config, "dropout", 0.0) > 0
-        x = tape.given(asked.tokens * width * asked.dtype.itemsize)
+        special |= device == "cpu" and requested.work.training and getattr(config, "dropout", 0.0) > 0
+        x = tape.given(requested.tokens * width * requested.dtype.itemsize)
         is_dense = isinstance(positions, QuadraticRelative2DConfig)
         farthest = positions.max_distance if isinstance(positions, T5BiasConfig) else None
-        return cls(asked, form, device, tape, x, bias, is_dense, farthest, special)
+        return cls(requested, form, device, tape, x, bias, is_dense, farthest, special)
 
     @property
     def on_gpu(self) -> bool:
@@ -66,19 +66,19 @@ class Recorder:
 
     @property
     def tokens(self) -> int:
-        return self.asked.tokens
+        return self.requested.tokens
 
     @property
     def is_narrow(self) -> bool:
         """Whether numbers have 16 bits, so that some steps widen them."""
-        return self.asked.dtype.itemsize < 4
+        return self.requested.dtype.itemsize < 4
 
     def size(self, numbers: int) -> int:
-        return numbers * self.asked.dtype.itemsize
+        return numbers * self.requested.dtype.itemsize
 
     def wide(self, numbers: int) -> int:
         """In float32, or float64 for float64."""
-        return numbers * max(4, self.asked.dtype.itemsize)
+        return numbers * max(4, self.requested.dtype.itemsize)
 
     def linear(
         self, given: Block, outputs: int, inputs: int, *, rows: int | None = None, joined: bool = False
@@ -122,7 +122,7 @@ class Recorder:
 
     def rotation(self, channels: int) -> None:
         """The tables of rotary positions, which a layer keeps."""
-        self.tape.last(2 * self.wide((self.asked.work.past + self.asked.work.queries) * channels))
+        self.tape.last(2 * self.wide((self.requested.work.past + self.requested.work.queries) * channels))
 
     def turned(self, block: Block, numbers: int) -> Block:
         """Heads turned by rotary positions: rolled, multiplied, added in float32 and rounded."""
@@ -140,7 +140,7 @@ class Recorder:
     @property
     def reads_cache(self) -> bool:
         """Whether the decode kernels read a cache where it lies."""
-        return self.on_gpu and self.asked.decodes
+        return self.on_gpu and self.requested.decodes
 
     @property
     def is_guarded(self) -> bool:
@@ -149,7 +149,7 @@ class Recorder:
         The formula takes a bias by distance for what it is: it hides nothing.
         """
         biased = self.bias is not None and (self.form == "fused" or self.is_dense)
-        return (self.asked.mask is not None or biased) and not self.asked.finite and not self.reads_cache
+        return (self.requested.mask is not None or biased) and not self.requested.finite and not self.reads_cache
 
     def copied(self, block: Block, numbers: int) -> Block:
         """A copy of so many numbers."""

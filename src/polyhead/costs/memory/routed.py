@@ -12,7 +12,7 @@ from polyhead.layers.variants.routed.config import RoutedConfig
 
 @record_layer.register
 def record_routed(config: RoutedConfig, call: Recorder) -> Block:
-    layout, tape, tokens, new = config.layout, call.tape, call.tokens, call.asked.new_keys
+    layout, tape, tokens, new = config.layout, call.tape, call.tokens, call.requested.new_keys
     width, kv_heads, slots = layout.embed_dim, layout.num_kv_heads, config.most_heads
     per_head = kv_heads if config.shape == "shared" else 1  # queries of a chosen head
     rows = tokens * slots  # chosen heads of all tokens
@@ -35,7 +35,7 @@ def record_routed(config: RoutedConfig, call: Recorder) -> Block:
         query.is_apart = True
         tape.let_go(before)
     keys, values = kv_heads * layout.head_dim, kv_heads * layout.value_dim
-    source = call.x if call.asked.work.source is None else tape.given(call.size(new * width))
+    source = call.x if call.requested.work.source is None else tape.given(call.size(new * width))
     joined = call.linear(source, keys + values, width, rows=new, joined=True)
     key, value = tape.views(joined, call.size(new * keys), call.size(new * values))
     if config.qk_norm is not None:
@@ -111,14 +111,14 @@ def _chosen_rows(
     config: RoutedConfig, call: Recorder, query: Block, key: Block, value: Block, rows: int, order: Block
 ) -> Block:
     """Attention of rows that are sorted by head, and its output in the order of the tokens."""
-    layout, work, tape = config.layout, call.asked.work, call.tape
+    layout, work, tape = config.layout, call.requested.work, call.tape
     head_dim, dim, seen = layout.head_dim, layout.value_dim, work.batch * work.keys * layout.num_kv_heads
     by_head = tape.step(query, gives=call.size(rows * head_dim), keeps=(order,))
     out = call.size(rows * dim)
     own, extra = 4 * rows, 0
     read: tuple[Block, ...] = (by_head, key, value)
     copied = not call.on_gpu or (
-        call.asked.mask is not None and not call.asked.finite
+        call.requested.mask is not None and not call.requested.finite
     )  # no decode kernel has chosen rows
     if copied:
         # On a CPU sequences are taken apart, on a GPU NaN and Inf are taken out.

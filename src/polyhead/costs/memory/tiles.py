@@ -9,7 +9,7 @@ from polyhead.ops.common.tiles import TILE_COLUMNS, TILE_ELEMENTS, tile_sizes
 
 def record_tiles(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
     """Softmax attention, in float32: part after part of the heads, and in a part one block of rows after another."""
-    work, wide = call.asked.work, call.wide
+    work, wide = call.requested.work, call.wide
     rows, seen = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
     queries, keys = wide(rows * heads.head_dim), wide(seen * heads.head_dim)
     values, out = wide(seen * heads.value_dim), wide(rows * heads.value_dim)
@@ -23,7 +23,7 @@ def record_tiles(call: Recorder, query: Block, key: Block, value: Block, heads: 
         return share * height // max(1, work.queries) if of_rows else share
 
     one = height * columns
-    tile, band = wide(pairs * group * one), 0 if call.asked.mask is None else (INDEX + 1) * one
+    tile, band = wide(pairs * group * one), 0 if call.requested.mask is None else (INDEX + 1) * one
     in_parts = pairs < all_pairs
     # Where there is one part, it is copied as a whole; of several, each has its output beside that of all.
     forward = part(keys) + (part(out) + 2 * part(out, of_rows=True) if in_parts else queries + values + out)
@@ -57,7 +57,7 @@ def talking_tiles(call: Recorder, heads: int) -> tuple[int, int]:
 
     A second block of columns is made while Python still has names for what was made of the first.
     """
-    work = call.asked.work
+    work = call.requested.work
     columns = max(1, min(TILE_COLUMNS, work.keys))
     rows = max(16, min(1024, TILE_ELEMENTS // max(1, work.batch * heads * columns)))
     tile = call.wide(work.batch * heads * min(rows, work.queries) * columns)

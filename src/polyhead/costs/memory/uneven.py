@@ -18,7 +18,7 @@ def record_heads(
     """Attention of heads of which head i reads key head `key_heads[i]`; None for even groups."""
     if key_heads is None or call.reads_cache:
         return record_attention(call, query, key, value, heads)
-    work, tape = call.asked.work, call.tape
+    work, tape = call.requested.work, call.tape
     row, seen = call.size(work.batch * work.queries), call.size(work.batch * work.keys)
     outputs: list[Block] = []
     order: list[int] = []

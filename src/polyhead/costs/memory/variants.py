@@ -66,7 +66,7 @@ def record_collaborative(config: CollaborativeConfig, call: Recorder) -> Block:
     """One set of keys of the shared width, which every head's own queries meet."""
     layout, shared, tape = config.layout, config.shared_dim, call.tape
     assert shared is not None
-    heads, dim, work = layout.num_heads, layout.value_dim, call.asked.work
+    heads, dim, work = layout.num_heads, layout.value_dim, call.requested.work
     query, key, value = before_heads(config, call, queries=shared, keys=shared)
     numbers = call.tokens * heads * shared
     mixed = tape.step(query, gives=call.size(numbers), keeps=(query,), gradient_work=call.size(numbers))
@@ -136,7 +136,7 @@ def _of_rows(call: Recorder, mixed: Block, rows: int, dim: int) -> Block:
 @record_layer.register
 def record_talking(config: TalkingHeadsConfig, call: Recorder) -> Block:
     """Our kernel on a GPU, tiles of plain operators on a CPU; neither holds a weight matrix."""
-    layout, work, tape = config.layout, call.asked.work, call.tape
+    layout, work, tape = config.layout, call.requested.work, call.tape
     heads, dim = layout.num_heads, layout.value_dim
     query, key, value = before_heads(config, call)
     if call.form == "materialised":

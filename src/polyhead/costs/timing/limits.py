@@ -162,8 +162,8 @@ def _stretch(core: AttentionCore, pairs: int, processors: int, *, even: bool) ->
     tiles = core.batch * core.heads * -(-held // QUERY_TILE)
     if even:
         return -(-tiles // processors) * processors / tiles
-    reach = met if core.left is None else min(met, core.left + 1 + EDGE_KEYS)
-    longest = min(QUERY_TILE, held) * reach
+    span = met if core.left is None else min(met, core.left + 1 + EDGE_KEYS)
+    longest = min(QUERY_TILE, held) * span
     return max(1.0, longest * processors / (pairs * core.heads))
 
 

@@ -47,7 +47,7 @@ _KNOWN = (
         "nats",
     ),
     _share(
-        "entropy_share",
+        "normalized_entropy",
         "spread, of the most possible",
         "分散程度占上限的比例",
         "The spread of attention as a share of the most it could be with the tokens in view: 0 looks at a single "
@@ -82,7 +82,7 @@ _KNOWN = (
         "number",
     ),
     _column(
-        "reach",
+        "mean_distance",
         "distance",
         "注视距离",
         "How far away the head looks: the distance in tokens, averaged by attention.",
@@ -91,7 +91,7 @@ _KNOWN = (
         "tokens",
     ),
     _column(
-        "signed_reach",
+        "mean_offset",
         "distance and direction",
         "带方向的距离",
         "The same distance with a minus for tokens that stand before: below 0 the head looks back, above 0 ahead.",
@@ -101,7 +101,7 @@ _KNOWN = (
         None,
     ),
     _column(
-        "reach_squared",
+        "mean_squared_distance",
         "squared distance",
         "距离的平方",
         "The squared distance in tokens, averaged by attention: large where some attention goes very far.",
@@ -181,7 +181,7 @@ _KNOWN = (
         "落在标点符号上的注意力比例。",
     ),
     _column(
-        "contribution",
+        "output_norm",
         "how much it writes",
         "写入的多少",
         "The length of what the head adds to a token's vector, on average (root of the mean square).",
@@ -190,7 +190,7 @@ _KNOWN = (
         "number",
     ),
     _share(
-        "contribution_share",
+        "output_norm_share",
         "share of the layer's writing",
         "占本层写入的比例",
         "The square of how much it writes, as a share of that of all heads of its layer.",

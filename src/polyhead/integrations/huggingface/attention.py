@@ -27,11 +27,11 @@ SINKS_APART = ("granite_swa", "granitemoe_swa")
 class WatchedCall(Protocol):
     """One call that somebody watches: what is to be told of it, whom to tell, and a factor for each head."""
 
-    asked: Statistics | None
+    requested: Statistics | None
     whole: bool  # whether the log-sum-exp is wanted as well, for a second look
     gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
 
-    def tell(self, attended: Attended) -> None: ...
+    def notify(self, attended: Attended) -> None: ...
 
 
 class Watcher(Protocol):
@@ -112,12 +112,12 @@ def attend(
         dropout=rate,
         seed=seed,
         weights=wanted,
-        statistics=None if watched is None else watched.asked,
+        statistics=None if watched is None else watched.requested,
         logsumexp=watched is not None and watched.whole,
         finite=True,  # as transformers' own attention: nobody looks for NaN in keys that are hidden
     )
     if watched is not None:
-        watched.tell(Attended(query, key, value, result, mask, scaling, softcap, sinks))
+        watched.notify(Attended(query, key, value, result, mask, scaling, softcap, sinks))
     output, weights = result.output, result.weights
     if weights is not None:
         weights = weights.to(query.dtype)
@@ -272,5 +272,5 @@ def _wants_weights(output_attentions: bool | None) -> bool:
     collector = output_capturing._active_collector
     if torch.compiler.is_compiling() and not getattr(collector, "compiling", False):
         return False  # no list was opened inside this graph, and a graph cannot look outside
-    gathered = collector.get()
-    return gathered is not None and any(name.endswith("attentions") for name in gathered)
+    collected = collector.get()
+    return collected is not None and any(name.endswith("attentions") for name in collected)

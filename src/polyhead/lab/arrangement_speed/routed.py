@@ -125,11 +125,11 @@ def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Row]:
     heads, positions = taken.nonzero(as_tuple=True)
     offsets = torch.cat((taken.new_zeros(1, dtype=torch.int32), taken.sum(-1).cumsum(0).to(torch.int32)))
     rows = RaggedRows(positions.to(torch.int32), offsets, place.tokens)
-    gathered = query[0, heads, positions]
+    collected = query[0, heads, positions]
     some = torch.randperm(len(positions), generator=generator)[:CHECKED_TOKENS].to(run.device)
 
     def formula(dtype: torch.dtype) -> Tensor:
-        logits = torch.einsum("rd,rkd->rk", gathered[some].to(dtype), key[0, heads[some]].to(dtype))
+        logits = torch.einsum("rd,rkd->rk", collected[some].to(dtype), key[0, heads[some]].to(dtype))
         logits = logits * place.head_dim**-0.5
         if causal:
             after = torch.arange(place.tokens, device=run.device) > positions[some, None]
@@ -142,7 +142,7 @@ def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Row]:
     def ragged() -> Callable[[], Tensor]:
         def call() -> Tensor:
             with torch.no_grad():
-                return ragged_attention(gathered, key, value, rows, mask=mask, finite=True).output
+                return ragged_attention(collected, key, value, rows, mask=mask, finite=True).output
 
         return call
 

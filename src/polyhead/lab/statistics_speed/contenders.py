@@ -33,12 +33,12 @@ SDPA = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
 
 def ours(problem: Problem, names: Sequence[str], *, finite: bool = True) -> Callable[[], AttentionOutput]:
     query, key, value, mask = problem.query, problem.key, problem.value, problem.mask
-    asked = tuple(names) or None
+    requested = tuple(names) or None
 
     def call() -> AttentionOutput:
         with torch.no_grad():
             return polyhead.attention(
-                query, key, value, mask=mask, statistics=asked, logsumexp=True, backend=BACKEND, finite=finite
+                query, key, value, mask=mask, statistics=requested, logsumexp=True, backend=BACKEND, finite=finite
             )
 
     return call
@@ -109,7 +109,7 @@ def materialised(problem: Problem) -> Callable[[], Found]:
                 "logsumexp": logits.logsumexp(-1),
                 "max_logit": logits.amax(-1),
                 "entropy": torch.special.entr(weights).sum(-1),
-                "reach": (weights * distance).sum(-1),
+                "mean_distance": (weights * distance).sum(-1),
             }
             return Found(weights.to(value.dtype) @ value, rows)
 

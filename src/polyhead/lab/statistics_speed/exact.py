@@ -69,7 +69,7 @@ class Exact:
                 "max_logit": logit,
                 "logsumexp": logit + 1e-5,
                 "entropy": torch.full_like(right, 1e-3),
-                "reach": 1e-3 * right.clamp_min(1.0),
+                "mean_distance": 1e-3 * right.clamp_min(1.0),
             }[what]
             hold_within(f"{name}: {what}", self._rows(actual), right, allowed)
 
@@ -102,7 +102,7 @@ def _one_key_head(
         "max_logit": logits.amax(-1),
         "logsumexp": logits.logsumexp(-1),
         "entropy": torch.special.entr(weights).sum(-1),
-        "reach": (weights * distance.abs()).sum(-1),
+        "mean_distance": (weights * distance.abs()).sum(-1),
     }
     return weights @ value, rows
 

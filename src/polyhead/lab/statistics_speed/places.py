@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 PARTS = ("forward", "backward", "profile", "materialised", "memory", "layer", "decode", "cpu")
 # With log-sum-exp, which stands on the output, these are the four that the figures are about.
-ROW_STATISTICS = ("max_logit", "entropy", "reach")
+ROW_STATISTICS = ("max_logit", "entropy", "mean_distance")
 DECODE_STATISTICS = ("max_logit", "entropy")
 LONG = 4096  # tokens from which on the bounds hold
 

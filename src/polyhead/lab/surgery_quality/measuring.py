@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyhead.lab.surgery_quality.points import Point, Result, parse_stock
+from polyhead.lab.surgery_quality.points import Point, Result, parse_native
 from polyhead.lab.surgery_quality.tasks import Split, Task
 from polyhead.surgery.calibration.sensitivity import token_weights
 from polyhead.surgery.compensation.least_squares import Problem
@@ -19,7 +19,7 @@ from polyhead.surgery.selection.criteria import orders_by
 from polyhead.surgery.selection.measurements import Evidence, Weighting
 from polyhead.surgery.selection.orders import PruningOrder, choose_heads
 from polyhead.surgery.selection.search import TRIES, measured_orders, refined, refined_sets
-from polyhead.surgery.selection.uniform import fits_stock, uniform_sets
+from polyhead.surgery.selection.uniform import fits_native, uniform_sets
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
 IN_ORDER_BATCHES = 4
@@ -61,15 +61,15 @@ class Bench:
         outputs = self.outputs(point, gone)
         with as_if(self.task.model, self.evidence.layers, outputs):
             figures = {split: self.task.figures(split) for split in splits}
-        form = "stock" if fits_stock(self.task.model, gone) else "own"
+        form = "native" if fits_native(self.task.model, gone) else "own"
         seconds = round(time.perf_counter() - began, 2)
         numbers = {path: len(heads) for path, heads in gone.items()}
         return Result(point, numbers, self.heads, form, figures, seconds, self.facts)
 
     def choose(self, point: Point) -> Gone:
         """The heads that go, by layer."""
-        if point.stock is not None:
-            sets = uniform_sets(self.evidence, *parse_stock(point.stock), point.weighting)
+        if point.native is not None:
+            sets = uniform_sets(self.evidence, *parse_native(point.native), point.weighting)
             if not point.searched:
                 return {path: own[0].heads for path, own in sets.items()}
             self.report("exchanging heads within layers")
@@ -94,9 +94,9 @@ class Bench:
     def outputs(self, point: Point, gone: Gone) -> dict[str, Outputs]:
         """What the layers write with, without those heads."""
         model = self.task.model
-        if point.repair == "no":
+        if point.compensation == "no":
             return plain_outputs(model, self.evidence.layers, gone)
-        if point.repair == "once":
+        if point.compensation == "once":
             return {
                 path: Outputs.solved(self._problem(path, point.ridge, point.weighting), heads)
                 for path, heads in gone.items()
@@ -104,7 +104,7 @@ class Bench:
         self.report("repairing layer by layer")
         weights = self._token_weights if point.weighting == "token" else None
         return solve_in_order(
-            model, gone, lambda: self.read_in_order, aim=point.repair, ridge=point.ridge, weights=weights
+            model, gone, lambda: self.read_in_order, aim=point.compensation, ridge=point.ridge, weights=weights
         )
 
     @cached_property

@@ -15,8 +15,8 @@ from polyhead.surgery.selection.criteria import CRITERIA
 from polyhead.surgery.selection.measurements import Weighting
 
 # "once" solves all layers on what the whole model feeds them; the others go in order, by what a layer should write.
-Repair = Literal["no", "once", "layer", "output", "stream"]
-REPAIRS: tuple[Repair, ...] = get_args(Repair)
+Compensation = Literal["no", "once", "layer", "output", "stream"]
+REPAIRS: tuple[Compensation, ...] = get_args(Compensation)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 SEEDS = (0, 1, 2, 3, 4)
 SAME = ("model", "text", "calibration", "rows")  # facts that all points of a file share
@@ -28,25 +28,27 @@ DRAWN: tuple[Weighting, ...] = ("none", "direction", "token")  # the weightings 
 class Point:
     """Heads to take out, by what they are chosen, and what is done about it.
 
-    `stock` names heads and key heads that every layer ends with, as "6/3", so that a stock class can load them; None
+    `native` names heads and key heads that every layer ends with, as "6/3", so that a stock class can load them; None
     leaves layers to end with as many as it may be. `searched` moves heads between layers by what is measured.
     """
 
     criterion: str
     share: float
-    repair: Repair = "no"
+    compensation: Compensation = "no"
     weighting: Weighting = "none"
     ridge: float = RIDGE
     seed: int = 0
-    stock: str | None = None
+    native: str | None = None
     searched: bool = False
 
     def __str__(self) -> str:
-        words = [f"{self.share:.0%}" if self.stock is None else self.stock, self.criterion]
+        words = [f"{self.share:.0%}" if self.native is None else self.native, self.criterion]
         words += [f"weighted by {self.weighting}"] if self.weighting != "none" else []
         words += ["searched"] if self.searched else []
         words += [f"seed {self.seed}"] if self.criterion == "random" else []
-        words.append("not repaired" if self.repair == "no" else f"repaired ({self.repair}, ridge {self.ridge:g})")
+        words.append(
+            "not repaired" if self.compensation == "no" else f"repaired ({self.compensation}, ridge {self.ridge:g})"
+        )
         return ", ".join(words)
 
 
@@ -99,11 +101,11 @@ def is_done(point: Point, results: Iterable[Result], splits: Iterable[Split]) ->
 
 def check_alike(results: Iterable[Result], facts: Mapping[str, Any]) -> None:
     """That what a file holds was measured on the same model and as much of the same text."""
-    asked = {name: facts.get(name) for name in SAME}
+    requested = {name: facts.get(name) for name in SAME}
     for result in results:
         held = {name: result.facts.get(name) for name in SAME}
-        if held != asked:
-            raise OptionError(f"a file holds points of one model, text and number of rows, {held}, got {asked}")
+        if held != requested:
+            raise OptionError(f"a file holds points of one model, text and number of rows, {held}, got {requested}")
 
 
 def curves(shares: Iterable[float] = SHARES) -> list[Point]:
@@ -113,20 +115,20 @@ def curves(shares: Iterable[float] = SHARES) -> list[Point]:
         for name, criterion in CRITERIA.items():
             for weighting in DRAWN if criterion.weighs else DRAWN[:1]:
                 for seed in SEEDS if name == "random" else SEEDS[:1]:
-                    for repair in ("no", "once"):
-                        found.append(Point(name, share, repair, weighting, seed=seed))
+                    for compensation in ("no", "once"):
+                        found.append(Point(name, share, compensation, weighting, seed=seed))
     return found
 
 
-def tuned(shares: Iterable[float], stock: Iterable[str]) -> list[Point]:
+def tuned(shares: Iterable[float], native: Iterable[str]) -> list[Point]:
     """Ways to weigh, to repair and to search, at the shares that matter; which is best is read off the choosing split.
 
     The forms that stock classes can hold are given as "heads/key heads" of every layer.
     """
     found = []
-    places = [(share, None) for share in shares] + [(0.0, form) for form in stock]
+    places = [(share, None) for share in shares] + [(0.0, form) for form in native]
     for share, form in places:
-        ways: list[tuple[Weighting, Repair, float, bool]] = [
+        ways: list[tuple[Weighting, Compensation, float, bool]] = [
             ("token", "once", 1e-2, False),
             ("token", "once", 1e-4, False),
             ("none", "once", 1e-4, False),
@@ -143,12 +145,12 @@ def tuned(shares: Iterable[float], stock: Iterable[str]) -> list[Point]:
         ways.append(("token", "once", 1e-3, True))
         if form is None:
             ways.append(("token", "stream", 1e-3, True))
-        for weighting, repair, ridge, searched in ways:
-            found.append(Point("repaired", share, repair, weighting, ridge, stock=form, searched=searched))
+        for weighting, compensation, ridge, searched in ways:
+            found.append(Point("compensated", share, compensation, weighting, ridge, native=form, searched=searched))
     return found
 
 
-def parse_stock(text: str) -> tuple[int, int]:
+def parse_native(text: str) -> tuple[int, int]:
     """Heads and key heads of a layer, as "6/3" says them."""
     heads, _, keys = text.partition("/")
     if not (heads.isdecimal() and keys.isdecimal() and int(keys) > 0 and int(heads) % int(keys) == 0):

@@ -32,11 +32,16 @@ def headline(results: Sequence[Result]) -> str:
 
 def place_of(point: Point) -> str:
     """What is asked for: a share of the heads, or heads and key heads of every layer."""
-    return f"{point.share:.0%} of heads" if point.stock is None else f"{point.stock} in every layer"
+    return f"{point.share:.0%} of heads" if point.native is None else f"{point.native} in every layer"
 
 
 def is_curve(point: Point) -> bool:
-    return point.stock is None and not point.searched and point.repair in ("no", "once") and point.weighting in DRAWN
+    return (
+        point.native is None
+        and not point.searched
+        and point.compensation in ("no", "once")
+        and point.weighting in DRAWN
+    )
 
 
 def best_by_place(results: Sequence[Result]) -> dict[str, Result]:
@@ -60,14 +65,14 @@ def best_by_place(results: Sequence[Result]) -> dict[str, Result]:
 def way_of(point: Point) -> str:
     """How heads are chosen and what is done about it, whatever the share and the seed."""
     words = point.criterion + (f", weighted by {point.weighting}" if point.weighting != "none" else "")
-    return words + (", not repaired" if point.repair == "no" else ", repaired")
+    return words + (", not repaired" if point.compensation == "no" else ", repaired")
 
 
 def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -> list[Curve]:
     """Every way over its shares, in the order in which they are asked for; of results that make up curves alone."""
     found: dict[str, dict[float, list[float]]] = {}
     for result in results:
-        if is_curve(result.point) and result.point.ridge == Point("repaired", 0).ridge:
+        if is_curve(result.point) and result.point.ridge == Point("compensated", 0).ridge:
             value = result.figures[split][figure].value
             # A point may be asked for as a curve's and as a way's; it is one point all the same.
             values = found.setdefault(way_of(result.point), {}).setdefault(result.point.share, [])
@@ -90,7 +95,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [(*header, *(f"{name}, {split}" for name, split in figures))]
     for place, result in best_by_place(results).items():
         told = (said(result.figures[split][name]) for name, split in figures)
-        loads = "stock" if result.form == "stock" else "polyhead"
+        loads = "native" if result.form == "native" else "polyhead"
         lines.append((place, f"{result.share:.0%}", str(result.point), loads, *told))
     return lines
 

@@ -25,11 +25,11 @@ QUICK_SIZES, QUICK_BATCH, QUICK_STEPS = Sizes(embed_dim=64, layers=2, context=64
 def contest(*, quick: bool = False) -> Contest:
     """More than ten million parameters, 1,000 steps of 16,384 bytes; others are held to multi-head attention."""
     if quick:
-        return Contest(arrangements(QUICK_SIZES.embed_dim, 4), QUICK_SIZES, QUICK_BATCH, QUICK_STEPS)
-    return Contest(arrangements(384, 6), Sizes(), batch=32, steps=1000)
+        return Contest(variants(QUICK_SIZES.embed_dim, 4), QUICK_SIZES, QUICK_BATCH, QUICK_STEPS)
+    return Contest(variants(384, 6), Sizes(), batch=32, steps=1000)
 
 
-def arrangements(width: int, heads: int) -> Mapping[str, AttentionConfig]:
+def variants(width: int, heads: int) -> Mapping[str, AttentionConfig]:
     """By the names that the docs use. Heads are `width / heads` wide where nothing else is said; all are rotary."""
     dim = width // heads
     common: dict[str, Any] = {"causal": True, "positions": RotaryConfig()}

@@ -31,8 +31,8 @@ def train(
 ) -> Result:
     """A trial's model, learned and asked. In bfloat16 with float32 weights on a GPU, in float32 elsewhere."""
     began = time.perf_counter()
-    config, sizes = contest.arrangements[trial.arrangement], contest.sizes_of(trial.arrangement)
-    steps = contest.steps_of(trial.arrangement, trial.budget)
+    config, sizes = contest.variants[trial.variant], contest.sizes_of(trial.variant)
+    steps = contest.steps_of(trial.variant, trial.budget)
     torch.manual_seed(trial.seed)
     model = ByteModel(config, sizes).to(device)
     optimizer = torch.optim.AdamW(_groups(model), lr=trial.rate, betas=BETAS, fused=device.type == "cuda")

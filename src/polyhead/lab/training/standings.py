@@ -14,7 +14,7 @@ from polyhead.lab.training.trials import BUDGETS, RATES, Budget, Contest, Result
 class Standing:
     """One arrangement under one budget, over its seeds."""
 
-    arrangement: str
+    variant: str
     budget: Budget
     rate: float
     bits: tuple[float, ...]  # seed by seed
@@ -37,13 +37,13 @@ def standings(contest: Contest, results: Sequence[Result]) -> list[Standing]:
     """What can be said so far, in the order of the arrangements."""
     found = []
     for budget in BUDGETS:
-        for name in contest.arrangements:
-            asked = contest.budget_of(name, budget)
-            rate = best_rate(results, name, asked)
+        for name in contest.variants:
+            requested = contest.budget_of(name, budget)
+            rate = best_rate(results, name, requested)
             mine = [
                 result
                 for result in sorted(results, key=lambda result: result.trial.seed)
-                if (result.trial.arrangement, result.trial.budget, result.trial.rate) == (name, asked, rate)
+                if (result.trial.variant, result.trial.budget, result.trial.rate) == (name, requested, rate)
             ]
             if rate is None or not len(mine):
                 continue
@@ -55,14 +55,14 @@ def standings(contest: Contest, results: Sequence[Result]) -> list[Standing]:
 
 def rows(found: Sequence[Standing]) -> list[tuple[str, ...]]:
     """The standings as lines of a table, its header first; the first of each budget is what the others are held to."""
-    header = ("arrangement", "equal", "parameters", "PFLOP", "steps", "rate", "bits a byte", "spread", "to the first")
+    header = ("variant", "equal", "parameters", "PFLOP", "steps", "rate", "bits a byte", "spread", "to the first")
     lines: list[tuple[str, ...]] = [header]
     first = {standing.budget: standing for standing in reversed(found)}
     for standing in found:
         other = first[standing.budget]
         lines.append(
             (
-                standing.arrangement,
+                standing.variant,
                 standing.budget,
                 f"{standing.parameters:,}",
                 f"{standing.flops / 1e15:.2f}",

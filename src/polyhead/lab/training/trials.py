@@ -23,21 +23,21 @@ SEEDS = (0, 1, 2)  # the first is that of the sweep over rates
 class Contest:
     """What is compared: arrangements by name, the first being what the others are measured against."""
 
-    arrangements: Mapping[str, AttentionConfig]
+    variants: Mapping[str, AttentionConfig]
     sizes: Sizes
     batch: int
     steps: int  # of the first arrangement
 
     @property
     def baseline(self) -> str:
-        return next(iter(self.arrangements))
+        return next(iter(self.variants))
 
     def sizes_of(self, name: str) -> Sizes:
         """With feed-forward networks as wide as brings the model next to the baseline's parameters."""
         if name == self.baseline:
             return self.sizes
-        config = self.arrangements[name]
-        wanted = parameters(self.arrangements[self.baseline], self.sizes)
+        config = self.variants[name]
+        wanted = parameters(self.variants[self.baseline], self.sizes)
         none = parameters(config, replace(self.sizes, hidden=0))
         each = parameters(config, replace(self.sizes, hidden=1)) - none
         hidden = 8 * round((wanted - none) / each / 8)  # odd widths are slow
@@ -49,7 +49,7 @@ class Contest:
         """As many as the baseline's, or as many as cost what those cost."""
         if budget == "tokens" or name == self.baseline:
             return self.steps
-        ours, theirs = (step_flops(self.arrangements[x], self.sizes_of(x), self.batch) for x in (name, self.baseline))
+        ours, theirs = (step_flops(self.variants[x], self.sizes_of(x), self.batch) for x in (name, self.baseline))
         return max(1, round(self.steps * theirs / ours))
 
     def budget_of(self, name: str, budget: Budget) -> Budget:
@@ -61,7 +61,7 @@ class Contest:
 class Trial:
     """One training."""
 
-    arrangement: str
+    variant: str
     budget: Budget
     rate: float
     seed: int
@@ -105,12 +105,12 @@ def append_result(path: Path, result: Result) -> None:
         file.write((result.to_json() + "\n").encode())
 
 
-def best_rate(results: Iterable[Result], arrangement: str, budget: Budget) -> float | None:
+def best_rate(results: Iterable[Result], variant: str, budget: Budget) -> float | None:
     """The rate with the fewest bits at the first seed; None while the sweep is not finished or all came apart."""
     swept = {
         result.trial.rate: result.bits
         for result in results
-        if (result.trial.arrangement, result.trial.budget, result.trial.seed) == (arrangement, budget, SEEDS[0])
+        if (result.trial.variant, result.trial.budget, result.trial.seed) == (variant, budget, SEEDS[0])
     }
     if any(rate not in swept for rate in RATES) or all(math.isnan(bits) for bits in swept.values()):
         return None
@@ -124,7 +124,7 @@ def next_trial(contest: Contest, results: Sequence[Result], under_way: Iterable[
     """
     taken = {result.trial for result in results} | set(under_way)
     for budget in BUDGETS:
-        for name in contest.arrangements:
+        for name in contest.variants:
             if contest.budget_of(name, budget) != budget:
                 continue
             rate = best_rate(results, name, budget)

@@ -12,10 +12,10 @@ from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.config import (
     AttentionConfig,
-    arrangement,
     check_options,
     checked_positions,
     edges,
+    register_config,
 )
 from polyhead.layers.latent.forms import FORMS, LatentLayout, still_channels
 from polyhead.layers.latent.layer import LatentAttention
@@ -24,7 +24,7 @@ from polyhead.layers.steps import own_mask
 from polyhead.masks import Mask
 
 
-@arrangement("latent", LatentAttention)
+@register_config("latent", LatentAttention)
 @dataclass(frozen=True)
 class LatentConfig(AttentionConfig):
     """`LatentAttention` as a value. With rotary positions it says how many channels turn; without, 0 or None is none.

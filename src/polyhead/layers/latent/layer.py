@@ -39,7 +39,7 @@ Form = Literal["auto", "expanded", "absorbed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Request:
     """What a call asks of its attention, whichever form it takes."""
 
     mask: Mask | None
@@ -273,7 +273,7 @@ class LatentAttention(nn.Module):
         if isinstance(self.positions, BiasesLogits):
             bias = position_bias(self.positions, queries, span, held, given)
             mask = bias if mask is None else mask & bias
-        asked = _Asked(
+        requested = _Request(
             mask,
             self.dropout if self.training else 0.0,
             seed,
@@ -283,9 +283,9 @@ class LatentAttention(nn.Module):
             logsumexp,
         )
         if self._is_absorbed(form, queries, None if view is None and key is None else keys):
-            result, heads = self._absorbed(q_nope, q_rope, held, view, asked)
+            result, heads = self._absorbed(q_nope, q_rope, held, view, requested)
         else:
-            result, heads = self._expanded(q_nope, q_rope, held if view is None else view.key, asked)
+            result, heads = self._expanded(q_nope, q_rope, held if view is None else view.key, requested)
         for gate in (self.head_gate, head_gate):
             if gate is not None:
                 heads = heads * gate_factors(gate, batch, layout.num_heads, queries).to(heads.dtype)
@@ -375,7 +375,9 @@ class LatentAttention(nn.Module):
         latent, k_rope = held.split((self.layout.kv_lora_rank, self.layout.qk_rope_head_dim), -1)
         return latent, k_rope
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, held: Tensor, asked: _Asked) -> tuple[AttentionOutput, Tensor]:
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, held: Tensor, requested: _Request
+    ) -> tuple[AttentionOutput, Tensor]:
         """Every head with keys and values of its own."""
         layout = self.layout
         latent, k_rope = self._parts(held)
@@ -383,12 +385,12 @@ class LatentAttention(nn.Module):
         k_nope, v = up.split((layout.qk_nope_head_dim, layout.value_head_dim), -1)
         q = _joined(q_nope, q_rope)
         k = _joined(k_nope, k_rope.expand(-1, layout.num_heads, -1, -1))
-        result = self._attention(q, k, v, asked)
-        self._tell(q, k, v, result, asked.mask)
+        result = self._attention(q, k, v, requested)
+        self._tell(q, k, v, result, requested.mask)
         return result, result.output
 
     def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, held: Tensor, view: CacheView | None, asked: _Asked
+        self, q_nope: Tensor, q_rope: Tensor, held: Tensor, view: CacheView | None, requested: _Request
     ) -> tuple[AttentionOutput, Tensor]:
         """All heads over the latents, as multi-query attention whose values are the first channels of its keys."""
         layout = self.layout
@@ -397,40 +399,40 @@ class LatentAttention(nn.Module):
         up_key, up_value = up.split((layout.qk_nope_head_dim, layout.value_head_dim), 1)
         q = _joined(torch.einsum("bhqn,hnr->bhqr", q_nope, up_key), q_rope)
         result = None
-        if view is not None and asked.is_plain and decode_runs_on(q):
+        if view is not None and requested.is_plain and decode_runs_on(q):
             result = decoded(
                 q,
                 view,
-                asked.mask,
+                requested.mask,
                 scale=self._factor,
                 softcap=self.softcap,
                 sinks=self.sinks,
-                statistics=asked.statistics,
+                statistics=requested.statistics,
             )
         if view is not None and (result is None or self._listener is not None):
             held = view.key
         v = held[..., : layout.kv_lora_rank]
         if result is None:
-            result = self._attention(q, held, v, asked)
+            result = self._attention(q, held, v, requested)
         heads = torch.einsum("bhqr,hvr->bhqv", result.output, up_value)
-        self._tell(q, held, v, replace(result, output=heads), asked.mask)
+        self._tell(q, held, v, replace(result, output=heads), requested.mask)
         return result, heads
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> AttentionOutput:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, requested: _Request) -> AttentionOutput:
         return attention(
             q,
             k,
             v,
-            mask=asked.mask,
+            mask=requested.mask,
             scale=self._factor,
             softcap=self.softcap,
             sinks=self.sinks,
-            dropout=asked.dropout,
-            seed=asked.seed,
-            backend=asked.backend,
-            weights=asked.weights,
-            statistics=asked.statistics,
-            logsumexp=asked.logsumexp,
+            dropout=requested.dropout,
+            seed=requested.seed,
+            backend=requested.backend,
+            weights=requested.weights,
+            statistics=requested.statistics,
+            logsumexp=requested.logsumexp,
             finite=self.finite,
         )
 

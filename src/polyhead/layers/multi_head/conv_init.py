@@ -20,7 +20,7 @@ SHARPNESS = 32.0  # by default: exp(-32) is 1e-14
 
 
 @torch.no_grad()
-def write_taps(layer: Layer, conv: Convolution, sharpness: float, outside: Outside | None) -> None:
+def write_conv_kernel(layer: Layer, conv: Convolution, sharpness: float, outside: Outside | None) -> None:
     """Let a layer compute a convolution, in place; one that is refused is left as it was."""
     shifts = shifts_of(conv)
     _check_layer(layer)
@@ -46,11 +46,11 @@ def write_taps(layer: Layer, conv: Convolution, sharpness: float, outside: Outsi
         layer.sinks.fill_(-sharpness / 2)
 
 
-def draw_taps(layer: Layer) -> None:
+def init_conv_heads(layer: Layer) -> None:
     """Draw a layer's parameters as `init="conv"` has it: a fresh convolution, and Glorot-uniform keys."""
     conv = _fresh_convolution(layer)
     nn.init.xavier_uniform_(layer.k_proj.weight)
-    write_taps(layer, conv, SHARPNESS, None)
+    write_conv_kernel(layer, conv, SHARPNESS, None)
 
 
 def _fresh_convolution(layer: Layer) -> Convolution:
@@ -82,7 +82,7 @@ def _fresh_convolution(layer: Layer) -> Convolution:
     return conv
 
 
-def check_arrangement(layer: nn.Module, plain: type[nn.Module]) -> None:
+def check_conv_layer(layer: nn.Module, plain: type[nn.Module]) -> None:
     """Refuse what is not the `plain` layer itself."""
     if type(layer) is not plain:
         raise OptionError(
@@ -170,12 +170,12 @@ def shifts_of(conv: Convolution) -> list[tuple[int, ...]]:
         )
     axes = []
     for axis, (taps, step) in enumerate(zip(conv.kernel_size, conv.dilation, strict=True)):
-        reach = step * (taps - 1)
+        span = step * (taps - 1)
         # PyTorch's "same" puts what is odd of the padding after the tokens.
-        before = reach // 2 if conv.padding == "same" else 0 if isinstance(conv.padding, str) else conv.padding[axis]
-        if conv.padding != "same" and 2 * before != reach:
+        before = span // 2 if conv.padding == "same" else 0 if isinstance(conv.padding, str) else conv.padding[axis]
+        if conv.padding != "same" and 2 * before != span:
             raise OptionError(
-                f"heads give as many tokens as they read, so padding must be {reach / 2:g} on either side for a kernel "
+                f"heads give as many tokens as they read, so padding must be {span / 2:g} on either side for a kernel "
                 f"of {taps} with dilation {step}, got {conv.padding!r}; or padding='same'"
             )
         axes.append([tap * step - before for tap in range(taps)])

@@ -18,12 +18,12 @@ from polyhead.layers.head_matrices import HeadMatrices, Heads, write_heads
 from polyhead.layers.joint_projection import JointProjection, hooks_of, is_plain_linear
 from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import longest
-from polyhead.layers.multi_head.conv_init import check_arrangement, draw_taps
+from polyhead.layers.multi_head.conv_init import check_conv_layer, init_conv_heads
 from polyhead.layers.multi_head.torch_weights import copy_from, options_of, to_torch
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
 from polyhead.layers.steps import (
-    Asked,
+    CallOptions,
     decoded,
     first_position,
     keeps_cache,
@@ -190,8 +190,8 @@ class MultiHeadAttention(nn.Module):
         With init="conv" all but the key projection becomes that of a fresh convolution, its positions included.
         """
         if self.init == "conv":
-            check_arrangement(self, MultiHeadAttention)
-            draw_taps(self)
+            check_conv_layer(self, MultiHeadAttention)
+            init_conv_heads(self)
             return
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.gate_proj):
             if linear is None:
@@ -315,7 +315,7 @@ class MultiHeadAttention(nn.Module):
         if isinstance(self.positions, BiasesLogits):
             bias = position_bias(self.positions, queries, span, q, given)
             mask = bias if mask is None else mask & bias
-        asked = Asked(
+        requested = CallOptions(
             self.dropout if self.training else 0.0,
             seed,
             self.backend if backend is None else backend,
@@ -324,7 +324,7 @@ class MultiHeadAttention(nn.Module):
             logsumexp,
             head_gate,
         )
-        result = self._attend(q, k, v, view, mask, asked)
+        result = self._attend(q, k, v, view, mask, requested)
         heads = result.output.transpose(1, 2)  # [batch, queries, heads, value_dim]
         if head_gate is not None or self.head_gate is not None or self.gate_proj is not None:
             heads = self._gated(heads, query, head_gate)
@@ -332,7 +332,7 @@ class MultiHeadAttention(nn.Module):
         return AttentionOutput(output, result.logsumexp, result.weights, result.statistics, result.backend)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> AttentionOutput:
         """The attention of every head, [batch, heads, queries, value_dim], told to who listens.
 
@@ -340,14 +340,14 @@ class MultiHeadAttention(nn.Module):
         """
         result = None
         if view is not None:
-            if decode_runs_on(q) and asked.is_plain:
+            if decode_runs_on(q) and requested.is_plain:
                 options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
                 options["key_heads"] = self.layout.key_heads
-                result = decoded(q, view, mask, statistics=asked.statistics, **options)
+                result = decoded(q, view, mask, statistics=requested.statistics, **options)
             if result is None or self._listener is not None:
                 k, v = view.key, view.value
         if result is None:
-            result = self._attention(q, k, v, mask, asked, scale=self.scale, sinks=self.sinks)
+            result = self._attention(q, k, v, mask, requested, scale=self.scale, sinks=self.sinks)
         if self._listener is not None:
             if self.layout.key_heads is not None:  # who listens knows of even groups alone
                 k, v = (select_heads(x, self.layout.key_heads) for x in (k, v))
@@ -360,7 +360,7 @@ class MultiHeadAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         mask: Mask | None,
-        asked: Asked,
+        requested: CallOptions,
         *,
         scale: float | None,
         sinks: Tensor | None,
@@ -371,12 +371,12 @@ class MultiHeadAttention(nn.Module):
             "scale": scale,
             "softcap": self.softcap,
             "sinks": sinks,
-            "dropout": asked.dropout,
-            "seed": asked.seed,
-            "backend": asked.backend,
-            "weights": asked.weights,
-            "statistics": asked.statistics,
-            "logsumexp": asked.logsumexp,
+            "dropout": requested.dropout,
+            "seed": requested.seed,
+            "backend": requested.backend,
+            "weights": requested.weights,
+            "statistics": requested.statistics,
+            "logsumexp": requested.logsumexp,
             "finite": self.finite,
         }
         if self.layout.key_heads is not None:

@@ -32,20 +32,20 @@ class BiasesByDistance(BiasesLogits):
         query_length: int,
         key_length: int,
         *,
-        reach: int | None = None,
+        max_distance: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Mask:
         """The bias as a Mask; query i stands at key position i + key_length - query_length.
 
         Where positions are stated (`Mask.positions`: a rolling cache, say), keys may be further away than the lengths
-        tell; `reach` is then the largest distance. `device` is the parameters' own unless given; the bias is float32
-        (float64 for float64 parameters) unless `dtype` says otherwise.
+        tell; `max_distance` is then the largest distance. `device` is the parameters' own unless given; the bias is
+        float32 (float64 for float64 parameters) unless `dtype` says otherwise.
         """
         check_lengths(query_length, key_length)
         before, after = max(key_length - 1, 0), max(query_length - 1, 0)
-        if reach is not None:
-            before, after = max(before, reach), max(after, reach)
+        if max_distance is not None:
+            before, after = max(before, max_distance), max(after, max_distance)
         before, after = self.covered(before, after)
         table = self.table(before, after, bias_device(self, device), bias_dtype(self, dtype))
         return Mask.relative(cast_bias(table, dtype), before)

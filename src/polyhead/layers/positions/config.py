@@ -25,9 +25,9 @@ from polyhead.layers.positions.rotary_scaling import (
     RotaryScaling,
     YarnScaling,
 )
-from polyhead.layers.registry import Kinds, check_flags
+from polyhead.layers.registry import Registry, check_flags
 
-SCALINGS: Kinds[RotaryScaling] = Kinds("a rotary scaling")
+SCALINGS: Registry[RotaryScaling] = Registry("a rotary scaling")
 SCALINGS.register("linear")(LinearScaling)
 SCALINGS.register("ntk")(NTKScaling)
 SCALINGS.register("dynamic_ntk")(DynamicNTKScaling)
@@ -61,7 +61,7 @@ class PositionsConfig(ABC):
         return type(self).of(module)
 
 
-POSITIONS: Kinds[PositionsConfig] = Kinds("a description of positions")
+POSITIONS: Registry[PositionsConfig] = Registry("a description of positions")
 _BY_MODULE: dict[type[Positions], type[PositionsConfig]] = {}
 Described = TypeVar("Described", bound=type[PositionsConfig])
 

@@ -182,8 +182,8 @@ def _request(
         _check_per_head("sinks", sinks, heads, query)
     if not (_is_number(dropout) and 0.0 <= dropout < 1.0):
         raise OptionError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
-    asked = as_statistics(statistics)
-    names = () if asked is None else asked.wanted(learned_sinks=sinks is not None)
+    requested = as_statistics(statistics)
+    names = () if requested is None else requested.wanted(learned_sinks=sinks is not None)
     visibility = None
     if mask is not None:
         if not isinstance(mask, Mask):
@@ -213,12 +213,12 @@ def _request(
         weights,
         logsumexp,
         finite,
-        None if asked is None else _statistics_request(asked, names, visibility, queries, keys, query.device),
+        None if requested is None else _statistics_request(requested, names, visibility, queries, keys, query.device),
     )
 
 
 def _statistics_request(
-    asked: Statistics,
+    requested: Statistics,
     names: tuple[str, ...],
     visibility: Visibility | None,
     queries: int,
@@ -226,7 +226,7 @@ def _statistics_request(
     device: torch.device,
 ) -> StatisticsRequest:
     places = visibility if visibility is not None else Visibility(queries, keys, device, offset=keys - queries)
-    return StatisticsRequest(names, asked.sink_keys, asked.window, places)
+    return StatisticsRequest(names, requested.sink_keys, requested.window, places)
 
 
 def _is_number(x: object) -> bool:

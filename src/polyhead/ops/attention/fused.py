@@ -94,8 +94,8 @@ def kernel(request: AttentionRequest) -> str:
 
 def run(request: AttentionRequest) -> AttentionOutput:
     query, key, value, visibility = request.query, request.key, request.value, request.visibility
-    asked = request.statistics
-    names = () if asked is None else asked.names
+    requested = request.statistics
+    names = () if requested is None else requested.names
     needs_grad = request.needs_grad
     bias, table = None, None
     if visibility is None:
@@ -111,8 +111,8 @@ def run(request: AttentionRequest) -> AttentionOutput:
     seed = draw_seed(query.device) if request.dropout and request.seed is None else request.seed
     scale, head_scale = (1.0, request.scale) if isinstance(request.scale, Tensor) else (request.scale, None)
     dropout, sink_keys, window = request.dropout, 1, 0
-    if asked is not None:
-        sink_keys, window = asked.sink_keys, asked.window
+    if requested is not None:
+        sink_keys, window = requested.sink_keys, requested.window
     seed = seed if dropout else None
     traced = is_traced(query)
     if traced or needs_grad:
@@ -155,7 +155,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
             sink_keys,
             window,
         )
-    statistics = None if asked is None else RowStatistics(**rows)
+    statistics = None if requested is None else RowStatistics(**rows)
     return AttentionOutput(output, logsumexp, statistics=statistics, backend="fused")
 
 
@@ -224,11 +224,11 @@ def _forward(
 ) -> list[Tensor]:
     """Output, log-sum-exp and the statistics in the order of their names."""
     mask = _mask(mask_tensors, mask_numbers, bias, table)
-    asked = _names(names)
+    requested = _names(names)
     output, logsumexp, rows = _computed(
-        query, key, value, scale, head_scale, softcap, sinks, mask, dropout, seed, asked, sink_keys, window
+        query, key, value, scale, head_scale, softcap, sinks, mask, dropout, seed, requested, sink_keys, window
     )
-    return [output, logsumexp, *(rows[name] for name in asked)]
+    return [output, logsumexp, *(rows[name] for name in requested)]
 
 
 def _computed(
@@ -242,7 +242,7 @@ def _computed(
     mask: MaskArguments,
     dropout: float,
     seed: Tensor | None,
-    asked: tuple[str, ...],
+    requested: tuple[str, ...],
     sink_keys: int,
     window: int,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -253,9 +253,9 @@ def _computed(
         from polyhead.ops.attention.kernels import forward_hopper, local_mass
 
         # The masses of few keys are not in that kernel's loop, and cost next to nothing in one of their own.
-        together, apart = _parted(asked, local_mass.STATISTICS)
+        together, apart = _parted(requested, local_mass.STATISTICS)
         if len(apart) and not local_mass.can_serve(query, key, mask, sink_keys, window):
-            together, apart = asked, ()
+            together, apart = requested, ()
         if forward_hopper.can_serve(query, key, value, mask, together):
             left, right = mask.left, mask.right
             output, logsumexp, statistics = forward_hopper.forward(
@@ -294,7 +294,7 @@ def _computed(
         mask=mask,
         dropout=dropout,
         seed=seed,
-        names=asked,
+        names=requested,
         sink_keys=sink_keys,
         window=window,
         argmax=False,
@@ -450,8 +450,8 @@ def _backward(
     }
     row_gradients.pop("visible_keys", None)
     indices: dict[str, Tensor] = {}
-    asked = tuple(name for name in _MAXIMA if name in row_gradients)
-    if len(asked):
+    requested = tuple(name for name in _MAXIMA if name in row_gradients)
+    if len(requested):
         # Where the maxima stood is looked up again, for the few who want their gradient: a forward need not keep it.
         from polyhead.ops.attention.kernels.forward import forward
 
@@ -464,7 +464,7 @@ def _backward(
             mask=mask,
             dropout=0.0,
             seed=None,
-            names=asked,
+            names=requested,
             sink_keys=sink_keys,
             window=window,
             argmax=True,

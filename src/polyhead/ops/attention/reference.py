@@ -126,9 +126,9 @@ def _statistics(
         distance = places.distance_tile(*everything)
         distance = distance if distance.ndim == 2 else distance[:, None]
         factors = {
-            "reach": distance.abs(),
-            "signed_reach": distance,
-            "reach_squared": distance * distance,
+            "mean_distance": distance.abs(),
+            "mean_offset": distance,
+            "mean_squared_distance": distance * distance,
             "self_mass": distance == 0,
             "previous_mass": distance == -1,
             "next_mass": distance == 1,

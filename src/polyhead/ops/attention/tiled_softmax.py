@@ -218,7 +218,7 @@ def _attended_rows(
     sums = None
     if tiling.statistics is not None:
         sums = RowSums(tiling, rows, sink, query, blocks=blocks)
-    gathered = None if value is None else value.new_zeros((*query_rows.shape[:2], value.shape[-1]))
+    collected = None if value is None else value.new_zeros((*query_rows.shape[:2], value.shape[-1]))
     for columns in tiling.column_blocks(rows):
         tile, _, masked = tiling.logits(query_rows, turned, visibility, rows, columns)
         highest = tile.detach().amax(-1, keepdim=True)
@@ -234,17 +234,17 @@ def _attended_rows(
         if sums is not None:
             sums.add(tile, shifted, row_sums, columns, decay, before - shift, total, masked=masked)
         total = total * decay + row_sums
-        if gathered is not None and value is not None:
+        if collected is not None and value is not None:
             kept = tiling.dropped(tile, tiling.keep(rows, columns))
             value_rows = value[:, columns[0] : columns[1]]
             if torch.is_grad_enabled():
-                gathered = torch.baddbmm(gathered * decay, kept, value_rows)
+                collected = torch.baddbmm(collected * decay, kept, value_rows)
             else:
-                gathered.mul_(decay).baddbmm_(kept, value_rows)
+                collected.mul_(decay).baddbmm_(kept, value_rows)
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     found = Attended(
-        None if gathered is None else (gathered / total).view(*shape, gathered.shape[-1]),
+        None if collected is None else (collected / total).view(*shape, collected.shape[-1]),
         torch.where(empty, -torch.inf, shift + torch.log(total)).view(shape),
         shift=shift.view(shape),
         total=total.view(shape),

@@ -27,9 +27,9 @@ class CombinedWeights:
     largest_weight: Tensor | None = None  # max_j |u_j|
 
 
-def checked_names(asked: str | Sequence[str]) -> tuple[str, ...]:
+def checked_names(requested: str | Sequence[str]) -> tuple[str, ...]:
     """What is asked of combined weights, refused where they do not have it."""
-    names = (asked,) if isinstance(asked, str) else tuple(asked)
+    names = (requested,) if isinstance(requested, str) else tuple(requested)
     for name in names:
         if name not in COMBINED:
             raise OptionError(

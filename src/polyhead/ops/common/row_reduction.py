@@ -14,7 +14,7 @@ from polyhead.ops.common.statistics import RowStatistics
 from polyhead.ops.common.tracing import is_traced, is_transformed
 
 # The entropy over its maximum, the logarithm of how many keys the row sees (plus one where there is a learned sink).
-SHARE = "entropy_share"
+SHARE = "normalized_entropy"
 
 
 class RowTotals(NamedTuple):
@@ -40,7 +40,7 @@ def reduce_rows(
     Args:
         rows: the statistics that `columns` names, and `visible_keys`; a row that sees no key does not count.
         real: [batch or 1, queries], False for rows that do not count either. What stands there is never read.
-        columns: names of statistics, or `entropy_share`, for which a row with a single key does not count.
+        columns: names of statistics, or `normalized_entropy`, for which a row with a single key does not count.
         heads: which ones, in the order of the state's last axis.
         state: on the device of the rows.
         learned_sinks: whether a row's maximal entropy has one more term than it sees keys.

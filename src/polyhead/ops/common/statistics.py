@@ -3,13 +3,13 @@
 A row is one query of one head. With logits s_j over the keys it sees (after scale, softcap and bias), weights
 p_j = exp(s_j - L) where L is the log-sum-exp, and distance d_j (key position minus query position):
 
-    max_logit          max_j s_j                 confidence         max_j p_j
-    max_abs_logit      max_j |s_j|               entropy            -sum_j p_j log p_j, in nats
-    reach              sum_j p_j |d_j|           sink_mass          p on the first `sink_keys` keys of the sequence
-    signed_reach       sum_j p_j d_j             self_mass          p at d = 0
-    reach_squared      sum_j p_j d_j^2           previous_mass      p at d = -1
-    visible_keys       how many keys are seen    next_mass          p at d = 1
-    learned_sink_mass  exp(sink - L)             window_mass        p at |d| <= `window`
+    max_logit              max_j s_j               confidence     max_j p_j, the max attention weight
+    max_abs_logit          max_j |s_j|             entropy        -sum_j p_j log p_j, in nats
+    mean_distance          sum_j p_j |d_j|         sink_mass      p on the first `sink_keys` keys of the sequence
+    mean_offset            sum_j p_j d_j           self_mass      p at d = 0
+    mean_squared_distance  sum_j p_j d_j^2         previous_mass  p at d = -1
+    visible_keys           number of visible keys  next_mass      p at d = 1
+    learned_sink_mass      exp(sink - L)           window_mass    p at |d| <= `window`
 
 A learned sink is one more term of L and of the entropy, and of nothing else. A row that sees no key has -inf for
 max_logit and 0 for the rest; where there is a learned sink, all its attention is there. Weights are those before
@@ -31,9 +31,9 @@ NAMES = (
     "max_abs_logit",
     "entropy",
     "confidence",
-    "reach",
-    "signed_reach",
-    "reach_squared",
+    "mean_distance",
+    "mean_offset",
+    "mean_squared_distance",
     "sink_mass",
     "self_mass",
     "previous_mass",
@@ -42,11 +42,12 @@ NAMES = (
     "visible_keys",
     "learned_sink_mass",
 )
+WINDOW = 8  # the default of `window_mass`, here and in `observe`
 # Those that compare positions, and so mean nothing where queries and keys are different sequences.
 POSITIONAL = (
-    "reach",
-    "signed_reach",
-    "reach_squared",
+    "mean_distance",
+    "mean_offset",
+    "mean_squared_distance",
     "self_mass",
     "previous_mass",
     "next_mass",
@@ -67,9 +68,9 @@ class RowStatistics:
     max_abs_logit: Tensor | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
-    reach: Tensor | None = None
-    signed_reach: Tensor | None = None
-    reach_squared: Tensor | None = None
+    mean_distance: Tensor | None = None
+    mean_offset: Tensor | None = None
+    mean_squared_distance: Tensor | None = None
     sink_mass: Tensor | None = None
     self_mass: Tensor | None = None
     previous_mass: Tensor | None = None
@@ -111,7 +112,7 @@ class Statistics:
     window: int
     cross: bool
 
-    def __init__(self, *names: str, sink_keys: int = 1, window: int = 64, cross: bool = False) -> None:
+    def __init__(self, *names: str, sink_keys: int = 1, window: int = WINDOW, cross: bool = False) -> None:
         for name in names:
             if not isinstance(name, str) or name not in NAMES:
                 raise OptionError(f"a statistic is one of {', '.join(NAMES)}; got {name!r}")
@@ -141,23 +142,23 @@ class Statistics:
     def __repr__(self) -> str:
         options = [repr(name) for name in self.names]
         options += [f"sink_keys={self.sink_keys}"] if self.sink_keys != 1 else []
-        options += [f"window={self.window}"] if self.window != 64 else []
+        options += [f"window={self.window}"] if self.window != WINDOW else []
         options += ["cross=True"] if self.cross else []
         return f"Statistics({', '.join(options)})"
 
 
-def as_statistics(asked: object) -> Statistics | None:
+def as_statistics(requested: object) -> Statistics | None:
     """What the `statistics` argument of `attention` means; None where nothing is asked for."""
-    if asked is None or asked is False:
+    if requested is None or requested is False:
         return None
-    if isinstance(asked, Statistics):
-        return asked
-    if asked is True:
+    if isinstance(requested, Statistics):
+        return requested
+    if requested is True:
         return Statistics()
-    if isinstance(asked, str):
-        return Statistics(asked)
-    if isinstance(asked, tuple | list | set | frozenset):
-        return Statistics(*asked) if len(asked) else None
+    if isinstance(requested, str):
+        return Statistics(requested)
+    if isinstance(requested, tuple | list | set | frozenset):
+        return Statistics(*requested) if len(requested) else None
     raise OptionError(
-        f"statistics must be True, a name, several names or polyhead.Statistics(...), got {type(asked).__name__}"
+        f"statistics must be True, a name, several names or polyhead.Statistics(...), got {type(requested).__name__}"
     )

@@ -171,14 +171,14 @@ def linear_sums(
                     yield name, F.pad(found, (above, height - above - found.shape[-1]))
             elif name == "window_mass" and max(-low, high) <= request.window:
                 yield name, sums
-            elif name in ("reach", "signed_reach", "reach_squared") and gap >= width:
+            elif name in ("mean_distance", "mean_offset", "mean_squared_distance") and gap >= width:
                 if first is None:
                     first = _moment(tile, step)
-                if name == "reach_squared":
+                if name == "mean_squared_distance":
                     yield name, ahead * (ahead * sums + 2 * first) + _moment(tile, step * step)
                 else:
                     signed = ahead * sums + first
-                    yield name, -signed if name == "reach" and high < 0 else signed
+                    yield name, -signed if name == "mean_distance" and high < 0 else signed
             else:
                 exact.append(name)
     else:
@@ -212,10 +212,10 @@ def factors(
             yield name, (distance == _AT_DISTANCE[name]).to(like.dtype)
         elif name == "window_mass":
             yield name, (distance.abs() <= request.window).to(like.dtype)
-        elif name == "reach":
+        elif name == "mean_distance":
             yield name, distance.abs()
         else:
-            yield name, distance if name == "signed_reach" else distance * distance
+            yield name, distance if name == "mean_offset" else distance * distance
 
 
 def _distances(request: StatisticsRequest, rows: Span, columns: Span) -> tuple[int, int]:

@@ -58,7 +58,7 @@ def _piece(
     """The attention of the rows at `places` of one pair: one sequence, one head."""
     columns = _columns(whole.visibility, places) if whole.visibility is not None else (0, key.shape[0])
     per_head = slice(i_head, i_head + 1)
-    scale, asked = whole.scale, whole.statistics
+    scale, requested = whole.scale, whole.statistics
     return AttentionRequest(
         query[None, None],
         key[None, None, columns[0] : columns[1]],
@@ -72,7 +72,9 @@ def _piece(
         False,
         True,
         whole.finite,
-        None if asked is None else replace(asked, places=_seen_by(asked.places, places, columns, i_batch, i_head)),
+        None
+        if requested is None
+        else replace(requested, places=_seen_by(requested.places, places, columns, i_batch, i_head)),
     )
 
 

@@ -36,7 +36,7 @@ def unsupported_reasons(request: RaggedRequest) -> list[str]:
 
 def run(request: RaggedRequest) -> AttentionOutput:
     whole = request.whole
-    key, value, visibility, asked = whole.key, whole.value, whole.visibility, whole.statistics
+    key, value, visibility, requested = whole.key, whole.value, whole.visibility, whole.statistics
     num_queries = whole.query.shape[2]
     bias, table = None, None
     if visibility is None:
@@ -48,7 +48,7 @@ def run(request: RaggedRequest) -> AttentionOutput:
         mask = pack(visibility, poison=poison, for_columns=request.needs_grad)
         bias, table = mask.bias, mask.table
     scale, head_scale = (1.0, whole.scale) if isinstance(whole.scale, Tensor) else (whole.scale, None)
-    names = () if asked is None else asked.names
+    names = () if requested is None else requested.names
     tensors, numbers = _flat(mask)
     traced = is_traced(request.query)
     call: Any = _forward_operator if traced else _Recorded.apply if request.needs_grad else _forward
@@ -67,13 +67,13 @@ def run(request: RaggedRequest) -> AttentionOutput:
         tensors,
         numbers,
         ",".join(names),
-        1 if asked is None else asked.sink_keys,
-        0 if asked is None else asked.window,
+        1 if requested is None else requested.sink_keys,
+        0 if requested is None else requested.window,
     )
     rows = dict(zip(names, found, strict=True))
     if "visible_keys" in rows:
         rows["visible_keys"] = rows["visible_keys"].detach()
-    statistics = None if asked is None else RowStatistics(**rows)
+    statistics = None if requested is None else RowStatistics(**rows)
     return AttentionOutput(output, logsumexp, statistics=statistics, backend="fused")
 
 
@@ -111,12 +111,12 @@ def _forward(
     """Output, log-sum-exp and the statistics in the order of their names."""
     from polyhead.ops.selected_rows.kernels.forward import ragged_forward
 
-    asked, mask = _names(names), _mask(mask_tensors, mask_numbers, bias, table)
+    requested, mask = _names(names), _mask(mask_tensors, mask_numbers, bias, table)
     plain = softcap is None and sinks is None and head_scale is None and scale > 0
     if plain and has_hopper_kernels(query.device):
         from polyhead.ops.selected_rows.kernels import forward_hopper
 
-        if forward_hopper.can_serve(query, key, value, offsets, num_queries, mask, asked):
+        if forward_hopper.can_serve(query, key, value, offsets, num_queries, mask, requested):
             output, logsumexp, statistics = forward_hopper.ragged_forward(
                 query,
                 key,
@@ -129,9 +129,9 @@ def _forward(
                 left=mask.left,
                 right=mask.right,
                 row_poison=None if mask.poison is None else _row_poison(mask.poison, mask, num_queries),
-                names=asked,
+                names=requested,
             )
-            return [output, logsumexp, *(statistics[name] for name in asked)]
+            return [output, logsumexp, *(statistics[name] for name in requested)]
     output, logsumexp, statistics = ragged_forward(
         query,
         key,
@@ -145,11 +145,11 @@ def _forward(
         softcap=softcap,
         sinks=sinks,
         mask=mask,
-        names=asked,
+        names=requested,
         sink_keys=sink_keys,
         window=window,
     )
-    return [output, logsumexp, *(statistics[name] for name in asked)]
+    return [output, logsumexp, *(statistics[name] for name in requested)]
 
 
 _forward_operator = torch.library.custom_op(
@@ -267,9 +267,9 @@ def _backward(
     from polyhead.ops.attention.kernels.backward import _sinks_gradient
     from polyhead.ops.selected_rows.kernels.backward import ragged_backward
 
-    asked = _names(names)
-    values = dict(zip(asked, statistics, strict=True))
-    gradients = {name: x.contiguous() for name, x in zip(asked, grad_statistics, strict=True) if x is not None}
+    requested = _names(names)
+    values = dict(zip(requested, statistics, strict=True))
+    gradients = {name: x.contiguous() for name, x in zip(requested, grad_statistics, strict=True) if x is not None}
     full = _FullRows(positions, offsets, key.shape[0], num_queries, by_head)
     by_key = {name: full.laid_out(x) for name, x in gradients.items() if name in _BY_KEY}
     if grad_logsumexp is not None:

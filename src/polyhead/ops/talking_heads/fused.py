@@ -66,22 +66,22 @@ def is_slower(request: TalkingRequest) -> bool:
 
 def run(request: TalkingRequest) -> AttentionOutput:
     plain, clean, mask = _taken(request)
-    asked = plain.statistics
-    split = asked is not None or plain.logsumexp
+    requested = plain.statistics
+    split = requested is not None or plain.logsumexp
     # Calling an operator takes as much Python as launching a kernel, and twice that where gradients are recorded.
     traced = is_traced(plain.query)
     forward = _forward_operator if traced else _Recorded.apply if request.needs_grad else _forward
     output, logsumexp = forward(*_arguments(request, clean, mask), split)
     rows = None
-    if asked is not None:
+    if requested is not None:
         found = (_statistics_operator if traced else _statistics)(
             *(x.detach() if isinstance(x, Tensor) else x for x in _arguments(request, clean, mask)),
             logsumexp.detach(),
-            ",".join(asked.names),
-            asked.sink_keys,
-            asked.window,
+            ",".join(requested.names),
+            requested.sink_keys,
+            requested.window,
         )
-        rows = RowStatistics(**dict(zip(asked.names, found, strict=True)))
+        rows = RowStatistics(**dict(zip(requested.names, found, strict=True)))
     return AttentionOutput(output, logsumexp, statistics=rows, backend="fused")
 
 
@@ -158,9 +158,9 @@ def _statistics(*arguments: Any) -> list[Tensor]:
     from polyhead.ops.talking_heads.kernels.launch import statistics
 
     *inputs, logsumexp, names, sink_keys, window = arguments
-    asked = tuple(names.split(","))
-    found = statistics(_problem(*inputs), logsumexp, asked, sink_keys, window)
-    return [found[name] for name in asked]
+    requested = tuple(names.split(","))
+    found = statistics(_problem(*inputs), logsumexp, requested, sink_keys, window)
+    return [found[name] for name in requested]
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

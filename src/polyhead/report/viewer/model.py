@@ -82,7 +82,7 @@ class ViewedModel:
         self.bytes_per_token = -(-sum(x.bytes for x in kept) // len(probe))
         room = memory if memory is not None else _memory_of(self.device) // SHARE_OF_MEMORY
         most = context or made_for or CONTEXT
-        self.context = Context(most, "trained" if context is None else "asked")
+        self.context = Context(most, "trained" if context is None else "requested")
         if room // self.bytes_per_token < most:
             self.context = Context(max(2, room // self.bytes_per_token), "memory")
 
@@ -208,7 +208,7 @@ class ViewedModel:
     ) -> tuple[Any, dict[AttentionSite, tuple[KeptAttention, ...]]]:
         done = itertools.count(1)
         total = len(self.places)
-        session = observe(self.model, statistics=False, gather=[Keeper(lambda: progress(next(done), total), keep)])
+        session = observe(self.model, statistics=False, collect=[Keeper(lambda: progress(next(done), total), keep)])
         for place, head in off:
             site = self.places[place].site
             gate = session.gates.setdefault(
@@ -225,7 +225,7 @@ class ViewedModel:
             inputs["logits_to_keep"] = 1  # logits of every token would be by far the largest tensor
         with session:
             found = self.model(**inputs)
-        return found, {site: values["kept"].calls for site, values in session.observations.gathered.items()}  # type: ignore[attr-defined]
+        return found, {site: values["kept"].calls for site, values in session.observations.collected.items()}  # type: ignore[attr-defined]
 
     def _batch(self, ids: tuple[int, ...]) -> Tensor:
         return torch.tensor([ids], dtype=torch.int64, device=self.device)

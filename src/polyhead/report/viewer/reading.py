@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.masks import Mask
-from polyhead.observation import AttentionSite, Notes
+from polyhead.observation import AttentionSite, BatchMetadata
 from polyhead.ops.attended import Attended
 from polyhead.ops.profile import AttentionProfile, profile
 from polyhead.report.viewer.output import Output
@@ -87,7 +87,7 @@ class KeptAttention:
             scale=scale,
         )
 
-    def profile(self, **asked: object) -> AttentionProfile:
+    def profile(self, **requested: object) -> AttentionProfile:
         """`polyhead.profile` of this attention."""
         return profile(
             self.query,
@@ -96,7 +96,7 @@ class KeptAttention:
             mask=self.mask,
             scale=self.scale,
             softcap=self.softcap,
-            **asked,  # type: ignore[arg-type]
+            **requested,  # type: ignore[arg-type]
         )
 
 
@@ -179,7 +179,7 @@ class KeptCalls:
     keeper: Keeper
     calls: tuple[KeptAttention, ...]
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Self:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         kept = (KeptAttention.of(attended),) if self.keeper.keep else ()
         self.keeper.after()
         return replace(self, calls=self.calls + kept)

@@ -60,21 +60,21 @@ def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat((weight, column[..., None]), -1).to(torch.float64)
 
 
-def gather_inputs(
+def collect_inputs(
     model: nn.Module,
     layer: AttentionLayer,
     text: Iterable[Piece],
     lending: Mapping[str, Tensor] | None = None,
 ) -> InputMoments:
     """The moments of what a layer's projections are given, in the model or in one with these parameters lent."""
-    gathered: dict[str, OutputMoments] = {}
+    collected: dict[str, OutputMoments] = {}
     for piece in text:
         look = piece.look(model, layer, lending=lending or {})
         for part, x in {} if look is None else look.inputs.items():
             rows = rows_of(model, layer, piece.batch, x)
-            held = gathered.get(part)
+            held = collected.get(part)
             held = OutputMoments.empty(rows.shape[-1], rows.device) if held is None else held
-            gathered[part] = held.update(rows)
-    if not gathered:
+            collected[part] = held.update(rows)
+    if not collected:
         raise OptionError("calibration needs some text, got no batch, or batches that the layer was not called for")
-    return InputMoments.of(gathered["query"], gathered["key"], gathered["value"])
+    return InputMoments.of(collected["query"], collected["key"], collected["value"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
-from polyhead.layers.registry import Kinds
+from polyhead.layers.registry import Registry
 from polyhead.observation import observe
 from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
@@ -28,7 +28,7 @@ from polyhead.surgery.calibration.temporary import evaluating
 
 Pairing = Literal["none", "half", "interleaved"]
 Norm = Literal["none", "rms", "layer"]
-KEY_FORMS: Kinds[KeyForm] = Kinds("a key form")
+KEY_FORMS: Registry[KeyForm] = Registry("a key form")
 
 
 @KEY_FORMS.register("key_form")
@@ -93,7 +93,7 @@ def find_key_forms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, KeyF
     """
     layers = [layer for layer in find_layers(model) if not layer.refusals]
     noted, caught = _Noted(), [Caught(layer.site) for layer in layers]
-    watching = observe(model, statistics=False, gather=caught)
+    watching = observe(model, statistics=False, collect=caught)
     with evaluating(model), torch.no_grad(), noted.listening(model, layers), watching:
         model(**batch)
     seen = zip(layers, caught, strict=True)

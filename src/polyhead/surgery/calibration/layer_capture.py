@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.observation import AttentionSite
-from polyhead.observation.collectors import Notes
+from polyhead.observation.collectors import BatchMetadata
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
@@ -23,7 +23,7 @@ class Enough(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerLook:
+class LayerCapture:
     """What passed through one layer in one call, each [batch, tokens, channels]."""
 
     inputs: Mapping[Part, Tensor]  # of the projections
@@ -32,11 +32,11 @@ class LayerLook:
     stream: Tensor | None  # what the block around the layer was given
 
 
-def look_at(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> LayerLook | None:
+def look_at(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> LayerCapture | None:
     """Call the model and stop behind the layer; None where it is not called."""
     inputs: dict[Part, Tensor] = {}
     streams: list[Tensor] = []
-    looks: list[LayerLook] = []
+    looks: list[LayerCapture] = []
 
     def keep(parts: tuple[Part, ...]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -46,7 +46,7 @@ def look_at(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -
 
     def end(module: nn.Module, given: tuple[Tensor, ...], gave: Tensor) -> None:
         stream = streams[-1].detach() if streams else None
-        looks.append(LayerLook(dict(inputs), given[0].detach(), gave.detach(), stream))
+        looks.append(LayerCapture(dict(inputs), given[0].detach(), gave.detach(), stream))
         raise Enough
 
     with ExitStack() as undo, torch.no_grad():
@@ -73,7 +73,7 @@ def note_stream(model: nn.Module, layer: AttentionLayer, streams: list[Tensor], 
 
 @dataclass(eq=False)
 class Caught:
-    """Notes the first attention of one layer: `observe(model, gather=[caught])`."""
+    """Notes the first attention of one layer: `observe(model, collect=[caught])`."""
 
     name: str  # of the layer, `AttentionLayer.site`
     attended: Attended | None = None
@@ -82,7 +82,7 @@ class Caught:
     def empty(self, site: AttentionSite, device: torch.device) -> Caught | None:
         return self if site.name == self.name else None
 
-    def update(self, attended: Attended, real: Tensor | None, notes: Notes) -> Caught:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Caught:
         if self.attended is None:
             self.attended, self.real = attended, real
         return self

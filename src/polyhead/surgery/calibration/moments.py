@@ -64,7 +64,7 @@ class OutputMoments:
 
 
 @torch.no_grad()
-def gather_moments(
+def collect_moments(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, paths: Sequence[str] | None = None
 ) -> dict[str, OutputMoments]:
     """The moments of every attention layer, by path, over calibration text.
@@ -77,7 +77,7 @@ def gather_moments(
     unknown = set(paths or ()) - {layer.path for layer in layers}
     if unknown:
         raise OptionError(f"moments are gathered of attention layers whose heads are known, got {sorted(unknown)}")
-    gathered: dict[str, OutputMoments] = {}
+    collected: dict[str, OutputMoments] = {}
     current: Mapping[str, Any] = {}
 
     def listen(layer: AttentionLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -85,11 +85,11 @@ def gather_moments(
             rows = given[0].detach()
             real = real_tokens(model, layer, current, rows)
             rows = rows.flatten(0, -2) if real is None else rows[real]
-            held = gathered.get(layer.path)
+            held = collected.get(layer.path)
             if held is None:
                 signature = output_signature(read_heads(model, layer).output)
                 held = OutputMoments.empty(rows.shape[-1], rows.device, signature)
-            gathered[layer.path] = held.update(rows)
+            collected[layer.path] = held.update(rows)
 
         return note
 
@@ -99,11 +99,11 @@ def gather_moments(
         for batch in batches:
             current = batch
             model(**batch)
-    if not gathered:
+    if not collected:
         raise OptionError(
             "calibration needs some text, got no batch, or batches that no attention layer was called for"
         )
-    return gathered
+    return collected
 
 
 def output_signature(output: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def loss_sensitivities(model: nn.Module, batches: Iterable[Mapping[str, Any]], l
 
 
 def weighed_moments(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, OutputMoments]:
-    """The moments of `gather_moments` where each token counts by its squared gradient, 1 on average; by path.
+    """The moments of `collect_moments` where each token counts by its squared gradient, 1 on average; by path.
 
     Repair over these makes up first for what is missing where the model is sensitive to it. Padding has no gradient
     and counts for nothing; other arguments are as of `loss_weights`.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from polyhead.observation import observe
 from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
-from polyhead.surgery.calibration.layer_capture import Caught, Enough, LayerLook, look_at
+from polyhead.surgery.calibration.layer_capture import Caught, Enough, LayerCapture, look_at
 from polyhead.surgery.calibration.temporary import lent
 
 KEPT_BYTES = 2 << 30  # of what blocks gave; a longer text is read from its beginning each time
@@ -58,10 +58,10 @@ def _hand_on(gave: Tensor | None, in_tuple: bool) -> Any:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttendedLook:
+class AttentionCapture:
     """What passed through one layer in one call, and how its heads attended there."""
 
-    look: LayerLook
+    look: LayerCapture
     attended: Attended
     real: Tensor | None  # [batch or 1, queries], False for padding
 
@@ -76,7 +76,7 @@ class Piece:
 
     def look(
         self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
-    ) -> LayerLook | None:
+    ) -> LayerCapture | None:
         """At a layer of the model with these parameters lent; None for the model as it was."""
         rest = self.before if lending is None else self.now
         with ExitStack() as back:
@@ -98,14 +98,14 @@ class Piece:
 
     def look_at_attention(
         self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
-    ) -> AttendedLook | None:
+    ) -> AttentionCapture | None:
         """The same with how its heads attended; None where it is not called, or not seen to attend."""
         caught = Caught(layer.site)
-        with observe(model, layers=[layer.site], statistics=False, gather=[caught]):
+        with observe(model, layers=[layer.site], statistics=False, collect=[caught]):
             look = self.look(model, layer, lending=lending)
         if look is None or caught.attended is None:
             return None
-        return AttendedLook(look, caught.attended, caught.real)
+        return AttentionCapture(look, caught.attended, caught.real)
 
 
 @dataclass(eq=False)

@@ -22,8 +22,8 @@ RIDGE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OutputRepair:
-    """Solves the output matrices of edited layers; for `apply(model, edits, repair=OutputRepair(moments))`.
+class OutputCompensation:
+    """Solves the output matrices of edited layers; for `apply(model, edits, compensation=OutputCompensation(moments))`.
 
     The output bias takes its part where a layer has one; a layer without is given none, since no config could say it.
     """

@@ -42,7 +42,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenOutputs:
-    """Writes what was solved before; for `apply(model, edits, repair=GivenOutputs(outputs))`."""
+    """Writes what was solved before; for `apply(model, edits, compensation=GivenOutputs(outputs))`."""
 
     outputs: Mapping[str, Outputs]
 

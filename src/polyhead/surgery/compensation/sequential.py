@@ -47,9 +47,9 @@ def apply_in_order(
     """Edit layer by layer, each repaired on what the edited layers before it feed it; one record undoes all.
 
     Args:
-        batches: gives the calibration text as `gather_moments` takes it; each layer goes on where the last stopped.
+        batches: gives the calibration text as `collect_moments` takes it; each layer goes on where the last stopped.
         aim: what a layer should write, as this module begins with.
-        ridge, expect: as in `OutputRepair` and `apply`.
+        ridge, expect: as in `OutputCompensation` and `apply`.
         progress: called after each layer with how many are done and how many there are.
     """
     if expect is not None:
@@ -60,7 +60,7 @@ def apply_in_order(
         kept = heads_that_stay(layer.path, changed(layer, heads, own))
         gone[layer.path] = tuple(head for head in range(heads.num_heads) if head not in kept)
     outputs = solve_in_order(model, gone, batches, aim=aim, ridge=ridge, progress=progress)
-    return apply(model, edits, repair=GivenOutputs(outputs))
+    return apply(model, edits, compensation=GivenOutputs(outputs))
 
 
 @torch.no_grad()
@@ -89,14 +89,14 @@ def solve_in_order(
         for place, path in enumerate(edited):
             layer, lending = layers[path], lent_outputs(model, layers, solved)
             heads, text = read_heads(model, layer), streams.before(layer, lending)
-            moments = _gather(model, layer, text, lending, aim, None if weights is None else weights[path])
+            moments = _collect(model, layer, text, lending, aim, None if weights is None else weights[path])
             solved[path] = Outputs.solved(moments.problem(heads, ridge, path), gone[path])
             if progress is not None:
                 progress(place + 1, len(edited))
     return solved
 
 
-def _gather(
+def _collect(
     model: nn.Module,
     layer: AttentionLayer,
     text: Sequence[Piece],

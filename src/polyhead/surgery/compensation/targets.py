@@ -53,7 +53,7 @@ class TargetMoments:
         return Problem(products, mean, matrix, cross, target_mean, bias, heads.output.shape[1], ridge, centred)
 
 
-def gather_targets(
+def collect_targets(
     model: nn.Module,
     layer: AttentionLayer,
     text: Iterable[Piece],

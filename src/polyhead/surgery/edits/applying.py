@@ -52,7 +52,7 @@ class Changes:
 
 
 def apply(
-    model: nn.Module, edits: Sequence[HeadEdit], *, expect: str | None = None, repair: Repairs | None = None
+    model: nn.Module, edits: Sequence[HeadEdit], *, expect: str | None = None, compensation: Repairs | None = None
 ) -> EditRecord:
     """Make edits in a model, in their order; what comes back undoes them all.
 
@@ -63,7 +63,7 @@ def apply(
 
     Args:
         expect: the `fingerprint` of the model that the edits were made for; another model is refused.
-        repair: changes what the remaining heads write, as `OutputRepair` does.
+        repair: changes what the remaining heads write, as `OutputCompensation` does.
 
     >>> model = MultiHeadAttention(12, 4)
     >>> from polyhead.surgery import PruneHeads
@@ -83,8 +83,8 @@ def apply(
         first = read_heads(model, layer)
         heads = changed(layer, first, own)
         origins[layer.path] = layer_origins(model, layer).then(heads.made_of)
-        if repair is not None:
-            heads = repair(layer.path, first, heads)
+        if compensation is not None:
+            heads = compensation(layer.path, first, heads)
         layouts[layer.path] = heads.layout
         for name, tensor in pack_heads(model, layer, heads).items():
             if not torch.equal(tensor, model.get_parameter(name)):

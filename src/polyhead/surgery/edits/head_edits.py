@@ -17,10 +17,10 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
-from polyhead.layers.registry import Kinds
+from polyhead.layers.registry import Registry
 from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
 
-EDITS: Kinds[HeadEdit] = Kinds("a head edit")
+EDITS: Registry[HeadEdit] = Registry("a head edit")
 
 
 @dataclass(frozen=True)

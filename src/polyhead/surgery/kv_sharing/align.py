@@ -17,7 +17,7 @@ from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
 from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyForm
 from polyhead.surgery.calibration.moments import NOTHING
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries, HeadEdit
-from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, pair_part, turn_keys, turn_values
+from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key_basis, change_value_basis, pair_part
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def aligned(
         for other in others:
             key_maps[other] = key_map(keys[other], keys[first], inputs.key, form)
             value_maps[other] = key_map(values[other], values[first], inputs.value, KeyForm())
-    turned = turn_values(turn_keys(heads, key_maps, form), value_maps)
+    turned = change_value_basis(change_key_basis(heads, key_maps, form), value_maps)
     moved = {head for _, *others in groups for head in others}
     # What a head gives to W_O is mapped where its values are.
     origins = (None if key in moved else x for key, x in zip(heads.key_heads, heads.origins, strict=True))

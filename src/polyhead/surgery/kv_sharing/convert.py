@@ -18,12 +18,12 @@ from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
-from polyhead.surgery.calibration.input_moments import gather_inputs
+from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.key_transforms import KeyForm, find_key_forms
 from polyhead.surgery.calibration.streams import Streams
 from polyhead.surgery.calibration.temporary import evaluating
 from polyhead.surgery.compensation.least_squares import check_ridge, with_output
-from polyhead.surgery.compensation.targets import gather_targets
+from polyhead.surgery.compensation.targets import collect_targets
 from polyhead.surgery.edits.applying import apply, changed
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.kv_sharing.grouping import Groups, neighbours, similar_groups
@@ -58,7 +58,7 @@ def convert_groups(
             a layer's heads have channels.
         stack: only the layers of this stack; of all whose heads can be edited by default.
         grouping: key heads that are alike share, or neighbours.
-        ridge: how near W_O stays to what the shared values make of it, as in `OutputRepair`.
+        ridge: how near W_O stays to what the shared values make of it, as in `OutputCompensation`.
         rounds: of alternating least squares on a sample of the text, queries and keys to the logits that there were and
             values to what was written; 0 leaves them as singular vectors make them.
         progress: called after each layer with how many are done and how many there are.
@@ -88,7 +88,7 @@ def convert_groups(
     edits = [
         ShareKeys(layer.number, found[layer.path].groups, forms[layer.path], stack=layer.stack) for layer in layers
     ]
-    return apply(model, edits, repair=_Given(found))
+    return apply(model, edits, compensation=_Given(found))
 
 
 def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = None) -> list[AttentionLayer]:
@@ -137,7 +137,7 @@ def spread(heads: HeadWeights, groups: Sequence[Sequence[int]], before: HeadWeig
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """Writes what was found, query heads in the order of their groups; for `apply(..., repair=...)`."""
+    """Writes what was found, query heads in the order of their groups; for `apply(..., compensation=...)`."""
 
     found: Mapping[str, Converted]
 
@@ -159,7 +159,7 @@ def _convert(
     heads = read_heads(model, layer)
     lending = {name: x for one in done.values() for name, x in one.parameters.items()}
     text = streams.before(layer, lending)
-    inputs = gather_inputs(model, layer, text, lending)
+    inputs = collect_inputs(model, layer, text, lending)
     groups = (
         similar_groups(heads, count, form, inputs) if grouping == "similar" else neighbours(heads.key.shape[0], count)
     )
@@ -174,7 +174,7 @@ def _convert(
         sample = sample_attended(model, layer, text, now, inputs.tokens)
         shared = refined(shared, sample, ridge=ridge, rounds=rounds)
         converted = Converted.of(model, layer, groups, shared)
-    moments = gather_targets(model, layer, text, lending | dict(converted.parameters))
+    moments = collect_targets(model, layer, text, lending | dict(converted.parameters))
     problem = moments.problem(shared, ridge, layer.path)
     matrix, bias = problem.solve(range(shared.num_heads))
     return Converted.of(model, layer, groups, with_output(shared, matrix, bias))

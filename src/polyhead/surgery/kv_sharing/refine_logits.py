@@ -20,7 +20,7 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, summed_by_key
 from polyhead.surgery.calibration.input_moments import with_bias
 from polyhead.surgery.calibration.key_transforms import KeyForm
 from polyhead.surgery.calibration.layer_capture import weights_of
-from polyhead.surgery.calibration.streams import AttendedLook, Piece
+from polyhead.surgery.calibration.streams import AttentionCapture, Piece
 from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, descend
 
 SAMPLE_BYTES = 192 << 20  # of logits and weights, whatever the text's length
@@ -68,7 +68,7 @@ def see_logits(
     return [one for _, one in numbered]
 
 
-def _seen(heads: HeadWeights, form: KeyForm, looked: AttendedLook) -> SeenLogits:
+def _seen(heads: HeadWeights, form: KeyForm, looked: AttentionCapture) -> SeenLogits:
     attended, inputs = looked.attended, looked.look.inputs
     weights = weights_of(attended).float()
     if looked.real is not None:

@@ -24,7 +24,7 @@ CONDITION = 100.0
 _SLACK = 1e-8
 
 
-def turn_keys(heads: HeadWeights, maps: Tensor, form: KeyForm) -> HeadWeights:
+def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyForm) -> HeadWeights:
     """Keys mapped by maps [kv_heads, head_dim, head_dim], and queries so that every logit stays.
 
     >>> from polyhead.layers import MultiHeadAttention
@@ -32,7 +32,7 @@ def turn_keys(heads: HeadWeights, maps: Tensor, form: KeyForm) -> HeadWeights:
     >>> layer = MultiHeadAttention(12, 4)
     >>> heads = read_heads(layer, find_layers(layer)[0])
     >>> maps = torch.eye(3).expand(4, 3, 3) * 2
-    >>> torch.equal(turn_keys(heads, maps, KeyForm()).query, heads.query / 2)
+    >>> torch.equal(change_key_basis(heads, maps, KeyForm()).query, heads.query / 2)
     True
     """
     form.check(heads.layout)
@@ -57,7 +57,7 @@ def turn_keys(heads: HeadWeights, maps: Tensor, form: KeyForm) -> HeadWeights:
     )
 
 
-def turn_values(heads: HeadWeights, maps: Tensor) -> HeadWeights:
+def change_value_basis(heads: HeadWeights, maps: Tensor) -> HeadWeights:
     """Values mapped by maps [kv_heads, value_dim, value_dim], and output matrices so that what heads write stays."""
     maps = _checked(maps, heads.value)
     back = torch.linalg.inv(maps).mT[list(heads.key_heads)]

@@ -20,7 +20,7 @@ from polyhead.surgery.native.configs import ConfigChange, ask_for, config_at, co
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StockFit:
+class NativeFit:
     """A model of the stock class on the meta device that has the shapes that were asked for; or the rule that failed.
 
     `changes` are what its config has that the model's own has not.
@@ -44,74 +44,74 @@ def config_changes(
     """
     if not is_transformers_model(model):
         return ()
-    asked = _asked_by_layers(model, layers, layouts)
-    if isinstance(asked, str) or not asked:
+    requested = _requested_by_layers(model, layers, layouts)
+    if isinstance(requested, str) or not requested:
         return ()
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     kept = {layer.path: layouts.get(layer.path, layer.layout) for layer in layers}
-    return fit_stock(model, asked, {path: x for path, x in kept.items() if x is not None}, shapes).changes
+    return fit_native(model, requested, {path: x for path, x in kept.items() if x is not None}, shapes).changes
 
 
-def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> StockFit:
+def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> NativeFit:
     """The stock class with the heads that a model has, as it is."""
     layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
     for layer in layers:
         if layer.layout is not None and (key_heads := key_map_of(layer, layer.layout)) is not None:
             if layer.layout.key_heads is None:
-                return StockFit(
+                return NativeFit(
                     rule=f"stock {type(layer.module).__name__} has a key head for every head, and {layer.path} "
                     f"has {_in_words(layer.layout)}"
                 )
-            return StockFit(
+            return NativeFit(
                 rule=f"stock attention reads key heads in even groups and in their order, and {layer.path} reads "
                 f"{list(key_heads)}"
             )
-    as_it_is = fit_stock(model, (), layouts)
+    as_it_is = fit_native(model, (), layouts)
     if as_it_is.built is not None:
         return as_it_is
-    asked = _asked_by_layers(model, layers, {})
-    if isinstance(asked, str):
-        return StockFit(rule=asked)
-    return fit_stock(model, asked, layouts) if asked else as_it_is
+    requested = _requested_by_layers(model, layers, {})
+    if isinstance(requested, str):
+        return NativeFit(rule=requested)
+    return fit_native(model, requested, layouts) if requested else as_it_is
 
 
-def fit_stock(
+def fit_native(
     model: nn.Module,
     changes: Sequence[ConfigChange],
     layouts: Mapping[str, HeadLayout],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-) -> StockFit:
+) -> NativeFit:
     """The stock class of a changed config, held against the tensors of the model and the layouts of its layers.
 
     `shapes` are those of tensors that are to differ from the model's.
     """
-    built = build_stock(model, changes)
+    built = build_native(model, changes)
     if isinstance(built, str):
-        return StockFit(rule=built)
+        return NativeFit(rule=built)
     wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()} | dict(shapes or {})
     found = {name: tuple(x.shape) for name, x in built.state_dict().items()}
     for name in sorted(set(wanted) ^ set(found)):
         there = "has no" if name in wanted else "has a tensor"
-        return StockFit(rule=f"{type(model).__name__} of its config {there} {name}")
+        return NativeFit(rule=f"{type(model).__name__} of its config {there} {name}")
     in_config = {layer.path: layer for layer in find_layers(built)}
     for path, layout in layouts.items():
         layer = in_config[path]
         if layer.layout is None:
-            return StockFit(rule=f"{type(layer.module).__name__} of its config cannot run: {layer.refusals[0]}")
+            return NativeFit(rule=f"{type(layer.module).__name__} of its config cannot run: {layer.refusals[0]}")
         if layer.layout != layout:
-            return StockFit(
+            return NativeFit(
                 rule=f"a config of {type(model).__name__} makes {_in_words(layer.layout)} where {path} has "
                 f"{_in_words(layout)}"
             )
     for name, shape in wanted.items():
         if found[name] != shape:
-            return StockFit(
+            return NativeFit(
                 rule=f"{type(model).__name__} of its config has {name} of shape {list(found[name])}, not {list(shape)}"
             )
-    return StockFit(built, tuple(changes))
+    return NativeFit(built, tuple(changes))
 
 
-def build_stock(model: Any, changes: Sequence[ConfigChange]) -> Any:
+def build_native(model: Any, changes: Sequence[ConfigChange]) -> Any:
     """The stock class on the meta device, its config read from JSON as `from_pretrained` reads it; or why it is none.
 
     Some rules hold only there: Llama's config takes any number of heads while it lives, and is refused when it is read.
@@ -144,7 +144,7 @@ def is_transformers_model(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
-def _asked_by_layers(
+def _requested_by_layers(
     model: Any, layers: Sequence[AttentionLayer], layouts: Mapping[str, HeadLayout]
 ) -> tuple[ConfigChange, ...] | str:
     """What each config must say so that its readers have these heads, those they have by default; or why none can."""

@@ -15,7 +15,7 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.native.configs import ConfigChange, ask_for, configs_of
-from polyhead.surgery.native.fitting import StockFit, build_stock
+from polyhead.surgery.native.fitting import NativeFit, build_native
 
 Places = tuple[int | None, ...]
 _BY_HEAD = ("query", "output", "query_bias")
@@ -99,7 +99,7 @@ def place_heads(layout: HeadLayout, num_heads: int, num_kv_heads: int) -> Paddin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PaddedFit(StockFit):
+class PaddedFit(NativeFit):
     """A stock class with room for all heads of a model, and where they go."""
 
     paddings: Mapping[str, Padding] = field(default_factory=dict)
@@ -131,8 +131,8 @@ def fit_padded(model: Any, layers: Sequence[AttentionLayer]) -> PaddedFit:
         if not known or len(known) < len(readers) or len({layout.head_dim for layout in known}) > 1:
             continue
         for heads, kv_heads in _candidates(known, config, grow=best.built is None):
-            asked = ask_for(path, config, heads, kv_heads, known[0].head_dim)
-            found = _attempt(model, layers, (*best.changes, *asked))
+            requested = ask_for(path, config, heads, kv_heads, known[0].head_dim)
+            found = _attempt(model, layers, (*best.changes, *requested))
             if found.built is not None:
                 best = found
                 break
@@ -153,7 +153,7 @@ def _candidates(layouts: Sequence[HeadLayout], config: Any, *, grow: bool) -> It
 
 
 def _attempt(model: Any, layers: Sequence[AttentionLayer], changes: Sequence[ConfigChange]) -> PaddedFit:
-    built = build_stock(model, changes)
+    built = build_native(model, changes)
     if isinstance(built, str):
         return PaddedFit(rule=built)
     in_config = {layer.path: layer for layer in find_layers(built)}

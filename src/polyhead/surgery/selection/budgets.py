@@ -104,8 +104,8 @@ class CurvePoint:
 
     gone: int
     size: Size
-    repaired: Worth
-    not_repaired: Worth
+    compensated: Worth
+    not_compensated: Worth
     random: tuple[Worth, ...]  # as many heads drawn at random and repaired, seed by seed
     layout: str | None = None  # heads/key heads of every layer, where all end alike
 
@@ -186,7 +186,7 @@ class Trials:
             (sum(x.flops for x in after) + self._rest) / (sum(x.flops for x in before) + self._rest),
         )
 
-    def repaired(self, gone: Mapping[str, Sequence[int]]) -> dict[str, Outputs]:
+    def compensated(self, gone: Mapping[str, Sequence[int]]) -> dict[str, Outputs]:
         """What layers write with when these heads are gone, solved on what the whole model feeds them."""
         evidence = self.evidence
         moments = evidence.moments_for(self.weighting)
@@ -197,7 +197,7 @@ class Trials:
 
     def worth(self, gone: Mapping[str, Sequence[int]], quality: Quality) -> Worth:
         """Of the model without these heads, repaired at once."""
-        with as_if(self.model, self.evidence.layers, self.repaired(gone)):
+        with as_if(self.model, self.evidence.layers, self.compensated(gone)):
             return quality.measure()
 
     def curve(
@@ -215,12 +215,12 @@ class Trials:
             return worth
 
         for choice in choices:
-            repaired = told(self.worth(choice.gone, quality))
+            compensated = told(self.worth(choice.gone, quality))
             with as_if(self.model, self.evidence.layers, plain_outputs(self.model, self.evidence.layers, choice.gone)):
                 plain = told(quality.measure())
             drawn = tuple(told(self.worth(gone, quality)) for gone in choice.random)
             count = sum(map(len, choice.gone.values()))
-            found.append(CurvePoint(count, self.size(choice.gone), repaired, plain, drawn, choice.layout))
+            found.append(CurvePoint(count, self.size(choice.gone), compensated, plain, drawn, choice.layout))
         return found
 
     @cached_property

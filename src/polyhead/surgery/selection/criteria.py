@@ -51,7 +51,7 @@ def orders_by(criterion: str, evidence: Evidence, *, weighting: Weighting = "non
     return CRITERIA[criterion].order(evidence, weighting, seed)
 
 
-def _repaired(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
+def _compensated(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
     return {
         path: pruning_order(moments, evidence.heads[path], ridge=evidence.ridge, root=evidence.root(path, weighting))
         for path, moments in evidence.moments_for(weighting).items()
@@ -123,7 +123,7 @@ def _random(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
 CRITERIA: dict[str, Criterion] = {
     criterion.name: criterion
     for criterion in (
-        Criterion("repaired", _repaired, weighs=True),
+        Criterion("compensated", _compensated, weighs=True),
         Criterion("plain", _plain, weighs=True),
         Criterion("ablation", _ablation),
         Criterion("gradient", _gradient),

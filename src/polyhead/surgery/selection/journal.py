@@ -57,6 +57,8 @@ class Journal:
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
             form, origin, numbers = kept["format"], dict(kept["origin"]), dict(kept["numbers"])
+            if origin.get("criterion") == "repaired":  # its earlier name
+                origin["criterion"] = "compensated"
             found = {str(name): [[float(x) for x in row] for row in rows] for name, rows in numbers.items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OptionError(f"{path} must be what a run wrote, got one that cannot be read: {error!r}") from None

@@ -17,7 +17,7 @@ from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
-from polyhead.surgery.calibration.moments import OutputMoments, gather_moments
+from polyhead.surgery.calibration.moments import OutputMoments, collect_moments
 from polyhead.surgery.calibration.sensitivity import Sensitivity, loss_sensitivities, weighed_moments
 from polyhead.surgery.compensation.least_squares import RIDGE
 
@@ -67,7 +67,7 @@ class Evidence:
 
     @cached_property
     def moments(self) -> dict[str, OutputMoments]:
-        return gather_moments(self.model, self.batches)
+        return collect_moments(self.model, self.batches)
 
     @cached_property
     def weighed_moments(self) -> dict[str, OutputMoments]:

@@ -32,7 +32,7 @@ class Shrinker(Trials):
         self,
         evidence: Evidence,
         *,
-        criterion: str = "repaired",
+        criterion: str = "compensated",
         weighting: Weighting = "token",
         by_key_heads: bool = False,
         work: Workload | None = None,
@@ -43,7 +43,7 @@ class Shrinker(Trials):
         self.by_key_heads = by_key_heads and any(
             len(set(heads.key_heads)) < heads.num_heads for heads in evidence.heads.values()
         )
-        if self.by_key_heads and criterion != "repaired":
+        if self.by_key_heads and criterion != "compensated":
             raise OptionError(f"key heads go by the criterion repaired, with their readers, got {criterion!r}")
         self.orders = self._orders()
 
@@ -79,7 +79,7 @@ class Shrinker(Trials):
         readers = self.evidence.heads[path].readers
         return tuple(sorted(head for key in units for head in readers[key]))
 
-    def reach(self, target: Target) -> Gone:
+    def meet_target(self, target: Target) -> Gone:
         """The fewest heads that have to go for a target; refused where it cannot be reached."""
         return self.gone(self._fewest(target, self.orders))
 
@@ -124,7 +124,7 @@ class Shrinker(Trials):
 
         Each layer is measured without the beginnings of its order; then single heads, or key heads with their readers,
         move from layer to layer while that makes the model lose less and the target is still reached. On this quality
-        the model loses no more than with what `reach` gives.
+        the model loses no more than with what `meet_target` gives.
 
         Args:
             quality: asked for its loss some hundred times, so that it should be of a few rows.
@@ -137,12 +137,12 @@ class Shrinker(Trials):
             return {path: self._heads(path, self.orders[path].heads[:taken]) for path, taken in counts.items() if taken}
 
         def outputs_of(path: str, taken: int) -> Outputs:
-            return self.repaired(gone_of({path: taken}))[path]
+            return self.compensated(gone_of({path: taken}))[path]
 
         def start(orders: Mapping[str, PruningOrder]) -> tuple[float, dict[str, int]]:
             chosen = choose_heads(orders, self._fewest(target, orders))
             counts = {path: len(own) for path, own in chosen.items()}
-            return measure(self.repaired(gone_of(counts))), counts
+            return measure(self.compensated(gone_of(counts))), counts
 
         first_loss, first = start(self.orders)
         orders = measured_orders(self.orders, outputs_of, measure)

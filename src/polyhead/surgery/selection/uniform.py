@@ -97,7 +97,7 @@ def _one_after_the_other(
     return tuple(sorted({*gone, *(head for head in each.heads if head not in gone)}))
 
 
-def fits_stock(model: nn.Module, gone: Mapping[str, Sequence[int]]) -> bool:
+def fits_native(model: nn.Module, gone: Mapping[str, Sequence[int]]) -> bool:
     """Whether a stock class of transformers has these shapes when these heads are gone; no weight is touched."""
     layers = find_layers(model)
     layouts: dict[str, HeadLayout] = {}
@@ -127,7 +127,7 @@ def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
         for readers in range(1, most_readers + 1)
         if any(keys * readers < own.num_heads for own in heads.values())
     ]
-    found = [x for x in options if fits_stock(model, {path: first_to_go(own, x) for path, own in groups.items()})]
+    found = [x for x in options if fits_native(model, {path: first_to_go(own, x) for path, own in groups.items()})]
     if not found:
         raise OptionError(
             "uniform, every layer is left with as many heads as a stock config can say, got a "
@@ -191,7 +191,7 @@ class UniformShrinker(Trials):
         """The heads that go, by layer."""
         return {path: own[0].heads for path, own in self.sets(layout).items() if own[0].heads}
 
-    def reach(self, target: Target) -> Gone:
+    def meet_target(self, target: Target) -> Gone:
         """The heads that go for the largest layout that reaches a target; refused where none does."""
         return self.gone(self._reached(target))
 
@@ -199,7 +199,7 @@ class UniformShrinker(Trials):
         groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
         sizes = {x: self.size({path: first_to_go(own, x) for path, own in groups.items()}) for x in self.layouts}
         for layout, size in sizes.items():
-            if size.reaches(target) and fits_stock(self.model, self.gone(layout)):
+            if size.reaches(target) and fits_native(self.model, self.gone(layout)):
                 return layout
         smallest = self.layouts[-1]
         raise OptionError(
@@ -223,11 +223,11 @@ class UniformShrinker(Trials):
         """Heads for a target, which of each layer chosen by what the whole model measures, repaired at once.
 
         Layers keep their layout: of the sets that a layer could lose instead, those are tried that cost little more by
-        the evidence. On this quality the model loses no more than with what `reach` gives.
+        the evidence. On this quality the model loses no more than with what `meet_target` gives.
         """
         layout, measure = self._reached(target), Losses(self, quality, progress)
         found, loss, first_loss = refined_sets(
-            self.sets(layout), lambda path, heads: self.repaired({path: heads})[path], measure, tries=tries
+            self.sets(layout), lambda path, heads: self.compensated({path: heads})[path], measure, tries=tries
         )
         gone = {path: own for path, own in found.items() if own}
         return Searched(gone, self.gone(layout), loss, first_loss, measure.made)

@@ -60,7 +60,7 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
     if manifest is None:
         return None
     with quiet(progress=False), describe_failure(folder.name, str(folder), local=True):
-        model = _read_own(folder, manifest) if manifest.form == "uneven" else _read_stock(folder, manifest)
+        model = _read_own(folder, manifest) if manifest.form == "uneven" else _read_native(folder, manifest)
     _give_origins(model, folder, manifest)
     model = model.eval()
     found = fingerprint(model)
@@ -93,7 +93,7 @@ def _give_origins(model: Any, folder: Path, manifest: Manifest) -> None:
         pass
 
 
-def _read_stock(folder: Path, manifest: Manifest) -> Any:
+def _read_native(folder: Path, manifest: Manifest) -> Any:
     model = read_weights(folder, model_class=find_class(manifest.architecture))
     layers = {layer.path: layer for layer in find_layers(model)}
     parameters: dict[str, Tensor] = {}

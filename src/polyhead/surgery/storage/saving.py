@@ -25,7 +25,7 @@ from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.fingerprint import fingerprint
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.configs import ConfigChange, join_changes
-from polyhead.surgery.native.fitting import StockFit, fit_uniform, is_transformers_model
+from polyhead.surgery.native.fitting import NativeFit, fit_uniform, is_transformers_model
 from polyhead.surgery.native.padding import PaddedFit, fit_padded
 from polyhead.surgery.storage.folders import check_free, check_not_source, written_whole
 from polyhead.surgery.storage.loading import load_saved
@@ -38,11 +38,11 @@ class SavedModel:
 
     folder: Path
     form: Form
-    stock: str
+    native: str
     num_bytes: int
 
     @property
-    def loads_in_stock(self) -> bool:
+    def loads_natively(self) -> bool:
         return self.form != "uneven"
 
 
@@ -85,14 +85,14 @@ def save(
 
     def write() -> SavedModel:
         with quiet(progress=False), written_whole(folder, replace=replace) as beside:
-            _write_stock(model, beside, made) if made.built is not None else _write_own(model, beside, made.manifest)
+            _write_native(model, beside, made) if made.built is not None else _write_own(model, beside, made.manifest)
             _read_back(model, beside)
             if record is not None:
                 _with_config(record, made.changes).save(beside / RECORD)
             if tokenizer is not None:
                 tokenizer.save_pretrained(beside)
         num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        return SavedModel(folder, made.manifest.form, made.stock, num_bytes)
+        return SavedModel(folder, made.manifest.form, made.native, num_bytes)
 
     with _failure_named(folder):
         try:
@@ -126,7 +126,7 @@ class _Made:
     """What is to be written: a stock class on the meta device with the tensors that differ, or nothing but a model."""
 
     manifest: Manifest
-    stock: str
+    native: str
     built: Any = None
     changes: tuple[ConfigChange, ...] = ()
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -137,7 +137,7 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
     origins = {layer.path: layer_origins(model, layer) for layer in layers if layer.layout is not None}
     origins = {path: one for path, one in origins.items() if not one.is_unedited}
     name = type(model).__name__
-    uniform = StockFit(rule="not asked for") if form == "padded" else fit_uniform(model, layers)
+    uniform = NativeFit(rule="not asked for") if form == "padded" else fit_uniform(model, layers)
     if form == "padded":
         padded: PaddedFit = fit_padded(model, layers)
         if padded.built is None:
@@ -174,7 +174,7 @@ def _own(model: nn.Module, manifest: Manifest, why: str) -> _Made:
     )
 
 
-def _write_stock(model: Any, folder: Path, made: _Made) -> None:
+def _write_native(model: Any, folder: Path, made: _Made) -> None:
     """By the stock class itself, so that names, shards and tied weights are as it wants them."""
     built = made.built
     built.load_state_dict({**model.state_dict(), **made.tensors}, strict=True, assign=True)

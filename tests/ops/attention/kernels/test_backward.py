@@ -132,7 +132,7 @@ def flags() -> dict[str, Case]:
 
 def sizes() -> dict[str, Case]:
     """The tiles that are chosen by size, as they stand; the last is not a power of two."""
-    told = ("logsumexp", "entropy", "reach")
+    told = ("logsumexp", "entropy", "mean_distance")
     return {
         f"head dim {dim}, value dim {value_dim}": Case(
             scene(batch=1, heads=(2, 1), queries=130, keys=137, dims=(dim, value_dim), who=Who(causal=True)), told
@@ -181,9 +181,9 @@ def plainly(case: Case) -> dict[str, Tensor]:
     distance = own.who.distances(batch, queries, keys)[:, None]
     ordinal = torch.tensor([[own.who.place(b, 0, j, queries, keys)[2] for j in range(keys)] for b in range(batch)])
     factors = {
-        "reach": distance.abs(),
-        "signed_reach": distance,
-        "reach_squared": distance**2,
+        "mean_distance": distance.abs(),
+        "mean_offset": distance,
+        "mean_squared_distance": distance**2,
         "sink_mass": (ordinal < SINK_KEYS)[:, None, None],
         "self_mass": distance == 0,
         "previous_mass": distance == -1,

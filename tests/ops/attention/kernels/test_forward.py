@@ -197,7 +197,7 @@ def bounds(case: Scene) -> dict[str, float]:
     batch, _, queries, keys = case.sizes
     distance = float(case.who.distances(batch, queries, keys).abs().max())
     loose = {"entropy": 1e-3, "max_logit": logit, "max_abs_logit": logit, "visible_keys": 0.0}
-    far = {"reach": distance, "signed_reach": distance, "reach_squared": distance * distance}
+    far = {"mean_distance": distance, "mean_offset": distance, "mean_squared_distance": distance * distance}
     return {name: loose.get(name, weight * far.get(name, 1.0)) for name in NAMES}
 
 
@@ -229,8 +229,8 @@ def check(
     case = case.to(dtype)
     exact_case = case.to(torch.float64)
     there = case.on(device)
-    asked = Statistics(sink_keys=SINK_KEYS, window=WINDOW)
-    exact = there.to(torch.float64).run("reference", there.query.device.type, statistics=asked)
+    requested = Statistics(sink_keys=SINK_KEYS, window=WINDOW)
+    exact = there.to(torch.float64).run("reference", there.query.device.type, statistics=requested)
     with tiles(blocks):
         found = run(case, device, rate=rate, **options)
     assert found.output.dtype is dtype
@@ -310,9 +310,9 @@ def check_one_by_one(name: str, device: str, blocks: tuple[int, int, int, int] |
     exact = exact_case.run("reference", statistics=Statistics(sink_keys=SINK_KEYS, window=WINDOW)).statistics
     assert exact is not None
     with tiles(blocks):
-        for asked in NAMES:
-            found = run(case, device, (asked,), argmax=False)
-            assert list(found.statistics) == [asked]
+        for requested in NAMES:
+            found = run(case, device, (requested,), argmax=False)
+            assert list(found.statistics) == [requested]
             assert not found.indices
             check_statistics(name, found.statistics, exact, bounds(exact_case))
         assert run(case, device, (), argmax=True).statistics == {}
@@ -521,7 +521,7 @@ def test_on_a_gpu_tensors_beyond_31_bits_are_served() -> None:
         "sinks": None,
         "dropout": 0.0,
         "seed": None,
-        "names": ("entropy", "reach"),
+        "names": ("entropy", "mean_distance"),
         "sink_keys": 1,
         "window": 1,
         "argmax": False,
@@ -534,4 +534,4 @@ def test_on_a_gpu_tensors_beyond_31_bits_are_served() -> None:
         near = forward(query, tail, tail, mask=MaskArguments(left=200, right=0, offset=360), **options)
         assert torch.allclose(far[0], near[0], atol=2e-2)
         assert torch.allclose(far[2]["entropy"], near[2]["entropy"], atol=1e-3)
-        assert torch.allclose(far[2]["reach"], near[2]["reach"], atol=1e-3)
+        assert torch.allclose(far[2]["mean_distance"], near[2]["mean_distance"], atol=1e-3)

@@ -11,7 +11,7 @@ from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.statistics import RowStatistics
 from tests.error_budget import assert_within_error_budget, plain_formula
 
-NAMES = ("max_logit", "entropy", "confidence", "reach", "signed_reach", "visible_keys")
+NAMES = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 BANDS = {
     "all": (None, None),
     "causal": (None, 0),
@@ -100,7 +100,7 @@ def test_any_length_and_head_dim(dims: tuple[int, int], length: int) -> None:
     want, _, want_statistics = exact(inputs, Mask.causal())
     assert_within_error_budget(output, exact=want, plain=plain(inputs, None, 0), name="output")
     assert (statistics["entropy"].double() - want_statistics.entropy).abs().max() < 1e-3
-    assert (statistics["reach"].double() - want_statistics.reach).abs().max() < 1e-3
+    assert (statistics["mean_distance"].double() - want_statistics.mean_distance).abs().max() < 1e-3
 
 
 def test_huge_logits_keep_their_entropy() -> None:
@@ -122,7 +122,7 @@ def test_a_poisoned_row_gives_nan_and_no_other_does() -> None:
     broken = poison.repeat_interleave(2, 1).isnan()
     assert output.isnan().any(-1).equal(broken)
     assert logsumexp.isnan().equal(broken)
-    for name in ("max_logit", "entropy", "confidence", "reach"):
+    for name in ("max_logit", "entropy", "confidence", "mean_distance"):
         assert statistics[name].isnan().equal(broken), name
     assert output[~broken].equal(clean[~broken])
 

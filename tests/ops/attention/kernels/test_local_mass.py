@@ -17,7 +17,7 @@ from tests.ops.oracle import Scene, Who, normal
 
 NAMES = ("sink_mass", "self_mass", "previous_mass", "next_mass", "window_mass")
 # What `polyhead.observe` asks for unless told otherwise.
-OBSERVED = ("max_logit", "entropy", "confidence", "reach", *NAMES, "visible_keys")
+OBSERVED = ("max_logit", "entropy", "confidence", "mean_distance", *NAMES, "visible_keys")
 SMALL = (16, 16, 4, 1)  # tiles so small that short sequences have several
 BANDS = {
     "all": (None, None),
@@ -249,20 +249,20 @@ def test_on_hopper_both_kernels_together_give_what_is_asked(
     from polyhead.ops.attention.kernels import forward, forward_hopper
 
     inputs = tensors(*sizes, dtype)
-    asked = Statistics(*OBSERVED, sink_keys=2, window=8)
+    requested = Statistics(*OBSERVED, sink_keys=2, window=8)
     with (
         mock.patch.object(forward, "forward", side_effect=AssertionError("the portable kernel was taken")),
         mock.patch.object(forward_hopper, "forward", wraps=forward_hopper.forward) as taken,
     ):
-        found = attention(*inputs, mask=mask, statistics=asked, logsumexp=True, backend="fused").statistics
+        found = attention(*inputs, mask=mask, statistics=requested, logsumexp=True, backend="fused").statistics
     assert taken.call_count == 1
     doubles = [x.double() for x in inputs]
-    exact = attention(*doubles, mask=mask, statistics=asked, backend="reference").statistics
+    exact = attention(*doubles, mask=mask, statistics=requested, backend="reference").statistics
     assert found is not None
     assert exact is not None
     right, keys = dict(exact.items()), sizes[2]
     size = float(inputs[0].double().norm(dim=-1).max() * inputs[1].double().norm(dim=-1).max()) * sizes[3] ** -0.5
-    bounds = {"max_logit": 1e-5 * size, "entropy": 1e-3, "reach": 1e-5 * keys, "visible_keys": 0.0}
+    bounds = {"max_logit": 1e-5 * size, "entropy": 1e-3, "mean_distance": 1e-5 * keys, "visible_keys": 0.0}
     there = dict(found.items())
     assert set(there) == set(OBSERVED)
     for name, rows in there.items():
@@ -293,8 +293,8 @@ def test_on_hopper_gradients_flow_through_the_masses() -> None:
 def test_on_hopper_a_broken_key_reaches_who_sees_it_alone() -> None:
     query, key, value = tensors((4, 2), 200, 200, 64, torch.bfloat16)
     key[0, 1, 150] = torch.nan
-    asked = Statistics(*OBSERVED)
-    found = attention(query, key, value, mask=Mask.causal(), statistics=asked, backend="fused").statistics
+    requested = Statistics(*OBSERVED)
+    found = attention(query, key, value, mask=Mask.causal(), statistics=requested, backend="fused").statistics
     assert found is not None
     broken = torch.zeros(2, 4, 200, dtype=torch.bool, device="cuda")
     broken[0, 2:, 150:] = True

@@ -30,8 +30,8 @@ MASKS = {
 }
 
 
-def fitted(machine: tuple[int, int], mask: MaskArguments, width: int, size: int, asked: int) -> Blocks:
-    blocks = choose_blocks(width, size, 4096, asked, machine)
+def fitted(machine: tuple[int, int], mask: MaskArguments, width: int, size: int, requested: int) -> Blocks:
+    blocks = choose_blocks(width, size, 4096, requested, machine)
     return fit_blocks(blocks, (width, width), size, mask, machine, LIMITS[machine])
 
 
@@ -42,8 +42,8 @@ def test_keys_values_and_what_is_added_to_logits_fit(name: str, machine: tuple[i
     per_logit = sum(x.element_size() for x in (mask.bias, mask.table) if x is not None)
     for width in (16, 64, 128, 256):
         for size in (2, 4):
-            for asked in (0, 4, 5, 13):
-                rows, columns, _, stages, _ = fitted(machine, mask, width, size, asked)
+            for requested in (0, 4, 5, 13):
+                rows, columns, _, stages, _ = fitted(machine, mask, width, size, requested)
                 queue = stages * columns * (2 * width * size + rows * per_logit)
                 assert queue < LIMITS[machine]
                 assert rows >= 16
@@ -160,7 +160,7 @@ def check_gradients_and_profiles_fit() -> None:
     lse = attention(query, key, key, mask=Mask.causal(), logsumexp=True, backend="reference").logsumexp
     offsets = {"received": True, "block_map": (8, 8), "offsets": True}
     column_kernel = narrow[2]
-    for asked, kernel in (
+    for requested, kernel in (
         ({"argmax": True, "topk": 3}, column_kernel),
         (offsets, column_kernel),
         (offsets, column_kernel.kernel),
@@ -169,7 +169,8 @@ def check_gradients_and_profiles_fit() -> None:
         walks._column_kernel = kernel
         resources._found.clear()
         one, other = (
-            profile(query, key, lse, mask=Mask.causal(), backend=backend, **asked) for backend in ("fused", "blockwise")
+            profile(query, key, lse, mask=Mask.causal(), backend=backend, **requested)
+            for backend in ("fused", "blockwise")
         )
         for name in ("received", "block_map", "offsets", "argmax", "top_keys", "top_weights"):
             if getattr(other, name) is not None:
@@ -212,7 +213,7 @@ def test_on_a_gpu_no_mask_asks_for_more_than_there_is(kind: str, dtype: torch.dt
     }
     mask = masks[kind].to("cuda")
     # Three statistics take the widest tiles, all of them the most sums.
-    for names in (("max_logit", "entropy", "reach"), True):
+    for names in (("max_logit", "entropy", "mean_distance"), True):
         found = attention(query, key, value, mask=mask, statistics=names, backend="fused").statistics
         exact = attention(*(x.double() for x in (query, key, value)), mask=mask, statistics=names, backend="reference")
         assert found is not None

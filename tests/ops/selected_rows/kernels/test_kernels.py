@@ -150,11 +150,11 @@ def check_rows(case: Chosen, device: str, dtype: torch.dtype = torch.float32, na
     """Every statistic of the chosen rows, or some."""
     case = case.to(dtype)
     exact_case = case.to(torch.float64)
-    asked = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW)
+    requested = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW)
     with small_tiles() if device == "cpu" else nullcontext(), poisoned_memory(), torch.no_grad():
-        found = case.run("fused", device, statistics=asked).statistics
+        found = case.run("fused", device, statistics=requested).statistics
     there = exact_case.scene.on(device)
-    exact = there.run("reference", there.query.device.type, statistics=asked).statistics
+    exact = there.run("reference", there.query.device.type, statistics=requested).statistics
     count = int(case.which.sum())
     right = {name: case.picked(x).cpu() for name, x in exact.items()}
     assert [name for name, _ in found.items()] == list(right)
@@ -169,7 +169,7 @@ def check_gradients_of_statistics(device: str) -> None:
     whole = scene(heads=(2, 1), queries=19, keys=29, sinks=normal(2, seed=7), who=Who(causal=True))
     case = chosen(whole, padding=3)
     names = ("entropy", "learned_sink_mass", *LINEAR)
-    asked = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW)
+    requested = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW)
     count = int(case.which.sum())
 
     def gradients(case: Chosen, dtype: torch.dtype, fused: bool) -> dict[str, Tensor]:
@@ -177,10 +177,10 @@ def check_gradients_of_statistics(device: str) -> None:
         count = int(case.which.sum())
         factors = {name: normal(count, seed=20 + i) for i, name in enumerate(names)}
         if fused:
-            statistics = own.run("fused", device, statistics=asked).statistics
+            statistics = own.run("fused", device, statistics=requested).statistics
             rows = {name: getattr(statistics, name)[:count].cpu() for name in names}
         else:
-            statistics = own.scene.run("reference", statistics=asked).statistics
+            statistics = own.scene.run("reference", statistics=requested).statistics
             rows = {name: own.picked(getattr(statistics, name)) for name in names}
         loss = sum((rows[name] * factors[name].to(rows[name].dtype)).sum() for name in names)
         learned = ("query", "key", "sinks")

@@ -130,7 +130,7 @@ def check_told(case: Case, dtype: torch.dtype, device: str, *, small: bool = Tru
     torch.testing.assert_close(found.logsumexp.double(), exact.logsumexp, rtol=2e-5, atol=2e-5)
     largest = float(query.shape[2] + key.shape[2])
     for name, x in exact.statistics.items():
-        unit = {"reach": largest, "signed_reach": largest, "reach_squared": largest**2}.get(name, 1.0)
+        unit = {"mean_distance": largest, "mean_offset": largest, "mean_squared_distance": largest**2}.get(name, 1.0)
         torch.testing.assert_close(
             getattr(found.statistics, name).double(),
             x,

@@ -6,11 +6,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from polyhead.geometry import HeadLayout
-from polyhead.layers.config import HeadsConfig, arrangement
+from polyhead.layers.config import HeadsConfig, register_config
 from polyhead.layers.variants.collaborative.layer import CollaborativeAttention, check_collaborative
 
 
-@arrangement("collaborative", CollaborativeAttention)
+@register_config("collaborative", CollaborativeAttention)
 @dataclass(frozen=True)
 class CollaborativeConfig(HeadsConfig):
     """`CollaborativeAttention` as a value.

@@ -15,7 +15,7 @@ from polyhead.layers import checks
 from polyhead.layers.kv_cache import CacheView
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions import RotatesHeads
-from polyhead.layers.steps import Asked, decoded
+from polyhead.layers.steps import CallOptions, decoded
 from polyhead.layers.variants.collaborative.factors import shared_factors
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
@@ -117,20 +117,20 @@ class CollaborativeAttention(MultiHeadAttention):
         return v.squeeze(axis).unflatten(-1, (self.layout.num_heads, -1)).movedim(-2, axis)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> AttentionOutput:
         scale = self.layout.head_dim**-0.5 if self.scale is None else self.scale
         result = None
         if view is not None:
-            if decode_runs_on(q) and asked.is_plain:
+            if decode_runs_on(q) and requested.is_plain:
                 options: dict[str, Any] = {"scale": scale, "softcap": self.softcap, "sinks": self.sinks}
                 storage = self._stored(view.storage)
-                result = decoded(q, view, mask, statistics=asked.statistics, storage=storage, **options)
+                result = decoded(q, view, mask, statistics=requested.statistics, storage=storage, **options)
             if result is None or self._listener is not None:
                 k, v = view.key, view.value
         k, v = self._seen_by_heads(k, 1), self._values_of_heads(v, 1)
         if result is None:
-            result = self._attention(q, k, v, mask, asked, scale=scale, sinks=self.sinks)
+            result = self._attention(q, k, v, mask, requested, scale=scale, sinks=self.sinks)
         if self._listener is not None:
             self._listener(Attended(q, k, v, result, mask, scale, self.softcap, self.sinks))
         return result

@@ -13,10 +13,10 @@ from polyhead.layers.multi_head.conv_init import (
     SHARPNESS,
     Convolution,
     Outside,
-    check_arrangement,
+    check_conv_layer,
     outside_of,
     shifts_of,
-    write_taps,
+    write_conv_kernel,
 )
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions import QuadraticRelative1D, QuadraticRelative2D
@@ -99,8 +99,8 @@ def set_convolution(
     has nothing outside, and one without the nearest token; `outside` is to be given where that is not what the
     convolution pads with. A layer that is refused is left as it was.
     """
-    check_arrangement(layer, MultiHeadAttention)
-    write_taps(layer, conv, sharpness, outside)
+    check_conv_layer(layer, MultiHeadAttention)
+    write_conv_kernel(layer, conv, sharpness, outside)
     return layer
 
 

@@ -6,11 +6,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from polyhead.geometry import HeadLayout
-from polyhead.layers.config import HeadsConfig, arrangement
+from polyhead.layers.config import HeadsConfig, register_config
 from polyhead.layers.variants.differential.layer import DifferentialAttention, check_differential
 
 
-@arrangement("differential", DifferentialAttention)
+@register_config("differential", DifferentialAttention)
 @dataclass(frozen=True)
 class DifferentialConfig(HeadsConfig):
     """`DifferentialAttention` as a value.

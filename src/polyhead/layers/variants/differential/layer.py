@@ -17,7 +17,7 @@ from polyhead.layers import checks
 from polyhead.layers.kv_cache import CacheView
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import Asked, decoded
+from polyhead.layers.steps import CallOptions, decoded
 from polyhead.layers.variants.differential.weights import combined_weights
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
@@ -140,29 +140,29 @@ class DifferentialAttention(MultiHeadAttention):
         return super()._turned(halves, rotation).unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> AttentionOutput:
-        if asked.dropout and asked.seed is None:
-            asked = replace(asked, seed=draw_seed(q.device))
-        maps = self._maps(q, k, v, view, mask, asked)
+        if requested.dropout and requested.seed is None:
+            requested = replace(requested, seed=draw_seed(q.device))
+        maps = self._maps(q, k, v, view, mask, requested)
         if self._listener is not None:
             told = _side_by_side(maps, torch.cat([x.output for x in maps], 1))
             self._tell(q, *((k, v) if view is None else (view.key, view.value)), mask, told)
-        first, second = self._gated_maps([x.output for x in maps], asked.head_gate)
+        first, second = self._gated_maps([x.output for x in maps], requested.head_gate)
         heads = torch.addcmul(first, second, -self.lambda_full.to(first.dtype))
         # Token by token, as kernels leave them: a norm would copy rows that lie otherwise, and so would Concat.
         normed = F.rms_norm(heads.transpose(1, 2), (heads.shape[-1],), eps=self.norm_eps).transpose(1, 2)
         return _side_by_side(maps, (1 - self.lambda_init) * normed)
 
     def _maps(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> list[AttentionOutput]:
         """What the first map of every head makes of the values, [batch, heads, queries, value_dim], and the second.
 
         Two calls, because no view of the values stands before both maps of a key head.
         """
         sinks = (None, None) if self.sinks is None else self.sinks.chunk(2)
-        may_decode = decode_runs_on(q) and asked.is_plain
+        may_decode = decode_runs_on(q) and requested.is_plain
         results = []
         # Chunks, whose gradients are put together once; those of slices are padded and added.
         for number, (query, key, own) in enumerate(zip(q.chunk(2, -1), k.chunk(2, -1), sinks, strict=True)):
@@ -176,14 +176,14 @@ class DifferentialAttention(MultiHeadAttention):
                     scale=self.scale,
                     softcap=self.softcap,
                     sinks=own,
-                    statistics=asked.statistics,
+                    statistics=requested.statistics,
                     storage=storage._replace(key=storage.key.chunk(2, -1)[number]),
                     key_heads=self.layout.key_heads,
                 )
             if result is None:
                 if view is not None:  # which may have to put them together first
                     key, v = view.key.chunk(2, -1)[number], view.value
-                result = self._attention(query, key, v, mask, asked, scale=self.scale, sinks=own)
+                result = self._attention(query, key, v, mask, requested, scale=self.scale, sinks=own)
             results.append(result)
         return results
 

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from polyhead.layers.config import (
     HeadsConfig,
-    arrangement,
+    register_config,
 )
 from polyhead.layers.variants.grouped.layer import GroupedHeads, HeadGroups
 
 
-@arrangement("grouped_heads", GroupedHeads)
+@register_config("grouped_heads", GroupedHeads)
 @dataclass(frozen=True)
 class GroupedHeadsConfig(HeadsConfig):
     """`GroupedHeads` as a value.

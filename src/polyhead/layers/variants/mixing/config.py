@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from polyhead.layers.config import (
     HeadsConfig,
-    arrangement,
+    register_config,
 )
 from polyhead.layers.variants.mixing.layer import HeadMix, HeadMixing
 
 
-@arrangement("head_mix", HeadMix)
+@register_config("head_mix", HeadMix)
 @dataclass(frozen=True)
 class HeadMixConfig(HeadsConfig):
     """`HeadMix` as a value.

@@ -10,7 +10,7 @@ from torch import nn
 
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.config import AttentionConfig, arrangement, check_options, checked_positions, edges
+from polyhead.layers.config import AttentionConfig, check_options, checked_positions, edges, register_config
 from polyhead.layers.positions import BiasesLogits
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
 from polyhead.layers.steps import own_mask
@@ -22,7 +22,7 @@ from polyhead.masks import Mask
 _OF_THE_ROUTER = ("top_k", "top_p", "threshold", "k_min", "k_max", "budget", "normalise", "always_on", "noise")
 
 
-@arrangement("routed_heads", RoutedHeads)
+@register_config("routed_heads", RoutedHeads)
 @dataclass(frozen=True)
 class RoutedConfig(AttentionConfig):
     """`RoutedHeads` as a value.

@@ -19,7 +19,7 @@ from polyhead.layers.kv_cache.tokens import integers, longest
 from polyhead.layers.multi_head.layer import Memory
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.steps import (
-    Asked,
+    CallOptions,
     decoded,
     first_position,
     keeps_cache,
@@ -330,7 +330,7 @@ class RoutedHeads(nn.Module):
             mask = bias if mask is None else mask & bias
         if self.shape == "shared" and mask is not None:
             check_shared_mask(mask)
-        asked = Asked(
+        requested = CallOptions(
             self.dropout if self.training else 0.0,
             seed,
             self.backend if backend is None else backend,
@@ -340,11 +340,11 @@ class RoutedHeads(nn.Module):
         )
         sizes = (batch, self.rows_per_head, routing.heads.shape[2], queries)
         if self.shape == "shared" and routing.counts is None:
-            result = reshaped(self._in_slots(q, k, v, view, mask, asked), sizes)
+            result = reshaped(self._in_slots(q, k, v, view, mask, requested), sizes)
         else:
             if view is not None:
                 k, v = view.key, view.value
-            result = self._ragged(q, k, v, rows, routing, mask, asked)
+            result = self._ragged(q, k, v, rows, routing, mask, requested)
         told = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
         if self._listener is not None:
             k, v = (k, v) if view is None else (view.key, view.value)
@@ -378,13 +378,13 @@ class RoutedHeads(nn.Module):
         return k if self.k_norm is None else normed(self.k_norm, k), v
 
     def _in_slots(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> AttentionOutput:
         """Every token with as many heads over shared keys, where a slot can be any head."""
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "statistics": asked.statistics}
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "statistics": requested.statistics}
         if view is not None:
-            plain = asked.backend in ("auto", "fused") and not (
-                asked.weights or asked.dropout or asked.seed is not None
+            plain = requested.backend in ("auto", "fused") and not (
+                requested.weights or requested.dropout or requested.seed is not None
             )
             if plain and decode_runs_on(q):
                 result = decoded(q, view, mask, sinks=None, **options)
@@ -396,27 +396,34 @@ class RoutedHeads(nn.Module):
             k,
             v,
             mask=mask,
-            dropout=asked.dropout,
-            seed=asked.seed,
-            backend=asked.backend,
-            weights=asked.weights,
-            logsumexp=asked.logsumexp,
+            dropout=requested.dropout,
+            seed=requested.seed,
+            backend=requested.backend,
+            weights=requested.weights,
+            logsumexp=requested.logsumexp,
             finite=self.finite,
             **options,
         )
 
     def _ragged(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: RowsByHead, routing: Routing, mask: Mask | None, asked: Asked
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: RowsByHead,
+        routing: Routing,
+        mask: Mask | None,
+        requested: CallOptions,
     ) -> AttentionOutput:
         """Each head, or over shared keys each slot, with the rows that it has."""
-        if asked.weights:
+        if requested.weights:
             raise OptionError(
                 "weights are written down for shape 'shared' with as many heads for every token, got shape "
                 f"{self.shape!r}{'' if routing.counts is None else ' with a number for each token'}; "
                 "ask for statistics instead"
             )
-        if asked.dropout:
-            raise OptionError(f"attention of chosen rows has no dropout, got a rate of {asked.dropout} in training")
+        if requested.dropout:
+            raise OptionError(f"attention of chosen rows has no dropout, got a rate of {requested.dropout} in training")
         batch, _, queries, dim = q.shape
         slots, per_head = routing.heads.shape[2], self.rows_per_head
         if self.shape == "full":
@@ -433,9 +440,9 @@ class RoutedHeads(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
-            statistics=asked.statistics,
+            statistics=requested.statistics,
             finite=self.finite,
-            backend=asked.backend,
+            backend=requested.backend,
         )
         return reshaped(result, (batch, per_head, slots, queries), order)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from polyhead.layers.config import HeadsConfig, arrangement
+from polyhead.layers.config import HeadsConfig, register_config
 from polyhead.layers.positions import BiasesLogits
 from polyhead.layers.variants.talking.layer import TalkingHeads, check_talking, refuse_biases
 
 
-@arrangement("talking_heads", TalkingHeads)
+@register_config("talking_heads", TalkingHeads)
 @dataclass(frozen=True)
 class TalkingHeadsConfig(HeadsConfig):
     """`TalkingHeads` as a value; what talking heads cannot have keeps its default.

@@ -13,7 +13,7 @@ from polyhead.layers import checks
 from polyhead.layers.kv_cache import CacheView
 from polyhead.layers.multi_head.layer import Memory, MultiHeadAttention
 from polyhead.layers.positions import BiasesLogits
-from polyhead.layers.steps import Asked
+from polyhead.layers.steps import CallOptions
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput
@@ -82,10 +82,10 @@ class TalkingHeads(MultiHeadAttention):
                 nn.init.eye_(self.get_parameter(name))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, asked: Asked
+        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> AttentionOutput:
-        if asked.seed is not None:
-            raise OptionError(f"a seed is for dropout, which talking heads do not have; got {asked.seed!r}")
+        if requested.seed is not None:
+            raise OptionError(f"a seed is for dropout, which talking heads do not have; got {requested.seed!r}")
         if view is not None:
             k, v = view.key, view.value
         options: dict[str, Any] = {
@@ -93,11 +93,17 @@ class TalkingHeads(MultiHeadAttention):
             "weights_mix": self.weights_mix,
             "mask": mask,
             "scale": self.scale,
-            "backend": asked.backend,
+            "backend": requested.backend,
             "finite": self.finite,
         }
         result = talking_attention(
-            q, k, v, weights=asked.weights, statistics=asked.statistics, logsumexp=asked.logsumexp, **options
+            q,
+            k,
+            v,
+            weights=requested.weights,
+            statistics=requested.statistics,
+            logsumexp=requested.logsumexp,
+            **options,
         )
         if self._mixed_listener is not None:
             self._mixed_listener.append(mixed_weights(q, k, **options))

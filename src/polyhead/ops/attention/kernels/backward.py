@@ -109,9 +109,11 @@ def _constants_kernel(problem, output, gradients, values, BLOCK_M: tl.constexpr)
     constant = _less_term(
         constant, gradients.learned_sink_mass, values.learned_sink_mass, problem, i_pair, first_row, BLOCK_M
     )
-    constant = _less_term(constant, gradients.reach, values.reach, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.signed_reach, values.signed_reach, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.reach_squared, values.reach_squared, problem, i_pair, first_row, BLOCK_M)
+    constant = _less_term(constant, gradients.mean_distance, values.mean_distance, problem, i_pair, first_row, BLOCK_M)
+    constant = _less_term(constant, gradients.mean_offset, values.mean_offset, problem, i_pair, first_row, BLOCK_M)
+    constant = _less_term(
+        constant, gradients.mean_squared_distance, values.mean_squared_distance, problem, i_pair, first_row, BLOCK_M
+    )
     constant = _less_term(constant, gradients.sink_mass, values.sink_mass, problem, i_pair, first_row, BLOCK_M)
     constant = _less_term(constant, gradients.self_mass, values.self_mass, problem, i_pair, first_row, BLOCK_M)
     constant = _less_term(constant, gradients.previous_mass, values.previous_mass, problem, i_pair, first_row, BLOCK_M)

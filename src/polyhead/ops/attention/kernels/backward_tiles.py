@@ -39,9 +39,9 @@ class RowTerms(NamedTuple):
     entropy: Tensor | None = None
     confidence: Tensor | None = None
     learned_sink_mass: Tensor | None = None
-    reach: Tensor | None = None
-    signed_reach: Tensor | None = None
-    reach_squared: Tensor | None = None
+    mean_distance: Tensor | None = None
+    mean_offset: Tensor | None = None
+    mean_squared_distance: Tensor | None = None
     sink_mass: Tensor | None = None
     self_mass: Tensor | None = None
     previous_mass: Tensor | None = None
@@ -195,12 +195,12 @@ def _linear_terms(problem, i_batch, i_pair, first_row, offs_n, BLOCK_M: tl.const
     distance = _beside(column_position, not TURNED) - _beside(row_position, TURNED)
     steps = distance.to(tl.float32)
     terms = tl.zeros_like(steps)
-    if gradients.reach is not None:
-        terms += _times(tl.abs(steps), gradients.reach, problem, i_pair, first_row, BLOCK_M, TURNED)
-    if gradients.signed_reach is not None:
-        terms += _times(steps, gradients.signed_reach, problem, i_pair, first_row, BLOCK_M, TURNED)
-    if gradients.reach_squared is not None:
-        terms += _times(steps * steps, gradients.reach_squared, problem, i_pair, first_row, BLOCK_M, TURNED)
+    if gradients.mean_distance is not None:
+        terms += _times(tl.abs(steps), gradients.mean_distance, problem, i_pair, first_row, BLOCK_M, TURNED)
+    if gradients.mean_offset is not None:
+        terms += _times(steps, gradients.mean_offset, problem, i_pair, first_row, BLOCK_M, TURNED)
+    if gradients.mean_squared_distance is not None:
+        terms += _times(steps * steps, gradients.mean_squared_distance, problem, i_pair, first_row, BLOCK_M, TURNED)
     if gradients.self_mass is not None:
         terms += _times(
             (distance == 0).to(tl.float32), gradients.self_mass, problem, i_pair, first_row, BLOCK_M, TURNED

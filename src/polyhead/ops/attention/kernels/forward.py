@@ -50,9 +50,9 @@ class RowPointers(NamedTuple):
     max_abs_logit: Any = None
     entropy: Any = None
     confidence: Any = None
-    reach: Any = None
-    signed_reach: Any = None
-    reach_squared: Any = None
+    mean_distance: Any = None
+    mean_offset: Any = None
+    mean_squared_distance: Any = None
     sink_mass: Any = None
     self_mass: Any = None
     previous_mass: Any = None
@@ -134,7 +134,7 @@ def _full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl
         low, high = tl.minimum(low, -sizes.window), tl.maximum(high, sizes.window)
     near_from, near_to = full_from, full_from
     if (
-        rows.reach is not None
+        rows.mean_distance is not None
         or rows.self_mass is not None
         or rows.previous_mass is not None
         or rows.next_mass is not None
@@ -186,9 +186,9 @@ def _absorb(
         argmax,
         argmax_abs,
         spread,
-        reach,
-        signed_reach,
-        reach_squared,
+        mean_distance,
+        mean_offset,
+        mean_squared_distance,
         sink_mass,
         self_mass,
         previous_mass,
@@ -284,29 +284,29 @@ def _absorb(
         if not FULL:
             exponent = tl.where(visible, exponent, 0.0)
         spread = decay * (spread + move * total) + tl.sum(tile_p * exponent, 1)
-    if rows.reach is not None or rows.signed_reach is not None or rows.reach_squared is not None:
+    if rows.mean_distance is not None or rows.mean_offset is not None or rows.mean_squared_distance is not None:
         if FULL:
             # A distance is that of the tile's first key and a column: the first is the row's, the second a constant.
             from_first = (first_key - positions).to(tl.float32)
             column_place = offs_column.to(tl.float32)
             columns = tl.sum(tile_p * column_place[None, :], 1)
-            added_reach = from_first * added_total + columns
-            if rows.reach is not None:
-                reach = reach * decay + tl.abs(added_reach)  # all distances have one sign
-            if rows.signed_reach is not None:
-                signed_reach = signed_reach * decay + added_reach
-            if rows.reach_squared is not None:
+            added_distance = from_first * added_total + columns
+            if rows.mean_distance is not None:
+                mean_distance = mean_distance * decay + tl.abs(added_distance)  # all distances have one sign
+            if rows.mean_offset is not None:
+                mean_offset = mean_offset * decay + added_distance
+            if rows.mean_squared_distance is not None:
                 squares = tl.sum(tile_p * (column_place * column_place)[None, :], 1)
                 added_square = from_first * (from_first * added_total + 2.0 * columns) + squares
-                reach_squared = reach_squared * decay + added_square
+                mean_squared_distance = mean_squared_distance * decay + added_square
         else:
             weighted = tile_p * distance.to(tl.float32)
-            if rows.reach is not None:
-                reach = reach * decay + tl.sum(tl.abs(weighted), 1)
-            if rows.signed_reach is not None:
-                signed_reach = signed_reach * decay + tl.sum(weighted, 1)
-            if rows.reach_squared is not None:
-                reach_squared = reach_squared * decay + tl.sum(weighted * distance.to(tl.float32), 1)
+            if rows.mean_distance is not None:
+                mean_distance = mean_distance * decay + tl.sum(tl.abs(weighted), 1)
+            if rows.mean_offset is not None:
+                mean_offset = mean_offset * decay + tl.sum(weighted, 1)
+            if rows.mean_squared_distance is not None:
+                mean_squared_distance = mean_squared_distance * decay + tl.sum(weighted * distance.to(tl.float32), 1)
     if rows.sink_mass is not None:
         sink_mass = sink_mass * decay
         if not FULL:
@@ -356,9 +356,9 @@ def _absorb(
         argmax,
         argmax_abs,
         spread,
-        reach,
-        signed_reach,
-        reach_squared,
+        mean_distance,
+        mean_offset,
+        mean_squared_distance,
         sink_mass,
         self_mass,
         previous_mass,
@@ -439,9 +439,9 @@ def _store_rows(
         argmax,
         argmax_abs,
         spread,
-        reach,
-        signed_reach,
-        reach_squared,
+        mean_distance,
+        mean_offset,
+        mean_squared_distance,
         sink_mass,
         self_mass,
         previous_mass,
@@ -486,12 +486,12 @@ def _store_rows(
         tl.store(rows.confidence + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
     if rows.entropy is not None:
         tl.store(rows.entropy + offs_row, (log_total - spread / total) * LN2, mask=mask_m)
-    if rows.reach is not None:
-        tl.store(rows.reach + offs_row, reach / total, mask=mask_m)
-    if rows.signed_reach is not None:
-        tl.store(rows.signed_reach + offs_row, signed_reach / total, mask=mask_m)
-    if rows.reach_squared is not None:
-        tl.store(rows.reach_squared + offs_row, reach_squared / total, mask=mask_m)
+    if rows.mean_distance is not None:
+        tl.store(rows.mean_distance + offs_row, mean_distance / total, mask=mask_m)
+    if rows.mean_offset is not None:
+        tl.store(rows.mean_offset + offs_row, mean_offset / total, mask=mask_m)
+    if rows.mean_squared_distance is not None:
+        tl.store(rows.mean_squared_distance + offs_row, mean_squared_distance / total, mask=mask_m)
     if rows.sink_mass is not None:
         tl.store(rows.sink_mass + offs_row, sink_mass / total, mask=mask_m)
     if rows.self_mass is not None:
@@ -631,10 +631,10 @@ def _forward_kernel(
     tl.store(ptr_output + start_output + offs_output, tile_o.to(ptr_output.dtype.element_ty), mask=mask_output)
 
 
-def choose_blocks(width: int, element_size: int, queries: int, asked: int, capability: tuple[int, int]) -> Blocks:
+def choose_blocks(width: int, element_size: int, queries: int, requested: int, capability: tuple[int, int]) -> Blocks:
     """The tile of one program.
 
-    `width` is the wider of the padded head dims, `element_size` the bytes of an input, `asked` how many statistics
+    `width` is the wider of the padded head dims, `element_size` the bytes of an input, `requested` how many statistics
     there are: each keeps a sum or two in registers, and a narrower tile makes room for them.
     """
     if element_size == 4:
@@ -646,11 +646,11 @@ def choose_blocks(width: int, element_size: int, queries: int, asked: int, capab
             Blocks(128, 64, 8, 3) if width <= 64 else Blocks(128, 64, 8, 2) if width <= 128 else Blocks(64, 32, 8, 2)
         )
     elif width <= 64:
-        blocks = Blocks(128, 64, 4, 3) if asked <= 4 else Blocks(128, 64, 8, 3)
+        blocks = Blocks(128, 64, 4, 3) if requested <= 4 else Blocks(128, 64, 8, 3)
     elif width <= 128:
-        blocks = Blocks(128, 128, 8, 3) if asked <= 4 else Blocks(128, 64, 8, 3)
+        blocks = Blocks(128, 128, 8, 3) if requested <= 4 else Blocks(128, 64, 8, 3)
     else:
-        blocks = Blocks(128, 64, 8, 2) if asked <= 4 else Blocks(128, 32, 8, 2)
+        blocks = Blocks(128, 64, 8, 2) if requested <= 4 else Blocks(128, 32, 8, 2)
     if queries <= 16:
         return blocks._replace(rows=16, warps=4)
     if queries <= 64:
@@ -729,8 +729,8 @@ def forward(
     block_key, block_value = (max(16, power_of_two(dim)) for dim in (dim_key, dim_value))
     device = query.get_device() if query.is_cuda else None
     machine = (9, 0) if device is None else capability(device)
-    size, asked = query.element_size(), len(statistics) + len(indices)
-    blocks = choose_blocks(max(block_key, block_value), size, queries, asked, machine)
+    size, requested = query.element_size(), len(statistics) + len(indices)
+    blocks = choose_blocks(max(block_key, block_value), size, queries, requested, machine)
     blocks = fit_blocks(blocks, (block_key, block_value), size, mask, machine, shared_memory(device))
     if descriptors is None:
         tensors = (query, key, value)

@@ -29,7 +29,7 @@ from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descript
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 
-STATISTICS = ("max_logit", "entropy", "confidence", "reach", "signed_reach", "visible_keys")
+STATISTICS = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 
 _GIVEN = frozenset(STATISTICS)
 _HIDDEN = gl.constexpr(-1.0e30)  # a hidden logit: finite, so that 0 * hidden is 0
@@ -122,7 +122,7 @@ def _distance(row, column, offset, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 def _weigh(
     s, m, sums, mixed, far, signed, row, column, num_keys, offset, left, right, scale2,
     BLOCK_N: gl.constexpr, CAREFUL: gl.constexpr,
-    ENTROPY: gl.constexpr, REACH: gl.constexpr, SIGNED: gl.constexpr,
+    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """One tile of logits to weights (relative to the running maximum), with every running sum moved along.
 
@@ -147,7 +147,7 @@ def _weigh(
         mixed = decay * (mixed + step * sums) + row_sums(p * t, BLOCK_N)
     tile_sums = row_sums(p, BLOCK_N)
     sums = sums * decay + tile_sums
-    if REACH or SIGNED:
+    if DISTANCE or SIGNED:
         # Columns of a tile are 8 g + 2 c + b; a thread knows its own c, and 8 g + b is a constant of each register.
         constant = (gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)) & ~6).to(gl.float32)
         weighted = row_sums(p * gl.expand_dims(constant, 0), BLOCK_N)
@@ -157,7 +157,7 @@ def _weigh(
         tile_signed = weighted + tile_sums * (own + column).to(gl.float32)
         if SIGNED:
             signed = signed * decay + tile_signed
-        if REACH:
+        if DISTANCE:
             if CAREFUL:
                 tile_far = row_sums(p * gl.abs(distance).to(gl.float32), BLOCK_N)
             else:
@@ -171,7 +171,7 @@ def _tiles(
     o, p, m, sums, mixed, far, signed, step, from_tile, to_tile, q, k_smem, v_smem, ready, free,
     row, num_keys, offset, left, right, scale2,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAREFUL: gl.constexpr,
-    ENTROPY: gl.constexpr, REACH: gl.constexpr, SIGNED: gl.constexpr,
+    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """Tiles from `from_tile` down to `to_tile`, both included.
 
@@ -193,7 +193,7 @@ def _tiles(
         s = warpgroup_mma_wait(1, deps=(s,))
         weights, alpha, m, sums, mixed, far, signed = _weigh(
             s, m, sums, mixed, far, signed, row, tile * BLOCK_N, num_keys, offset, left, right, scale2,
-            BLOCK_N, CAREFUL, ENTROPY, REACH, SIGNED,
+            BLOCK_N, CAREFUL, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         o = warpgroup_mma_wait(0, deps=(o_next,))
         mbarrier.arrive(free.index(stage), count=1)
@@ -207,11 +207,11 @@ def _tiles(
 @gluon.jit
 def _consumer(
     which: gl.constexpr, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
-    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_reach, ptr_signed, ptr_visible, ptr_poison,
+    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
-    ENTROPY: gl.constexpr, REACH: gl.constexpr, SIGNED: gl.constexpr,
+    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """64 rows of each block: logits, softmax and sums, tile after tile, from the right end of the band to the left."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -247,7 +247,7 @@ def _consumer(
         o = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
         weights, _, m, sums, mixed, far, signed = _weigh(
             s, m, sums, mixed, far, signed, row, last_tile * BLOCK_N, num_keys, offset, left, right, scale2,
-            BLOCK_N, True, ENTROPY, REACH, SIGNED,
+            BLOCK_N, True, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         p = _packed(weights, DTYPE)
         tile = last_tile - 1
@@ -255,26 +255,26 @@ def _consumer(
         # Tiles that an edge of the band or the diagonal crosses, and those between, which need no such care.
         place = row + offset
         below = gl.maximum(place // BLOCK_N, first_tile)  # the last tile that the diagonal crosses
-        if FULL and not (REACH or SIGNED):
+        if FULL and not (DISTANCE or SIGNED):
             below = gl.maximum(gl.minimum(num_keys // BLOCK_N, tile + 1), first_tile)
-        if not CAUSAL and (REACH or not FULL):
+        if not CAUSAL and (DISTANCE or not FULL):
             # Right of the diagonal.
             above = gl.maximum((place + 63) // BLOCK_N + 1, first_tile)
             edge = gl.minimum(gl.maximum((gl.minimum(place + right, num_keys - 1) + 1) // BLOCK_N, above), tile + 1)
             o, p, m, sums, mixed, far, signed, step = _tiles(
                 o, p, m, sums, mixed, far, signed, step, tile, edge, q, k_smem, v_smem, ready, free,
-                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, REACH, SIGNED,
+                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
             above = gl.minimum(above, edge)
             o, p, m, sums, mixed, far, signed, step = _tiles(
                 o, p, m, sums, mixed, far, signed, step, edge - 1, above, q, k_smem, v_smem, ready, free,
-                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, REACH, SIGNED,
+                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
             tile = above - 1
         below = gl.minimum(below, tile + 1)
         o, p, m, sums, mixed, far, signed, step = _tiles(
             o, p, m, sums, mixed, far, signed, step, tile, below, q, k_smem, v_smem, ready, free,
-            row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, REACH, SIGNED,
+            row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         clear = first_tile
         if WINDOW:
@@ -283,12 +283,12 @@ def _consumer(
             )
         o, p, m, sums, mixed, far, signed, step = _tiles(
             o, p, m, sums, mixed, far, signed, step, below - 1, clear, q, k_smem, v_smem, ready, free,
-            row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, REACH, SIGNED,
+            row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         if WINDOW:
             o, p, m, sums, mixed, far, signed, step = _tiles(
                 o, p, m, sums, mixed, far, signed, step, clear - 1, first_tile, q, k_smem, v_smem, ready, free,
-                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, REACH, SIGNED,
+                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
         mbarrier.arrive(q_free.index(which), count=1)
         phase ^= 1
@@ -321,8 +321,8 @@ def _consumer(
         if ENTROPY:
             mean = gl.convert_layout(gl.sum(mixed, axis=1), ROWS) / all_sums
             gl.store(ptr_entropy + address, (log_sums - mean) * LN2, mask=inside)
-        if REACH:
-            gl.store(ptr_reach + address, gl.convert_layout(gl.sum(far, axis=1), ROWS) / all_sums, mask=inside)
+        if DISTANCE:
+            gl.store(ptr_distance + address, gl.convert_layout(gl.sum(far, axis=1), ROWS) / all_sums, mask=inside)
         if SIGNED:
             gl.store(ptr_signed + address, gl.convert_layout(gl.sum(signed, axis=1), ROWS) / all_sums, mask=inside)
         share = gl.convert_layout(1.0 / all_sums, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
@@ -344,11 +344,11 @@ def _consumer(
 )  # fmt: skip
 def forward_kernel(
     desc_q, desc_k, desc_v, desc_o,
-    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_reach, ptr_signed, ptr_visible, ptr_poison,
+    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
     num_heads, group, num_queries, num_keys, offset, left, right, scale, blocks, total,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
-    ENTROPY: gl.constexpr, REACH: gl.constexpr, SIGNED: gl.constexpr,
+    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = desc_q.dtype
     q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], desc_q.layout)
@@ -375,18 +375,18 @@ def forward_kernel(
                 _consumer,
                 (
                     0, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
-                    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_reach, ptr_signed, ptr_visible, ptr_poison,
+                    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
                     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
-                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, REACH, SIGNED,
+                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
                 ),
             ),
             (
                 _consumer,
                 (
                     1, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
-                    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_reach, ptr_signed, ptr_visible, ptr_poison,
+                    ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
                     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
-                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, REACH, SIGNED,
+                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
                 ),
             ),
             (
@@ -457,8 +457,8 @@ def forward(
             found.get("max_logit"),
             found.get("entropy"),
             found.get("confidence"),
-            found.get("reach"),
-            found.get("signed_reach"),
+            found.get("mean_distance"),
+            found.get("mean_offset"),
             found.get("visible_keys"),
             row_poison,
             heads,
@@ -479,8 +479,8 @@ def forward(
             FULL=is_full,
             WINDOW=left is not None,
             ENTROPY="entropy" in names,
-            REACH="reach" in names,
-            SIGNED="signed_reach" in names,
+            DISTANCE="mean_distance" in names,
+            SIGNED="mean_offset" in names,
             num_warps=4,
         )
     return output, logsumexp, found

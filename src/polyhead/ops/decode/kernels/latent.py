@@ -145,9 +145,9 @@ def latent_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     largest_size = tl.zeros([BLOCK_M], tl.float32)
     spread = tl.zeros([BLOCK_M], tl.float32)
-    reach = tl.zeros([BLOCK_M], tl.float32)
-    signed_reach = tl.zeros([BLOCK_M], tl.float32)
-    reach_squared = tl.zeros([BLOCK_M], tl.float32)
+    mean_distance = tl.zeros([BLOCK_M], tl.float32)
+    mean_offset = tl.zeros([BLOCK_M], tl.float32)
+    mean_squared_distance = tl.zeros([BLOCK_M], tl.float32)
     sink_mass = tl.zeros([BLOCK_M], tl.float32)
     self_mass = tl.zeros([BLOCK_M], tl.float32)
     previous_mass = tl.zeros([BLOCK_M], tl.float32)
@@ -213,12 +213,12 @@ def latent_kernel(
                 size = tl.where(logits == -float("inf"), 0.0, tl.abs(logits))
                 largest_size = tl.maximum(largest_size, tl.max(size, 1))
             far = distance.to(tl.float32)
-            if places.reach is not None:
-                reach = reach * shrink + tl.sum(exponential * tl.abs(far), 1)
-            if places.signed_reach is not None:
-                signed_reach = signed_reach * shrink + tl.sum(exponential * far, 1)
-            if places.reach_squared is not None:
-                reach_squared = reach_squared * shrink + tl.sum(exponential * far * far, 1)
+            if places.mean_distance is not None:
+                mean_distance = mean_distance * shrink + tl.sum(exponential * tl.abs(far), 1)
+            if places.mean_offset is not None:
+                mean_offset = mean_offset * shrink + tl.sum(exponential * far, 1)
+            if places.mean_squared_distance is not None:
+                mean_squared_distance = mean_squared_distance * shrink + tl.sum(exponential * far * far, 1)
             if places.visible_keys is not None:
                 visible_keys += tl.sum(seen.to(tl.int32), 1)
             # Masses at fixed places stand in no whole tile, and shrink there as the others do.
@@ -258,9 +258,9 @@ def latent_kernel(
         total,
         largest_size,
         spread,
-        reach,
-        signed_reach,
-        reach_squared,
+        mean_distance,
+        mean_offset,
+        mean_squared_distance,
         sink_mass,
         self_mass,
         previous_mass,

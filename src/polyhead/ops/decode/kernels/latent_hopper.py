@@ -28,7 +28,9 @@ from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, Numbers
 from polyhead.ops.decode.kernels.parts import Places
 
-_GIVEN = frozenset(("max_logit", "entropy", "confidence", "reach", "signed_reach", "visible_keys", "learned_sink_mass"))
+_GIVEN = frozenset(
+    ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys", "learned_sink_mass")
+)
 
 _HIDDEN = gl.constexpr(-1.0e30)  # a hidden logit: finite, so that 0 * hidden is 0
 _LOWEST = gl.constexpr(-1.0e20)  # no running maximum is below it, so that the weight of a hidden logit is 0
@@ -91,7 +93,7 @@ def latent_hopper_kernel(
 ):  # fmt: skip
     """Sums and parts as `decode_latent.latent_kernel` leaves them, of one query a head."""
     ENTROPY: gl.constexpr = places.entropy is not None
-    REACH: gl.constexpr = (places.reach is not None) or (places.signed_reach is not None)
+    DISTANCE: gl.constexpr = (places.mean_distance is not None) or (places.mean_offset is not None)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_RANK // 2, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -181,7 +183,7 @@ def latent_hopper_kernel(
             moved = gl.expand_dims(gl.convert_layout(fall, gl.SliceLayout(1, PARTS)), 1)
             mixed = decay * (mixed + moved * sums) + _own_sums(p * t)
         sums = sums * decay + _own_sums(p)
-        if REACH:
+        if DISTANCE:
             distance = (offs_n - (length - 1)).to(gl.float32)
             signed = signed * decay + _own_sums(p * gl.expand_dims(distance, 0))
         m = m_new
@@ -220,12 +222,12 @@ def latent_hopper_kernel(
     if ENTROPY:
         spread = gl.convert_layout(gl.sum(mixed, axis=1), ROWS) * LN2
         gl.store(ptr + places.entropy * plane, spread, mask=mask_filled)
-    if REACH:
+    if DISTANCE:
         far = gl.convert_layout(gl.sum(signed, axis=1), ROWS)
-        if places.reach is not None:
-            gl.store(ptr + places.reach * plane, -far, mask=mask_filled)  # nothing stands behind the query
-        if places.signed_reach is not None:
-            gl.store(ptr + places.signed_reach * plane, far, mask=mask_filled)
+        if places.mean_distance is not None:
+            gl.store(ptr + places.mean_distance * plane, -far, mask=mask_filled)  # nothing stands behind the query
+        if places.mean_offset is not None:
+            gl.store(ptr + places.mean_offset * plane, far, mask=mask_filled)
     if places.visible_keys is not None:
         seen = gl.minimum(tile_to * 64, length) - gl.maximum(tile_from * 64, first)
         gl.store(ptr + places.visible_keys * plane, total * 0.0 + seen.to(gl.float32), mask=mask_filled)
@@ -251,7 +253,7 @@ def can_serve(
     numbers: Numbers,
 ) -> bool:
     """Whether this kernel takes such latents and this mask; what it does not ask about, it does not have."""
-    asked = {name for name, place in places._asdict().items() if place is not None}
+    requested = {name for name, place in places._asdict().items() if place is not None}
     return (
         query.dtype in DTYPES
         and query.shape[2] == 1
@@ -262,7 +264,7 @@ def can_serve(
         and head_scale is None
         and numbers.softcap is None
         and is_readable(latents.held)
-        and _GIVEN.issuperset(asked)
+        and _GIVEN.issuperset(requested)
     )
 
 

@@ -21,9 +21,9 @@ class Places(NamedTuple):
     max_abs_logit: int | None = None
     entropy: int | None = None
     confidence: int | None = None
-    reach: int | None = None
-    signed_reach: int | None = None
-    reach_squared: int | None = None
+    mean_distance: int | None = None
+    mean_offset: int | None = None
+    mean_squared_distance: int | None = None
     sink_mass: int | None = None
     self_mass: int | None = None
     previous_mass: int | None = None
@@ -69,9 +69,9 @@ def store_rows(
     total,
     largest_size,
     spread,
-    reach,
-    signed_reach,
-    reach_squared,
+    mean_distance,
+    mean_offset,
+    mean_squared_distance,
     sink_mass,
     self_mass,
     previous_mass,
@@ -115,12 +115,12 @@ def store_rows(
         tl.store(ptr + places.entropy * num_rows, tl.where(filled, entropy, 0.0), mask=mask_row)
     if places.confidence is not None:
         tl.store(ptr + places.confidence * num_rows, tl.where(filled, share, 0.0), mask=mask_row)
-    if places.reach is not None:
-        tl.store(ptr + places.reach * num_rows, reach * share, mask=mask_row)
-    if places.signed_reach is not None:
-        tl.store(ptr + places.signed_reach * num_rows, signed_reach * share, mask=mask_row)
-    if places.reach_squared is not None:
-        tl.store(ptr + places.reach_squared * num_rows, reach_squared * share, mask=mask_row)
+    if places.mean_distance is not None:
+        tl.store(ptr + places.mean_distance * num_rows, mean_distance * share, mask=mask_row)
+    if places.mean_offset is not None:
+        tl.store(ptr + places.mean_offset * num_rows, mean_offset * share, mask=mask_row)
+    if places.mean_squared_distance is not None:
+        tl.store(ptr + places.mean_squared_distance * num_rows, mean_squared_distance * share, mask=mask_row)
     if places.sink_mass is not None:
         tl.store(ptr + places.sink_mass * num_rows, sink_mass * share, mask=mask_row)
     if places.self_mass is not None:
@@ -151,9 +151,9 @@ def store_sums(
     total,
     largest_size,
     spread,
-    reach,
-    signed_reach,
-    reach_squared,
+    mean_distance,
+    mean_offset,
+    mean_squared_distance,
     sink_mass,
     self_mass,
     previous_mass,
@@ -174,12 +174,12 @@ def store_sums(
         tl.store(ptr + places.max_abs_logit * plane, largest_size, mask=mask_filled)
     if places.entropy is not None:
         tl.store(ptr + places.entropy * plane, spread, mask=mask_filled)
-    if places.reach is not None:
-        tl.store(ptr + places.reach * plane, reach, mask=mask_filled)
-    if places.signed_reach is not None:
-        tl.store(ptr + places.signed_reach * plane, signed_reach, mask=mask_filled)
-    if places.reach_squared is not None:
-        tl.store(ptr + places.reach_squared * plane, reach_squared, mask=mask_filled)
+    if places.mean_distance is not None:
+        tl.store(ptr + places.mean_distance * plane, mean_distance, mask=mask_filled)
+    if places.mean_offset is not None:
+        tl.store(ptr + places.mean_offset * plane, mean_offset, mask=mask_filled)
+    if places.mean_squared_distance is not None:
+        tl.store(ptr + places.mean_squared_distance * plane, mean_squared_distance, mask=mask_filled)
     if places.sink_mass is not None:
         tl.store(ptr + places.sink_mass * plane, sink_mass, mask=mask_filled)
     if places.self_mass is not None:
@@ -246,7 +246,7 @@ def join_kernel(
     totals = tl.load(ptr + plane, mask=mask_split, other=0.0)
     mask_part = totals != 0.0
     ptr += 2 * plane
-    largest_size, spread, reach, signed_reach, reach_squared = 0.0, 0.0, 0.0, 0.0, 0.0
+    largest_size, spread, mean_distance, mean_offset, mean_squared_distance = 0.0, 0.0, 0.0, 0.0, 0.0
     sink_mass, self_mass, previous_mass, next_mass, window_mass, visible_keys = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if places.entropy is not None:
         spreads = _load_parts(ptr + places.entropy * plane, mask_split, mask_part)
@@ -259,12 +259,14 @@ def join_kernel(
     if places.entropy is not None:
         moved = tl.where(maxima == -float("inf"), 0.0, maxima - shift) * totals
         spread = tl.sum(factor * (spreads + moved), 0)
-    if places.reach is not None:
-        reach = tl.sum(_load_parts(ptr + places.reach * plane, mask_split, mask_part) * factor, 0)
-    if places.signed_reach is not None:
-        signed_reach = tl.sum(_load_parts(ptr + places.signed_reach * plane, mask_split, mask_part) * factor, 0)
-    if places.reach_squared is not None:
-        reach_squared = tl.sum(_load_parts(ptr + places.reach_squared * plane, mask_split, mask_part) * factor, 0)
+    if places.mean_distance is not None:
+        mean_distance = tl.sum(_load_parts(ptr + places.mean_distance * plane, mask_split, mask_part) * factor, 0)
+    if places.mean_offset is not None:
+        mean_offset = tl.sum(_load_parts(ptr + places.mean_offset * plane, mask_split, mask_part) * factor, 0)
+    if places.mean_squared_distance is not None:
+        mean_squared_distance = tl.sum(
+            _load_parts(ptr + places.mean_squared_distance * plane, mask_split, mask_part) * factor, 0
+        )
     if places.sink_mass is not None:
         sink_mass = tl.sum(_load_parts(ptr + places.sink_mass * plane, mask_split, mask_part) * factor, 0)
     if places.self_mass is not None:
@@ -290,9 +292,9 @@ def join_kernel(
         total,
         largest_size,
         spread,
-        reach,
-        signed_reach,
-        reach_squared,
+        mean_distance,
+        mean_offset,
+        mean_squared_distance,
         sink_mass,
         self_mass,
         previous_mass,

@@ -196,11 +196,11 @@ def _parts(problem: Problem) -> int:
     batch, _, queries, _ = problem.query.shape
     rows = _chosen_blocks(problem, "logsumexp").rows
     left, right = problem.mask.left, problem.mask.right
-    reach = problem.key.shape[2]
+    span = problem.key.shape[2]
     if left is not None and right is not None:
-        reach = min(reach, left + right + rows)
+        span = min(span, left + right + rows)
     wanted = _WAVES * multiprocessors(problem.query.get_device()) // (batch * blocks_of(queries, rows))
-    return max(1, min(wanted, reach // _SHORTEST_PART))
+    return max(1, min(wanted, span // _SHORTEST_PART))
 
 
 def statistics(

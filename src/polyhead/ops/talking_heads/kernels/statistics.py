@@ -37,9 +37,9 @@ class Results(NamedTuple):
     max_abs_logit: Tensor | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
-    reach: Tensor | None = None
-    signed_reach: Tensor | None = None
-    reach_squared: Tensor | None = None
+    mean_distance: Tensor | None = None
+    mean_offset: Tensor | None = None
+    mean_squared_distance: Tensor | None = None
     sink_mass: Tensor | None = None
     self_mass: Tensor | None = None
     previous_mass: Tensor | None = None
@@ -99,7 +99,7 @@ def statistics_kernel(
     # Apart by two neighbouring columns, as the log-sum-exp is found, until all is added up in the end.
     nothing = tl.zeros([HEADS, BLOCK_M, BLOCK_N // 2], tl.float32)
     largest, size = nothing - float("inf"), nothing
-    entropy, reach, signed_reach, reach_squared = nothing, nothing, nothing, nothing
+    entropy, mean_distance, mean_offset, mean_squared_distance = nothing, nothing, nothing, nothing
     sink_mass, self_mass, previous_mass, next_mass, window_mass = nothing, nothing, nothing, nothing, nothing
     signed_mass, absolute_mass, largest_weight, visible_keys = nothing, nothing, nothing, nothing
     kept, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
@@ -123,12 +123,12 @@ def statistics_kernel(
             size = tl.maximum(size, _maxima(tl.where(there, tl.abs(logits), 0.0)))
         if results.entropy is not None:
             entropy += _sums(tl.where(there, weights * (logsumexp[:, :, None] - logits), 0.0))
-        if results.reach is not None:
-            reach += _sums(weights * tl.abs(away))
-        if results.signed_reach is not None:
-            signed_reach += _sums(weights * away)
-        if results.reach_squared is not None:
-            reach_squared += _sums(weights * away * away)
+        if results.mean_distance is not None:
+            mean_distance += _sums(weights * tl.abs(away))
+        if results.mean_offset is not None:
+            mean_offset += _sums(weights * away)
+        if results.mean_squared_distance is not None:
+            mean_squared_distance += _sums(weights * away * away)
         if results.sink_mass is not None:
             first = key_ordinals(mask, i_batch, offs_n, shape.keys) < sink_keys
             sink_mass += _sums(tl.where(first[None, None, :], weights, 0.0))
@@ -161,12 +161,12 @@ def statistics_kernel(
         store_row_values(results.max_abs_logit, size * LN2 + broken, i_batch, offs_m, shape, HEADS)
     if results.entropy is not None:
         store_row_values(results.entropy, tl.sum(entropy, 2) * LN2, i_batch, offs_m, shape, HEADS)
-    if results.reach is not None:
-        store_row_values(results.reach, tl.sum(reach, 2), i_batch, offs_m, shape, HEADS)
-    if results.signed_reach is not None:
-        store_row_values(results.signed_reach, tl.sum(signed_reach, 2), i_batch, offs_m, shape, HEADS)
-    if results.reach_squared is not None:
-        store_row_values(results.reach_squared, tl.sum(reach_squared, 2), i_batch, offs_m, shape, HEADS)
+    if results.mean_distance is not None:
+        store_row_values(results.mean_distance, tl.sum(mean_distance, 2), i_batch, offs_m, shape, HEADS)
+    if results.mean_offset is not None:
+        store_row_values(results.mean_offset, tl.sum(mean_offset, 2), i_batch, offs_m, shape, HEADS)
+    if results.mean_squared_distance is not None:
+        store_row_values(results.mean_squared_distance, tl.sum(mean_squared_distance, 2), i_batch, offs_m, shape, HEADS)
     if results.sink_mass is not None:
         store_row_values(results.sink_mass, tl.sum(sink_mass, 2), i_batch, offs_m, shape, HEADS)
     if results.self_mass is not None:
