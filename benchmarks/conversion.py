@@ -1,4 +1,4 @@
-"""Fewer key heads in real models, held against pooling: `python -m benchmarks.conversion --help`.
+"""Fewer KV heads in real models, held against pooling: `python -m benchmarks.conversion --help`.
 
 Sentences: an encoder on STS-B, calibrated on train sentences; Spearman's correlation and the mean cosine of embeddings
 to those of the model as it was. Language: perplexity of a causal model on the splits of one text, 60% to calibrate on,

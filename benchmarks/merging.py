@@ -139,9 +139,9 @@ def _beginnings(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def parts_to_merge(heads: HeadWeights, group: Sequence[int]) -> list[tuple[int, ...]]:
-    """What of a group can become one head: all of it, or else those of its heads that read one key head.
+    """What of a group can become one head: all of it, or else those of its heads that read one KV head.
 
-    Heads with key heads of their own can be merged with each other; a key head with other readers must stay.
+    Heads with KV heads of their own can be merged with each other; a KV head with other readers must stay.
     """
     readers = heads.readers
     by_key: dict[int, list[int]] = {}
@@ -198,7 +198,7 @@ class Trial:
         merged = self.made_one(MergeHeads(self.layer.number, group).change(self.heads), group)
         found = {"merged": merged}
         if len({self.heads.key_heads[head] for head in group}) == 1:
-            found["fused"] = merged  # heads of one key head are fused by their mean
+            found["fused"] = merged  # heads of one KV head are fused by their mean
         elif form.norm == "none":
             inputs = collect_inputs(self.model, self.layer, self.calibration)
             found["fused"] = self.made_one(fuse(self.heads, group, form, inputs), group)
@@ -357,7 +357,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     found, losses = rows[0], ("held_out", "calibrated")
     lines = [
         f"redundancy groups: {found['groups']} (cosine at least {found['threshold']}; the largest is "
-        f"{found['largest_cosine']}); merged in part, for other heads that read their key heads: {found['in_part']}; "
+        f"{found['largest_cosine']}); merged in part, for other heads that read their KV heads: {found['in_part']}; "
         f"not at all: {found['not_at_all']}"
     ]
     for kind in ("group", "pair"):

@@ -12,7 +12,7 @@ from polyhead.lab.surgery_quality.standings import best_by_place, curves_of, hea
 from polyhead.lab.surgery_quality.tasks import Split
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
-NOT_STOCK = "What cannot is loaded by `polyhead.load`, or anywhere padded with heads of zeros, and then saves no time."
+NOT_NATIVE = "What cannot is loaded by `polyhead.load`, or anywhere padded with heads of zeros, and then saves no time."
 TITLES = {"perplexity": "perplexity", "ratio": "over the whole model's", "spearman": "Spearman", "cosine": "cosine"}
 
 
@@ -48,7 +48,7 @@ def _ways(results: list[Result]) -> list[str]:
         f"{TITLES[name]}, {'choosing' if split == 'choose' else 'reporting'}" for name in names for split in SPLITS
     ]
     lines = [
-        f"| heads gone, chosen and repaired by | loads in | {' | '.join(columns)} |",
+        f"| heads gone, chosen and compensated by | loads in | {' | '.join(columns)} |",
         "|---" * (2 + len(columns)) + "|",
     ]
     chosen = best_by_place(results)
@@ -72,7 +72,7 @@ def _ways(results: list[Result]) -> list[str]:
 def _controls(results: list[Result], names: list[str]) -> list[str]:
     """Random heads at the same place: the median over seeds and their range, where there are two or more."""
     lines = []
-    for compensation, words in (("no", "not repaired"), ("once", "compensated")):
+    for compensation, words in (("no", "not compensated"), ("once", "compensated")):
         drawn = [x for x in results if x.point.criterion == "random" and x.point.compensation == compensation]
         if len(drawn) < 2:
             continue
@@ -106,7 +106,7 @@ def _curves(results: list[Result]) -> list[str]:
         lines.append(f"| {curve.name} | {' | '.join(cells)} |")
     native = any(result.form == "native" for result in results if is_curve(result.point))
     first = "Some points of these curves" if native else "No point of these curves"
-    return [*lines, "", f"{first} can be saved in a form that stock classes load. {NOT_STOCK}"]
+    return [*lines, "", f"{first} can be saved in a form that native classes load. {NOT_NATIVE}"]
 
 
 def _seeds(figures: Sequence[float]) -> str:

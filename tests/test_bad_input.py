@@ -28,7 +28,7 @@ from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache
 from polyhead.layers.positions import ALiBi, Learned, LinearScaling, Rotary, Sinusoidal, T5Bias
 
 GENERATOR = torch.Generator().manual_seed(1)
-# Distinct primes where sizes are free: batch 2, 6 query heads over 2 key heads, 19 queries, 23 keys, widths 13 and 11.
+# Distinct primes where sizes are free: batch 2, 6 query heads over 2 KV heads, 19 queries, 23 keys, widths 13 and 11.
 Q, K, V = (torch.randn(shape, generator=GENERATOR) for shape in ((2, 6, 19, 13), (2, 2, 23, 13), (2, 2, 23, 11)))
 ALLOWED = torch.ones(19, 23, dtype=torch.bool)
 X, SOURCE = torch.randn(2, 5, 12, generator=GENERATOR), torch.randn(2, 7, 12, generator=GENERATOR)
@@ -91,13 +91,13 @@ ATTENTION: list[Refusal] = [
     ("two widths", lambda: attend(key=K[..., :11]), ShapeError, "one head_dim, got 13 and 11"),
     ("fewer values than keys", lambda: attend(value=V[:, :, :7]), ShapeError, "got 2 heads of 23 and 2 heads of 7"),
     ("values of fewer heads", lambda: attend(value=V[:, :1]), ShapeError, "got 2 heads of 23 and 1 heads of 23"),
-    ("heads that do not divide", lambda: attend(query=Q[:, :5]), ShapeError, "a multiple of key heads, got 5 and 2"),
-    ("more key heads than heads", lambda: attend(query=Q[:, :1]), ShapeError, "a multiple of key heads, got 1 and 2"),
+    ("heads that do not divide", lambda: attend(query=Q[:, :5]), ShapeError, "a multiple of KV heads, got 5 and 2"),
+    ("more KV heads than heads", lambda: attend(query=Q[:, :1]), ShapeError, "a multiple of KV heads, got 1 and 2"),
     (
         "no heads",
         lambda: attend(key=K[:, :0], value=V[:, :0]),
         ShapeError,
-        "at least one head .* got 6 heads, 0 key heads",
+        "at least one head .* got 6 heads, 0 KV heads",
     ),
     ("no channels", lambda: attend(query=Q[..., :0], key=K[..., :0]), ShapeError, "one channel, .* head_dim 0"),
     (
@@ -109,7 +109,7 @@ ATTENTION: list[Refusal] = [
     ("a string for a mask", lambda: attend("causal"), MaskError, "a polyhead.Mask, got str"),
     ("infinite scale", lambda: attend(scale=float("inf")), OptionError, "scale must be a finite number, .* got inf"),
     ("scale in words", lambda: attend(scale="0.5"), OptionError, "scale must be a finite number, .* got '0.5'"),
-    ("scale of key heads", lambda: attend(scale=torch.ones(2)), ShapeError, r"got shape \[2\] for 6 heads"),
+    ("scale of KV heads", lambda: attend(scale=torch.ones(2)), ShapeError, r"got shape \[2\] for 6 heads"),
     (
         "integer scales",
         lambda: attend(scale=torch.ones(6).int()),
@@ -209,7 +209,7 @@ MASKS: list[Refusal] = [
         MaskError,
         r"a 3-D mask is ambiguous: .* mask\[:, None\]",
     ),
-    ("mask of key heads", lambda: attend(Mask.dense(ALLOWED.expand(1, 2, 19, 23))), MaskError, r"got \[1, 2, 19, 23\]"),
+    ("mask of KV heads", lambda: attend(Mask.dense(ALLOWED.expand(1, 2, 19, 23))), MaskError, r"got \[1, 2, 19, 23\]"),
     ("mask of another batch", lambda: attend(Mask.bias(torch.randn(3, 1, 19, 23))), MaskError, r"got \[3, 1, 19, 23\]"),
     (
         "0/1 floats as booleans",
@@ -366,7 +366,7 @@ LAYERS: list[Refusal] = [
         "got 3 and 2",
     ),
     (
-        "no key heads",
+        "no KV heads",
         lambda: MultiHeadAttention(12, 3, num_kv_heads=0),
         ShapeError,
         "num_kv_heads must be positive, got 0",
@@ -497,7 +497,7 @@ LAYERS: list[Refusal] = [
         "keys of 3 heads of 4, got 6 heads of 2",
     ),
     (
-        "memory of a layer with other key heads",
+        "memory of a layer with other KV heads",
         lambda: MultiHeadAttention(12, 3, num_kv_heads=1)(X, LAYER.remember(SOURCE)),
         ShapeError,
         "keys of 1 heads of 4, got 3 heads of 4",

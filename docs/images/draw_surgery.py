@@ -1,4 +1,4 @@
-"""Draws docs/images/surgery-MODEL.svg: what a model is worth without heads, by criterion, not repaired and repaired.
+"""Draws docs/images/surgery-MODEL.svg: the quality of a model without heads, by criterion and compensation.
 
     python docs/images/draw_surgery.py
 
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 INK, SOFT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 # Colours that stay apart for those who see no red or green, and dashes besides.
 STYLES = {
-    "repaired, weighted by token": ("#0b3d6e", "", 3.0),
-    "repaired, weighted by direction": ("#0b7fd5", "", 2.0),
+    "compensated, weighted by token": ("#0b3d6e", "", 3.0),
+    "compensated, weighted by direction": ("#0b7fd5", "", 2.0),
     "compensated": ("#7cc0f0", "", 2.0),
     "plain, weighted by token": ("#7c3a06", "", 2.0),
     "plain, weighted by direction": ("#b45309", "", 2.0),
@@ -82,7 +82,7 @@ def text(x: float, y: float, words: str, *, size: int = 12, fill: str = INK, anc
 
 
 def draw(picture: Picture, curves: Sequence[Curve]) -> str:
-    """Two panels on one scale: not repaired, repaired."""
+    """Two panels on one scale: not compensated, compensated."""
     width, height = LEFT + 2 * WIDTH + GAP + SIDE, TOP + HEIGHT + 56
     parts = [text(16, 26, picture.title, size=15)]
     scale = math.log if picture.logarithmic else float
@@ -93,7 +93,7 @@ def draw(picture: Picture, curves: Sequence[Curve]) -> str:
         return TOP + HEIGHT * (1 - share)
 
     for panel, (name, words) in enumerate(
-        (("not repaired", "not repaired"), ("compensated", "repaired in closed form"))
+        (("not compensated", "not compensated"), ("compensated", "compensated in closed form"))
     ):
         left = LEFT + panel * (WIDTH + GAP)
 

@@ -38,7 +38,7 @@ class HeadLayout:
     """How one attention layer is divided into heads.
 
     Multi-head attention has `num_kv_heads == num_heads`, multi-query attention has one, grouped-query
-    attention something between. Query head `i` reads key/value head `i // group_size`; or head `key_heads[i]`, where
+    attention something between. Query head `i` reads KV head `i // group_size`; or head `key_heads[i]`, where
     groups are uneven. A map of even groups in their order is the same as none, and becomes None.
 
     >>> layout = HeadLayout(512, 8, num_kv_heads=2)
@@ -87,18 +87,18 @@ class HeadLayout:
         elif rest and self.key_heads is None:
             raise ShapeError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}; "
-                "for uneven groups say in key_heads which key head each head reads"
+                "for uneven groups say in key_heads which KV head each head reads"
             )
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head, where groups are even."""
+        """Query heads that share one KV head, where groups are even."""
         if self.key_heads is not None:
             raise ShapeError(f"uneven groups have no one size, got key_heads {self.key_heads}; ask key_head(i)")
         return self.num_heads // self.num_kv_heads
 
     def key_head(self, head: int) -> int:
-        """The key/value head that a query head reads."""
+        """The KV head that a query head reads."""
         return head // self.group_size if self.key_heads is None else self.key_heads[head]
 
     @property
@@ -192,21 +192,21 @@ class HeadOrigins:
 
 
 def checked_key_heads(key_heads: Sequence[int], num_heads: int, num_kv_heads: int = 0) -> tuple[int, ...]:
-    """Which key head each query head reads; refused unless every key head there is has a reader.
+    """Which KV head each query head reads; refused unless every KV head there is has a reader.
 
     `num_kv_heads` 0 leaves their number to the map.
     """
     if isinstance(key_heads, str) or not isinstance(key_heads, Sequence):
-        raise ShapeError(f"key_heads must list a key head for each head, got {key_heads!r}")
+        raise ShapeError(f"key_heads must list a KV head for each head, got {key_heads!r}")
     if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in key_heads):
-        raise ShapeError(f"key_heads must hold the numbers of key heads, from 0 on, got {list(key_heads)}")
+        raise ShapeError(f"key_heads must hold the numbers of KV heads, from 0 on, got {list(key_heads)}")
     if len(key_heads) != num_heads:
-        raise ShapeError(f"key_heads must name a key head for each of the {num_heads} heads, got {len(key_heads)}")
+        raise ShapeError(f"key_heads must name a KV head for each of the {num_heads} heads, got {len(key_heads)}")
     count = num_kv_heads or max(key_heads) + 1
     unread = sorted(set(range(count)) - set(key_heads))
     if max(key_heads) >= count or unread:
         raise ShapeError(
-            f"the {count} key heads must each be read by some head and no other be named, got key_heads "
+            f"the {count} KV heads must each be read by some head and no other be named, got key_heads "
             f"{list(key_heads)}" + (f", which never reads {unread}" if unread else "")
         )
     return tuple(key_heads)

@@ -39,9 +39,9 @@ def key_heads(folder: Path) -> list[int]:
 def test_a_llama_with_fewer_key_heads_is_stock_and_comes_back(place, tmp_path):
     options = ["--kv-heads", 1, "--text", place / "text", "--context", 40, "--device", "cpu"]
     shown = invoke("convert", place / "llama", *options, "--output", tmp_path / "one").stdout
-    assert "with 1 key head in each of 2 layers" in shown
+    assert "with 1 KV head in each of 2 layers" in shown
     rows = {line.rsplit(maxsplit=3)[0]: line.split()[-3:] for line in shown.splitlines() if line.count("  ") > 1}
-    assert rows["key heads"] == ["4", "2", "0.50"]
+    assert rows["KV heads"] == ["4", "2", "0.50"]
     assert rows["cache bytes a token"][2] == "0.50"
     assert "texts that were held out, its last hidden states have a mean cosine of" in shown
     assert f"Written to {tmp_path / 'one'}, " in shown
@@ -59,7 +59,7 @@ def test_a_llama_with_fewer_key_heads_is_stock_and_comes_back(place, tmp_path):
 def test_a_bert_with_shared_keys_is_loaded_by_us_or_padded_by_stock_transformers(place, tmp_path):
     options = ["--kv-heads", 2, "--text", place / "text", "--device", "cpu"]
     shown = invoke("convert", place / "bert", *options, "--output", tmp_path / "own").stdout
-    assert "uneven: stock transformers does not load it" in shown
+    assert "uneven: plain transformers does not load it" in shown
     assert key_heads(tmp_path / "own") == [2, 2]
     by_name = invoke(
         "convert",
@@ -86,7 +86,7 @@ def test_a_bert_with_shared_keys_is_loaded_by_us_or_padded_by_stock_transformers
 
 def test_a_preview_counts_and_writes_nothing(place, tmp_path):
     shown = invoke("convert", place / "bert", "--kv-heads", 1, "--preview", "--device", "cpu").stdout
-    rows = [line.split()[-3:] for line in shown.splitlines() if line.startswith("key heads")]
+    rows = [line.split()[-3:] for line in shown.splitlines() if line.startswith("KV heads")]
     assert rows == [["8", "2", "0.25"]]
     assert "Written" not in shown
     assert list(tmp_path.iterdir()) == []
@@ -96,7 +96,7 @@ def test_a_preview_counts_and_writes_nothing(place, tmp_path):
     ("name", "options", "words"),
     [
         ("bert", ["--kv-heads", 3], "their number divides 4, got 3"),
-        ("llama", ["--kv-heads", 2], "every layer has 2 key heads already"),
+        ("llama", ["--kv-heads", 2], "every layer has 2 KV heads already"),
         ("t5", ["--kv-heads", 1], "cannot be edited"),
         ("bert", ["--kv-heads", 2, "--grouping", "random"], "grouping must be one of similar, neighbours"),
         ("bert", ["--kv-heads", 2, "--context", 12, "--tokens", 20], "at least as many tokens as the heads"),

@@ -24,7 +24,7 @@ def invoke(*arguments: object, code: int = 0) -> Any:
 
 def test_a_layout_by_its_sizes():
     shown = invoke("plan", *SIZES).output
-    assert "8/2x64 at 512: 6 layers of 8 heads x 64 over 2 key heads, d_model 512" in shown
+    assert "8/2x64 at 512: 6 layers of 8 heads x 64 over 2 KV heads, d_model 512" in shown
     assert "batch 1, context 1,024, bfloat16; attention layers alone" in shown
     for words in ("3.93 M: Q 1.57 M, K 393 K, V 393 K, O 1.57 M", "0.625 of 4 d_model²", "3 KiB a token, 3 MiB in all"):
         assert words in shown
@@ -75,7 +75,7 @@ def test_a_config_of_ours_and_one_of_hugging_face(tmp_path):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 1}
     theirs.write_text(json.dumps({"model_type": "mistral", **sizes, "sliding_window": 32}), encoding="utf-8")
     shown = invoke("plan", tmp_path, "--context", 100).output
-    assert "2 layers of 4 heads x 16 over 1 key head and a window of 32" in shown
+    assert "2 layers of 4 heads x 16 over 1 KV head and a window of 32" in shown
     assert "note: cache bytes are of all tokens" in shown
 
 

@@ -45,7 +45,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     assert "without heads 0.1, 0.3, 1.0" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
     assert f"Written to {tmp_path / 'pruned'}, " in shown
-    assert "uneven: stock transformers does not load it: a BertConfig says one number of heads" in shown
+    assert "uneven: plain transformers does not load it: a BertConfig says one number of heads" in shown
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER gives the original back" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
     invoke("prune", place / "bert", "--heads", "0.1,0.3,1.0", "--no-repair", "--output", tmp_path / "plain")
@@ -205,7 +205,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
             "stack must be one of encoder.layer.*.attention.self, got 'decoder'",
         ),
         (["--heads", "0.1", "--form", "flat"], "a form is one of uniform, uneven, padded; got 'flat'"),
-        (["--heads", "0.1", "--form", "uniform"], "uniform, a model must be one that a stock config describes"),
+        (["--heads", "0.1", "--form", "uniform"], "uniform, a model must be one that a native config describes"),
         (["--heads", "0.1", "--text", "{empty}"], "calibration needs some text"),
         (["--heads", "0.1", "--text", "{short}"], "must have at least as many tokens as the heads of"),
         (["--share", "30%", "--text", "{short}"], "must have at least as many tokens as the heads of"),

@@ -62,7 +62,7 @@ def syntax_of(reader: Path, output: Path, *more: object) -> list[object]:
 
 def test_a_syntax_table_stopped_at_every_attention_goes_on_bit_for_bit(reader, tmp_path, monkeypatch):
     whole = invoke(*syntax_of(reader, tmp_path / "whole.json", "--resume", tmp_path / "whole"))
-    tell, calls = Call.tell, []
+    tell, calls = Call.notify, []
 
     def told(call: Call, attended: object) -> None:
         calls.append(call)
@@ -77,7 +77,7 @@ def test_a_syntax_table_stopped_at_every_attention_goes_on_bit_for_bit(reader, t
         calls.clear()
         folder, output = tmp_path / str(place), tmp_path / f"{place}.json"
         with monkeypatch.context() as patch:
-            patch.setattr(Call, "tell", told)
+            patch.setattr(Call, "notify", told)
             said = invoke(*syntax_of(reader, output, "--resume", folder), code=codes[place % 3]).stderr
         assert ("interrupted" if error is KeyboardInterrupt else "out of memory") in said
         assert (f"go on with --resume {folder}" in said) == (place >= 2)  # from the second batch on there is something

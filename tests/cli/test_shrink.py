@@ -65,7 +65,7 @@ def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_pat
     options = ["--text", place / "text", "--context", "16", "--device", "cpu"]
     shown = invoke("shrink", place / "llama", "--target", "1.3x-cache", *options, "--output", tmp_path / "s").stdout
     assert "perplexity of the whole model" in shown
-    assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("key heads ")] == [["4", "3", "0.75"]]
+    assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("KV heads ")] == [["4", "3", "0.75"]]
     assert sum(keys for _, keys in layouts(tmp_path / "s")) == 3
     shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options, "--preview").stdout
     assert "For 1.05 times fewer FLOPs: " in shown
@@ -96,7 +96,7 @@ def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
     gone.clear()
     shown = invoke("shrink", place / "llama", "--target", "1.1x-faster", *options, "--form", "uniform").stdout
     assert gone == [4, 4, 6]
-    assert "less time on this machine: 6 heads go, 1/1 heads/key heads stay in every layer" in shown
+    assert "less time on this machine: 6 heads go, 1/1 heads/KV heads stay in every layer" in shown
 
 
 def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, monkeypatch):
@@ -151,9 +151,9 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--output", tmp_path / "small").stdout
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
-    assert "heads/key heads that stay in every layer; ± is" in shown
-    assert "For 40% fewer heads: 4 heads go, 2/2 heads/key heads stay in every layer, repaired" in shown
-    assert "uniform: stock transformers loads it as LlamaForCausalLM" in shown
+    assert "heads/KV heads that stay in every layer; ± is" in shown
+    assert "For 40% fewer heads: 4 heads go, 2/2 heads/KV heads stay in every layer, repaired" in shown
+    assert "uniform: plain transformers loads it as LlamaForCausalLM" in shown
     assert layouts(tmp_path / "small") == [(2, 2), (2, 2)]
     ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
     native, ours = LlamaForCausalLM.from_pretrained(tmp_path / "small").eval(), polyhead.load(tmp_path / "small")
@@ -161,14 +161,14 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     with torch.no_grad():
         torch.testing.assert_close(native(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--search", "--preview").stdout
-    assert "4 heads go, 2/2 heads/key heads stay in every layer" in shown
+    assert "4 heads go, 2/2 heads/KV heads stay in every layer" in shown
     assert re.search(
         r"Searched by \d+ measurements: (\d heads? exchanged|no head exchanged|heads exchanged) within", shown
     )
     shown = invoke("shrink", place / "llama", "--target", "2x-cache", *options, "--preview").stdout
-    assert "4 heads go, 2/1 heads/key heads stay in every layer" in shown
+    assert "4 heads go, 2/1 heads/KV heads stay in every layer" in shown
     said = invoke("shrink", place / "llama", "--target", "4x-cache", *options, "--preview", code=2).stderr
-    assert "can be left with heads/key heads 2/2, 2/1, 1/1, of which 1/1 leaves 25% of the heads, 50% of the" in said
+    assert "can be left with heads/KV heads 2/2, 2/1, 1/1, of which 1/1 leaves 25% of the heads, 50% of the" in said
 
 
 def test_a_family_that_has_no_fewer_heads_is_refused_before_its_text_is_read(place, tmp_path):
@@ -184,7 +184,7 @@ def test_options_say_what_they_do():
     assert (
         "Move heads between layers (with --form uniform: exchange them within layers) while the model measures" in shown
     )
-    assert "With --form uniform every layer keeps as many heads and key heads" in shown
+    assert "With --form uniform every layer keeps as many heads and KV heads" in shown
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_options_say_what_they_do():
         (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity is of a causal model"),
         (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
         (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "five contexts at least"),
-        (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "a criterion is one of repaired"),
+        (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "a criterion is one of compensated"),
     ],
 )
 def test_what_cannot_be_done_is_said(place, tmp_path, arguments, words):

@@ -219,7 +219,7 @@ def test_idle_multiprocessors_are_warned_of_on_a_gpu_alone(gpu):
     assert kinds(config, context=256, phase="prefill", machine=cpu) == []
     assert kinds(config, context=256, phase="prefill", machine=gpu) == ["idle"]  # 8 heads, 2 tiles each: 16 of 132
     assert kinds(config, context=256, batch=9, phase="prefill", machine=gpu) == []
-    assert kinds(config, context=1024, phase="decode", machine=gpu) == ["idle"]  # 2 key heads, 16 tiles each
+    assert kinds(config, context=1024, phase="decode", machine=gpu) == ["idle"]  # 2 KV heads, 16 tiles each
     assert kinds(config, context=4224, phase="decode", machine=gpu) == []
     assert kinds(config, context=4161, phase="decode", machine=gpu) == []  # 66 tiles each, the last of one key
     assert kinds(config, context=4160, phase="decode", machine=gpu) == ["idle"]

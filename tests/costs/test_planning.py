@@ -346,7 +346,7 @@ def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_h
         assert made.layout.group_size == heads // kv_heads
         assert point.heads * point.head_dim == made.num_heads * made.head_dim == width
         assert point.phase == plan_model(with_heads(model, point.heads), context=19)["prefill"]
-    with pytest.raises(ShapeError, match=f"a multiple of {heads // kv_heads}, which share a key head.*; got 16"):
+    with pytest.raises(ShapeError, match=f"a multiple of {heads // kv_heads}, which share a KV head.*; got 16"):
         with_heads(model, 16)
 
 
@@ -356,8 +356,8 @@ def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_h
 def test_words_of_a_plan():
     plan = plan_model(MIXED, context=19, phases=["decode"])
     windowed, full = (
-        "3 layers of 6 heads x 4 over 2 key heads and a window of 4",
-        "2 layers of 6 heads x 4 over 2 key heads",
+        "3 layers of 6 heads x 4 over 2 KV heads and a window of 4",
+        "2 layers of 6 heads x 4 over 2 KV heads",
     )
     assert layout_words(MIXED) == f"{windowed}; {full}, d_model 24"
     told = dict(facts(plan))

@@ -52,10 +52,10 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     save_inspection(tmp_path, inspection)
     file = tmp_path / "inspection.json"
     rest = json.loads(file.read_text(encoding="utf-8"))
-    assert rest["format"] == FORMAT == 2
+    assert rest["format"] == FORMAT == 3
     file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
     (tmp_path / PICTURES).unlink()
-    with pytest.raises(OptionError, match=r"reads inspections of format 2, got 1 in .*; inspect the model again"):
+    with pytest.raises(OptionError, match=r"reads inspections of format 3, got 1 in .*; inspect the model again"):
         load_inspection(tmp_path)
 
 

@@ -349,7 +349,7 @@ def whole_llama(text, tmp_path_factory):
 
 @pytest.mark.parametrize("form", ["uneven", "padded"])
 def test_a_head_of_a_group_that_lost_another_is_itself_in_every_column(form, whole_llama, text, tmp_path):
-    """Query heads of one key head, of which one is gone: keys and values are still those that each head read."""
+    """Query heads of one KV head, of which one is gone: keys and values are still those that each head read."""
     whole, one = whole_llama
     model = load_model(whole).model
     apply(model, [PruneHeads(0, (0,)), PruneHeads(1, (2, 3))])

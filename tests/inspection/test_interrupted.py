@@ -61,7 +61,7 @@ def read(settings: Settings, folder: Path, *, loaded=None, resume: bool = False,
 
 def stop_at(monkeypatch, number: int, error: type[BaseException], *, after: bool) -> None:
     """Let the attention of this number raise, before it is counted or after."""
-    tell, seen = Call.tell, []
+    tell, seen = Call.notify, []
 
     def told(call: Call, attended: object) -> None:
         if not any(collector.name == "maps" for collector in call.session.collectors):
@@ -74,7 +74,7 @@ def stop_at(monkeypatch, number: int, error: type[BaseException], *, after: bool
             raise error
         return None
 
-    monkeypatch.setattr(Call, "tell", told)
+    monkeypatch.setattr(Call, "notify", told)
 
 
 def interrupted(monkeypatch, settings, folder, loaded, number, error, *, after, save_seconds):

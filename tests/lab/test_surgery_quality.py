@@ -147,7 +147,7 @@ def test_perplexity_is_the_exponential_of_the_mean_loss_with_its_paired_error(la
 def test_every_way_is_measured_and_leaves_the_model_as_it_was(language, tmp_path):
     before, path = fingerprint(language.model), tmp_path / "points.jsonl"
     bench = Bench(language, facts={"text": "random"}, tries=3)
-    points = tuned([0.3], ["6/3"]) + tuned([], ["6/2"])[::4] + curves([0.3])  # every way but of a second stock form
+    points = tuned([0.3], ["6/3"]) + tuned([], ["6/2"])[::4] + curves([0.3])  # every way but of a second native form
     for point in points:
         append_result(path, bench.measure(point))
     assert fingerprint(language.model) == before
@@ -275,9 +275,9 @@ def test_curves_and_ways_are_tables_between_their_marks(tmp_path):
     assert "Heads gone of 18. A coarse look: measured on 300 rows or pairs of each split." in told
     assert "| perplexity, reporting | 20% | 50% |" in told
     assert len([line for line in told.splitlines() if line.startswith("| random, ")]) == 2
-    assert "| **6/3, repaired, weighted by token, repaired (once, ridge 0.01)** | stock |" in told
+    assert "| **6/3, compensated, weighted by token, compensated (once, ridge 0.01)** | native |" in told
     assert sum(line.startswith("| **") for line in told.splitlines()) == 3  # at 20%, at 50%, at 6/3
-    assert "| random heads, repaired, 5 seeds | polyhead |  | 36" in told
+    assert "| random heads, compensated, 5 seeds | polyhead |  | 36" in told
     assert tables.surgery_page(told, tmp_path) == told
 
 

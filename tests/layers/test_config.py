@@ -22,7 +22,7 @@ from polyhead.layers.config import (
     MultiHeadConfig,
     build_attention,
     config_of,
-    variant,
+    register_config,
 )
 from polyhead.layers.positions import (
     ALiBi,
@@ -322,7 +322,7 @@ class Averaging(nn.Module):
 
 @pytest.mark.usefixtures("registry")
 def test_a_new_kind_joins_with_one_dataclass():
-    @variant("averaging", Averaging)
+    @register_config("averaging", Averaging)
     @dataclass(frozen=True)
     class AveragingConfig(AttentionConfig):
         mean_distance: int

@@ -92,7 +92,7 @@ def test_outputs_and_gradients_are_those_of_repeated_keys(name: str, x: Tensor) 
         for result, tensors in zip((ours, theirs), inputs, strict=True)
     )
     close(found, wanted, 1e-10)
-    # What one key head learns is what its repetitions learn together.
+    # What one KV head learns is what its repetitions learn together.
     for linear, size in (("k_proj", HEAD_DIM), ("v_proj", VALUE)):
         (own,) = torch.autograd.grad(ours.output, getattr(layer, linear).weight, toward, retain_graph=True)
         (many,) = torch.autograd.grad(theirs.output, getattr(twin, linear).weight, toward, retain_graph=True)
@@ -180,9 +180,9 @@ def test_a_layout_tells_even_groups_from_uneven_ones() -> None:
     assert "key_heads" not in HeadLayout(24, 6, num_kv_heads=3).to_dict()
     with pytest.raises(ShapeError, match="uneven groups have no one size"):
         _ = layout.group_size
-    with pytest.raises(ShapeError, match="say in key_heads which key head each head reads"):
+    with pytest.raises(ShapeError, match="say in key_heads which KV head each head reads"):
         HeadLayout(24, 6, num_kv_heads=4)
-    with pytest.raises(ShapeError, match="the 2 key heads must each be read"):
+    with pytest.raises(ShapeError, match="the 2 KV heads must each be read"):
         HeadLayout(24, 6, num_kv_heads=2, key_heads=(0, 0, 0, 1, 2, 2))
 
 

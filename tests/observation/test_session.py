@@ -340,7 +340,7 @@ def test_our_cross_attention_has_no_positions():
 def test_a_caller_with_another_window_is_told():
     layer = polyhead.MultiHeadAttention(32, 4)
     with polyhead.observe(layer), pytest.raises(OptionError, match="with window 64 where the session has 8"):
-        layer(torch.randn(2, 5, 32), statistics="window_mass")
+        layer(torch.randn(2, 5, 32), statistics=polyhead.Statistics("window_mass", window=64))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # PyTorch's own, of its own shortcut

@@ -150,7 +150,7 @@ def test_many_queries_are_one_call_in_which_each_key_has_as_many_readers(calls: 
     query, key, value = randn(2, 12, MANY_QUERIES, 7), randn(2, 3, 11, 7), randn(2, 3, 11, 5)
     close(uneven_attention(query, key, value, key_heads).output, repeated(query, key, value, key_heads).output)
     ((taken, keys, values),) = calls
-    assert taken is query  # they are in the order of their key heads
+    assert taken is query  # they are in the order of their KV heads
     assert torch.equal(keys, key[:, [0, 0, 1, 2, 2, 2]])
     assert torch.equal(values, value[:, [0, 0, 1, 2, 2, 2]])
 
@@ -316,11 +316,11 @@ def test_seeded_dropout_of_one_call_is_that_of_heads_in_the_order_of_their_keys(
     ("key_heads", "words"),
     [
         ((0, 1), "for each of the 7 heads, got 2"),
-        ((0, 1, 2, 3, 4, 0, 0), "the 4 key heads must each be read.*no other be named"),
+        ((0, 1, 2, 3, 4, 0, 0), "the 4 KV heads must each be read.*no other be named"),
         ((0, 0, 0, 1, 1, 3, 3), r"which never reads \[2\]"),
-        ((0, 1, 2, 3, -1, 0, 0), "numbers of key heads, from 0 on"),
-        (("0",) * 7, "numbers of key heads, from 0 on"),
-        (3, "must list a key head for each head, got 3"),
+        ((0, 1, 2, 3, -1, 0, 0), "numbers of KV heads, from 0 on"),
+        (("0",) * 7, "numbers of KV heads, from 0 on"),
+        (3, "must list a KV head for each head, got 3"),
     ],
 )
 def test_a_wrong_map_is_refused(key_heads: Any, words: str) -> None:

@@ -82,7 +82,7 @@ def test_heads_of_one_key_head_are_merged_and_the_rest_of_their_group_is_left():
     assert row["held_out"]["merged"] < 1e-4
     assert row["held_out"]["fused"] == row["held_out"]["merged"]
     assert "whole" not in row
-    heads = heads_of(6, 3)  # heads 0 and 1 read key head 0, 2 and 3 key head 1, 4 and 5 key head 2
+    heads = heads_of(6, 3)  # heads 0 and 1 read KV head 0, 2 and 3 KV head 1, 4 and 5 KV head 2
     assert merging.parts_to_merge(heads, (0, 1, 2)) == [(0, 1)]
     assert merging.parts_to_merge(heads, (0, 1, 4, 5)) == [(0, 1), (4, 5)]
     assert merging.parts_to_merge(heads, (0, 2, 4)) == []

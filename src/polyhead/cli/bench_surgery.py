@@ -183,7 +183,7 @@ def _shares(text: str | None) -> tuple[float, ...] | None:
 
 
 def _native(task: Task) -> list[str]:
-    """Layouts of fewer heads that a stock class can hold, as 6/3 and 6/2 of 9/3: none where heads share no keys."""
+    """Layouts of fewer heads that a native class can hold, as 6/3 and 6/2 of 9/3: none where heads share no keys."""
     from polyhead.surgery import find_layers
 
     layouts = {(x.layout.num_heads, x.layout.num_kv_heads) for x in find_layers(task.model) if x.layout is not None}

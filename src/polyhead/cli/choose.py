@@ -54,7 +54,7 @@ def choose(
     """List the head layouts within a budget that no other within it outdoes.
 
     `polyhead choose --d-model 4096 --layers 32 --cache 128KiB` asks how many heads, how wide and over how many key
-    heads fit a cache. Shown are those of which no other has as many heads, as wide, over as many key heads; each with
+    heads fit a cache. Shown are those of which no other has as many heads, as wide, over as many KV heads; each with
     what experience warns of, and below them the layouts of models that people know.
     """
     from rich.console import Console

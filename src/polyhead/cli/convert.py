@@ -1,4 +1,4 @@
-"""`polyhead convert`: fewer key heads for a trained model, so that its cache is smaller."""
+"""`polyhead convert`: fewer KV heads for a trained model, so that its cache is smaller."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def convert(
         int,
         typer.Option(
             metavar="N",
-            help="Key heads of each layer afterwards: a number that divides those it has; 1 for multi-query attention.",
+            help="KV heads of each layer afterwards: a number that divides those it has; 1 for multi-query attention.",
             show_default=False,
         ),
     ],
@@ -44,7 +44,7 @@ def convert(
         str,
         typer.Option(
             metavar="similar|neighbours",
-            help="Which key heads become one: those that are alike, or neighbours.",
+            help="Which KV heads become one: those that are alike, or neighbours.",
         ),
     ] = "similar",
     rounds: Annotated[
@@ -67,7 +67,7 @@ def convert(
 ) -> None:
     """Let the heads of a trained model share keys and values, without retraining.
 
-    Multi-head attention becomes grouped-query or multi-query attention. Key heads that are alike become one that serves
+    Multi-head attention becomes grouped-query or multi-query attention. KV heads that are alike become one that serves
     all their queries, in closed form, and output matrices are solved for what is lost on the text. The model is written
     to a new folder, with what undoes the edit; the original is not touched.
     """
@@ -104,7 +104,7 @@ def convert(
             if layer.layout is not None
         ]
         counted = count(loaded.model, plain)
-        told = f"with {kv_heads} key head{'s' * (kv_heads > 1)} in each of {len(layers)} layers"
+        told = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(layers)} layers"
         console.print(f"{loaded}\n{told}", markup=False, soft_wrap=True)
         show_preview(counted, console)
         if preview or output is None:

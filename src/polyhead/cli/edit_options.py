@@ -30,7 +30,7 @@ SavedForm = Annotated[
     str | None,
     typer.Option(
         metavar="|".join(FORMS),
-        help="uniform: stock transformers loads it. padded: the same with heads of zeros where some are gone, so that "
+        help="uniform: plain transformers loads it. padded: the same with heads of zeros where some are gone, so that "
         "no time is saved. uneven: polyhead.load alone loads it. By default uniform where that can be, else uneven.",
         show_default=False,
     ),

@@ -57,7 +57,7 @@ def show_preview(counted: Preview, console: Console) -> None:
         table.add_column(column, justify="right")
     rows = {
         "heads": "heads",
-        "key heads": "key_heads",
+        "KV heads": "key_heads",
         "parameters": "parameters",
         "FLOPs of 512 tokens": "flops",
         "cache bytes a token": "cache_bytes_per_token",

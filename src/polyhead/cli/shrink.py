@@ -118,8 +118,8 @@ def shrink(
 
     The heads that go are chosen over all layers, an error weighed by what it costs the model in its layer, direction
     and token; those that stay are repaired in closed form. Beside the curve stand two controls: the same heads not
-    repaired, and random heads repaired as well. With --form uniform every layer keeps as many heads and key heads, the
-    most that reach the target, so that stock transformers loads the model.
+    repaired, and random heads repaired as well. With --form uniform every layer keeps as many heads and KV heads, the
+    most that reach the target, so that plain transformers loads the model.
 
     With --resume DIR every measurement is kept as soon as it is made. A run that was stopped goes on when the same
     command is given again, and ends as one that was never stopped; another model, text or option is refused.

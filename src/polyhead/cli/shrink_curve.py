@@ -32,7 +32,7 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
     by_layout = any(point.layout is not None for point in points)
     table = Table(box=None, pad_edge=False, title=f"{quality.words}, beside {quality.whole:.4g} of the whole model")
     if by_layout:
-        table.add_column("heads/key heads", justify="right")
+        table.add_column("heads/KV heads", justify="right")
     caches = any(point.size.cache is not None for point in points)
     sizes = ("heads gone", "cache left", "FLOPs left") if caches else ("heads gone", "FLOPs left")
     for column in (*sizes, "compensated", "not repaired", "random heads, repaired"):
@@ -57,5 +57,5 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
         "control: random heads, repaired": means,
     }
     console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))
-    below = "heads/key heads that stay in every layer" if by_layout else "heads gone"
+    below = "heads/KV heads that stay in every layer" if by_layout else "heads gone"
     console.print(f"{below}; ± is the standard error over rows, of random heads the spread over seeds", style="dim")

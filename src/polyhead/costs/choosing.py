@@ -103,7 +103,7 @@ def choose(
 ) -> Choices:
     """The layouts within a budget of which no other has as much or more of everything.
 
-    Considered are heads of 32 to 256 channels that together are as wide as the model, each number of key heads that
+    Considered are heads of 32 to 256 channels that together are as wide as the model, each number of KV heads that
     divides them, and with `latents` latent heads of three ranks. Where parameters are limited, heads that are half or
     twice as wide are considered too, and without `d_model` the usual widths. Layers are in bfloat16, or in what the
     machine was calibrated in, unless a `dtype` is given.

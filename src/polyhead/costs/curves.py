@@ -84,7 +84,7 @@ def with_heads(model: ModelLayout, heads: int) -> ModelLayout:
         size, width = config.layout.group_size, config.embed_dim
         if heads < 1 or heads % size or width % heads:
             raise ShapeError(
-                f"heads must be a multiple of {size}, which share a key head, and divide the width {width}; got {heads}"
+                f"heads must be a multiple of {size}, which share a KV head, and divide the width {width}; got {heads}"
             )
         shared, dim = heads // size, width // heads
         positions = config.positions

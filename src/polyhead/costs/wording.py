@@ -69,7 +69,7 @@ def layout_words(model: ModelLayout) -> str:
 
     >>> from polyhead.costs.layouts.reading import read_layout
     >>> layout_words(read_layout("llama3.1-8b"))
-    '32 layers of 32 heads x 128 over 8 key heads, d_model 4096'
+    '32 layers of 32 heads x 128 over 8 KV heads, d_model 4096'
     """
     told, width = [], 0
     for group in model.groups:
@@ -80,7 +80,7 @@ def layout_words(model: ModelLayout) -> str:
         if hasattr(layout, "kv_lora_rank"):
             words += f" over a latent of {layout.cache_width}"
         elif layout.num_kv_heads != heads:
-            words += f" over {_several(layout.num_kv_heads, 'key head')}"
+            words += f" over {_several(layout.num_kv_heads, 'KV head')}"
         window = getattr(group.config, "window", None)
         told.append(words + (f" and a window of {window:,}" if window else ""))
     return f"{'; '.join(told)}, d_model {width}"

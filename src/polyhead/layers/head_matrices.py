@@ -32,7 +32,7 @@ class HeadMatrices:
     value_bias: Tensor | None = None
 
     def shares_key_and_value(self, other: HeadMatrices) -> bool:
-        """Whether both heads could read one key/value head: the same key and value matrices and biases."""
+        """Whether both heads could read one KV head: the same key and value matrices and biases."""
         return all(
             ours is theirs or (ours is not None and theirs is not None and torch.equal(ours, theirs))
             for ours, theirs in (
@@ -47,7 +47,7 @@ class HeadMatrices:
 class Heads(Sequence[HeadMatrices]):
     """`layer.heads`: head i's matrices as views of the layer's parameters. Writing to them changes the layer.
 
-    Heads that share a key/value head (GQA, MQA) show the same key and value matrices.
+    Heads that share a KV head (GQA, MQA) show the same key and value matrices.
     """
 
     def __init__(

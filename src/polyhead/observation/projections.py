@@ -175,7 +175,7 @@ def _sources(layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_routed(layer: RoutedHeads) -> HeadProjections:
-    """A head that reads several key heads is as many rows, those of one key head side by side."""
+    """A head that reads several KV heads is as many rows, those of one KV head side by side."""
     query = layer.query_weight.detach().unflatten(2, (layer.rows_per_head, -1)).permute(2, 0, 1, 3).flatten(0, 1)
     output = layer.output_weight.detach().unflatten(1, (layer.rows_per_head, -1)).transpose(0, 1).flatten(0, 1)
     key, value = (

@@ -82,7 +82,7 @@ def observe(
     >>> with polyhead.observe(layer, statistics=("entropy", "mean_distance")) as session:
     ...     output = layer(torch.randn(3, 5, 16)).output
     >>> session.profile
-    HeadProfile(2 heads, 15 tokens: entropy, reach)
+    HeadProfile(2 heads, 15 tokens: entropy, mean_distance)
     """
     return Session(
         model,

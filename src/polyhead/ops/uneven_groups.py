@@ -1,7 +1,7 @@
-"""Attention in which key heads have different numbers of query heads: one call of `attention` where queries are many.
+"""Attention in which KV heads have different numbers of query heads: one call of `attention` where queries are many.
 
-Query heads are taken in the order of the key heads they read, and what comes back is put into the caller's order. For
-one call, key heads are repeated until each has as many readers as the next: several calls of few heads each would leave
+Query heads are taken in the order of the KV heads they read, and what comes back is put into the caller's order. For
+one call, KV heads are repeated until each has as many readers as the next: several calls of few heads each would leave
 much of a machine idle, and what they are slices of costs more in a backward than the copies. Where few queries meet
 many keys, the copies would cost more than the attention: then there is one call for each group size, and none is
 repeated.
@@ -31,9 +31,9 @@ from polyhead.ops.decode.fused import CacheArguments
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# What of a cache has an axis of key heads.
+# What of a cache has an axis of KV heads.
 _OF_HEADS = ("key", "value", "key_scale", "value_scale")
-# Key heads are repeated for one call from so many queries on, and for so many keys a query at most: a copy costs by the
+# KV heads are repeated for one call from so many queries on, and for so many keys a query at most: a copy costs by the
 # key, what it spares by the query.
 MANY_QUERIES, KEYS_A_QUERY = 128, 4
 # Groups must not drop the same weights: each has a seed of its own, this far from the one before.
@@ -42,14 +42,14 @@ _SEED_STEP = 0x9E3779B97F4A7C15 >> 1
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Key heads that as many query heads read each, and those query heads in the same order."""
+    """KV heads that as many query heads read each, and those query heads in the same order."""
 
     heads: tuple[int, ...]
     key_heads: tuple[int, ...]
 
 
 def groups_of(key_heads: Sequence[int]) -> tuple[Group, ...]:
-    """The groups of a map from query heads to key heads, those of few readers first.
+    """The groups of a map from query heads to KV heads, those of few readers first.
 
     >>> groups_of((0, 2, 0, 1, 0))
     (Group(heads=(3, 1), key_heads=(1, 2)), Group(heads=(0, 2, 4), key_heads=(0,)))
@@ -65,7 +65,7 @@ def groups_of(key_heads: Sequence[int]) -> tuple[Group, ...]:
 
 
 def one_group_of(key_heads: Sequence[int]) -> Group:
-    """All heads of such a map as one group, in which key heads of many readers stand more than once.
+    """All heads of such a map as one group, in which KV heads of many readers stand more than once.
 
     >>> one_group_of((0, 1, 1, 1, 1, 0))
     Group(heads=(0, 5, 1, 2, 3, 4), key_heads=(0, 1, 1))
@@ -94,11 +94,11 @@ def uneven_attention(
     seed: int | Tensor | None = None,
     **options: Any,
 ) -> AttentionOutput:
-    """`attention` in which query head i reads key head `key_heads[i]`, so that groups may be of any sizes.
+    """`attention` in which query head i reads KV head `key_heads[i]`, so that groups may be of any sizes.
 
     Output, log-sum-exp, weights and statistics are in the order of the query heads. The options are those of
     `attention`. Dropout with a seed is a function of it here too, but heads are numbered as they are taken: in the
-    order of their key heads, and where there is a call for each group size, within their group. `backend` of the result
+    order of their KV heads, and where there is a call for each group size, within their group. `backend` of the result
     names all that served, where groups were served by several.
 
     >>> query, key = torch.randn(2, 5, 7, 16), torch.randn(2, 2, 7, 16)
@@ -139,9 +139,9 @@ def uneven_cached_attention(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> AttentionOutput | None:
-    """`cached_attention` in which query head i reads key head `key_heads[i]`; None where the kernels cannot serve it.
+    """`cached_attention` in which query head i reads KV head `key_heads[i]`; None where the kernels cannot serve it.
 
-    A cache is read where it lies, so key heads of one size that do not stand at equal distances are several calls.
+    A cache is read where it lies, so KV heads of one size that do not stand at equal distances are several calls.
     """
     num_heads, axis = query.shape[1], 1 if cache.block_table is None else 2
     groups = [part for group in groups_of(key_heads) for part in _parts(group)]
@@ -164,7 +164,7 @@ def uneven_cached_attention(
 
 
 def _parts(group: Group) -> list[Group]:
-    """A group as several, the key heads of each at equal distances."""
+    """A group as several, the KV heads of each at equal distances."""
     parts, size, start = [], len(group.heads) // len(group.key_heads), 0
     for run in _runs(group.key_heads):
         parts.append(Group(group.heads[start * size : (start + len(run)) * size], tuple(run)))

@@ -49,7 +49,7 @@ def from_weights(weights: Tensor) -> dict[str, Tensor]:
         "mean_squared_distance": (weights * distance**2).sum(-1),
         "sink_mass": weights[..., 0],
         "self_mass": weights.diagonal(0, -2, -1),
-        "window_mass": (weights * (distance.abs() <= 64)).sum(-1),
+        "window_mass": (weights * (distance.abs() <= 8)).sum(-1),
     }
 
 

@@ -20,7 +20,7 @@ DOUBLE = torch.float64
 VARIANTS: dict[str, dict[str, Any]] = {
     "multi-head": {"num_key_value_heads": HEADS},
     "grouped": {"num_key_value_heads": 4},
-    "one pair of key heads": {"num_key_value_heads": 2},
+    "one pair of KV heads": {"num_key_value_heads": 2},
     "with bias": {"num_key_value_heads": 4, "attention_bias": True},
 }
 

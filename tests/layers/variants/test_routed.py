@@ -23,7 +23,7 @@ DOUBLE = torch.float64
 SHAPES: dict[str, dict[str, Any]] = {
     "shared": {"shape": "shared", "top_k": 2},
     "shared, chosen": {"shape": "shared", "top_k": 3, "normalise": "chosen"},
-    "shared, two key heads": {"shape": "shared", "top_k": 2, "num_kv_heads": 2, "value_dim": 7},
+    "shared, two KV heads": {"shape": "shared", "top_k": 2, "num_kv_heads": 2, "value_dim": 7},
     "shared, top_p": {"shape": "shared", "top_p": 0.6, "num_kv_heads": 2},
     "shared, always on": {"shape": "shared", "threshold": 0.2, "always_on": 1},
     "full": {"shape": "full", "top_k": 2, "value_dim": 7},
@@ -167,7 +167,7 @@ def test_statistics_are_those_of_the_chosen_rows_and_no_others(options):
     assert torch.equal(result.logsumexp == -torch.inf, ~chosen)
 
 
-@pytest.mark.parametrize("kind", ["shared", "shared, two key heads"])
+@pytest.mark.parametrize("kind", ["shared", "shared, two KV heads"])
 def test_weights_stand_by_head_and_are_zero_where_none_was_chosen(kind):
     layer, x = make(SHAPES[kind]), tokens()
     result = layer(x, weights=True)
@@ -181,12 +181,12 @@ def test_a_gate_of_zero_takes_a_head_out_and_gates_multiply(options):
     maps = HEADS * layer.rows_per_head
     routing = layer(x).routing
     gate = torch.rand(BATCH, maps, LENGTH, dtype=DOUBLE)
-    gate[:, ::HEADS] = 0.0  # head 0, over every key head
+    gate[:, ::HEADS] = 0.0  # head 0, over every KV head
     found = layer(x, routing=routing, head_gate=gate, statistics="entropy")
     out = torch.zeros_like(x) + (0.0 if layer.output_bias is None else layer.output_bias)
     dim = layer.layout.value_dim
     for row in range(layer.rows_per_head):
-        # One key head at a time: the others' part of the output matrices is zero.
+        # One KV head at a time: the others' part of the output matrices is zero.
         only = make(options)
         only.load_state_dict(layer.state_dict())
         with torch.no_grad():

@@ -24,13 +24,13 @@ pytestmark = pytest.mark.gpu
 BATCH, LENGTH, EMBED, HEADS, DIM = 2, 333, 192, 6, 32
 SHAPES: dict[str, dict[str, Any]] = {
     "shared": {"top_k": 2},
-    "shared, two key heads": {"top_k": 3, "num_kv_heads": 2, "normalise": "chosen"},
+    "shared, two KV heads": {"top_k": 3, "num_kv_heads": 2, "normalise": "chosen"},
     "shared, top_p": {"top_p": 0.6},
     "full": {"shape": "full", "top_k": 2},
     "full, grouped": {"shape": "full", "top_k": 2, "num_kv_heads": 2, "always_on": 1},
     "full, threshold": {"shape": "full", "threshold": 0.2},
 }
-FIXED = ["shared", "shared, two key heads", "full", "full, grouped"]
+FIXED = ["shared", "shared, two KV heads", "full", "full, grouped"]
 shapes = pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
 
 

@@ -18,7 +18,7 @@ from polyhead.layers.variants import RoutedHeads
 BATCH, LENGTH, EMBED, HEADS = 2, 13, 28, 5
 DOUBLE = torch.float64
 VARIANTS: dict[str, dict[str, Any]] = {
-    "one key head": {"num_key_value_heads": 1, "num_experts_per_tok": 3},
+    "one KV head": {"num_key_value_heads": 1, "num_experts_per_tok": 3},
     "as published": {"num_key_value_heads": 2, "num_experts_per_tok": 2},
     "every head": {"num_key_value_heads": 2, "num_experts_per_tok": 5},
 }
@@ -95,7 +95,7 @@ def test_output_weights_and_gate_are_theirs(variant: str) -> None:
     result = layer(x, weights=True)
     close(result.output, output)
     close(result.routing.logits.flatten(0, 1).float(), logits)
-    # Theirs go by slot, [batch, slots, kv_heads]; ours by head under each key head.
+    # Theirs go by slot, [batch, slots, kv_heads]; ours by head under each KV head.
     slots, kv_heads = layer.router.top_k, layer.layout.num_kv_heads
     by_slot = weights.unflatten(1, (slots, kv_heads)).transpose(1, 2)
     index = result.routing.heads.transpose(1, 2)[:, None, ..., None].expand(by_slot.shape)

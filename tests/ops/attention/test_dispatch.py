@@ -139,7 +139,7 @@ TENSORS = {
     "another value width": (Q, K, V),
     "narrower values": (Q, K, V[..., :3]),
     "same heads": (Q, K.repeat_interleave(3, 1), V.repeat_interleave(3, 1)),
-    "one key head": (Q, K[:, :1], V[:, :1]),
+    "one KV head": (Q, K[:, :1], V[:, :1]),
     "layer strides": tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (Q, K, V)),
     "columns first": tuple(x.mT.contiguous().mT for x in (Q, K, V)),
     "every other channel": tuple(torch.randn(*x.shape[:3], 16)[..., ::2] for x in (Q, K, K)),

@@ -63,7 +63,7 @@ def has_ties(scene: Scene) -> bool:
     return False
 
 
-def definitions(scene: Scene, *, sink_keys: int = 1, window: int = 64) -> dict[str, Tensor]:
+def definitions(scene: Scene, *, sink_keys: int = 1, window: int = 8) -> dict[str, Tensor]:
     """Every statistic as its definition has it, differentiable, over a mask and places that are asked pair by pair."""
     batch, heads, queries, keys = scene.sizes
     logits, seen = logits_of(scene), scene.visible()

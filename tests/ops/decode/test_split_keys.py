@@ -265,7 +265,7 @@ def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Sc
             bound = 1e-5 * logit_bound(scene)
         elif name == "visible_keys":
             bound = 0.0
-        elif "mean_distance" in name:
+        elif "distance" in name or "offset" in name:
             bound = 1e-5 * max(1.0, float(expected.abs().max()))
         else:
             bound = 1e-3 if large else 1e-5
@@ -442,7 +442,7 @@ def test_what_the_kernels_cannot_serve_has_a_reason(query: Tensor, cache: dict[s
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"key": torch.zeros(2, 4, 19, 16), "value": torch.zeros(2, 4, 19, 16)}, "multiple of key heads, got 6 and 4"),
+        ({"key": torch.zeros(2, 4, 19, 16), "value": torch.zeros(2, 4, 19, 16)}, "multiple of KV heads, got 6 and 4"),
         ({"value": torch.zeros(2, 3, 18, 16)}, r"got \[2, 6, 1, 16\], \[2, 3, 19, 16\] and \[2, 3, 18, 16\]"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths must be \[2\], got \[3\]"),
         ({"key": torch.zeros(5, 3, 19, 16), "value": torch.zeros(5, 3, 19, 16)}, r"key must be \[2, 3, 19, 16\], got"),

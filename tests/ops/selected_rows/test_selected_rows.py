@@ -202,7 +202,7 @@ def test_errors_say_the_rule_and_what_arrived() -> None:
     for heads in (0, True, 2.0):
         with pytest.raises(ShapeError, match=f"num_heads must be a positive integer, got {heads}"):
             call(num_heads=heads)
-    with pytest.raises(ShapeError, match="multiple of key heads, got 2 and 3"):
+    with pytest.raises(ShapeError, match="multiple of KV heads, got 2 and 3"):
         call(key=torch.zeros(1, 3, 7, 8))
     with pytest.raises(DeviceError, match="positions must be on the device of the query, got meta and cpu"):
         call(positions=torch.zeros(5, dtype=torch.int32, device="meta"))

@@ -79,5 +79,5 @@ def test_a_form_of_other_heads_is_refused():
     layer = MultiHeadAttention(12, 3)
     with pytest.raises(OptionError, match="rotary_dim 8 and 0 classes for heads of 4 channels"):
         apply(layer, [AlignHeads(0, ((0, 1, 2),), KeyForm("half", 8))])
-    with pytest.raises(OptionError, match=r"every one of the 3 key heads stands in a group, got none with \[2\]"):
+    with pytest.raises(OptionError, match=r"every one of the 3 KV heads stands in a group, got none with \[2\]"):
         apply(layer, [AlignHeads(0, ((0, 1),))])

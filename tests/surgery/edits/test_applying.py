@@ -72,7 +72,7 @@ def test_uneven_groups_run_on_our_attention_and_are_refused_by_others(pruned):
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
     torch.testing.assert_close(result_of(model, family), expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(generated(model, family), generation, rtol=1e-9, atol=1e-9)
-    with polyhead.observe(model) as session:  # who watches sees every head with a key head of its own
+    with polyhead.observe(model) as session:  # who watches sees every head with a KV head of its own
         torch.testing.assert_close(result_of(model, family), expected, rtol=1e-9, atol=1e-9)
     assert {row["head"] for row in session.profile.rows()} == set(range(6 - len(pruned)))
     copied = copy.deepcopy(model)
@@ -110,7 +110,7 @@ def test_encoders_with_fewer_key_heads_run_on_our_attention():
                     held[8:16], held[24:32] = held[0:8], held[16:24]
     whole = result_of(model, family)
     record = apply(model, [GroupQueries(number, ((0, 1), (2, 3))) for number in range(2)])
-    with pytest.raises(OptionError, match=r"read key heads \(0, 0, 1, 1\)"):
+    with pytest.raises(OptionError, match=r"read KV heads \(0, 0, 1, 1\)"):
         result_of(model, family)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
     torch.testing.assert_close(result_of(model, family), whole, rtol=1e-9, atol=1e-9)
@@ -123,7 +123,7 @@ def test_encoders_with_fewer_key_heads_run_on_our_attention():
 def test_modules_without_room_for_fewer_key_heads_refuse_them(name):
     model = build(FAMILIES[name])
     before = fingerprint(model)
-    with pytest.raises(OptionError, match="gives every head a key head of its own, got 4 heads over 2"):
+    with pytest.raises(OptionError, match="gives every head a KV head of its own, got 4 heads over 2"):
         apply(model, [GroupQueries(0, ((0, 1), (2, 3)))])
     assert fingerprint(model) == before
 
@@ -177,7 +177,7 @@ def test_what_does_not_train_stays_so_and_only_what_changes_is_replaced():
     now = dict(model.named_parameters())
     assert not now["model.layers.0.self_attn.q_proj.weight"].requires_grad
     assert now["model.layers.0.self_attn.o_proj.weight"].requires_grad
-    # Every key head is still read.
+    # Every KV head is still read.
     changed = {name for name in held if now[name] is not held[name]}
     assert changed == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight"}
     assert set(record.tensors) == changed

@@ -53,7 +53,7 @@ def test_edits_go_through_json_unchanged():
         (lambda: PruneHeads(0, (0,), stack=3), "stack must be the name of a stack of layers, got 3"),
         (lambda: MergeHeads(0, (1,)), r"at least two heads, got \[1\]"),
         (lambda: GroupQueries(0, ((0, 1), (1, 2))), r"named once, got \[1\]"),
-        (lambda: GroupQueries(0, 2), "key heads of each group, got 2"),
+        (lambda: GroupQueries(0, 2), "KV heads of each group, got 2"),
         (lambda: ReviveHeads(0, 0), "count must be an integer of at least 1, got 0"),
         (lambda: edits_from_json("[]"), "must be an edit to make, got none"),
         (lambda: edits_from_json('[{"kind": "prune", "layer": 1}]'), "of kind 'prune' needs heads"),
@@ -75,7 +75,7 @@ def test_a_bad_edit_says_why(make, words):
         ([PruneHeads(1, (0,))], "has layers 0 to 0, got layer 1"),
         ([PruneHeads(0, (0,), stack="decoder")], "stack must be one of .*, got 'decoder'"),
         ([ReorderHeads(0, (1, 0))], r"each of the 5 heads once, got none of \[2, 3, 4\]"),
-        ([GroupQueries(0, ((0, 1), (2, 3)))], r"every one of the 5 key heads stands in a group, got none with \[4\]"),
+        ([GroupQueries(0, ((0, 1), (2, 3)))], r"every one of the 5 KV heads stands in a group, got none with \[4\]"),
         ([], "must be an edit to make, got none"),
         ("prune", "a sequence of PruneHeads"),
     ],
@@ -116,7 +116,7 @@ def test_merging_a_planted_duplicate_changes_nothing(grouped):
 
 def test_heads_that_share_key_heads_with_others_are_not_merged_across_them():
     layer = layer_of(4, num_kv_heads=2)
-    with pytest.raises(OptionError, match=r"which read key heads \[0, 1\] beside other heads"):
+    with pytest.raises(OptionError, match=r"which read KV heads \[0, 1\] beside other heads"):
         apply(layer, [MergeHeads(0, (0, 2))])
 
 
@@ -153,5 +153,5 @@ def test_a_new_head_changes_nothing_reads_new_directions_and_can_learn():
 
 
 def test_new_heads_beside_grouped_ones_are_refused():
-    with pytest.raises(OptionError, match="got 4 heads over 2 key heads in layer 0"):
+    with pytest.raises(OptionError, match="got 4 heads over 2 KV heads in layer 0"):
         apply(layer_of(4, num_kv_heads=2), [ReviveHeads(0, 1)])

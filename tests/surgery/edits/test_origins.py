@@ -91,7 +91,7 @@ EDITS: dict[str, tuple[str, list[HeadEdit], list[tuple[int, ...]]]] = {
     "regrown": ("bert", [PruneHeads(0, (3,)), ReviveHeads(0, 1), MergeHeads(0, (0, 3))], [(-1, 0), (1,), (2,)]),
     "a head of a group": ("llama", [PruneHeads(0, (1,))], [(0,), (2,), (3,)]),
     "a whole group": ("llama", [PruneHeads(0, (0, 1))], [(2,), (3,)]),
-    "heads of one key head": ("llama", [MergeHeads(0, (2, 3))], [(0,), (1,), (2, 3)]),
+    "heads of one KV head": ("llama", [MergeHeads(0, (2, 3))], [(0,), (1,), (2, 3)]),
     "shared keys": ("llama", [GroupQueries(0, ((0, 1),))], [(0,), (1,), (2,), (3,)]),
 }
 
@@ -273,7 +273,7 @@ def test_any_edits_in_any_order_agree_with_the_weights(seed):
         try:
             records.append(apply(layer, draw.sample(edits, 1)))
         except OptionError:
-            continue  # no key head of its own for a new head, for instance
+            continue  # no KV head of its own for a new head, for instance
         made_of = layer_origins(layer, find_layers(layer)[0])
         output = read_heads(layer, find_layers(layer)[0]).output
         seen = [tuple((x.abs().amax(0) > 1e-9).nonzero()[:, 0].tolist()) for x in output]

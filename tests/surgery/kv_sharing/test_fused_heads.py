@@ -105,7 +105,7 @@ def test_what_cannot_be_fused_is_refused():
         FuseHeads(0, (1,))
     grouped = MultiHeadAttention(12, 4, num_kv_heads=2)
     (found,) = find_layers(grouped)
-    with pytest.raises(OptionError, match="which read key heads"):
+    with pytest.raises(OptionError, match="which read KV heads"):
         changed(found, read_heads(grouped, found), [FuseHeads(0, (1, 2))])
 
 

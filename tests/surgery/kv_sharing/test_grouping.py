@@ -1,4 +1,4 @@
-"""Which key heads share: planted likeness is found, and no other groups lose less."""
+"""Which KV heads share: planted likeness is found, and no other groups lose less."""
 
 from __future__ import annotations
 

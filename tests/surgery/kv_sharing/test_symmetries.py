@@ -137,5 +137,5 @@ def test_maps_of_a_bad_condition_or_shape_are_refused():
         change_value_basis(heads, maps)
     with pytest.raises(OptionError, match="a condition of at most 100, got inf"):
         change_key_basis(heads, torch.zeros(3, 4, 4), KeyForm())
-    with pytest.raises(ShapeError, match=r"maps must be \[3 key heads, 4, 4\], got \[4, 4\]"):
+    with pytest.raises(ShapeError, match=r"maps must be \[3 KV heads, 4, 4\], got \[4, 4\]"):
         change_value_basis(heads, torch.eye(4))

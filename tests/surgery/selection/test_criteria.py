@@ -105,7 +105,7 @@ def test_magnitudes_do_not_change_with_the_coordinates_between_value_and_output(
 
 def test_a_judge_that_cannot_say_is_told_of(evidence):
     silent = Evidence(evidence.model, evidence.batches, Judge())
-    with pytest.raises(OptionError, match="a criterion is one of repaired, plain"):
+    with pytest.raises(OptionError, match="a criterion is one of compensated, plain"):
         orders_by("charm", silent)
     with pytest.raises(OptionError, match="a judge without such a loss"):
         orders_by("ablation", silent)

@@ -46,7 +46,7 @@ def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
     gone = by_keys.meet_target(Target("cache", 1.3))
     assert by_keys.size(gone).cache == 0.75
     assert {len(heads) for heads in gone.values()} == {2}
-    with pytest.raises(OptionError, match="key heads go by the criterion repaired"):
+    with pytest.raises(OptionError, match="KV heads go by the criterion repaired"):
         Shrinker(evidence, by_key_heads=True, criterion="plain")
 
 
@@ -127,7 +127,7 @@ def test_a_search_finds_where_heads_matter_less():
     [("1.8x-faster", False), ("1.15x-cache", False), ("1.3x-cache", True), ("40%-heads", False)],
 )
 def test_a_search_keeps_to_its_target(text, by_key_heads):
-    """The loss is how many key heads have no reader, so that a search would have them back at any price."""
+    """The loss is how many KV heads have no reader, so that a search would have them back at any price."""
     model, batches = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8), batches_of_tokens()
     shrinker = Shrinker(Evidence(model, batches, Judge(slope=language_slope)), by_key_heads=by_key_heads)
     target = Target.parse(text)

@@ -1,4 +1,4 @@
-"""Heads that go so that every layer ends alike: the cheapest of all such sets, and what a stock class holds."""
+"""Heads that go so that every layer ends alike: the cheapest of all such sets, and what a native class holds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_heads_of_many_sets_go_one_after_the_other(monkeypatch):
         gone = ranked_sets(moments, heads, left, keys)[0].heads
         counts = [sum(heads.key_heads[head] == key for head in range(6) if head not in gone) for key in range(3)]
         assert sorted(counts) == [0] * (3 - keys) + [left // keys] * keys
-    with pytest.raises(OptionError, match=r"6 heads over 3 key heads can end with fewer of both.*got 5 over 3"):
+    with pytest.raises(OptionError, match=r"6 heads over 3 KV heads can end with fewer of both.*got 5 over 3"):
         ranked_sets(moments, heads, 5, 3)
 
 
@@ -93,10 +93,10 @@ def test_layouts_are_those_that_a_stock_class_holds():
 def test_the_largest_layout_that_reaches_a_target_is_taken():
     shrinker = uniform_shrinker()
     for target, layout, words in (
-        ("30%-heads", (4, 2), "4 heads go, 4/2 heads/key heads stay in every layer"),
-        ("50%-heads", (3, 3), "6 heads go, 3/3 heads/key heads stay in every layer"),
-        ("60%-heads", (2, 2), "8 heads go, 2/2 heads/key heads stay in every layer"),
-        ("3x-cache", (2, 1), "8 heads go, 2/1 heads/key heads stay in every layer"),
+        ("30%-heads", (4, 2), "4 heads go, 4/2 heads/KV heads stay in every layer"),
+        ("50%-heads", (3, 3), "6 heads go, 3/3 heads/KV heads stay in every layer"),
+        ("60%-heads", (2, 2), "8 heads go, 2/2 heads/KV heads stay in every layer"),
+        ("3x-cache", (2, 1), "8 heads go, 2/1 heads/KV heads stay in every layer"),
     ):
         gone = shrinker.meet_target(Target.parse(target))
         assert shrinker.in_words(gone) == words
@@ -104,7 +104,7 @@ def test_the_largest_layout_that_reaches_a_target_is_taken():
         assert fits_native(shrinker.model, gone)
         sets = uniform_sets(shrinker.evidence, *layout, "token")
         assert gone == {path: own[0].heads for path, own in sets.items()}
-    with pytest.raises(OptionError, match=r"can be left with heads/key heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
+    with pytest.raises(OptionError, match=r"can be left with heads/KV heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
         shrinker.meet_target(Target("cache", 4.0))
     assert [sum(map(len, gone.values())) for gone in shrinker.stages()] == [4, 6, 8, 8, 10]
 

@@ -45,7 +45,7 @@ def prune_unevenly(layer: AttentionLayer) -> list[HeadEdit]:
 
 
 def merge_in_pairs(layer: AttentionLayer) -> list[HeadEdit]:
-    """Neighbours, which read one key head where keys are grouped; the second pair has moved up when its turn comes."""
+    """Neighbours, which read one KV head where keys are grouped; the second pair has moved up when its turn comes."""
     pairs = layer.layout.num_heads // 2
     return [MergeHeads(layer.number, (first, first + 1), stack=layer.stack) for first in range(pairs)]
 
@@ -94,7 +94,7 @@ def forms_of(family: models.Family, folder: Path, edits: Sequence[str] = tuple(E
 
 
 def loaded_by(model: nn.Module, family: models.Family, folder: Path) -> str:
-    """The plainest that loads it: stock transformers as it is, or padded, or polyhead alone; each was tried."""
+    """The plainest that loads it: plain transformers as it is, or padded, or polyhead alone; each was tried."""
     expected = result_of(ready(model), family)
     for form, word in (("uniform", "native"), ("padded", "padded")):
         try:

@@ -41,7 +41,7 @@ def test_the_page_lists_every_family_and_every_word_is_used():
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(REFUSED) - {"clip"}))
 def test_no_family_builds_layers_of_different_heads_from_a_config_by_layer(name):
-    """Should one begin to, then `save` can write uneven heads for stock transformers."""
+    """Should one begin to, then `save` can write uneven heads for plain transformers."""
     family = FAMILIES[name]
     by_layer = {0: {"num_attention_heads": 2, "num_key_value_heads": 1}}
     try:

@@ -71,18 +71,18 @@ def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
     assert save(model, tmp_path / "whole").form == "uniform"
     record = apply(model, [PruneHeads(layer, (0, 1)) for layer in range(2)])
     even = save(model, tmp_path / "even")
-    assert (even.form, even.native) == ("uniform", "stock transformers loads it as LlamaForCausalLM")
+    assert (even.form, even.native) == ("uniform", "plain transformers loads it as LlamaForCausalLM")
     undo(model, record)
     apply(model, [PruneHeads(0, (0, 1))])
     uneven = save(model, tmp_path / "uneven")
     assert uneven.form == "uneven"
     assert uneven.native == (
-        "stock transformers does not load it: a LlamaConfig says one number of heads for all its layers, and there are "
-        "4 over 2 key heads in model.layers.0.self_attn, 6 over 3 key heads in model.layers.1.self_attn; "
+        "plain transformers does not load it: a LlamaConfig says one number of heads for all its layers, and there are "
+        "4 over 2 KV heads in model.layers.0.self_attn, 6 over 3 KV heads in model.layers.1.self_attn; "
         "polyhead.load does"
     )
     padded = save(model, tmp_path / "padded", form="padded")
-    assert padded.native == "stock transformers loads it as LlamaForCausalLM, with 2 heads of zeros: no time is saved"
+    assert padded.native == "plain transformers loads it as LlamaForCausalLM, with 2 heads of zeros: no time is saved"
     with quiet(progress=False), pytest.raises(OSError, match=r"no file named model\.safetensors"):
         type(model).from_pretrained(tmp_path / "uneven")
 
@@ -97,16 +97,16 @@ def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
         (
             "bert",
             [GroupQueries(1, ((0, 1), (2, 3)))],
-            "has a key head for every head, and .* has 4 heads of 8 .* over 2 key heads",
+            "has a KV head for every head, and .* has 4 heads of 8 .* over 2 KV heads",
         ),
         ("gpt2", [PruneHeads(0, (0,))], "one number of heads for all its layers, and there are 3"),
-        ("llama", [PruneHeads(0, (0, 1))], "2 over 1 key heads in .*, 4 over 2 key heads"),
+        ("llama", [PruneHeads(0, (0, 1))], "2 over 1 KV heads in .*, 4 over 2 KV heads"),
     ],
 )
 def test_a_uniform_form_that_cannot_be_is_refused_by_its_rule(name, edits, words, tmp_path):
     model = build(FAMILIES[name], dtype=torch.float32)
     apply(model, edits)
-    with pytest.raises(OptionError, match=f"uniform, a model must be one that a stock config describes.*{words}"):
+    with pytest.raises(OptionError, match=f"uniform, a model must be one that a native config describes.*{words}"):
         save(model, tmp_path / "model", form="uniform")
     assert list(tmp_path.iterdir()) == []
 
@@ -117,7 +117,7 @@ def test_heads_that_do_not_divide_the_width_are_refused_although_their_width_is_
     before = model.config.to_dict()
     apply(model, [PruneHeads(layer, (0,)) for layer in range(2)])
     held = model.config.to_dict()
-    assert held.pop("polyhead_heads")  # the original heads, which stock classes pass over
+    assert held.pop("polyhead_heads")  # the original heads, which native classes pass over
     assert held == before  # no config can say it, so that none is changed
     with pytest.raises(OptionError, match="not a multiple of the number of attention heads"):
         save(model, tmp_path / "model", form="uniform")
@@ -146,7 +146,7 @@ def test_padding_takes_the_smallest_stock_shape_there_is_room_in(tmp_path):
     expected = result_of(load(save(model, tmp_path / "uneven").folder), FAMILIES["llama"])
     saved = save(model, tmp_path / "padded", form="padded", record=record)
     small = native(model, saved.folder)
-    # Four groups of two hold both layers; key heads that few read fill a group with zeros.
+    # Four groups of two hold both layers; KV heads that few read fill a group with zeros.
     assert (small.config.num_attention_heads, small.config.num_key_value_heads) == (8, 4)
     torch.testing.assert_close(result_of(small, FAMILIES["llama"]), expected, rtol=1e-4, atol=1e-5)
     back = load(saved.folder)
@@ -159,7 +159,7 @@ def test_padding_takes_the_smallest_stock_shape_there_is_room_in(tmp_path):
 def test_grown_heads_find_no_room_where_the_width_is_tied_to_them(tmp_path):
     model = build(FAMILIES["bert"], dtype=torch.float32)
     apply(model, [ReviveHeads(0, 1)])
-    with pytest.raises(OptionError, match=r"has room for 4 heads of 8 channels over 4 key heads, and .* has 5 of 8"):
+    with pytest.raises(OptionError, match=r"has room for 4 heads of 8 channels over 4 KV heads, and .* has 5 of 8"):
         save(model, tmp_path / "model", form="padded")
 
 

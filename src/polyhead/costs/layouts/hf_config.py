@@ -1,6 +1,6 @@
 """A Hugging Face config read as a head layout: every field that matters is found or asked for, none is guessed.
 
-Sizes must stand in the config itself, unless transformers wrote it. What a config may leave out (how many key heads,
+Sizes must stand in the config itself, unless transformers wrote it. What a config may leave out (how many KV heads,
 which layers have a window) is filled in by transformers, where it is installed and knows the model, and a note says so.
 Fields that would change the counts in a way that is not known here are refused by their names; fields that only sound
 like attention are noted.
@@ -116,7 +116,7 @@ def _heads(fields: Fields, family: Family, window: int | None) -> MultiHeadConfi
     return MultiHeadConfig(
         width,
         heads,
-        num_kv_heads=None if kv_heads is None else checked_size("number of key heads", kv_heads),
+        num_kv_heads=None if kv_heads is None else checked_size("number of KV heads", kv_heads),
         head_dim=head_dim,
         bias=fields.flag(family.bias),
         output_bias=fields.flag(family.output_bias),
@@ -129,12 +129,12 @@ def _heads(fields: Fields, family: Family, window: int | None) -> MultiHeadConfi
 
 
 def _kv_heads(fields: Fields, heads: int) -> Any:
-    """Falcon and its like say in words whether there is one key head; the others say how many there are."""
+    """Falcon and its like say in words whether there is one KV head; the others say how many there are."""
     groups, in_groups = fields.find("multi_query_group_num"), fields.find("multi_query_attention")
     if groups is not None or in_groups:  # as ChatGLM has them
         if not isinstance(in_groups, bool) or (in_groups and groups is None):
             raise OptionError(
-                "multi_query_attention says whether the heads share as many key heads as multi_query_group_num says, "
+                "multi_query_attention says whether the heads share as many KV heads as multi_query_group_num says, "
                 f"so one needs the other; got {in_groups!r} and {groups!r}"
             )
         return groups if in_groups else heads
@@ -147,7 +147,7 @@ def _kv_heads(fields: Fields, heads: int) -> Any:
         return heads
     found = fields.or_default(*KV_HEADS)
     if isinstance(found, list | tuple):
-        raise OptionError(f"one number of key heads is counted for all layers, got one for each: {list(found)}")
+        raise OptionError(f"one number of KV heads is counted for all layers, got one for each: {list(found)}")
     part = fields.held.get("attn_config")
     if found is None and isinstance(part, Mapping):
         return part.get("kv_n_heads")

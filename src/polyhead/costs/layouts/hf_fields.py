@@ -28,7 +28,7 @@ _REFUSED = {
     "block_configs": "layers with heads of their own, or without attention",
     "use_cla": "layers that read the cache of others",
     "global_head_dim": "heads of another width in some layers",
-    "num_global_key_value_heads": "other numbers of key heads in some layers",
+    "num_global_key_value_heads": "other numbers of KV heads in some layers",
     "num_kv_shared_layers": "layers that read the cache of others",
     "num_query_heads": "numbers of heads by layer",
     "attn_output_gate": "a gate projected together with the queries",
@@ -155,7 +155,7 @@ def _check_attn_config(fields: Fields) -> None:
         "prefix_lm": (None, False),
         "sliding_window_size": (None, -1),
     }
-    if fields.held.get("model_type") != "dbrx":  # which has key heads by this name, and nothing else by the others
+    if fields.held.get("model_type") != "dbrx":  # which has KV heads by this name, and nothing else by the others
         usual["kv_n_heads"] = (None, *(fields.held[name] for name in HEADS if name in fields.held))
     for name, plain in usual.items():
         if found.get(name) not in plain:

@@ -109,7 +109,7 @@ def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
     found = _read_json(file)
     form, edited = found.get("form"), found.get("layers")
     if form == "padded":
-        note = "counted with the heads of zeros that fill its config, as stock transformers runs it"
+        note = "counted with the heads of zeros that fill its config, as plain transformers runs it"
         return replace(model, notes=(*model.notes, note))
     if form != "uneven":
         return model

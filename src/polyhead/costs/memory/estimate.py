@@ -135,7 +135,7 @@ def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[
     >>> from polyhead.layers.config import MultiHeadConfig
     >>> uneven = MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,), causal=True)
     >>> memory_doubts(MultiHeadConfig(512, 8)), memory_doubts(uneven)
-    ((), ('memory of key heads with different numbers of readers over a cache, prompts and decoding, ...',))
+    ((), ('memory of KV heads with different numbers of readers over a cache, prompts and decoding, ...',))
     """
     doubts = _unmeasured(config) if device == "cuda" else []
     if isinstance(config, RoutedConfig) and config.top_k is None:
@@ -157,7 +157,7 @@ def _unmeasured(config: AttentionConfig) -> list[str]:
     if isinstance(config, MultiHeadConfig):
         if config.layout.key_heads is None:
             return []
-        named = "key heads with different numbers of readers"
+        named = "KV heads with different numbers of readers"
     return [
         f"memory of {named} over a cache, prompts and decoding, is held to 5% on a CPU; "
         "on a GPU it has not been measured"

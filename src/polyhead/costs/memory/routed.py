@@ -30,7 +30,7 @@ def record_routed(config: RoutedConfig, call: Recorder) -> Block:
     if config.bias:
         query = tape.step(spread, gives=spread.size, work=spread.size, is_passed_on=True)
         tape.let_go(spread)
-    if per_head > 1:  # the rows of a key head together
+    if per_head > 1:  # the rows of a KV head together
         before, query = query, tape.step(query, gives=query.size, is_passed_on=True)
         query.is_apart = True
         tape.let_go(before)

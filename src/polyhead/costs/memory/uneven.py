@@ -15,7 +15,7 @@ from polyhead.ops.uneven_groups import calls_of, is_view_of
 def record_heads(
     call: Recorder, query: Block, key: Block, value: Block, heads: Heads, key_heads: Sequence[int] | None
 ) -> Block:
-    """Attention of heads of which head i reads key head `key_heads[i]`; None for even groups."""
+    """Attention of heads of which head i reads KV head `key_heads[i]`; None for even groups."""
     if key_heads is None or call.reads_cache:
         return record_attention(call, query, key, value, heads)
     work, tape = call.requested.work, call.tape

@@ -18,7 +18,7 @@ from polyhead.ops.common.dropout import draw_seed, keep_tile
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.uneven_groups import select_heads, uneven_attention
 
-# A module under this name says which key head each query head reads, where groups are not even.
+# A module under this name says which KV head each query head reads, where groups are not even.
 KEY_HEADS = "polyhead_key_heads"
 # Families whose eager attention scales its output by what a learned sink leaves, and returns weights that sum to one.
 SINKS_APART = ("granite_swa", "granitemoe_swa")

@@ -231,7 +231,7 @@ def _heads_of(**options: Any) -> Callable[[], nn.Module]:
 
 
 def _readers() -> tuple[int, ...]:
-    """The key head of each head, four in all: half of the heads, a quarter, and the rest in halves."""
+    """The KV head of each head, four in all: half of the heads, a quarter, and the rest in halves."""
     return tuple(
         0 if 2 * i < HEADS else 1 if 4 * i < 3 * HEADS else 2 if 8 * i < 7 * HEADS else 3 for i in range(HEADS)
     )

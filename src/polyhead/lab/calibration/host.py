@@ -17,7 +17,7 @@ from polyhead.lab.calibration.layers import layer_call
 from polyhead.lab.calibration.timing import Call, host_samples
 from polyhead.layers import MultiHeadConfig
 
-# (batch, tokens, heads, key heads, width of a head) of layers with next to nothing to compute. A host does something
+# (batch, tokens, heads, KV heads, width of a head) of layers with next to nothing to compute. A host does something
 # for each sequence of a cache, and heads that share keys take operators of their own.
 SMALL = ((1, 16, 2, 2, 64), (8, 64, 8, 1, 128), (32, 16, 4, 2, 64))
 SMALL_ON_A_CPU = SMALL[:1]

@@ -232,7 +232,7 @@ def _tiled(grid: Grid, dtype: torch.dtype, device: Device, direction: Direction)
 
 
 def _windowed(grid: Grid, lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """(batch, heads, key heads) and tokens; keys that heads share are timed at few lengths."""
+    """(batch, heads, KV heads) and tokens; keys that heads share are timed at few lengths."""
     for tokens in dict.fromkeys(lengths):
         for batch, heads in grid.pairs:
             yield (batch, heads, heads), tokens

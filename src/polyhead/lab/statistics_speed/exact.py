@@ -78,7 +78,7 @@ class Exact:
 
 
 def formula(problem: Problem, index: Tensor, dtype: torch.dtype) -> Found:
-    """The last sequence's queries at `index`: one key head at a time, every intermediate in `dtype`."""
+    """The last sequence's queries at `index`: one KV head at a time, every intermediate in `dtype`."""
     group = problem.shape.group
     outputs, rows = [], []
     for head in range(problem.shape.kv_heads):

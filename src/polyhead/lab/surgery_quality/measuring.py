@@ -101,7 +101,7 @@ class Bench:
                 path: Outputs.solved(self._problem(path, point.ridge, point.weighting), heads)
                 for path, heads in gone.items()
             }
-        self.report("repairing layer by layer")
+        self.report("compensating layer by layer")
         weights = self._token_weights if point.weighting == "token" else None
         return solve_in_order(
             model, gone, lambda: self.read_in_order, aim=point.compensation, ridge=point.ridge, weights=weights

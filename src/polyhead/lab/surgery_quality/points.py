@@ -28,7 +28,7 @@ DRAWN: tuple[Weighting, ...] = ("none", "direction", "token")  # the weightings 
 class Point:
     """Heads to take out, by what they are chosen, and what is done about it.
 
-    `native` names heads and key heads that every layer ends with, as "6/3", so that a stock class can load them; None
+    `native` names heads and KV heads that every layer ends with, as "6/3", so that a native class can load them; None
     leaves layers to end with as many as it may be. `searched` moves heads between layers by what is measured.
     """
 
@@ -47,7 +47,9 @@ class Point:
         words += ["searched"] if self.searched else []
         words += [f"seed {self.seed}"] if self.criterion == "random" else []
         words.append(
-            "not repaired" if self.compensation == "no" else f"repaired ({self.compensation}, ridge {self.ridge:g})"
+            "not compensated"
+            if self.compensation == "no"
+            else f"compensated ({self.compensation}, ridge {self.ridge:g})"
         )
         return ", ".join(words)
 
@@ -59,7 +61,7 @@ class Result:
     point: Point
     gone: Mapping[str, int]
     heads: int  # of the whole model
-    form: str  # "stock" where a stock class can hold it, "own" where polyhead alone can
+    form: str  # "native" where a native class can hold it, "own" where polyhead alone can
     figures: Mapping[Split, Mapping[str, Figure]]
     seconds: float
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +111,7 @@ def check_alike(results: Iterable[Result], facts: Mapping[str, Any]) -> None:
 
 
 def curves(shares: Iterable[float] = SHARES) -> list[Point]:
-    """Every criterion at every share, not repaired and repaired; errors weighed and not, and the control five times."""
+    """Every criterion at every share, with and without compensation; errors weighted and not, and the controls."""
     found = []
     for share in shares:
         for name, criterion in CRITERIA.items():
@@ -123,7 +125,7 @@ def curves(shares: Iterable[float] = SHARES) -> list[Point]:
 def tuned(shares: Iterable[float], native: Iterable[str]) -> list[Point]:
     """Ways to weigh, to repair and to search, at the shares that matter; which is best is read off the choosing split.
 
-    The forms that stock classes can hold are given as "heads/key heads" of every layer.
+    The forms that native classes can hold are given as "heads/KV heads" of every layer.
     """
     found = []
     places = [(share, None) for share in shares] + [(0.0, form) for form in native]
@@ -151,8 +153,8 @@ def tuned(shares: Iterable[float], native: Iterable[str]) -> list[Point]:
 
 
 def parse_native(text: str) -> tuple[int, int]:
-    """Heads and key heads of a layer, as "6/3" says them."""
+    """Heads and KV heads of a layer, as "6/3" says them."""
     heads, _, keys = text.partition("/")
     if not (heads.isdecimal() and keys.isdecimal() and int(keys) > 0 and int(heads) % int(keys) == 0):
-        raise OptionError(f"heads and key heads are written as 6/3, the second dividing the first, got {text!r}")
+        raise OptionError(f"heads and KV heads are written as 6/3, the second dividing the first, got {text!r}")
     return int(heads), int(keys)

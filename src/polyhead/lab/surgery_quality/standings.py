@@ -31,7 +31,7 @@ def headline(results: Sequence[Result]) -> str:
 
 
 def place_of(point: Point) -> str:
-    """What is asked for: a share of the heads, or heads and key heads of every layer."""
+    """What is asked for: a share of the heads, or heads and KV heads of every layer."""
     return f"{point.share:.0%} of heads" if point.native is None else f"{point.native} in every layer"
 
 
@@ -65,7 +65,7 @@ def best_by_place(results: Sequence[Result]) -> dict[str, Result]:
 def way_of(point: Point) -> str:
     """How heads are chosen and what is done about it, whatever the share and the seed."""
     words = point.criterion + (f", weighted by {point.weighting}" if point.weighting != "none" else "")
-    return words + (", not repaired" if point.compensation == "no" else ", repaired")
+    return words + (", not compensated" if point.compensation == "no" else ", compensated")
 
 
 def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -> list[Curve]:

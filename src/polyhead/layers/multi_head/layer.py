@@ -55,7 +55,7 @@ class MultiHeadAttention(nn.Module):
 
         head_i = softmax(X W_Q_i (Y W_K_g(i))^T / sqrt(head_dim)) Y W_V_g(i),  output = Concat(head_1 .. head_h) W_O
 
-    with Y = X in self-attention, and g(i) the key head that head i reads: i itself in multi-head attention (Vaswani et
+    with Y = X in self-attention, and g(i) the KV head that head i reads: i itself in multi-head attention (Vaswani et
     al. 2017, "Attention Is All You Need"), 1 in multi-query (Shazeer 2019, "Fast Transformer Decoding: One Write-Head
     Is All You Need"), one of a few in grouped-query (Ainslie et al. 2023, "GQA: Training Generalized Multi-Query
     Transformer Models from Multi-Head Checkpoints"), any by `key_heads`.
@@ -63,7 +63,7 @@ class MultiHeadAttention(nn.Module):
     Args:
         embed_dim: width of the queries' input and of the output.
         num_heads: query heads.
-        num_kv_heads: key/value heads: `num_heads` by default (multi-head), 1 (multi-query), between (grouped-query).
+        num_kv_heads: KV heads: `num_heads` by default (multi-head), 1 (multi-query), between (grouped-query).
         key_heads: which of them each query head reads, for groups that are not even: (0, 0, 0, 1) for one of 3 and one
             of 1. In order and equally many by default.
         head_dim: channels of a query and key; embed_dim / num_heads by default.
@@ -464,7 +464,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def cache_layout(self) -> HeadLayout:
-        """The key/value heads as a cache holds them, and a `Memory`."""
+        """The KV heads as a cache holds them, and a `Memory`."""
         return self.layout
 
     @property
@@ -594,7 +594,7 @@ class MultiHeadAttention(nn.Module):
             leader = leaders.setdefault(layer.layout.key_head(index), index)
             if not head.shares_key_and_value(heads[leader]):
                 raise OptionError(
-                    f"heads that share a key/value head must have the same key and value matrices and biases, "
+                    f"heads that share a KV head must have the same key and value matrices and biases, "
                     f"got different ones in heads {leader} and {index}"
                 )
         write_heads(layer.heads, heads)

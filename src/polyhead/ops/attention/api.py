@@ -45,7 +45,7 @@ def attention(
     Args:
         query: [batch, heads, queries, head_dim].
         key: [batch, kv_heads, keys, head_dim]; `heads` must be a multiple of `kv_heads`, and query head i reads
-            key head `i // (heads // kv_heads)`. No key is repeated in memory where the kernel can avoid it.
+            KV head `i // (heads // kv_heads)`. No key is repeated in memory where the kernel can avoid it.
         value: [batch, kv_heads, keys, value_dim].
         mask: who may attend to whom; see `polyhead.Mask`.
         scale: multiplies the dot products; 1/sqrt(head_dim) by default. One number, or one a head.
@@ -166,10 +166,10 @@ def _request(
     if head_dim == 0 or heads == 0 or kv_heads == 0:
         raise ShapeError(
             "there must be at least one head and one channel, "
-            f"got {heads} heads, {kv_heads} key heads and head_dim {head_dim}"
+            f"got {heads} heads, {kv_heads} KV heads and head_dim {head_dim}"
         )
     if heads % kv_heads:
-        raise ShapeError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
+        raise ShapeError(f"query heads must be a multiple of KV heads, got {heads} and {kv_heads}")
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
     elif isinstance(scale, Tensor):

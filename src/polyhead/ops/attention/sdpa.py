@@ -58,7 +58,7 @@ def math_reasons(request: AttentionRequest) -> list[str]:
     return [
         "PyTorch would take its math path, which materialises the weights: no fused kernel serves "
         f"{request.query.dtype} with head_dim {request.query.shape[-1]}, value_dim {request.value.shape[-1]}, "
-        f"{heads} query and {kv_heads} key heads"
+        f"{heads} query and {kv_heads} KV heads"
         + (" and this mask" if request.visibility is not None else "")
         + " here"
     ]

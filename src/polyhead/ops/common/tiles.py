@@ -1,7 +1,7 @@
 """How one attention is cut into tiles of logits, for every backend that goes tile by tile.
 
-The query heads that share a key head are folded into its rows: queries are [pairs, group, queries, head_dim] and keys
-[pairs, keys, head_dim], where a pair is one (batch, key head). No key is ever repeated. Many pairs are cut into parts
+The query heads that share a KV head are folded into its rows: queries are [pairs, group, queries, head_dim] and keys
+[pairs, keys, head_dim], where a pair is one (batch, KV head). No key is ever repeated. Many pairs are cut into parts
 first, so that a tile keeps enough rows to fill a matrix product: below some 500 it runs at half its speed on a CPU.
 """
 
@@ -51,7 +51,7 @@ class Workspace:
 
 
 def tile_sizes(pairs: int, group: int, queries: int, keys: int, *, in_parts: bool = True) -> tuple[int, int, int]:
-    """The rows and columns of a tile, and how many pairs of a sequence and a key head it holds; all, or a part."""
+    """The rows and columns of a tile, and how many pairs of a sequence and a KV head it holds; all, or a part."""
     columns = min(TILE_COLUMNS, max(keys, 1))
     height = TILE_ELEMENTS // max(pairs * group * columns, 1)
     wanted = min(queries, _FULL_ROWS // group)

@@ -420,7 +420,7 @@ def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statisti
 
 @functools.lru_cache(maxsize=4096)
 def plan_splits(pairs: int, tiles: int, room: int) -> int:
-    """Over how many programs to spread the `tiles` of a sequence, where `pairs` of sequence and key head are at work.
+    """Over how many programs to spread the `tiles` of a sequence, where `pairs` of sequence and KV head are at work.
 
     Counted in the time of one tile: rounds of the programs that the device has `room` for, each as long as its tiles
     and its start, and the join. The fewest splits win a tie.
@@ -460,7 +460,7 @@ def _check_shapes(
             f"got {list(query.shape)}, {list(cache.key.shape)} and {list(cache.value.shape)}"
         )
     if heads % max(kv_heads, 1) or not kv_heads:
-        raise ShapeError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
+        raise ShapeError(f"query heads must be a multiple of KV heads, got {heads} and {kv_heads}")
     for names in (("key_position", "query_position"), ("key_scale", "value_scale")):
         there = [name for name in names if getattr(cache, name) is not None]
         if len(there) == 1:

@@ -63,7 +63,7 @@ def profile(
         logsumexp: [batch, heads, queries], from `attention(..., logsumexp=True)`; with learned sinks it includes them,
             and the weights then sum to one minus the sinks' share.
         received: the weight each key receives, head by head.
-        received_by_group: the same, summed over the query heads that share a key head.
+        received_by_group: the same, summed over the query heads that share a KV head.
         block_map: the weights pooled over a grid: `BlockMap(...)`, or the height and width of a block whose weights are
             summed.
         offsets: the weight by relative offset, key position less query position.

@@ -1,7 +1,7 @@
 """The profile in tiles of plain PyTorch: any device, any mask, memory that grows with n and not with n².
 
 Each tile of logits is computed once, in [batch, heads, rows, columns], and every statistic that was asked for takes its
-part of it. Query heads that share a key head are folded into its rows, so that no key is repeated.
+part of it. Query heads that share a KV head are folded into its rows, so that no key is repeated.
 """
 
 from __future__ import annotations

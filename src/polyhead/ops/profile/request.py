@@ -93,7 +93,7 @@ class AttentionProfile:
     `argmax` and `top_keys` count keys from the sequence's start.
 
         received           [batch, heads, keys]       the weight each key receives, summed over the queries
-        received_by_group  [batch, kv_heads, keys]    the same, summed over the query heads that share a key head
+        received_by_group  [batch, kv_heads, keys]    the same, summed over the query heads that share a KV head
         block_map          [batch, heads, row_blocks, column_blocks]   pooled over blocks of `block` tokens
         offsets            [batch, heads, bins]       weight by key position less query position, summed over queries
         offset_bins        [bins, 2]                  the first and last offset of each bin, on the CPU

@@ -43,7 +43,7 @@ def check_tensors(query: Tensor, key: Tensor, logsumexp: Tensor) -> None:
             f"got shapes {list(query.shape)} and {list(key.shape)}"
         )
     if heads == 0 or head_dim == 0 or key.shape[1] == 0 or heads % key.shape[1]:
-        raise ShapeError(f"query heads must be a multiple of key heads, got {heads} and {key.shape[1]}")
+        raise ShapeError(f"query heads must be a multiple of KV heads, got {heads} and {key.shape[1]}")
     if not isinstance(logsumexp, Tensor):
         raise DtypeError(
             f"logsumexp must be the tensor that attention(..., logsumexp=True) gives, got {type(logsumexp).__name__}"

@@ -64,7 +64,7 @@ def ragged_attention(
 
     Args:
         query: [total, head_dim], in the order of `rows`.
-        key: [batch, kv_heads, keys, head_dim]; head i reads key head `i // (heads // kv_heads)`.
+        key: [batch, kv_heads, keys, head_dim]; head i reads KV head `i // (heads // kv_heads)`.
         value: [batch, kv_heads, keys, value_dim].
         rows: which row belongs to which sequence, head and query.
         mask, scale, softcap, sinks, statistics, finite: as `attention` takes them for the full query.

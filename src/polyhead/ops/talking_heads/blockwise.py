@@ -87,7 +87,7 @@ class _Tiles(Tiling):
         return folded.view(batch, heads, rows, right.shape[-1])
 
     def over_group(self, x: Tensor) -> Tensor:
-        """[batch, heads, ...] summed over the heads that share a key head."""
+        """[batch, heads, ...] summed over the heads that share a KV head."""
         return x if self.group == 1 else x.unflatten(1, (self.kv_heads, self.group)).sum(2)
 
 

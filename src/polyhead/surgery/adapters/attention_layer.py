@@ -28,7 +28,7 @@ class AttentionLayer:
     layout: HeadLayout | None = None
     sources: tuple[Source, ...] = ()
     output: str = ""
-    can_group: bool = True  # whether its code has room for fewer key heads than heads
+    can_group: bool = True  # whether its code has room for fewer KV heads than heads
     reads_config: bool = False  # whether its code looks into the config for the number of its heads
     refusals: tuple[str, ...] = ()
 
@@ -93,7 +93,7 @@ def sizes_of(layer: AttentionLayer, layout: HeadLayout) -> dict[str, int]:
 
 
 def key_map_of(layer: AttentionLayer, layout: HeadLayout) -> tuple[int, ...] | None:
-    """Which key head each head reads, where a module of transformers cannot tell by its group size."""
+    """Which KV head each head reads, where a module of transformers cannot tell by its group size."""
     if layout.key_heads is not None:
         return layout.key_heads
     if layout.num_heads == layout.num_kv_heads or any(hasattr(layer.module, name) for name in GROUP_SIZES):

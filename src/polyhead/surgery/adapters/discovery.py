@@ -192,7 +192,7 @@ def _layout(
         expected = sum(heads * dim for heads, dim in (size_of(part, layout) for part in source.holds))
         if made[source.path] != expected:
             return (
-                f"{source.path} makes {made[source.path]} channels, and {heads} heads over {kv_heads} key heads of "
+                f"{source.path} makes {made[source.path]} channels, and {heads} heads over {kv_heads} KV heads of "
                 f"{head_dim} channels would need {expected}"
             )
     return layout

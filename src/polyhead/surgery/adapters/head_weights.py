@@ -77,11 +77,11 @@ class HeadWeights:
 
     @property
     def readers(self) -> list[list[int]]:
-        """The query heads that read each key head."""
+        """The query heads that read each KV head."""
         return [[head for head, own in enumerate(self.key_heads) if own == key] for key in range(self.key.shape[0])]
 
     def select(self, heads: Sequence[int]) -> HeadWeights:
-        """These query heads in this order, with the key heads they read, those in the order of their first readers."""
+        """These query heads in this order, with the KV heads they read, those in the order of their first readers."""
         read = list(dict.fromkeys(self.key_heads[head] for head in heads))
         chosen = replace(
             self,
@@ -94,7 +94,7 @@ class HeadWeights:
         return chosen.with_keys(read, tuple(read.index(self.key_heads[head]) for head in heads))
 
     def with_keys(self, keys: Sequence[int], key_heads: tuple[int, ...]) -> HeadWeights:
-        """These key heads in this order, one of them perhaps several times, and who reads which."""
+        """These KV heads in this order, one of them perhaps several times, and who reads which."""
         at = list(keys)
         return replace(
             self,
@@ -161,7 +161,7 @@ def with_row(x: Tensor, index: int, row: Tensor) -> Tensor:
 
 
 def summed_by_key(by_head: Tensor, key_heads: Sequence[int], count: int) -> Tensor:
-    """Sums of what there is for each query head, [heads, ...], over the readers of each of `count` key heads."""
+    """Sums of what there is for each query head, [heads, ...], over the readers of each of `count` KV heads."""
     found = by_head.new_zeros(count, *by_head.shape[1:])
     return found.index_add(0, torch.tensor(key_heads, device=found.device), by_head)
 

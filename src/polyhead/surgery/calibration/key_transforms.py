@@ -197,7 +197,7 @@ def _by_head(stage: Tensor, given: Tensor, keys: HeadLayout | None) -> Tensor | 
     if stage.ndim != 4:
         return None
     orders = [stage.transpose(1, 2), stage]
-    if keys is not None and given.shape[1] != keys.num_kv_heads:  # who watches sees a key head for every query head
+    if keys is not None and given.shape[1] != keys.num_kv_heads:  # who watches sees a KV head for every query head
         readers = [keys.key_head(head) for head in range(keys.num_heads)]
         orders = [x[:, readers] for x in orders if x.shape[1] == keys.num_kv_heads]
     fitting = [x.double() for x in orders if x.shape == given.shape]

@@ -162,7 +162,7 @@ def changed(layer: AttentionLayer, heads: HeadWeights, edits: Sequence[HeadEdit]
     layout = heads.layout
     if layout.num_kv_heads != layout.num_heads and not layer.can_group:
         raise OptionError(
-            f"{layer.path!r} ({type(layer.module).__name__}) gives every head a key head of its own, got "
+            f"{layer.path!r} ({type(layer.module).__name__}) gives every head a KV head of its own, got "
             f"{layout.num_heads} heads over {layout.num_kv_heads}"
         )
     return heads
@@ -211,7 +211,7 @@ def refuse_other_attention(module: nn.Module, given: object) -> None:
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name != NAME:
         raise OptionError(
-            f"the query heads of this layer read key heads {getattr(module, KEY_HEADS)}, which is known to polyhead's "
+            f"the query heads of this layer read KV heads {getattr(module, KEY_HEADS)}, which is known to polyhead's "
             f"attention alone, got {name!r}; call model.set_attn_implementation("
             "polyhead.integrations.huggingface.register())"
         )

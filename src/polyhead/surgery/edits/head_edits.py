@@ -55,7 +55,7 @@ class EditOfHeads(HeadEdit):
 @EDITS.register("prune")
 @dataclass(frozen=True)
 class PruneHeads(EditOfHeads):
-    """Take heads away, and with them the key heads that nobody reads any more.
+    """Take heads away, and with them the KV heads that nobody reads any more.
 
     >>> PruneHeads(layer=3, heads=(7, 1))
     PruneHeads(layer=3, stack=None, heads=(1, 7))
@@ -100,7 +100,7 @@ class MergeHeads(EditOfHeads):
     """Make several heads one, at the place of the first: the mean of what they read, the sum of what they write.
 
     Heads that compute the same are merged without loss, whatever their output matrices are. They must read the same
-    key head, or each be the only reader of its own.
+    KV head, or each be the only reader of its own.
 
     >>> MergeHeads(layer=5, heads=(2, 0))
     MergeHeads(layer=5, stack=None, heads=(0, 2))
@@ -117,8 +117,8 @@ class MergeHeads(EditOfHeads):
         together, keys = list(self.heads), [heads.key_heads[head] for head in self.heads]
         if len(set(keys)) > 1 and any(heads.key_heads.count(key) > 1 for key in keys):
             raise OptionError(
-                "heads are merged that read one key head, or that each have a key head of their own; got heads "
-                f"{together} of layer {self.layer}, which read key heads {keys} beside other heads"
+                "heads are merged that read one KV head, or that each have a KV head of their own; got heads "
+                f"{together} of layer {self.layer}, which read KV heads {keys} beside other heads"
             )
         merged = replace(
             heads,
@@ -145,9 +145,9 @@ class MergeHeads(EditOfHeads):
 @EDITS.register("group_queries")
 @dataclass(frozen=True)
 class GroupQueries(HeadEdit):
-    """Let query heads share key heads: each group of key heads becomes one, the mean of their matrices.
+    """Let query heads share KV heads: each group of KV heads becomes one, the mean of their matrices.
 
-    Every key head stands in one group. Query heads keep their places. This is the plain conversion to grouped-query
+    Every KV head stands in one group. Query heads keep their places. This is the plain conversion to grouped-query
     attention; means of heads that were not aligned lose much.
 
     >>> GroupQueries(layer=0, groups=((0, 1), (2, 3)))
@@ -159,7 +159,7 @@ class GroupQueries(HeadEdit):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.groups, str) or not isinstance(self.groups, Sequence):
-            raise OptionError(f"groups must list the key heads of each group, got {self.groups!r}")
+            raise OptionError(f"groups must list the KV heads of each group, got {self.groups!r}")
         groups = tuple(_checked_heads(group) for group in self.groups)
         _checked_heads([head for group in groups for head in group])
         object.__setattr__(self, "groups", groups)
@@ -167,10 +167,10 @@ class GroupQueries(HeadEdit):
     def change(self, heads: HeadWeights) -> HeadWeights:
         count = heads.key.shape[0]
         named = [head for group in self.groups for head in group]
-        _check_there(named, count, "key heads")
+        _check_there(named, count, "KV heads")
         if len(named) < count:
             missing = sorted(set(range(count)) - set(named))
-            raise OptionError(f"every one of the {count} key heads stands in a group, got none with {missing}")
+            raise OptionError(f"every one of the {count} KV heads stands in a group, got none with {missing}")
 
         def pooled(x: Tensor) -> Tensor:
             return torch.stack([x[list(group)].mean(0) for group in self.groups])
@@ -212,8 +212,8 @@ class ReviveHeads(HeadEdit):
     def change(self, heads: HeadWeights) -> HeadWeights:
         if heads.key_heads != tuple(range(heads.num_heads)):
             raise OptionError(
-                "a new head brings a key head of its own, so that every head of the layer must have one; got "
-                f"{heads.num_heads} heads over {heads.key.shape[0]} key heads in layer {self.layer}"
+                "a new head brings a KV head of its own, so that every head of the layer must have one; got "
+                f"{heads.num_heads} heads over {heads.key.shape[0]} KV heads in layer {self.layer}"
             )
         generator = torch.Generator().manual_seed(self.seed)
         grown = {name: self._fresh(getattr(heads, name), generator) for name in ("query", "key", "value")}

@@ -1,1 +1,1 @@
-"""Heads brought together: one key head for several, one head of two."""
+"""Heads brought together: one KV head for several, one head of two."""

@@ -22,7 +22,7 @@ from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key
 
 @dataclass(frozen=True)
 class EditOfGroups(HeadEdit):
-    """A change to groups of key heads; `form` is what stands between keys and logits, as `find_key_forms` finds it."""
+    """A change to groups of KV heads; `form` is what stands between keys and logits, as `find_key_forms` finds it."""
 
     groups: tuple[tuple[int, ...], ...]
     form: KeyForm = field(default=KeyForm(), metadata={"kinds": KEY_FORMS})

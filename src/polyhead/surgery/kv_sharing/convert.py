@@ -1,6 +1,6 @@
-"""Fewer key heads for a trained model, in closed form: grouped by likeness, shared, and W_O solved for what is lost.
+"""Fewer KV heads for a trained model, in closed form: grouped by likeness, shared, and W_O solved for what is lost.
 
-Layer by layer, each on what the converted layers before it feed it: the moments of its inputs say which key heads are
+Layer by layer, each on what the converted layers before it feed it: the moments of its inputs say which KV heads are
 alike and which keys and values serve a group best (`shared_keys`), on request both are refitted by alternating least
 squares on a sample of tokens (`refine_logits`, `refine_values`), and W_O is solved over the whole text for what the
 layer wrote in the model as it was. No gradient is taken and nothing is trained.
@@ -48,7 +48,7 @@ def convert_groups(
     rounds: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> EditRecord:
-    """Give every attention layer `num_kv_heads` key heads, so that it writes what it wrote as nearly as can be.
+    """Give every attention layer `num_kv_heads` KV heads, so that it writes what it wrote as nearly as can be.
 
     Multi-head attention becomes grouped-query attention, or multi-query attention with 1. `undo(model, record)` takes
     it back bit for bit; `record.edits` are the `ShareKeys` that say who shares with whom.
@@ -57,7 +57,7 @@ def convert_groups(
         batches: gives calibration text: what the model is called with, as `model(**batch)`. At least as many tokens as
             a layer's heads have channels.
         stack: only the layers of this stack; of all whose heads can be edited by default.
-        grouping: key heads that are alike share, or neighbours.
+        grouping: KV heads that are alike share, or neighbours.
         ridge: how near W_O stays to what the shared values make of it, as in `OutputCompensation`.
         rounds: of alternating least squares on a sample of the text, queries and keys to the logits that there were and
             values to what was written; 0 leaves them as singular vectors make them.
@@ -92,7 +92,7 @@ def convert_groups(
 
 
 def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = None) -> list[AttentionLayer]:
-    """The layers that would have fewer key heads; refused where one of them cannot."""
+    """The layers that would have fewer KV heads; refused where one of them cannot."""
     layers = [layer for layer in find_layers(model) if stack is None or layer.stack == stack]
     if not layers:
         stacks = list(dict.fromkeys(layer.stack for layer in find_layers(model)))
@@ -110,7 +110,7 @@ def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = N
         if layer.layout.num_kv_heads != num_kv_heads:
             wanted.append(layer)
     if not wanted:
-        raise OptionError(f"every layer has {num_kv_heads} key heads already; give a smaller number")
+        raise OptionError(f"every layer has {num_kv_heads} KV heads already; give a smaller number")
     return wanted
 
 
@@ -129,7 +129,7 @@ class Converted:
 
 
 def spread(heads: HeadWeights, groups: Sequence[Sequence[int]], before: HeadWeights) -> HeadWeights:
-    """Shared keys and values once for every key head that there was before: the same function in the old shapes."""
+    """Shared keys and values once for every KV head that there was before: the same function in the old shapes."""
     place = {key: index for index, group in enumerate(groups) for key in group}
     at = [place[key] for key in range(len(place))]
     return heads.with_keys(at, before.key_heads)

@@ -28,7 +28,7 @@ class FuseHeads(EditOfHeads):
 
     Unlike `MergeHeads` it does not depend on the bases that heads are written in: heads that attend alike and write
     alike through other matrices are fused without loss. Without text they are compared by their weights alone. Each
-    must be the only reader of its key head; heads that read one and the same are merged by their mean.
+    must be the only reader of its KV head; heads that read one and the same are merged by their mean.
 
     >>> FuseHeads(layer=5, heads=(2, 0))
     FuseHeads(layer=5, stack=None, heads=(0, 2), form=KeyForm(pairing='none', rotary_dim=0, norm='none', classes=()))

@@ -1,4 +1,4 @@
-"""Which key heads are made one: groups of one size that lose least in the spaces they would share.
+"""Which KV heads are made one: groups of one size that lose least in the spaces they would share.
 
 What a group loses is what its shared keys leave of the logits' energy, as a share of the layer's, and the same of its
 shared values: the eigenvalues that there is no channel for. Aligned heads are judged so by construction, since spaces
@@ -32,7 +32,7 @@ def neighbours(num_heads: int, count: int) -> Groups:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1 or num_heads % count:
         raise OptionError(
-            f"key heads are made fewer in groups of one size, so that their number divides {num_heads}, got {count!r}"
+            f"KV heads are made fewer in groups of one size, so that their number divides {num_heads}, got {count!r}"
         )
     size = num_heads // count
     return tuple(tuple(range(start, start + size)) for start in range(0, num_heads, size))
@@ -60,7 +60,7 @@ def similar_groups(heads: HeadWeights, count: int, form: KeyForm, inputs: InputM
 
 
 def group_loss(heads: HeadWeights, form: KeyForm, inputs: InputMoments) -> Callable[[Sequence[int]], float]:
-    """What is lost of logits and of values when these key heads become one, each as a share of the layer's."""
+    """What is lost of logits and of values when these KV heads become one, each as a share of the layer's."""
     inputs = inputs.to(heads.key.device)
     keys, weighing = key_factors(heads, inputs)
     parts = []

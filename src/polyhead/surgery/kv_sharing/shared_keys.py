@@ -1,6 +1,6 @@
-"""Several key heads made one, in closed form: the space that serves the logits of a whole group best, queries refitted.
+"""Several KV heads made one, in closed form: the space that serves the logits of a whole group best, queries refitted.
 
-With F_g = C^½ K_gᵀ L_g, C the moments of the inputs and L_g L_gᵀ what the queries of key head g weigh its channels by,
+With F_g = C^½ K_gᵀ L_g, C the moments of the inputs and L_g L_gᵀ what the queries of KV head g weigh its channels by,
 the best shared keys are the leading left singular vectors of all F_g side by side. They are combinations of the keys
 that are there, and the queries' new coordinates are a map of the old ones, so that all is solved in the channels of the
 group. Values are shared in the same way, weighed by the output matrices. Under rotary positions keys are shared pair
@@ -26,7 +26,7 @@ from polyhead.surgery.kv_sharing.align import EditOfGroups, aligned
 @EDITS.register("share_keys")
 @dataclass(frozen=True)
 class ShareKeys(EditOfGroups):
-    """Make each group of key heads one that serves all its queries as well as can be; queries and outputs are refitted.
+    """Make each group of KV heads one that serves all its queries as well as can be; queries and outputs are refitted.
 
     Query heads are put into the order of the groups, so that groups of one size are what a config can say. Without text
     heads are compared by their weights alone; `convert_groups` takes a text, and solves W_O for what the layer wrote.
@@ -42,7 +42,7 @@ class ShareKeys(EditOfGroups):
 
 
 def in_order_of_groups(heads: HeadWeights) -> HeadWeights:
-    """Query heads in the order of the key heads they read."""
+    """Query heads in the order of the KV heads they read."""
     return heads.select(sorted(range(heads.num_heads), key=lambda head: heads.key_heads[head]))
 
 

@@ -1,6 +1,6 @@
 """The exact symmetries of a layer's heads: maps of keys and values that are undone elsewhere, so that nothing changes.
 
-A map T of a key head is undone by its inverse transposed in every query head that reads it; a map of a value head by
+A map T of a KV head is undone by its inverse transposed in every query head that reads it; a map of a value head by
 the same in their output matrices. Values may be mapped by anything invertible. Keys may where nothing stands between
 them and the logits; with rotary positions one turn and one scale for each pair of channels, anything invertible for
 the channels that do not turn; with an rms norm only turns, and only among channels that the norm weights alike; with
@@ -44,7 +44,7 @@ def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyForm) -> HeadWei
         off = torch.maximum(off, turned.norm(dim=(1, 2)))
     if float(off.max()) > _SLACK:
         raise OptionError(
-            f"keys of this form may be mapped by {_words(form)}, got a map of key head {int(off.argmax())} that is off "
+            f"keys of this form may be mapped by {_words(form)}, got a map of KV head {int(off.argmax())} that is off "
             f"by {float(off.max()):.1e} of its size"
         )
     back = torch.linalg.inv(maps).mT[list(heads.key_heads)]
@@ -108,7 +108,7 @@ def allowed_part(maps: Tensor, form: KeyForm) -> Tensor:
 def _checked(maps: Tensor, held: Tensor) -> Tensor:
     if maps.shape != (held.shape[0], held.shape[1], held.shape[1]):
         raise ShapeError(
-            f"maps must be [{held.shape[0]} key heads, {held.shape[1]}, {held.shape[1]}], got {list(maps.shape)}"
+            f"maps must be [{held.shape[0]} KV heads, {held.shape[1]}, {held.shape[1]}], got {list(maps.shape)}"
         )
     maps = maps.to(held.device, torch.float64)
     worst = float(torch.linalg.cond(maps).nan_to_num(torch.inf).max())

@@ -1,4 +1,4 @@
-"""Which config of transformers describes edited heads: decided by building the stock class from it and comparing."""
+"""Which config of transformers describes edited heads: decided by building the native class from it and comparing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polyhead.surgery.native.configs import ConfigChange, ask_for, config_at, co
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeFit:
-    """A model of the stock class on the meta device that has the shapes that were asked for; or the rule that failed.
+    """A model of the native class on the meta device that has the shapes that were asked for; or the rule that failed.
 
     `changes` are what its config has that the model's own has not.
     """
@@ -37,7 +37,7 @@ def config_changes(
     layouts: Mapping[str, HeadLayout],
     parameters: Mapping[str, Tensor],
 ) -> tuple[ConfigChange, ...]:
-    """What to write into the model's config so that its stock class has these heads; nothing where none can say it.
+    """What to write into the model's config so that its native class has these heads; nothing where none can say it.
 
     `layouts` are those of the edited layers by path and `parameters` their new weights by name. A config says one
     number of heads for all the layers that read it, and many families derive the width of a head from it.
@@ -53,17 +53,17 @@ def config_changes(
 
 
 def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> NativeFit:
-    """The stock class with the heads that a model has, as it is."""
+    """The native class with the heads that a model has, as it is."""
     layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
     for layer in layers:
         if layer.layout is not None and (key_heads := key_map_of(layer, layer.layout)) is not None:
             if layer.layout.key_heads is None:
                 return NativeFit(
-                    rule=f"stock {type(layer.module).__name__} has a key head for every head, and {layer.path} "
+                    rule=f"native {type(layer.module).__name__} has a KV head for every head, and {layer.path} "
                     f"has {_in_words(layer.layout)}"
                 )
             return NativeFit(
-                rule=f"stock attention reads key heads in even groups and in their order, and {layer.path} reads "
+                rule=f"native attention reads KV heads in even groups and in their order, and {layer.path} reads "
                 f"{list(key_heads)}"
             )
     as_it_is = fit_native(model, (), layouts)
@@ -81,7 +81,7 @@ def fit_native(
     layouts: Mapping[str, HeadLayout],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> NativeFit:
-    """The stock class of a changed config, held against the tensors of the model and the layouts of its layers.
+    """The native class of a changed config, held against the tensors of the model and the layouts of its layers.
 
     `shapes` are those of tensors that are to differ from the model's.
     """
@@ -112,7 +112,7 @@ def fit_native(
 
 
 def build_native(model: Any, changes: Sequence[ConfigChange]) -> Any:
-    """The stock class on the meta device, its config read from JSON as `from_pretrained` reads it; or why it is none.
+    """The native class on the meta device, its config read from JSON as `from_pretrained` reads it; or why it is none.
 
     Some rules hold only there: Llama's config takes any number of heads while it lives, and is refused when it is read.
     """
@@ -157,14 +157,14 @@ def _requested_by_layers(
         sizes = {(x.num_heads, x.num_kv_heads, x.head_dim): name for name, x in kept.items() if x is not None}
         mapped = [layer.path for layer in readers if (x := kept[layer.path]) is not None and key_map_of(layer, x)]
         if len(sizes) > 1:
-            told = [f"{heads} over {kv_heads} key heads in {name}" for (heads, kv_heads, _), name in sizes.items()]
+            told = [f"{heads} over {kv_heads} KV heads in {name}" for (heads, kv_heads, _), name in sizes.items()]
             return (
                 f"a {type(config).__name__} says one number of heads for all its layers, and there are "
                 + ", ".join(told[:2])
                 + (", ..." if len(told) > 2 else "")
             )
         if mapped:
-            return f"no config says which key heads {mapped[0]} reads"
+            return f"no config says which KV heads {mapped[0]} reads"
         if len(layouts) and all(layer.layout == kept[layer.path] for layer in readers):
             continue
         changes += ask_for(path, config, *next(iter(sizes)))
@@ -173,4 +173,4 @@ def _requested_by_layers(
 
 def _in_words(layout: HeadLayout) -> str:
     heads = "head" if layout.num_heads == 1 else "heads"
-    return f"{layout.num_heads} {heads} of {layout.head_dim} channels over {layout.num_kv_heads} key heads"
+    return f"{layout.num_heads} {heads} of {layout.head_dim} channels over {layout.num_kv_heads} KV heads"

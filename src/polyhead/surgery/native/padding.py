@@ -1,4 +1,4 @@
-"""Zero heads put beside those that a layer has, so that a stock class has room for them and computes the same."""
+"""Zero heads put beside those that a layer has, so that a native class has room for them and computes the same."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _BY_KEY_HEAD = ("key", "value", "key_bias", "value_bias")
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Which head of a layer stands at each place of a larger one, and which key head; None for a head of zeros.
+    """Which head of a layer stands at each place of a larger one, and which KV head; None for a head of zeros.
 
-    A key head may stand at several places, where the larger layer has smaller groups.
+    A KV head may stand at several places, where the larger layer has smaller groups.
     """
 
     heads: Places
@@ -39,7 +39,7 @@ class Padding:
 
     @property
     def repeated(self) -> int:
-        """How many key heads are computed again."""
+        """How many KV heads are computed again."""
         real = [key for key in self.key_heads if key is not None]
         return len(real) - len(set(real))
 
@@ -100,7 +100,7 @@ def place_heads(layout: HeadLayout, num_heads: int, num_kv_heads: int) -> Paddin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedFit(NativeFit):
-    """A stock class with room for all heads of a model, and where they go."""
+    """A native class with room for all heads of a model, and where they go."""
 
     paddings: Mapping[str, Padding] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class PaddedFit(NativeFit):
         zeros = sum(padding.zeros for padding in self.paddings.values())
         repeated = sum(padding.repeated for padding in self.paddings.values())
         told = [_counted(zeros, "head of zeros", "heads of zeros")] if zeros else []
-        told += [_counted(repeated, "key head repeated", "key heads repeated")] if repeated else []
+        told += [_counted(repeated, "KV head repeated", "KV heads repeated")] if repeated else []
         return f", with {' and '.join(told)}: no time is saved" if told else ""
 
     def tensors(self, model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ class PaddedFit(NativeFit):
 
 
 def fit_padded(model: Any, layers: Sequence[AttentionLayer]) -> PaddedFit:
-    """The smallest stock class that the heads of a model can be put into; found by building."""
+    """The smallest native class that the heads of a model can be put into; found by building."""
     best = _attempt(model, layers, ())
     for path, config in configs_of(model.config):
         readers = [layer.layout for layer in layers if getattr(layer.module, "config", None) is config]
@@ -140,13 +140,13 @@ def fit_padded(model: Any, layers: Sequence[AttentionLayer]) -> PaddedFit:
 
 
 def _candidates(layouts: Sequence[HeadLayout], config: Any, *, grow: bool) -> Iterator[tuple[int, int]]:
-    """Numbers of heads and key heads that all these layers have room in, the smallest first."""
+    """Numbers of heads and KV heads that all these layers have room in, the smallest first."""
     here = int(getattr(config, "num_attention_heads", 0) or 0)
     now = here + int(getattr(config, "num_key_value_heads", here) or here)
     most = max(here, 2 * max(layout.num_heads for layout in layouts)) if grow else here
     groups = range(1, most + 1) if hasattr(config, "num_key_value_heads") else range(1, 2)
     sizes = [(size * keys, keys) for size in groups for keys in range(1, most // size + 1)]
-    # Of equal sizes the one with fewer key heads, which leave less in a cache.
+    # Of equal sizes the one with fewer KV heads, which leave less in a cache.
     for heads, keys in sorted(sizes, key=lambda size: (sum(size), size[1])):
         if (grow or heads + keys < now) and all(place_heads(layout, heads, keys) for layout in layouts):
             yield heads, keys
@@ -170,7 +170,7 @@ def _attempt(model: Any, layers: Sequence[AttentionLayer], changes: Sequence[Con
         if placed is None or room.head_dim != layer.layout.head_dim:
             return PaddedFit(
                 rule=f"a config of {type(model).__name__} has room for {room.num_heads} heads of {room.head_dim} "
-                f"channels over {room.num_kv_heads} key heads, and {layer.path} has {layer.layout.num_heads} of "
+                f"channels over {room.num_kv_heads} KV heads, and {layer.path} has {layer.layout.num_heads} of "
                 f"{layer.layout.head_dim}"
             )
         if room != layer.layout:

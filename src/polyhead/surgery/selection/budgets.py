@@ -107,7 +107,7 @@ class CurvePoint:
     compensated: Worth
     not_compensated: Worth
     random: tuple[Worth, ...]  # as many heads drawn at random and repaired, seed by seed
-    layout: str | None = None  # heads/key heads of every layer, where all end alike
+    layout: str | None = None  # heads/KV heads of every layer, where all end alike
 
 
 @dataclass(frozen=True, slots=True)

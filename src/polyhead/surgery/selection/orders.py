@@ -46,8 +46,8 @@ def pruning_order(
     Args:
         root: what errors in each direction of the output cost, [embed_dim, any], as `Sensitivity.root` gives it: the
             loss is then that of the error times this matrix.
-        together: heads that go at once, such as those that read one key head; the order is then one of these groups.
-        least: so many readers of every key head stay, so that groups which begin equal can end equal.
+        together: heads that go at once, such as those that read one KV head; the order is then one of these groups.
+        least: so many readers of every KV head stay, so that groups which begin equal can end equal.
     """
     check_ridge(ridge)
     problem = Problem.of(moments, heads, ridge)

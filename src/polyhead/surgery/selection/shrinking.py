@@ -23,7 +23,7 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 class Shrinker(Trials):
     """One model, its evidence, and its heads in the order in which they can go.
 
-    Heads go one by one or, for a smaller cache where several heads read one key head, with all that read theirs.
+    Heads go one by one or, for a smaller cache where several heads read one KV head, with all that read theirs.
     """
 
     searches = "moved between layers"
@@ -44,12 +44,12 @@ class Shrinker(Trials):
             len(set(heads.key_heads)) < heads.num_heads for heads in evidence.heads.values()
         )
         if self.by_key_heads and criterion != "compensated":
-            raise OptionError(f"key heads go by the criterion repaired, with their readers, got {criterion!r}")
+            raise OptionError(f"KV heads go by the criterion repaired, with their readers, got {criterion!r}")
         self.orders = self._orders()
 
     @property
     def steps(self) -> int:
-        """How many heads, or key heads with their readers, can go."""
+        """How many heads, or KV heads with their readers, can go."""
         return sum(len(order.heads) for order in self.orders.values())
 
     def _orders(self) -> dict[str, PruningOrder]:
@@ -73,7 +73,7 @@ class Shrinker(Trials):
         return {path: self._heads(path, own) for path, own in chosen.items()}
 
     def _heads(self, path: str, units: Sequence[int]) -> tuple[int, ...]:
-        """The query heads that go with what an order consists of: themselves, or the readers of key heads."""
+        """The query heads that go with what an order consists of: themselves, or the readers of KV heads."""
         if not self.by_key_heads:
             return tuple(sorted(units))
         readers = self.evidence.heads[path].readers
@@ -122,7 +122,7 @@ class Shrinker(Trials):
     ) -> Searched:
         """Heads for a target, how many of each layer chosen by what the whole model measures, repaired at once.
 
-        Each layer is measured without the beginnings of its order; then single heads, or key heads with their readers,
+        Each layer is measured without the beginnings of its order; then single heads, or KV heads with their readers,
         move from layer to layer while that makes the model lose less and the target is still reached. On this quality
         the model loses no more than with what `meet_target` gives.
 

@@ -1,4 +1,4 @@
-"""Heads that can go so that every layer ends alike: as many heads and key heads as a stock class can be told."""
+"""Heads that can go so that every layer ends alike: as many heads and KV heads as a native class can be told."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_LAYOUTS = 12  # that a curve has points of
 
 @dataclass(frozen=True, slots=True)
 class UniformLayout:
-    """Heads and key heads that every layer is left with, as in 6/3."""
+    """Heads and KV heads that every layer is left with, as in 6/3."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,14 +52,14 @@ def ranked_sets(
 ) -> list[RankedSet]:
     """Sets of heads that can go so that a layer ends with `num_heads` over `num_kv_heads`, in groups of one size.
 
-    Key heads go whole, with all their readers; of those that stay, each loses equally many. The cheapest after repair
+    KV heads go whole, with all their readers; of those that stay, each loses equally many. The cheapest after repair
     come first; where there are too many sets to compare, one is found head by head.
     """
     groups = heads.readers
     size = num_heads // num_kv_heads if num_kv_heads else 0
     if not 0 < num_kv_heads <= len(groups) or num_heads % num_kv_heads or size > min(map(len, groups)):
         raise OptionError(
-            f"a layer of {heads.num_heads} heads over {len(groups)} key heads can end with fewer of both, in groups of "
+            f"a layer of {heads.num_heads} heads over {len(groups)} KV heads can end with fewer of both, in groups of "
             f"one size, got {num_heads} over {num_kv_heads}"
         )
     problem = Problem.of(moments, heads, ridge)
@@ -98,7 +98,7 @@ def _one_after_the_other(
 
 
 def fits_native(model: nn.Module, gone: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a stock class of transformers has these shapes when these heads are gone; no weight is touched."""
+    """Whether a native class of transformers has these shapes when these heads are gone; no weight is touched."""
     layers = find_layers(model)
     layouts: dict[str, HeadLayout] = {}
     parameters: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ def fits_native(model: nn.Module, gone: Mapping[str, Sequence[int]]) -> bool:
 
 
 def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
-    """Every layout with fewer heads that a stock class can hold in all layers, found by trying; the largest first.
+    """Every layout with fewer heads that a native class can hold in all layers, found by trying; the largest first.
 
     Refused where there is none.
     """
@@ -130,15 +130,15 @@ def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
     found = [x for x in options if fits_native(model, {path: first_to_go(own, x) for path, own in groups.items()})]
     if not found:
         raise OptionError(
-            "uniform, every layer is left with as many heads as a stock config can say, got a "
+            "uniform, every layer is left with as many heads as a native config can say, got a "
             f"{type(model).__name__}, of which no config says fewer heads than it has; the forms for it are padded, "
-            "which stock transformers loads and which saves no time, and uneven, which polyhead.load loads"
+            "which plain transformers loads and which saves no time, and uneven, which polyhead.load loads"
         )
     return tuple(sorted(found, key=lambda x: (-x.num_heads, -x.num_kv_heads)))
 
 
 def first_to_go(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
-    """Heads that go for a layout, whichever: all but the first readers of the first key heads."""
+    """Heads that go for a layout, whichever: all but the first readers of the first KV heads."""
     each = layout.num_heads // layout.num_kv_heads
     kept = [head for group in groups[: layout.num_kv_heads] for head in group[:each]]
     return tuple(sorted(head for group in groups for head in group if head not in kept))
@@ -163,7 +163,7 @@ def uniform_sets(
 
 
 class UniformShrinker(Trials):
-    """One model, its evidence, and the layouts of all its layers that a stock class can hold."""
+    """One model, its evidence, and the layouts of all its layers that a native class can hold."""
 
     searches = "exchanged within layers"
 
@@ -203,7 +203,7 @@ class UniformShrinker(Trials):
                 return layout
         smallest = self.layouts[-1]
         raise OptionError(
-            f"uniform, every layer of this {type(self.model).__name__} can be left with heads/key heads "
+            f"uniform, every layer of this {type(self.model).__name__} can be left with heads/KV heads "
             f"{', '.join(map(str, self.layouts))}, of which {smallest} leaves {sizes[smallest]}, got a target of "
             f"{target}; ask for less, or let layers keep different numbers of heads"
         )
@@ -247,7 +247,7 @@ class UniformShrinker(Trials):
         path, heads = next(iter(self.evidence.heads.items()))
         left = [head for head in range(heads.num_heads) if head not in gone.get(path, ())]
         layout = UniformLayout(len(left), len({heads.key_heads[head] for head in left}))
-        return f"{sum(map(len, gone.values()))} heads go, {layout} heads/key heads stay in every layer"
+        return f"{sum(map(len, gone.values()))} heads go, {layout} heads/KV heads stay in every layer"
 
     def _random(self, layout: UniformLayout, seed: int) -> Gone:
         generator = torch.Generator().manual_seed(seed)

@@ -111,7 +111,7 @@ def _read_native(folder: Path, manifest: Manifest) -> Any:
 
 
 def _read_own(folder: Path, manifest: Manifest) -> Any:
-    """A model of the stock class, its layers given the heads that they are to have, then filled."""
+    """A model of the native class, its layers given the heads that they are to have, then filled."""
     import transformers
 
     check_config(folder)

@@ -93,7 +93,7 @@ class Manifest:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """A map from heads to key heads could be damaged and fit all the same."""
+    """A map from heads to KV heads could be damaged and fit all the same."""
     written = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
 

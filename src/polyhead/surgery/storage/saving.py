@@ -1,4 +1,4 @@
-"""Saving an edited model: in a form that stock transformers loads where there is one, whole or not at all."""
+"""Saving an edited model: in a form that plain transformers loads where there is one, whole or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from polyhead.surgery.storage.manifest import FORMS, RECORD, WEIGHTS, Form, Mani
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A folder that `save` wrote: its form, what stock transformers does with it in words, and its size."""
+    """A folder that `save` wrote: its form, what plain transformers does with it in words, and its size."""
 
     folder: Path
     form: Form
@@ -61,9 +61,9 @@ def save(
     one that the model came from.
 
     Args:
-        form: "uniform", for which a stock config must describe the heads; "padded", where heads of zeros fill what a
-            stock config describes, so that it loads anywhere and saves no time; "uneven", any heads, read by
-            `polyhead.load` alone. None takes uniform where it holds, else uneven. Whether stock transformers can load
+        form: "uniform", for which a native config must describe the heads; "padded", where heads of zeros fill what a
+            native config describes, so that it loads anywhere and saves no time; "uneven", any heads, read by
+            `polyhead.load` alone. None takes uniform where it holds, else uneven. Whether plain transformers can load
             a form is found out by building its class and comparing every tensor.
         record: what undoes the edits, kept beside the model for `polyhead undo`.
         tokenizer: what is saved along with its `save_pretrained(folder)`: a tokenizer, a processor, or `SideFiles` of
@@ -123,7 +123,7 @@ def _failure_named(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Made:
-    """What is to be written: a stock class on the meta device with the tensors that differ, or nothing but a model."""
+    """What is to be written: a native class on the meta device with the tensors that differ, or nothing but a model."""
 
     manifest: Manifest
     native: str
@@ -142,11 +142,11 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
         padded: PaddedFit = fit_padded(model, layers)
         if padded.built is None:
             raise OptionError(
-                f"padded, a model must fit into a stock config, got one that does not: {padded.rule}; save it uneven"
+                f"padded, a model must fit into a native config, got one that does not: {padded.rule}; save it uneven"
             )
         return _Made(
             Manifest("padded", name, known, layouts, padded.paddings, origins=origins),
-            f"stock transformers loads it as {name}{padded.in_words}",
+            f"plain transformers loads it as {name}{padded.in_words}",
             padded.built,
             padded.changes,
             padded.tensors(model, layers),
@@ -154,14 +154,14 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
     if uniform.built is not None and form != "uneven":
         return _Made(
             Manifest("uniform", name, known, layouts, origins=origins),
-            f"stock transformers loads it as {name}",
+            f"plain transformers loads it as {name}",
             uniform.built,
             uniform.changes,
         )
     if form == "uniform":
         raise OptionError(
-            f"uniform, a model must be one that a stock config describes, got one that is not: {uniform.rule}; save it "
-            "uneven, or padded"
+            f"uniform, a model must be one that a native config describes, got one that is not: {uniform.rule}; "
+            "save it uneven, or padded"
         )
     manifest = Manifest("uneven", name, known, layouts, origins=origins)
     return _own(model, manifest, f": {uniform.rule}" if uniform.rule else ", in this form")
@@ -170,12 +170,12 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
 def _own(model: nn.Module, manifest: Manifest, why: str) -> _Made:
     return _Made(
         dataclasses.replace(manifest, form="uneven", shared=_shared(model)),
-        f"stock transformers does not load it{why}; polyhead.load does",
+        f"plain transformers does not load it{why}; polyhead.load does",
     )
 
 
 def _write_native(model: Any, folder: Path, made: _Made) -> None:
-    """By the stock class itself, so that names, shards and tied weights are as it wants them."""
+    """By the native class itself, so that names, shards and tied weights are as it wants them."""
     built = made.built
     built.load_state_dict({**model.state_dict(), **made.tensors}, strict=True, assign=True)
     built.tie_weights()

@@ -117,7 +117,7 @@ def sizes() -> dict[str, Scene]:
     return {
         "one of everything": scene(heads=(1, 1), queries=1, keys=1, dims=(1, 1), who=who),
         "one query": scene(queries=1, dims=(16, 16)),
-        "many queries a key head": scene(heads=(7, 1), queries=5, dims=(8, 24), who=who),
+        "many queries a KV head": scene(heads=(7, 1), queries=5, dims=(8, 24), who=who),
         "no group": scene(heads=(3, 3), queries=19, keys=19, dims=(24, 8), who=who),
         "dims of 40 and 72": scene(heads=(2, 2), queries=17, keys=33, dims=(40, 72), who=who),
         "dims of 96": scene(queries=17, keys=17, dims=(96, 96), who=who),

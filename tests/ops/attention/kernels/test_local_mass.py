@@ -55,7 +55,7 @@ def sizes() -> dict[str, Scene]:
         "one of everything": scene("causal", batch=1, heads=(1, 1), queries=1, keys=1, dim=16),
         "one query": scene("all", queries=1, dim=16),
         "a whole number of tiles": scene("causal", queries=32, keys=48, dim=16),
-        "many queries a key head": scene("both sides", batch=1, heads=(7, 1), queries=19, keys=19, dim=40),
+        "many queries a KV head": scene("both sides", batch=1, heads=(7, 1), queries=19, keys=19, dim=40),
         "no group": scene("window", heads=(3, 3), queries=41, keys=41, dim=72),
         "dim of 128": scene("causal", batch=1, heads=(2, 1), queries=33, keys=35, dim=128),
         "dim of 256": scene("some after", batch=1, heads=(2, 1), queries=17, keys=35, dim=256),

@@ -159,7 +159,7 @@ class DifferentialAttention(MultiHeadAttention):
     ) -> list[AttentionOutput]:
         """What the first map of every head makes of the values, [batch, heads, queries, value_dim], and the second.
 
-        Two calls, because no view of the values stands before both maps of a key head.
+        Two calls, because no view of the values stands before both maps of a KV head.
         """
         sinks = (None, None) if self.sinks is None else self.sinks.chunk(2)
         may_decode = decode_runs_on(q) and requested.is_plain

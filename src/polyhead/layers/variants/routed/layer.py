@@ -96,7 +96,7 @@ class RoutedHeads(nn.Module):
     use: `loss + 0.01 * result.routing.balance_loss + 0.001 * result.routing.z_loss`.
 
     Statistics, weights and gates go by head, [batch, heads, queries]: a row that did not choose a head is one that sees
-    nothing, so that means are over the rows that did. In shape "shared" with several key/value heads, head i of the
+    nothing, so that means are over the rows that did. In shape "shared" with several KV heads, head i of the
     gate has rows i, num_heads + i, ..., one for each.
 
     Args:
@@ -105,7 +105,7 @@ class RoutedHeads(nn.Module):
         shape: "shared" or "full".
         top_k, top_p, threshold, k_min, k_max, budget, normalise, always_on, noise: how heads are chosen and weighed;
             see `polyhead.layers.variants.routed.router.HeadRouter`. One of the first three must be given.
-        num_kv_heads: key/value heads; 1 by default in shape "shared", num_heads in shape "full".
+        num_kv_heads: KV heads; 1 by default in shape "shared", num_heads in shape "full".
         head_dim, value_dim: channels of a query and key, and of a value; embed_dim / num_heads and head_dim by default.
         bias: whether the query, key and value projections have a bias.
         output_bias: whether the output has one; as `bias` by default.
@@ -228,7 +228,7 @@ class RoutedHeads(nn.Module):
 
     @property
     def rows_per_head(self) -> int:
-        """Queries of a chosen head, one for each key/value head that it reads."""
+        """Queries of a chosen head, one for each KV head that it reads."""
         return self.layout.num_kv_heads if self.shape == "shared" else 1
 
     def reset_parameters(self) -> None:

@@ -44,7 +44,7 @@ class RowsByHead:
 
 
 def rows_by_slot(routing: Routing, kv_heads: int) -> tuple[Tensor, RaggedRows]:
-    """The used rows of each slot as if slots were heads, `slots` of them over each key head, whichever heads they hold.
+    """The used rows of each slot as if slots were heads, `slots` of them over each KV head, whichever heads they hold.
 
     Rows are numbered [batch, tokens, slots, kv_heads]; the first result is the order that puts them so.
     """

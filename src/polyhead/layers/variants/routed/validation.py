@@ -17,7 +17,7 @@ SHAPES = ("shared", "full")
 
 
 def routed_layout(embed_dim: int, num_heads: int, shape: str, sizes: dict[str, int | None]) -> HeadLayout:
-    """Every query head there is, over the key/value heads: in shape "shared" a head has a query for each of those."""
+    """Every query head there is, over the KV heads: in shape "shared" a head has a query for each of those."""
     checks.check_one_of("shape", shape, SHAPES)
     if shape == "full":
         return checks.layout_of(embed_dim, num_heads, sizes)

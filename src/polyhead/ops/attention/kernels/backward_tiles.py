@@ -63,7 +63,7 @@ class Problem(NamedTuple):
     num_queries: int
     num_keys: int
     kv_heads: int
-    group: int  # query heads that share a key head
+    group: int  # query heads that share a KV head
     scale: float
     head_scale: Tensor | None  # [heads], multiplies the scale
     softcap: float | None

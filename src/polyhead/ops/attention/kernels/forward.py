@@ -66,7 +66,7 @@ class RowPointers(NamedTuple):
 
 class Sizes(NamedTuple):
     heads: int
-    group: int  # query heads that share a key head
+    group: int  # query heads that share a KV head
     queries: int
     keys: int
     sink_keys: int

@@ -100,10 +100,10 @@ def latent_kernel(
     EXACT: tl.constexpr = ptr_query.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = GROUP * QUERIES
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    i_pair = tl.program_id(0) // ROW_BLOCKS  # batch * KV_HEADS + key head
+    i_pair = tl.program_id(0) // ROW_BLOCKS  # batch * KV_HEADS + KV head
     i_batch, i_kv_head = i_pair // KV_HEADS, i_pair % KV_HEADS
     i_split = tl.program_id(1)
-    # [BLOCK_M]: the rows of a key head are its query heads times the new tokens
+    # [BLOCK_M]: the rows of a KV head are its query heads times the new tokens
     offs_m = (tl.program_id(0) % ROW_BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < ROWS
     offs_query = offs_m % QUERIES

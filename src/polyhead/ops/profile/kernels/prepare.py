@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     key_head: int
     key_token: int
     heads: int
-    group: int  # query heads that share a key head
+    group: int  # query heads that share a KV head
     row_start: int
     row_stop: int
     column_start: int
