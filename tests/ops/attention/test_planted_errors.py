@@ -37,15 +37,15 @@ PLANTED = {
         tiled_softmax, "_attended_rows", "total = total * decay + row_sums", "total = total + row_sums"
     ),
     "the output is not rescaled": Planted(
-        tiled_softmax, "_attended_rows", OUTPUT, "gathered.baddbmm_(kept, value_rows)"
+        tiled_softmax, "_attended_rows", OUTPUT, "collected.baddbmm_(kept, value_rows)"
     ),
     "the output is not rescaled, in bfloat16": Planted(
-        tiled_softmax, "_attended_rows", OUTPUT, "gathered.baddbmm_(kept, value_rows)", torch.bfloat16
+        tiled_softmax, "_attended_rows", OUTPUT, "collected.baddbmm_(kept, value_rows)", torch.bfloat16
     ),
-    "a bfloat16 accumulator": Planted(tiled_softmax, "_attended_rows", OUTPUT, f"gathered.copy_({OUTPUT}.bfloat16())"),
-    "a float16 accumulator": Planted(tiled_softmax, "_attended_rows", OUTPUT, f"gathered.copy_({OUTPUT}.half())"),
+    "a bfloat16 accumulator": Planted(tiled_softmax, "_attended_rows", OUTPUT, f"collected.copy_({OUTPUT}.bfloat16())"),
+    "a float16 accumulator": Planted(tiled_softmax, "_attended_rows", OUTPUT, f"collected.copy_({OUTPUT}.half())"),
     "a bfloat16 accumulator for float16": Planted(
-        tiled_softmax, "_attended_rows", OUTPUT, f"gathered.copy_({OUTPUT}.bfloat16())", torch.float16
+        tiled_softmax, "_attended_rows", OUTPUT, f"collected.copy_({OUTPUT}.bfloat16())", torch.float16
     ),
     "a causal mask off by one": Planted(
         Visibility, "_band_tile", "before = distance <= right", "before = distance <= right + 1"
