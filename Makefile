@@ -66,7 +66,7 @@ lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/python -m tests.gpu_record
 
 bench: $(VENV)/.installed-dev | system-compiler ## measure against the contenders
-	@$(BIN)/python -m benchmarks $(BENCH_FLAGS)
+	@$(BIN)/python -m benchmarks layers $(BENCH_FLAGS)
 
 # What is built is committed, so that nobody needs Node to use, install or test the package.
 frontend: | system-node ## build the page and the viewer from frontend/

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders import PROJECTIONS, Setting, Weights
-from polyhead.lab.measuring.agreement import Agreement, Disagreement, hold
+from benchmarks.measuring.agreement import Agreement, Disagreement, hold
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import polyhead.integrations.huggingface
-from polyhead.lab.measuring import machine
-from polyhead.lab.surgery_quality.language import LanguageTask
-from polyhead.lab.surgery_quality.sentences import SentenceTask
+from benchmarks.surgery_quality.language import LanguageTask
+from benchmarks.surgery_quality.sentences import SentenceTask
+from polyhead.costs.measuring import machine
 from polyhead.sources import load_model
 from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_forms, find_layers, fingerprint, undo
 from polyhead.surgery.kv_sharing.align import AlignHeads

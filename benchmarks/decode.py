@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 import polyhead
 from benchmarks.agreement import formula
 from benchmarks.contenders import OURS, PLAIN, FusedQKV, Polyhead, Shape, Weights
-from polyhead.lab.measuring.agreement import Disagreement
-from polyhead.lab.measuring.results import Row
-from polyhead.lab.measuring.runner import Run
+from benchmarks.measuring.agreement import Disagreement
+from benchmarks.measuring.results import Row
+from polyhead.costs.measuring.runner import Run
 from polyhead.layers.kv_cache import PreallocatedCache
 
 BARE = "fused QKV + slice + SDPA"

@@ -22,8 +22,8 @@ from benchmarks.contenders import (
     Unavailable,
     Weights,
 )
-from polyhead.lab.measuring.results import Row
-from polyhead.lab.measuring.runner import OUT_OF_MEMORY, Run, is_out_of_memory
+from benchmarks.measuring.results import Row
+from polyhead.costs.measuring.runner import OUT_OF_MEMORY, Run, is_out_of_memory
 
 FLOOR_BOUND = 1.05
 TORCH_BOUND = 1.0

@@ -11,10 +11,10 @@ from torch import Tensor
 import polyhead
 from benchmarks.contenders import Shape
 from benchmarks.layer import padding
+from benchmarks.measuring.agreement import Disagreement
+from benchmarks.measuring.results import Row
+from polyhead.costs.measuring.runner import Run
 from polyhead.errors import BackendUnsupported
-from polyhead.lab.measuring.agreement import Disagreement
-from polyhead.lab.measuring.results import Row
-from polyhead.lab.measuring.runner import Run
 
 GUARDED = "polyhead.attention"
 BARE = "SDPA, mask at hand"

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 import polyhead.integrations.huggingface
+from benchmarks.surgery_quality.language import LanguageTask
+from benchmarks.surgery_quality.sentences import LONGEST, SentenceTask
+from benchmarks.surgery_quality.tasks import Batch
+from polyhead.costs.measuring import machine
 from polyhead.inspection import layer_similarity
 from polyhead.inspection.heads import Group, Likeness
 from polyhead.inspection.probing import CHANCE_TOKENS, random_twin
-from polyhead.lab.measuring import machine
-from polyhead.lab.surgery_quality.language import LanguageTask
-from polyhead.lab.surgery_quality.sentences import LONGEST, SentenceTask
-from polyhead.lab.surgery_quality.tasks import Batch
 from polyhead.observation import AttentionSite, Contributions, find_projections, observe
 from polyhead.sources import load_model
 from polyhead.surgery import (

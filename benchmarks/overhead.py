@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, FLOOR, OURS, PLAIN, TORCH, Shape, Weights
 from benchmarks.layer import TORCH_BOUND, WITHOUT_GUESTS
-from polyhead.lab.measuring.results import Row
-from polyhead.lab.measuring.runner import Run
+from benchmarks.measuring.results import Row
+from polyhead.costs.measuring.runner import Run
 
 VANISHING = Shape(1, 2, 16, 2)
 SMALLEST = Shape(2, 10, 512, 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def accuracy_section(path: Path) -> str:
-    """One run of `polyhead bench plan`, with what it ran on."""
+    """One run of `python -m benchmarks plan`, with what it ran on."""
     result = json.loads(path.read_text(encoding="utf-8"))
     machine, versions, bounds = result["machine"], result["versions"], result["bounds"]
     calibration = result["calibration"]

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyhead
+from benchmarks.measuring import results
+from benchmarks.measuring.results import Row
 from polyhead import Mask
+from polyhead.costs.measuring import machine
+from polyhead.costs.measuring.runner import Run
 from polyhead.errors import BackendUnsupported
-from polyhead.lab.measuring import machine, results
-from polyhead.lab.measuring.results import Row
-from polyhead.lab.measuring.runner import Run
 
 CUDNN, FLASH, EFFICIENT = "cuDNN", "PyTorch's flash", "PyTorch's efficient"
 AUTO, FUSED, STATISTICS = "polyhead, auto", "polyhead, fused", "polyhead, entropy and max logit"

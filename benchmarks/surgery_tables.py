@@ -1,4 +1,4 @@
-"""The tables of docs/surgery.md, from what `polyhead bench surgery` measured."""
+"""The tables of docs/surgery.md, from what `python -m benchmarks surgery` measured."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyhead.lab.surgery_quality.points import Result, read_results
-from polyhead.lab.surgery_quality.standings import best_by_place, curves_of, headline, is_curve, place_of, said
-from polyhead.lab.surgery_quality.tasks import Split
+from benchmarks.surgery_quality.points import Result, read_results
+from benchmarks.surgery_quality.standings import best_by_place, curves_of, headline, is_curve, place_of, said
+from benchmarks.surgery_quality.tasks import Split
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
 NOT_NATIVE = "What cannot is loaded by `polyhead.load`, or anywhere padded with heads of zeros, and then saves no time."

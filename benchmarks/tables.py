@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import recorded
+from benchmarks.measuring.results import at_most
 from benchmarks.plan_tables import accuracy_section
 from benchmarks.surgery_tables import quality_section
+from benchmarks.training.contestants import contest
+from benchmarks.training.standings import rows, standings
+from benchmarks.training.trials import read_results
+from benchmarks.variant_speed import floors
+from benchmarks.variant_speed.steps import FORWARD
+from benchmarks.variant_speed.steps import TRAINING as TRAINED
 from polyhead.costs import Workload, estimate_cost
-from polyhead.lab.arrangement_speed import floors
-from polyhead.lab.arrangement_speed.steps import FORWARD
-from polyhead.lab.arrangement_speed.steps import TRAINING as TRAINED
-from polyhead.lab.measuring.results import at_most
-from polyhead.lab.measuring.runner import Ratio
-from polyhead.lab.training.contestants import contest
-from polyhead.lab.training.standings import rows, standings
-from polyhead.lab.training.trials import read_results
+from polyhead.costs.measuring.runner import Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
-# `polyhead bench` names no file itself; its results are kept here under names that begin so.
+# `python -m benchmarks` names no file itself; its results are kept here under names that begin so.
 STATISTICS = "statistics-"
 INSPECTION = "inspection-"
 VIEWER = "viewer-"
@@ -50,22 +50,22 @@ def performance_page(page: str, results: Path = RESULTS) -> str:
 
 
 def statistics_page(page: str, results: Path = RESULTS) -> str:
-    """docs/statistics.md, from what `polyhead bench statistics` measured."""
+    """docs/statistics.md, from what `python -m benchmarks statistics` measured."""
     return _between_marks(page, sorted(results.glob(f"{STATISTICS}*.json")), "batch x heads x n x d")
 
 
 def inspection_page(page: str, results: Path = RESULTS) -> str:
-    """docs/inspecting.md, from what `polyhead bench inspection` measured."""
+    """docs/inspecting.md, from what `python -m benchmarks inspection` measured."""
     return _between_marks(page, sorted(results.glob(f"{INSPECTION}*.json")), "model and text")
 
 
 def looking_page(page: str, results: Path = RESULTS) -> str:
-    """docs/looking.md, from what `polyhead bench viewer` measured."""
+    """docs/looking.md, from what `python -m benchmarks viewer` measured."""
     return _between_marks(page, sorted(results.glob(f"{VIEWER}*.json")), "heads and text")
 
 
 def arrangements_page(page: str, results: Path = RESULTS) -> str:
-    """docs/arrangements.md, from what `polyhead bench variants` and `polyhead bench training` measured."""
+    """docs/arrangements.md, from what `python -m benchmarks variants` and `python -m benchmarks training` measured."""
     paths = sorted(results.glob(f"{ARRANGEMENTS}*.json"))
     page = _between_marks(page, paths, "heads and tokens")
     if paths:
@@ -76,14 +76,14 @@ def arrangements_page(page: str, results: Path = RESULTS) -> str:
 
 
 def surgery_page(page: str, results: Path = RESULTS) -> str:
-    """docs/surgery.md, from what `polyhead bench surgery` measured: worth by criterion and share, and time saved."""
+    """docs/surgery.md from `python -m benchmarks surgery`: quality by criterion and share, and time saved."""
     page = _between_marks(page, sorted(results.glob(f"{SURGERY}*.json")), "call")
     sections = [quality_section(path) for path in sorted(results.glob(f"{SURGERY}*.jsonl"))]
     return _filled(page, QUALITY_MARKS, "quality", "\n".join(sections)) if sections else page
 
 
 def plan_page(page: str, results: Path = RESULTS) -> str:
-    """docs/plan.md, from what `polyhead bench plan` measured."""
+    """docs/plan.md, from what `python -m benchmarks plan` measured."""
     sections = [accuracy_section(path) for path in sorted(results.glob(f"{PLAN}*.json"))]
     return _filled(page, MARKS, "figures", "\n".join(sections)) if sections else page
 

@@ -39,7 +39,7 @@ KEPT = 300  # tests whose seconds are recorded, the slowest
 LONG = 10.0  # seconds; tests that take longer come first: nobody waits for one of them at the end
 # Seconds of tests that the last record does not have, by the beginnings of their names.
 GUESSED = {
-    "tests/cli/test_bench.py::test_every_part_runs_on_a_gpu": 40.0,
+    "tests/benchmarks/test_statistics_speed.py::test_every_part_runs_on_a_gpu": 40.0,
     "tests/ops/attention/test_fused.py::test_on_a_gpu_every_statistic_passes_its_gradient_on": 12.0,
     "tests/ops/attention/test_fused.py::test_on_a_gpu_the_rest_holds_too[check_programs]": 50.0,
     "tests/ops/attention/test_scaled_dot_product.py::test_twelve_cases_in_processes_of_their_own": 40.0,

@@ -1,6 +1,6 @@
 """Draws docs/images/plan-accuracy.svg: predicted over measured time of layers that no calibration saw, by regime.
 
-polyhead bench plan --machine nvidia-h200 --output benchmarks/results/plan-cuda-nvidia-h200.json
+python -m benchmarks plan --machine nvidia-h200 --output benchmarks/results/plan-cuda-nvidia-h200.json
 python docs/images/draw_plan_accuracy.py benchmarks/results/plan-cuda-nvidia-h200.json
 """
 

@@ -2,7 +2,7 @@
 
     python docs/images/draw_surgery.py
 
-Every number is read from benchmarks/results/surgery-MODEL.jsonl, which `polyhead bench surgery` writes.
+Every number is read from benchmarks/results/surgery-MODEL.jsonl, which `python -m benchmarks surgery` writes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyhead.lab.surgery_quality.points import read_results
-from polyhead.lab.surgery_quality.standings import Curve, curves_of
+from benchmarks.surgery_quality.points import read_results
+from benchmarks.surgery_quality.standings import Curve, curves_of
 
 ROOT = Path(__file__).resolve().parents[2]
 INK, SOFT, GRID = "#1f2933", "#616e7c", "#e4e7eb"

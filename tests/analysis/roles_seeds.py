@@ -14,13 +14,13 @@ from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_copying import copying_scores
 from polyhead.analysis.roles_rules import RULES
 from polyhead.geometry import HeadId
-from polyhead.lab.planted import BEGIN, Sizes, planted_model, random_model, random_tokens
 from polyhead.layers.transformer import LanguageModel
 from polyhead.observation import AttentionSite, BatchMetadata
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_tokens import Meaning, rare_tokens
 from polyhead.sources.probes import repeated_batch
 from polyhead.sources.token_classes import TokenClass
+from tests.planted import BEGIN, Sizes, planted_model, random_model, random_tokens
 
 SIZES = Sizes(vocab_size=48, token_dim=48, num_heads=8)  # smaller than the default: eigenvalues take most of the time
 WORDS = SIZES.vocab_size

@@ -26,11 +26,11 @@ from polyhead.analysis.importance import (
     gradient_scores,
 )
 from polyhead.errors import OptionError, ShapeError
-from polyhead.lab.planted import Sizes, planted_model, repeated_tokens
 from polyhead.layers.positions import Rotary
 from polyhead.layers.transformer import LanguageModel
 from polyhead.observation import AttentionSite
 from tests.integrations.huggingface import models
+from tests.planted import Sizes, planted_model, repeated_tokens
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
 MASK = 3

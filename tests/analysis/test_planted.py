@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from polyhead import HeadId, MultiHeadAttention
 from polyhead.analysis.redundancy import redundancy
 from polyhead.analysis.relations import cka, cosine, mutual_information, subspace_overlap
-from polyhead.lab.planted import Sizes, planted_model, random_model, random_tokens
 from polyhead.observation.head_moments import HeadMoments
+from tests.planted import Sizes, planted_model, random_model, random_tokens
 
 
 def moments_of(model: nn.Module, tokens: Tensor) -> tuple[HeadMoments, Tensor, list[HeadId]]:

@@ -15,7 +15,6 @@ from polyhead.analysis.roles import DRAWS, HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Copying, copying_scores
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError, ShapeError
-from polyhead.lab.planted import PLANTED_ROLES
 from polyhead.layers.head_matrices import HeadMatrices
 from polyhead.observation import BatchMetadata
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
@@ -23,6 +22,7 @@ from polyhead.observation.role_evidence_rows import COLUMNS
 from polyhead.observation.role_evidence_tokens import Meaning
 from tests.analysis.roles_seeds import wrong_roles
 from tests.integrations.huggingface import models
+from tests.planted import PLANTED_ROLES
 
 
 # `python -m tests.analysis.roles_seeds --seeds 20` tries as many as are asked for, with and without later tokens.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.app import app as benchmarks
 from polyhead.cli import app
 from polyhead.sources import models
 from tests.inspection.small_models import model_folder, text_folder
@@ -139,7 +140,6 @@ REFUSED: list[tuple[list[str], str]] = [
     (["undo", "MODEL", "--output", "new"], "without one"),
     (["undo", "none", "--output", "new"], "got none, which is none"),
     (["undo", "MODEL", "--output", "FULL"], "which holds files"),
-    (["demo", "--head", "8"], "the layer has heads 0 to 7, got 8"),
     (["plan", "llama3.1-8b", "--output", "none/x.html"], "a folder that is there"),
     (["plan", "llama3.1-8b", "--output", "FILE/x.html"], "a folder that is there"),
     (["choose", "--d-model", "512", "--most", "0"], "--most must be at least 1, got 0"),
@@ -176,7 +176,10 @@ REFUSED += [
 
 
 def refused(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    program = app
+    if arguments[0] == "bench":
+        program, arguments = benchmarks, arguments[1:]
+    result = CliRunner().invoke(program, arguments, env={"COLUMNS": "200", "NO_COLOR": "1"})
     said = " ".join(result.stderr.replace("│", " ").split())  # a box wraps its lines
     assert result.exit_code == 2, (result.output, result.exception)
     assert words in said

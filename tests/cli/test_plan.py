@@ -171,7 +171,7 @@ def test_a_page_writes_a_name_as_text(tmp_path):
 
 
 def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
-    import polyhead.lab.calibration as calibration
+    import polyhead.costs.calibration as calibration
 
     def measured(*, report: Any) -> Machine:
         report(1, 2, "a product")
@@ -198,7 +198,7 @@ def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_planned_is_refused_before_anything_is_measured(tmp_path, monkeypatch, arguments, words):
-    import polyhead.lab.calibration as calibration
+    import polyhead.costs.calibration as calibration
 
     monkeypatch.setattr(calibration, "calibrate", lambda **options: pytest.fail("it was measured"))
     monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
@@ -206,7 +206,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_measured(tmp_path,
 
 
 def test_a_calibration_that_cannot_be_kept_is_not_begun_and_one_that_was_made_is_used(tmp_path, monkeypatch):
-    import polyhead.lab.calibration as calibration
+    import polyhead.costs.calibration as calibration
 
     folder = tmp_path / "own"
 

@@ -1,4 +1,4 @@
-"""`polyhead shrink` and `polyhead bench surgery`: what they print and write, and what they say when they cannot."""
+"""`polyhead shrink` and `python -m benchmarks surgery`: what they print and write, and their errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import polyhead
+from benchmarks.app import app as benchmarks
+from benchmarks.surgery_quality.points import read_results
 from polyhead.cli import app
 from polyhead.cli.line_plot import line_plot
-from polyhead.lab.surgery_quality.points import read_results
 from polyhead.surgery import find_layers
 from polyhead.surgery.selection import shrinking
 from polyhead.surgery.selection.budgets import Searched
@@ -26,6 +27,13 @@ from tests.inspection.small_models import model_folder, text_folder
 def invoke(*arguments: object, code: int = 0):
     environment = {"COLUMNS": "250", "NO_COLOR": "1"}
     result = CliRunner().invoke(app, [str(x) for x in arguments], env=environment)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def measure(*arguments: object, code: int = 0):
+    environment = {"COLUMNS": "250", "NO_COLOR": "1"}
+    result = CliRunner().invoke(benchmarks, ["surgery", *map(str, arguments)], env=environment)
     assert result.exit_code == code, result.output
     return result
 
@@ -86,7 +94,7 @@ def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
         gone.append(sum(heads for heads, _ in layouts_of(whole)) - sum(heads for heads, _ in layouts_of(fewer)))
         return Found()
 
-    monkeypatch.setattr("polyhead.lab.measuring.runner.alternate", alternate)
+    monkeypatch.setattr("polyhead.costs.measuring.runner.alternate", alternate)
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--preview", "--measured"]
     shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options).stdout
     assert gone == [1, 2, 3]
@@ -228,7 +236,7 @@ def test_the_plot_has_the_better_at_the_top_and_every_curve_in_its_column():
 
 def test_points_of_a_small_model_are_measured_and_taken_up_again(place, tmp_path, monkeypatch):
     """Of each list of points every few: test_surgery_quality measures every way."""
-    from polyhead.lab.surgery_quality import language, points
+    from benchmarks.surgery_quality import language, points
 
     monkeypatch.setattr(language, "CONTEXT", 16)
     tuned, curves = points.tuned, points.curves
@@ -238,23 +246,23 @@ def test_points_of_a_small_model_are_measured_and_taken_up_again(place, tmp_path
     text.write_text("\n".join(path.read_text() for path in sorted((place / "text").rglob("*.txt"))) * 12)
     output = tmp_path / "points.jsonl"
     options = ["--model", place / "llama", "--text", text, "--output", output, "--device", "cpu", "--quick"]
-    invoke("bench", "surgery", *options, "--minutes", "0")
+    measure(*options, "--minutes", "0")
     assert not output.exists()
-    first = invoke("bench", "surgery", *options, "--part", "tuned").stdout
+    first = measure(*options, "--part", "tuned").stdout
     results = read_results(output)
     assert {result.point.native for result in results} == {None, "2/2", "2/1"}
     assert "perplexity, report" in first
-    invoke("bench", "surgery", *options, "--part", "tuned", "--share", "2/2")
+    measure(*options, "--part", "tuned", "--share", "2/2")
     assert read_results(output) == results
-    assert "no --text or no --output" in invoke("bench", "surgery", code=2).stderr
-    assert "a part is tuned or curves" in invoke("bench", "surgery", *options, "--part", "all", code=2).stderr
+    assert "no --text or no --output" in measure(code=2).stderr
+    assert "a part is tuned or curves" in measure(*options, "--part", "all", code=2).stderr
     (tmp_path / "other.txt").write_text(text.read_text())
     other = [*options[:2], "--text", tmp_path / "other.txt", *options[4:]]
-    assert "a file holds points of one model, text" in invoke("bench", "surgery", *other, code=2).stderr
-    invoke("bench", "surgery", *options, "--part", "curves", "--shares", "50%")
+    assert "a file holds points of one model, text" in measure(*other, code=2).stderr
+    measure(*options, "--part", "curves", "--shares", "50%")
     drawn = [result for result in read_results(output) if result not in results]
     assert {result.point.share for result in drawn} == {0.5}
     assert all(set(result.figures) == {"report"} for result in drawn)
-    said = invoke("bench", "surgery", *options, "--shares", "half", code=2).stderr
+    said = measure(*options, "--shares", "half", code=2).stderr
     assert "shares of heads are written as 20%,50%" in said
-    assert "a share is I/N" in invoke("bench", "surgery", *options, "--share", "3/2", code=2).stderr
+    assert "a share is I/N" in measure(*options, "--share", "3/2", code=2).stderr

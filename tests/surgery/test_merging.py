@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import polyhead.integrations.huggingface
 from benchmarks import merging
-from polyhead.lab.surgery_quality.language import LanguageTask
+from benchmarks.surgery_quality.language import LanguageTask
 from polyhead.surgery import KeyForm, change_key_basis, change_value_basis, find_layers, fingerprint, read_heads
 from polyhead.surgery.adapters.head_weights import pack_heads
 from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of

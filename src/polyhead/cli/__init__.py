@@ -7,22 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli import (
-    bench,
-    choose,
-    compare,
-    convert,
-    demo,
-    inspect,
-    merge,
-    plan,
-    prune,
-    report,
-    shrink,
-    syntax,
-    undo,
-    view,
-)
+from polyhead.cli import choose, compare, convert, inspect, merge, plan, prune, report, shrink, syntax, undo, view
 from polyhead.cli.progress import end_on_sigterm
 
 app = typer.Typer(
@@ -46,8 +31,6 @@ app.command("merge")(merge.merge)
 app.command("convert")(convert.convert)
 app.command("shrink")(shrink.shrink)
 app.command("undo")(undo.undo)
-app.command("demo")(demo.demo)
-app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

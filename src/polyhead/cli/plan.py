@@ -189,8 +189,8 @@ def _calibrated(to_stderr: bool) -> Machine:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from polyhead.costs.calibration import calibrate
     from polyhead.errors import OptionError
-    from polyhead.lab.calibration import calibrate
 
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -213,10 +213,10 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
     """What would be found out only after minutes of measuring."""
     import torch
 
+    from polyhead.costs.calibration import DTYPES
     from polyhead.costs.layouts.model import dtype_name, named_dtype
     from polyhead.costs.timing.machine import check_own_folder
     from polyhead.errors import OptionError
-    from polyhead.lab.calibration import DTYPES
 
     if not calibrate:
         return

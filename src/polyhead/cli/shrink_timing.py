@@ -45,8 +45,8 @@ def _times_faster(trials: Trials, gone: Mapping[str, tuple[int, ...]], batches: 
     """The whole model's time over that of the model without these heads, in turns."""
     import torch
 
+    from polyhead.costs.measuring.runner import alternate
     from polyhead.integrations.huggingface import register
-    from polyhead.lab.measuring.runner import alternate
     from polyhead.surgery import apply
 
     # Copies, since both run on polyhead's attention, which knows groups of any sizes; the model itself stays.

@@ -1,0 +1,1 @@
+"""Results of benchmarks and the checks that precede every timing."""

@@ -1,0 +1,194 @@
+"""`python -m benchmarks plan`: predicted times against measured ones, on layers that no calibration saw."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polyhead.cli.options import ResultFile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from benchmarks.plan_accuracy import Outcome
+    from benchmarks.plan_accuracy.shapes import Shape
+    from polyhead.costs.timing.machine import Machine
+
+
+def plan(
+    machine: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="A calibrated machine: the one this runs on, or its .json file.")
+    ],
+    output: ResultFile = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A dozen small shapes, as on a CPU: a look, no figure.")
+    ] = False,
+    seconds: Annotated[float | None, typer.Option(help="Begin no shape after so many seconds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="By which the shapes are drawn, another than the usual.")] = None,
+    times: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Measure nothing: predict again what was measured by the run kept there.",
+        ),
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
+    ] = None,
+) -> None:
+    """How far off predicted times are.
+
+    Draws layers by a seed, log-uniform in every size, causal and windowed; predicts each on the calibrated machine,
+    then runs it: forward, one token of decoding, or a training step. Errors by regime, median and worst, beside those
+    of a datasheet's roofline. A miss is a median above 15% or a worst above 35%.
+    """
+    from rich.console import Console
+
+    from benchmarks import plan_accuracy
+    from polyhead.costs.timing.machine import Machine
+    from polyhead.errors import OptionError
+
+    try:
+        calibrated = Machine.load(machine)
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint="--machine") from None
+    if times is not None:
+        facts, outcomes = _predicted_again(times, calibrated)
+        if output is not None:
+            plan_accuracy.write(output, facts, outcomes)
+    else:
+        outcomes = _measured(calibrated, output, quick, seconds, seed, commit)
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(width=150, highlight=False)
+    console.print(_rows(outcomes))
+    console.print(_summary(outcomes))
+    if output is not None:
+        typer.echo(f"written to {output}")
+
+
+def _predicted_again(times: Path, calibrated: Machine) -> tuple[dict[str, object], list[Outcome]]:
+    """What is known of the run that was kept, and what is said of its times now."""
+    from benchmarks import plan_accuracy
+    from benchmarks.plan_accuracy.shapes import REGIMES
+    from polyhead.errors import PolyheadError
+
+    rule = f"must be a run that `python -m benchmarks plan --output` has kept, got {times}"
+    try:
+        content = json.loads(times.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise typer.BadParameter(f"{rule}, a {type(content).__name__}", param_hint="--times")
+        facts = {name: content[name] for name in content if name not in ("bounds", "summary", "rows")}
+        facts["calibration"] = _calibration(calibrated)
+        outcomes = plan_accuracy.predict_again(content, calibrated)
+        for outcome in outcomes:
+            known = [seconds for seconds in (outcome.measured, outcome.usual) if seconds is not None]
+            if outcome.regime not in REGIMES or len(known) == 1 or not all(0 < seconds < math.inf for seconds in known):
+                said = f"{outcome.regime!r} with {outcome.measured!r} and {outcome.usual!r} seconds"
+                raise typer.BadParameter(f"{rule} with a row of {said}", param_hint="--times")
+    except PolyheadError as error:
+        raise typer.BadParameter(str(error), param_hint="--times") from None
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"{rule}: {type(error).__name__}: {error}", param_hint="--times") from None
+    return facts, outcomes
+
+
+def _measured(
+    calibrated: Machine, output: Path | None, quick: bool, seconds: float | None, seed: int | None, commit: str | None
+) -> list[Outcome]:
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from benchmarks import plan_accuracy
+    from benchmarks.plan_accuracy import shapes
+    from polyhead.costs import calibration
+    from polyhead.costs.calibration.timing import undisturbed
+    from polyhead.costs.measuring import machine as described
+
+    gpu = calibrated.device == "cuda"
+    if gpu and not torch.cuda.is_available():
+        raise typer.BadParameter(
+            f"{calibrated.name} has a CUDA GPU and this machine has none; name one like this", param_hint="--machine"
+        )
+    device = torch.device(calibrated.device)
+    ranges = shapes.GPU if gpu and not quick else shapes.CPU
+    if gpu and quick:
+        ranges = shapes.on_a_gpu(ranges)
+    drawn_by = shapes.SEED if seed is None else seed
+    # All that a calibration may time, whatever this one had the time for: the same shapes for everybody.
+    known = [piece for group in calibration.planned(device, calibrated.dtypes) for piece in group.pieces]
+    drawn = shapes.draw(ranges, seed=drawn_by, known=known)
+    facts = {
+        **described.describe(device, commit),
+        "calibration": _calibration(calibrated),
+        "dtype": str(ranges.dtype).removeprefix("torch."),
+        "drawn": len(drawn),
+        "quick": quick,
+        "seed": drawn_by,
+    }
+    progress, began = Console(stderr=True, highlight=False), time.perf_counter()
+    outcomes: dict[Shape, Outcome] = {}
+    limit = math.inf if seconds is None else seconds
+    with undisturbed(), Progress(console=progress, transient=True, disable=not progress.is_terminal) as bar:
+        task = bar.add_task("", total=len(drawn))
+        for outcome in plan_accuracy.measure(drawn, calibrated, ranges, device=device, seconds=limit):
+            first = outcome.shape not in outcomes
+            outcomes[outcome.shape] = outcome
+            taken = time.perf_counter() - began
+            if output is not None:
+                plan_accuracy.write(output, {**facts, "seconds": round(taken, 1)}, list(outcomes.values()))
+            bar.update(task, advance=first, description=f"{outcome.regime} {outcome.shape}")
+            if not progress.is_terminal:
+                progress.print(f"{taken:6.1f} s  {outcome.regime} {outcome.shape}", markup=False)
+    typer.echo(f"{len(outcomes)} of {len(drawn)} shapes in {time.perf_counter() - began:.0f} seconds")
+    return list(outcomes.values())
+
+
+def _calibration(calibrated: Machine) -> dict[str, object]:
+    return {"name": calibrated.name, "date": calibrated.facts.get("date"), "samples": len(calibrated.samples)}
+
+
+def _rows(outcomes: Sequence[Outcome]) -> Table:
+    from rich.table import Table
+
+    from benchmarks.plan_accuracy.shapes import REGIMES
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("regime", "phase", "batch x heads x n x d", "bound by"):
+        table.add_column(name)
+    for name in ("predicted", "measured", "error", "datasheet"):
+        table.add_column(name, justify="right")
+    for outcome in sorted(outcomes, key=lambda outcome: REGIMES.index(outcome.regime)):
+        told = ("", "no memory", "")
+        if outcome.measured is not None:
+            told = (f"{1e3 * outcome.measured:.4g} ms", f"{outcome.error:+.1%}", f"{outcome.datasheet_error:+.1%}")
+        place = (outcome.regime, outcome.shape.phase, str(outcome.shape), outcome.bound)
+        table.add_row(*place, f"{1e3 * outcome.predicted:.4g} ms", *told)
+    return table
+
+
+def _summary(outcomes: Sequence[Outcome]) -> Table:
+    from rich.table import Table
+
+    from benchmarks.plan_accuracy import summaries
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("\nregime")
+    for name in ("shapes", "median error", "worst", "at any moment: median", "worst", "datasheet: median", "worst"):
+        table.add_column(f"\n{name}", justify="right")
+    table.add_column("\n")
+    for found in summaries(outcomes):
+        errors = [found.median, found.worst, found.usual_median, found.usual_worst]
+        errors += [found.datasheet_median, found.datasheet_worst]
+        verdict = "MISS" if found.missed else "ok"
+        table.add_row(found.regime, str(found.shapes), *(f"{error:.1%}" for error in errors), verdict)
+    return table

@@ -1,0 +1,96 @@
+"""What exact statistics of every head cost: each figure of docs/statistics.md, measured on the machine at hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.measuring.results import Row
+from benchmarks.statistics_speed import attention, cpu, decode, layer, memory
+from benchmarks.statistics_speed.places import PARTS, Shape, shapes_of
+from benchmarks.statistics_speed.problem import tidy
+from polyhead.costs.measuring.runner import Run
+from polyhead.errors import OptionError
+
+__all__ = ["NO_GPU", "PARTS", "Shape", "Step", "plan"]
+
+NO_GPU = "no CUDA GPU was found"
+_GPU_SECONDS, _GPU_QUICK_SECONDS = 1.0, 0.4  # of one place, warming up apart
+_CPU_SECONDS, _CPU_QUICK_SECONDS = 20.0, 4.0
+_QUICK_ALTERNATIONS, _QUICK_FEWEST = 11, 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """One place of the benchmark, and what measures it."""
+
+    part: str
+    place: str
+    device: torch.device
+    measure: Callable[[], Iterator[Row]]
+
+    def rows(self) -> Iterator[Row]:
+        yield from self.measure()
+        tidy()
+
+
+def plan(
+    only: Sequence[str] = PARTS,
+    shapes: Sequence[Shape] | None = None,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    gpu: torch.device | None = None,
+) -> list[Step]:
+    """The steps of a run, in the order of `PARTS`. Without a GPU there are those of the part "cpu" alone."""
+    if unknown := [name for name in only if name not in PARTS]:
+        raise OptionError(f"a part is one of {', '.join(PARTS)}; got {', '.join(unknown)}")
+    steps: list[Step] = []
+    for part in PARTS:
+        if part not in only:
+            continue
+        if part == "cpu":
+            steps += _cpu_steps(_run(torch.device("cpu"), quick, seed), shapes, quick)
+        elif gpu is not None:
+            steps += _gpu_steps(part, _run(gpu, quick, seed), shapes or shapes_of(part, quick=quick), quick)
+    return steps
+
+
+def _run(device: torch.device, quick: bool, seed: int) -> Run:
+    if device.type == "cpu":
+        seconds, dtype = _CPU_QUICK_SECONDS if quick else _CPU_SECONDS, torch.float32
+    else:
+        seconds, dtype = _GPU_QUICK_SECONDS if quick else _GPU_SECONDS, torch.bfloat16
+    run = Run(device, dtype, seed=seed, seconds=seconds)
+    return Run(device, dtype, _QUICK_ALTERNATIONS, seed, seconds, _QUICK_FEWEST) if quick else run
+
+
+def _gpu_steps(part: str, run: Run, shapes: Sequence[Shape], quick: bool) -> Iterator[Step]:
+    once = {"memory": memory.memory, "layer": layer.layer, "decode": decode.one_token}
+    both: dict[str, Callable[[Run, Shape, bool], Iterator[Row]]] = {
+        "forward": functools.partial(attention.forward, compiled=not quick),
+        "backward": attention.backward,
+        "profile": attention.profiles,
+        "materialised": attention.materialised,
+    }
+    for shape in shapes:
+        if part in once:
+            yield Step(part, str(shape), run.device, functools.partial(once[part], run, shape))
+        else:
+            yield from _both(part, both[part], run, shape)
+
+
+def _cpu_steps(run: Run, shapes: Sequence[Shape] | None, quick: bool) -> Iterator[Step]:
+    for shape in shapes or shapes_of("cpu", quick=quick):
+        yield from _both("cpu", cpu.cpu, run, shape)
+    for shape in shapes or shapes_of("cpu layer", quick=quick):
+        yield Step("cpu", f"{shape}, layer", run.device, functools.partial(layer.layer, run, shape))
+
+
+def _both(part: str, measure: Callable[[Run, Shape, bool], Iterator[Row]], run: Run, shape: Shape) -> Iterator[Step]:
+    for causal in (False, True):
+        place = f"{shape}, causal" if causal else str(shape)
+        yield Step(part, place, run.device, functools.partial(measure, run, shape, causal))

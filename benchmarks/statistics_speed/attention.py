@@ -1,0 +1,205 @@
+"""Attention on a GPU: what row statistics cost in the forward and in training, and what the profile costs after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.measuring.agreement import Disagreement
+from benchmarks.measuring.results import Figure, Row
+from benchmarks.statistics_speed import contenders
+from benchmarks.statistics_speed.contenders import (
+    CUDNN,
+    FLASH,
+    FLEX,
+    GUARDED,
+    MATERIALISED,
+    PENALTY,
+    PROFILE,
+    WITH,
+    WITHOUT,
+    TrainingStep,
+)
+from benchmarks.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found, check_gradients, check_profile
+from benchmarks.statistics_speed.places import LONG, ROW_STATISTICS, Shape
+from benchmarks.statistics_speed.problem import Entrants, Problem
+from polyhead import profile
+from polyhead.costs.measuring.runner import Run
+from polyhead.ops.profile import AttentionProfile, BlockMap
+
+STATISTICS_BOUND = 1.05  # with statistics / without, both ours
+TRAINING_BOUND = 1.05
+MAP = BlockMap(block=(128, 128))
+
+
+def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> Iterator[Row]:
+    """Ours with and without row statistics against kernels that give none, and FlexAttention, which gives two."""
+    problem = Problem.draw(run, shape, causal=causal)
+    exact = Exact(problem, seed=run.seed)
+    found = Entrants()
+    _enter_ours(found, exact, WITHOUT, lambda: contenders.ours(problem, ()))
+    _enter_ours(found, exact, WITH, lambda: contenders.ours(problem, ROW_STATISTICS))
+    if causal:  # without a mask there is nothing to guard
+        _enter_ours(found, exact, GUARDED, lambda: contenders.ours(problem, ROW_STATISTICS, finite=False))
+    for name in (CUDNN, FLASH):
+        _enter_sdpa(found, exact, name)
+    if compiled:
+        found.enter(
+            FLEX, lambda: contenders.flex(problem), lambda result: exact.check(FLEX, contenders.read_flex(result))
+        )
+    else:
+        found.absent[FLEX] = "left out of a quick look: to compile it takes longer than to measure it"
+    timings = run.time(found.calls, found.absent)
+    yield Row.of(
+        _named("forward", causal),
+        str(shape),
+        run.dtype,
+        timings,
+        [
+            timings.compare(WITH, CUDNN, _forward_bound(shape)),
+            timings.compare(WITH, WITHOUT, STATISTICS_BOUND),
+            timings.compare(WITHOUT, CUDNN),
+            timings.compare(WITH, FLASH),
+            timings.compare(WITH, FLEX),
+            timings.compare(GUARDED, WITH),
+        ],
+        failed=found.failed,
+    )
+
+
+def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
+    """Ours against the weights as a tensor with the same statistics; where they do not fit, that is the figure."""
+    problem = Problem.draw(run, shape, causal=causal)
+    exact = Exact(problem, seed=run.seed)
+    found = Entrants()
+    _enter_ours(found, exact, WITH, lambda: contenders.ours(problem, ROW_STATISTICS))
+    found.enter(
+        MATERIALISED, lambda: contenders.materialised(problem), lambda result: exact.check(MATERIALISED, result)
+    )
+    timings = run.time(found.calls, found.absent)
+    bound = 1 / (45 if causal else 23) if LONG <= shape.tokens <= 16384 else None
+    compared = [timings.compare(WITH, MATERIALISED, bound)]
+    alone = [WITH] if WITH in timings.samples_ms and MATERIALISED in timings.absent else []
+    yield Row.of(
+        _named("materialised", causal),
+        str(shape),
+        run.dtype,
+        timings,
+        compared,
+        failed=found.failed,
+        figures=[Figure(name, timings.median_ms(name), "ms") for name in alone],
+    )
+
+
+def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
+    """Forward + backward, gradients of the output alone; then with a gradient through the entropy beside it."""
+    problem = Problem.draw(run, shape, causal=causal)
+    step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
+    builders: dict[str, Callable[[TrainingStep], Callable[[], tuple[Tensor, ...]]]] = {
+        WITH: lambda step: step.ours(),
+        PENALTY: lambda step: step.ours(penalty=True),
+        CUDNN: lambda step: step.sdpa(CUDNN),
+    }
+    found = Entrants()
+    for name, build in builders.items():
+        _enter_step(found, name, build, step, short)
+    timings = run.time(found.calls, found.absent)
+    yield Row.of(
+        _named("forward + backward", causal),
+        str(shape),
+        run.dtype,
+        timings,
+        [timings.compare(WITH, CUDNN, TRAINING_BOUND), timings.compare(PENALTY, CUDNN), timings.compare(PENALTY, WITH)],
+        failed=found.failed,
+    )
+
+
+def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
+    """Column sums and the block map, given the log-sum-exp, against cuDNN's whole forward."""
+    problem = Problem.draw(run, shape, causal=causal)
+    found = Entrants()
+    logsumexp = logsumexp_of(found, problem)
+    if logsumexp is not None:
+        found.enter(
+            PROFILE,
+            lambda: profile_of(problem, logsumexp, MAP),
+            lambda result: check_profile(PROFILE, problem, logsumexp, result),
+        )
+    _enter_sdpa(found, Exact(problem, seed=run.seed), CUDNN)
+    timings = run.time(found.calls, found.absent)
+    bound = None if shape.tokens < LONG else 0.7 if shape.head_dim >= 128 else 0.85
+    yield Row.of(
+        _named("profile", causal),
+        str(shape),
+        run.dtype,
+        timings,
+        [timings.compare(PROFILE, CUDNN, bound)],
+        failed=found.failed,
+    )
+
+
+def logsumexp_of(found: Entrants, problem: Problem) -> Tensor | None:
+    """What the profile starts from. Our forward takes no part in the timing; if it fails, so does the profile."""
+    kept: dict[str, Tensor] = {}
+    trial = Entrants()
+
+    def keep(result: Any) -> None:
+        Exact(problem).check_ours(PROFILE, Found.of(result))
+        kept["logsumexp"] = result.logsumexp
+
+    if not trial.enter(PROFILE, lambda: contenders.ours(problem, ()), keep):
+        found.failures += trial.failures
+    return kept.get("logsumexp")
+
+
+def profile_of(problem: Problem, logsumexp: Tensor, grid: BlockMap) -> Callable[[], AttentionProfile]:
+    def call() -> AttentionProfile:
+        return profile(
+            problem.query,
+            problem.key,
+            logsumexp,
+            mask=problem.mask,
+            received=True,
+            block_map=grid,
+            backend=contenders.BACKEND,
+        )
+
+    return call
+
+
+def _forward_bound(shape: Shape) -> float | None:
+    if shape.tokens < LONG:
+        return None
+    return 1.10 if shape.head_dim >= 128 else 1.15
+
+
+def _enter_ours(found: Entrants, exact: Exact, name: str, build: Callable[[], Callable[[], Any]]) -> None:
+    found.enter(name, build, lambda result: exact.check_ours(name, Found.of(result)))
+
+
+def _enter_sdpa(found: Entrants, exact: Exact, name: str) -> None:
+    found.enter(name, lambda: contenders.sdpa(exact.problem, name), lambda result: exact.check(name, Found(result)))
+
+
+def _enter_step(
+    found: Entrants,
+    name: str,
+    build: Callable[[TrainingStep], Callable[[], tuple[Tensor, ...]]],
+    step: TrainingStep,
+    short: TrainingStep,
+) -> None:
+    """The gradients are held against float64 where that has room, the step that is timed has to be finite."""
+    entropy_upstream = short.entropy_upstream if name == PENALTY else None
+
+    def check(grads: tuple[Tensor, ...]) -> None:
+        check_gradients(name, short.problem, build(short)(), short.upstream, entropy_upstream)
+        if not all(bool(grad.isfinite().all()) for grad in grads):
+            raise Disagreement(f"{name}: a gradient is not finite")
+
+    found.enter(name, lambda: build(step), check)
+
+
+def _named(bench: str, causal: bool) -> str:
+    return f"{bench}, causal" if causal else bench

@@ -1,0 +1,82 @@
+"""One token against a cache that no L2 holds: replays of a CUDA graph, the joining of the splits included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.measuring.results import Figure, Row
+from benchmarks.statistics_speed import contenders
+from benchmarks.statistics_speed.contenders import CUDNN, WITH
+from benchmarks.statistics_speed.exact import Exact, Found
+from benchmarks.statistics_speed.places import DECODE_STATISTICS, Shape
+from benchmarks.statistics_speed.problem import Entrants, Problem
+from polyhead.costs.measuring.graphs import replayed
+from polyhead.costs.measuring.runner import Run
+from polyhead.ops.decode.fused import CacheArguments, decode
+
+BOUND = 1.0
+TIMES_L2 = 3
+
+
+def one_token(run: Run, shape: Shape) -> Iterator[Row]:
+    """Log-sum-exp, largest logit and entropy beside the output, against cuDNN's output alone."""
+    first = Problem.draw(run, shape, queries=1)
+    size = first.key.nbytes + first.value.nbytes
+    count = caches_beyond(l2_bytes(run.device), size)
+    problems = [first, *(Problem.draw(run, shape, queries=1, salt=salt) for salt in range(1, count))]
+    exact = Exact(first, seed=run.seed)
+    found = Entrants()
+    found.enter(
+        WITH,
+        lambda: replayed([_ours(problem) for problem in problems], run.device),
+        lambda results: exact.check_ours(WITH, results[0]),
+    )
+    found.enter(
+        CUDNN,
+        lambda: replayed([_cudnn(problem) for problem in problems], run.device),
+        lambda results: exact.check(CUDNN, results[0]),
+    )
+    timings = run.time(found.calls, found.absent).per(count)
+    yield Row.of(
+        "decode one token",
+        str(shape),
+        run.dtype,
+        timings,
+        [timings.compare(WITH, CUDNN, BOUND)],
+        notes={"caches": count, "bytes": size},
+        failed=found.failed,
+        figures=[
+            Figure(f"bandwidth, {name}", size / timings.median_ms(name) / 1e9, "TB/s") for name in timings.samples_ms
+        ],
+    )
+
+
+def caches_beyond(l2: int, cache: int) -> int:
+    """How many caches in turn exceed the L2 so far that none is found there when its turn comes again.
+
+    >>> caches_beyond(50, 40), caches_beyond(50, 1000)
+    (4, 2)
+    """
+    return max(2, -(-TIMES_L2 * l2 // cache))
+
+
+def l2_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def _ours(problem: Problem) -> Callable[[], Found]:
+    cache = CacheArguments(problem.key, problem.value)
+
+    def call() -> Found:
+        with torch.no_grad():
+            output, logsumexp, rows = decode(problem.query, cache, scale=problem.scale, names=DECODE_STATISTICS)
+        return Found(output, {"logsumexp": logsumexp, **rows})
+
+    return call
+
+
+def _cudnn(problem: Problem) -> Callable[[], Found]:
+    call = contenders.sdpa(problem, CUDNN)
+    return lambda: Found(call())

@@ -1,0 +1,135 @@
+"""Measure points: choose heads, repair what stays, and see what the model is worth without them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, partial
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.surgery_quality.points import Point, Result, parse_native
+from benchmarks.surgery_quality.tasks import Split, Task
+from polyhead.surgery.calibration.sensitivity import token_weights
+from polyhead.surgery.compensation.least_squares import Problem
+from polyhead.surgery.compensation.masked_trial import Outputs, as_if, plain_outputs
+from polyhead.surgery.compensation.sequential import solve_in_order
+from polyhead.surgery.selection.criteria import orders_by
+from polyhead.surgery.selection.measurements import Evidence, Weighting
+from polyhead.surgery.selection.orders import PruningOrder, choose_heads
+from polyhead.surgery.selection.search import TRIES, measured_orders, refined, refined_sets
+from polyhead.surgery.selection.uniform import fits_native, uniform_sets
+
+SPLITS: tuple[Split, ...] = ("choose", "report")
+IN_ORDER_BATCHES = 4
+Gone = dict[str, tuple[int, ...]]
+
+
+class Bench:
+    """One task, whose evidence is gathered once for all points."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        facts: Mapping[str, Any] | None = None,
+        in_order_batches: int = IN_ORDER_BATCHES,
+        tries: int = TRIES,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        """`in_order_batches` of calibration text are read for each layer in order; `report` is told what is done."""
+        self.task = task
+        self.facts = facts or {}
+        self.evidence = Evidence(task.model, task.calibration, task.judge)
+        self.tries = tries
+        self.report = report or (lambda said: None)
+        step = max(1, len(task.calibration) // in_order_batches)
+        self.read_in_order = task.calibration[::step]
+        self._orders = cache(self._orders)  # type: ignore[method-assign]
+        self._problem = cache(self._problem)  # type: ignore[method-assign]
+        self._measured = cache(self._measured)  # type: ignore[method-assign]
+
+    @cached_property
+    def heads(self) -> int:
+        return sum(heads.num_heads for heads in self.evidence.heads.values())
+
+    def measure(self, point: Point, splits: Sequence[Split] = SPLITS) -> Result:
+        """Its figures on these splits; the model is afterwards as it was."""
+        began = time.perf_counter()
+        gone = self.choose(point)
+        outputs = self.outputs(point, gone)
+        with as_if(self.task.model, self.evidence.layers, outputs):
+            figures = {split: self.task.figures(split) for split in splits}
+        form = "native" if fits_native(self.task.model, gone) else "own"
+        seconds = round(time.perf_counter() - began, 2)
+        numbers = {path: len(heads) for path, heads in gone.items()}
+        return Result(point, numbers, self.heads, form, figures, seconds, self.facts)
+
+    def choose(self, point: Point) -> Gone:
+        """The heads that go, by layer."""
+        if point.native is not None:
+            sets = uniform_sets(self.evidence, *parse_native(point.native), point.weighting)
+            if not point.searched:
+                return {path: own[0].heads for path, own in sets.items()}
+            self.report("exchanging heads within layers")
+            outputs_of = partial(self._once, weighting=point.weighting)
+            return refined_sets(sets, outputs_of, self._loss, tries=self.tries)[0]
+        orders = self._orders(point.criterion, point.weighting, point.seed)
+        count = round(point.share * self.heads)
+        if not point.searched:
+            return choose_heads(orders, count)
+        measured = self._measured(point.criterion, point.weighting, point.seed)
+        counts = {path: len(heads) for path, heads in choose_heads(measured, count).items()}
+        self.report("moving heads between layers")
+        found = refined(
+            counts,
+            measured,
+            lambda path, taken: self._once(path, orders[path].heads[:taken], point.weighting),
+            self._loss,
+            tries=self.tries,
+        )
+        return {path: orders[path].heads[:taken] for path, taken in found.counts.items()}
+
+    def outputs(self, point: Point, gone: Gone) -> dict[str, Outputs]:
+        """What the layers write with, without those heads."""
+        model = self.task.model
+        if point.compensation == "no":
+            return plain_outputs(model, self.evidence.layers, gone)
+        if point.compensation == "once":
+            return {
+                path: Outputs.solved(self._problem(path, point.ridge, point.weighting), heads)
+                for path, heads in gone.items()
+            }
+        self.report("compensating layer by layer")
+        weights = self._token_weights if point.weighting == "token" else None
+        return solve_in_order(
+            model, gone, lambda: self.read_in_order, aim=point.compensation, ridge=point.ridge, weights=weights
+        )
+
+    @cached_property
+    def _token_weights(self) -> dict[str, list[Tensor]]:
+        assert self.task.judge.slope is not None
+        return token_weights(self.task.model, self.read_in_order, self.task.judge.slope)
+
+    def _orders(self, criterion: str, weighting: Weighting, seed: int) -> dict[str, PruningOrder]:
+        self.report(f"choosing by {criterion}")
+        return orders_by(criterion, self.evidence, weighting=weighting, seed=seed)
+
+    def _problem(self, path: str, ridge: float, weighting: Weighting) -> Problem:
+        moments = self.evidence.moments_for(weighting)
+        return Problem.of(moments[path], self.evidence.heads[path], ridge, path)
+
+    def _measured(self, criterion: str, weighting: Weighting, seed: int) -> dict[str, PruningOrder]:
+        orders = self._orders(criterion, weighting, seed)
+        self.report("measuring each layer without its first heads")
+        return measured_orders(
+            orders, lambda path, taken: self._once(path, orders[path].heads[:taken], weighting), self._loss
+        )
+
+    def _once(self, path: str, gone: tuple[int, ...], weighting: Weighting) -> Outputs:
+        return Outputs.solved(self._problem(path, 1e-3, weighting), gone)
+
+    def _loss(self, outputs: Mapping[str, Outputs]) -> float:
+        with as_if(self.task.model, self.evidence.layers, outputs):
+            return self.task.loss()

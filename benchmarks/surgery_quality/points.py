@@ -1,0 +1,160 @@
+"""Which points make up the curves, and the file in which finished ones are kept so that a run can go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from benchmarks.surgery_quality.tasks import Figure, Split
+from polyhead.errors import OptionError
+from polyhead.surgery.compensation.least_squares import RIDGE
+from polyhead.surgery.selection.criteria import CRITERIA
+from polyhead.surgery.selection.measurements import Weighting
+
+# "once" solves all layers on what the whole model feeds them; the others go in order, by what a layer should write.
+Compensation = Literal["no", "once", "layer", "output", "stream"]
+REPAIRS: tuple[Compensation, ...] = get_args(Compensation)
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+SEEDS = (0, 1, 2, 3, 4)
+SAME = ("model", "text", "calibration", "rows")  # facts that all points of a file share
+PARTS = ("tuned", "curves")
+DRAWN: tuple[Weighting, ...] = ("none", "direction", "token")  # the weightings that have whole curves
+
+
+@dataclass(frozen=True)
+class Point:
+    """Heads to take out, by what they are chosen, and what is done about it.
+
+    `native` names heads and KV heads that every layer ends with, as "6/3", so that a native class can load them; None
+    leaves layers to end with as many as it may be. `searched` moves heads between layers by what is measured.
+    """
+
+    criterion: str
+    share: float
+    compensation: Compensation = "no"
+    weighting: Weighting = "none"
+    ridge: float = RIDGE
+    seed: int = 0
+    native: str | None = None
+    searched: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.share:.0%}" if self.native is None else self.native, self.criterion]
+        words += [f"weighted by {self.weighting}"] if self.weighting != "none" else []
+        words += ["searched"] if self.searched else []
+        words += [f"seed {self.seed}"] if self.criterion == "random" else []
+        words.append(
+            "not compensated"
+            if self.compensation == "no"
+            else f"compensated ({self.compensation}, ridge {self.ridge:g})"
+        )
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a point: figures by split and name, and how many heads of each layer are gone."""
+
+    point: Point
+    gone: Mapping[str, int]
+    heads: int  # of the whole model
+    form: str  # "native" where a native class can hold it, "own" where polyhead alone can
+    figures: Mapping[Split, Mapping[str, Figure]]
+    seconds: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Of the heads, gone."""
+        return sum(self.gone.values()) / self.heads
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        found = json.loads(text)
+        figures = {
+            split: {name: Figure(**figure) for name, figure in own.items()} for split, own in found["figures"].items()
+        }
+        return cls(**{**found, "point": Point(**found["point"]), "figures": figures})
+
+
+def read_results(path: Path) -> list[Result]:
+    """What is finished. A last line that was cut short is a point to be done again."""
+    if not path.exists():
+        return []
+    return [Result.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
+
+
+def append_result(path: Path, result: Result) -> None:
+    """One line in one write: several processes may share the file."""
+    with path.open("ab", buffering=0) as file:
+        file.write((result.to_json() + "\n").encode())
+
+
+def is_done(point: Point, results: Iterable[Result], splits: Iterable[Split]) -> bool:
+    """Whether this point was measured on all of these splits."""
+    return any(result.point == point and set(splits) <= set(result.figures) for result in results)
+
+
+def check_alike(results: Iterable[Result], facts: Mapping[str, Any]) -> None:
+    """That what a file holds was measured on the same model and as much of the same text."""
+    requested = {name: facts.get(name) for name in SAME}
+    for result in results:
+        held = {name: result.facts.get(name) for name in SAME}
+        if held != requested:
+            raise OptionError(f"a file holds points of one model, text and number of rows, {held}, got {requested}")
+
+
+def curves(shares: Iterable[float] = SHARES) -> list[Point]:
+    """Every criterion at every share, with and without compensation; errors weighted and not, and the controls."""
+    found = []
+    for share in shares:
+        for name, criterion in CRITERIA.items():
+            for weighting in DRAWN if criterion.weighs else DRAWN[:1]:
+                for seed in SEEDS if name == "random" else SEEDS[:1]:
+                    for compensation in ("no", "once"):
+                        found.append(Point(name, share, compensation, weighting, seed=seed))
+    return found
+
+
+def tuned(shares: Iterable[float], native: Iterable[str]) -> list[Point]:
+    """Ways to weigh, to repair and to search, at the shares that matter; which is best is read off the choosing split.
+
+    The forms that native classes can hold are given as "heads/KV heads" of every layer.
+    """
+    found = []
+    places = [(share, None) for share in shares] + [(0.0, form) for form in native]
+    for share, form in places:
+        ways: list[tuple[Weighting, Compensation, float, bool]] = [
+            ("token", "once", 1e-2, False),
+            ("token", "once", 1e-4, False),
+            ("none", "once", 1e-4, False),
+            ("layer", "once", 1e-4, False),
+            ("direction", "once", 1e-4, False),
+            ("direction", "once", 1e-2, False),
+            ("direction", "layer", 1e-3, False),
+            ("direction", "output", 1e-3, False),
+            ("direction", "stream", 1e-3, False),
+            ("token", "layer", 1e-3, False),
+            ("token", "stream", 1e-3, False),
+            ("token", "stream", 1e-1, False),
+        ]
+        ways.append(("token", "once", 1e-3, True))
+        if form is None:
+            ways.append(("token", "stream", 1e-3, True))
+        for weighting, compensation, ridge, searched in ways:
+            found.append(Point("compensated", share, compensation, weighting, ridge, native=form, searched=searched))
+    return found
+
+
+def parse_native(text: str) -> tuple[int, int]:
+    """Heads and KV heads of a layer, as "6/3" says them."""
+    heads, _, keys = text.partition("/")
+    if not (heads.isdecimal() and keys.isdecimal() and int(keys) > 0 and int(heads) % int(keys) == 0):
+        raise OptionError(f"heads and KV heads are written as 6/3, the second dividing the first, got {text!r}")
+    return int(heads), int(keys)

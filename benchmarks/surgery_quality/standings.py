@@ -1,0 +1,106 @@
+"""What came of the points so far: the best way at each place, chosen on one split and told on the other, and curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.surgery_quality.points import DRAWN, Point, Result, curves
+from benchmarks.surgery_quality.tasks import Figure, Split
+
+HEADLINES = {"perplexity": False, "spearman": True}  # and whether more of it is better
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One way to choose and to repair, over shares of heads gone: at each the figures of its seeds."""
+
+    name: str
+    shares: tuple[float, ...]
+    figures: tuple[tuple[float, ...], ...]
+
+    @property
+    def medians(self) -> tuple[float, ...]:
+        return tuple(map(statistics.median, self.figures))
+
+
+def headline(results: Sequence[Result]) -> str:
+    """The figure that these results are chosen by."""
+    return next(name for name in HEADLINES if name in results[0].figures["report"])
+
+
+def place_of(point: Point) -> str:
+    """What is asked for: a share of the heads, or heads and KV heads of every layer."""
+    return f"{point.share:.0%} of heads" if point.native is None else f"{point.native} in every layer"
+
+
+def is_curve(point: Point) -> bool:
+    return (
+        point.native is None
+        and not point.searched
+        and point.compensation in ("no", "once")
+        and point.weighting in DRAWN
+    )
+
+
+def best_by_place(results: Sequence[Result]) -> dict[str, Result]:
+    """At each place the result that is best on the choosing split, of those measured there; the control is none."""
+    if not results:
+        return {}
+    name = headline(results)
+    sign = -1 if HEADLINES[name] else 1
+    found: dict[str, Result] = {}
+    for result in results:
+        place = place_of(result.point)
+        if result.point.criterion == "random" or "choose" not in result.figures:
+            continue
+        held = found.get(place)
+        value = result.figures["choose"][name].value
+        if held is None or sign * value < sign * held.figures["choose"][name].value:
+            found[place] = result
+    return found
+
+
+def way_of(point: Point) -> str:
+    """How heads are chosen and what is done about it, whatever the share and the seed."""
+    words = point.criterion + (f", weighted by {point.weighting}" if point.weighting != "none" else "")
+    return words + (", not compensated" if point.compensation == "no" else ", compensated")
+
+
+def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -> list[Curve]:
+    """Every way over its shares, in the order in which they are asked for; of results that make up curves alone."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for result in results:
+        if is_curve(result.point) and result.point.ridge == Point("compensated", 0).ridge:
+            value = result.figures[split][figure].value
+            # A point may be asked for as a curve's and as a way's; it is one point all the same.
+            values = found.setdefault(way_of(result.point), {}).setdefault(result.point.share, [])
+            if result.point.criterion == "random" or not values:
+                values.append(value)
+    ways = dict.fromkeys(map(way_of, curves((0.5,))))
+    return [
+        Curve(name, tuple(sorted(own)), tuple(tuple(own[share]) for share in sorted(own)))
+        for name in ways
+        if (own := found.get(name))
+    ]
+
+
+def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """The best way at each place as lines of a table, its header first."""
+    names = list(results[0].figures["report"]) if results else []
+    splits: tuple[Split, ...] = ("choose", "report")
+    figures = [(name, split) for name in names for split in splits]
+    header = ("place", "heads gone", "way, chosen on the choosing split", "loads in")
+    lines: list[tuple[str, ...]] = [(*header, *(f"{name}, {split}" for name, split in figures))]
+    for place, result in best_by_place(results).items():
+        told = (said(result.figures[split][name]) for name, split in figures)
+        loads = "native" if result.form == "native" else "polyhead"
+        lines.append((place, f"{result.share:.0%}", str(result.point), loads, *told))
+    return lines
+
+
+def said(figure: Figure) -> str:
+    """A figure with its standard error."""
+    places = 2 if abs(figure.value) >= 2 else 4
+    return f"{figure.value:.{places}f} ± {figure.error:.{places}f}"

@@ -1,0 +1,127 @@
+"""Whether a head that is gone is time saved: attention blocks with half of their query heads, over the whole ones.
+
+A block is everything of attention: Q, K, V, the core and O, of every layer one after the other. The heads are taken out
+physically. Its time over the whole block's may be at most 1.10 times what its counted FLOPs are over the whole's.
+Weights are random, since time does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measuring.results import Figure, Row
+from benchmarks.statistics_speed import Step
+from benchmarks.variant_speed.steps import drawn, on_its_own
+from polyhead.costs import Workload, estimate_cost
+from polyhead.costs.measuring.runner import Run
+from polyhead.layers import MultiHeadAttention, MultiHeadConfig
+from polyhead.surgery import PruneHeads, apply
+
+ALLOWED = 1.10
+FEWER, WHOLE = "half of the heads", "all heads"
+
+
+@dataclass(frozen=True)
+class Block:
+    """The attention of a model: its layers, how many heads each loses, and the call that is timed."""
+
+    name: str
+    config: MultiHeadConfig
+    gone: tuple[tuple[int, ...], ...]  # by layer
+    batch: int
+    tokens: int
+
+    @property
+    def shape(self) -> str:
+        return f"batch {self.batch}, {self.tokens} tokens"
+
+
+def minilm(gone: Sequence[int], name: str) -> Block:
+    """The six layers of MiniLM without so many heads each."""
+    config = MultiHeadConfig(384, 12)
+    return Block(f"MiniLM, {name}", config, tuple(tuple(range(count)) for count in gone), batch=16, tokens=128)
+
+
+def llama() -> Block:
+    """A layer of Llama-1B, of whose groups of four heads two go."""
+    config = MultiHeadConfig(2048, 32, num_kv_heads=8, causal=True, bias=False)
+    gone = tuple(head for head in range(32) if head % 4 >= 2)
+    return Block("Llama-1B, 32/8 to 16/8 heads", config, (gone,), batch=32, tokens=2048)
+
+
+BLOCKS = {
+    "cpu": (minilm([6] * 6, "6 of 12 heads in every layer"), minilm([9, 6, 5, 6, 8, 2], "36 of 72 heads, unevenly")),
+    "cuda": (llama(),),
+}
+
+
+class Chain(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, layers: Sequence[MultiHeadAttention]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).output
+        return x
+
+    def flops(self, work: Workload) -> int:
+        """Counted, of all layers."""
+        configs = [MultiHeadConfig.of(layer) for layer in self.layers]
+        return sum(estimate_cost(config, work).forward.total for config in configs)
+
+
+def chains(block: Block, run: Run) -> dict[str, Chain]:
+    """The whole block, and the same without its heads."""
+    found = {}
+    for name in (WHOLE, FEWER):
+        chain = Chain([block.config.build() for _ in block.gone])
+        drawn(chain, run)
+        if name == FEWER:
+            apply(chain, [PruneHeads(number, heads) for number, heads in enumerate(block.gone)])
+        found[name] = chain.eval()
+    return found
+
+
+def plan(*, quick: bool, seed: int, gpu: torch.device | None) -> list[Step]:
+    """The blocks of this machine: MiniLM's on a CPU, in float32; Llama's on a GPU, in bfloat16 and as a CUDA graph."""
+    device = torch.device("cpu") if gpu is None else gpu
+    dtype = torch.float32 if gpu is None else torch.bfloat16
+    run = Run(device, dtype, alternations=7 if quick else 31, seed=seed)
+    blocks = BLOCKS["cpu" if gpu is None else "cuda"]
+    return [Step("surgery", block.name, device, _measure(block, run)) for block in blocks]
+
+
+def _measure(block: Block, run: Run) -> Callable[[], Iterator[Row]]:
+    def measure() -> Iterator[Row]:
+        found = chains(block, run)
+        x = run.inputs(block.batch, block.tokens, block.config.layout.embed_dim)
+        work = Workload.forward(block.tokens, batch=block.batch)
+        counted = found[FEWER].flops(work) / found[WHOLE].flops(work)
+
+        def call(chain: Chain) -> Callable[[], Tensor]:
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    return chain(x)
+
+            return forward
+
+        calls = {name: on_its_own(lambda own=chain: call(own), run.device)() for name, chain in found.items()}  # type: ignore[misc]
+        timings = run.time(calls)
+        yield Row.of(
+            f"time of {block.name}",
+            block.shape,
+            run.dtype,
+            timings,
+            [timings.compare(FEWER, WHOLE, ALLOWED * counted)],
+            notes={"counted": counted},
+            figures=[Figure("counted FLOPs over the whole block's", counted)],
+        )
+
+    return measure

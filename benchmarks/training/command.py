@@ -1,0 +1,107 @@
+"""`python -m benchmarks training`: arrangements of heads trained side by side, in as many runs as it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polyhead.cli.options import writable_file
+from polyhead.cli.progress import errors_told
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.progress import TaskID
+    from rich.table import Table
+
+    from benchmarks.training.standings import Standing
+
+
+def training(
+    text: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="What to learn from and, its last tenth, to be asked about; plain or .gz.",
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Where finished trainings are kept, a line each; a run goes on there.",
+            callback=writable_file,
+        ),
+    ],
+    minutes: Annotated[float | None, typer.Option(help="Begin no training after so many minutes.")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="So many trainings at a time; one leaves most of a large GPU idle.")
+    ] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps: a look, no figure.")] = False,
+    commit: Annotated[
+        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
+    ] = None,
+) -> None:
+    """How well models learn that differ in nothing but the arrangement of their heads.
+
+    Byte models of about eleven million parameters each, whatever the arrangement takes: first over equally many
+    tokens, then over equal compute. Each gets the same sweep over four learning rates, and the best of them two more
+    seeds; how far the seeds of multi-head attention lie apart is the noise below which no difference counts. Finished
+    trainings are kept one by one, so the comparison can be spread over any number of runs.
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from benchmarks.training.contestants import contest
+    from benchmarks.training.running import Comparison
+    from benchmarks.training.standings import standings
+    from benchmarks.training.text import Text
+    from benchmarks.training.trials import Trial, read_results
+    from polyhead.costs.measuring import machine
+
+    def named(trial: Trial) -> str:
+        return f"{trial.variant}, equal {trial.budget}, rate {trial.rate:g}, seed {trial.seed}"
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    requested = contest(quick=quick)
+    with errors_told("bench training"):
+        Text.read(text, requested.sizes.context)  # so that one that is too short is refused here
+    facts = {**machine.describe(device, commit), "text": text.name, "quick": quick}
+    console = Console(stderr=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown: dict[Trial, TaskID] = {}
+
+        def began(trial: Trial) -> None:
+            shown[trial] = bar.add_task(named(trial), total=None)
+
+        def step(done: int, steps: int) -> None:
+            (task,) = shown.values()
+            bar.update(task, completed=done, total=steps)
+
+        comparison = Comparison(requested, text, device, output, facts)
+        for result in comparison.run(processes=processes, minutes=minutes, began=began, step=step):
+            bar.remove_task(shown.pop(result.trial))
+            told = f"{result.bits:.4f} bits a byte after {result.steps} steps, {result.seconds:.0f} s"
+            console.print(f"{named(result.trial)}: {told}")
+    found = standings(requested, read_results(output))
+    out = Console(highlight=False)
+    (out if out.is_terminal else Console(width=150, highlight=False)).print(_table(found))
+
+
+def _table(found: Sequence[Standing]) -> Table:
+    from rich.table import Table
+
+    from benchmarks.training.standings import rows
+
+    table = Table(box=None, pad_edge=False)
+    header, *lines = rows(found)
+    for column in header:
+        table.add_column(column, justify="left" if column == header[0] else "right")
+    for line in lines:
+        table.add_row(*line)
+    return table

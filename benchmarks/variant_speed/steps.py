@@ -1,0 +1,79 @@
+"""A call of a layer as it is timed: forward alone, or forward and backward with gradients for all that has one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measuring.agreement import hold
+from polyhead.costs.measuring.graphs import replayed
+from polyhead.costs.measuring.runner import Run
+
+FORWARD, TRAINING = "forward", "forward + backward"
+WITH_PYTHON = ", with its Python"  # of a call that is no CUDA graph
+CHECKED_TOKENS = 256  # of which the formula is computed in float64
+
+Call = Callable[[Tensor], Tensor]
+
+
+def step(
+    call: Call, x: Tensor, upstream: Tensor, parameters: list[nn.Parameter], training: bool
+) -> Callable[[], Tensor]:
+    """What is timed of `call`, and the output that it gives."""
+    if not training:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return call(x)
+
+        return forward
+    leaf = x.detach().clone().requires_grad_()
+
+    def whole() -> Tensor:
+        for tensor in (leaf, *parameters):
+            tensor.grad = None
+        output = call(leaf)
+        output.backward(upstream)
+        return output.detach()
+
+    return whole
+
+
+def on_its_own(build: Callable[[], Callable[[], Tensor]], device: torch.device) -> Callable[[], Callable[[], Tensor]]:
+    """The same call as a CUDA graph on a GPU, which leaves the device's own time: many kernels and little Python."""
+    if device.type != "cuda":
+        return build
+
+    def graphed() -> Callable[[], Tensor]:
+        replay = replayed([build()], device)
+        return lambda: replay()[0]
+
+    return graphed
+
+
+def drawn(layer: nn.Module, run: Run) -> nn.Module:
+    """The layer on the device and in the dtype of a run, with weights that do not depend on either."""
+    generator = torch.Generator().manual_seed(run.seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            size = parameter.shape[-1] if parameter.ndim < 3 else parameter.shape[-2]
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(values * (size**-0.5 if parameter.ndim > 1 else 0.1))
+    return layer.to(run.device, run.dtype)
+
+
+def check(
+    name: str, layer: nn.Module, call: Callable[[nn.Module, Tensor, str | None], Tensor], found: Call, x: Tensor
+) -> None:
+    """Hold `found` against the layer's formula in float64 on the first tokens of the first sequence.
+
+    `call(layer, x, backend)` is the layer's own forward.
+    """
+    short = x[:1, :CHECKED_TOKENS]
+    with torch.no_grad():
+        exact = call(copy.deepcopy(layer).double(), short.double(), "reference")
+        plain = call(layer, short, "reference")
+        hold(f"{name}: the output", found(short), exact, plain)

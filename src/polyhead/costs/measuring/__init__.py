@@ -1,0 +1,1 @@
+"""Timing: contenders alternate, ratios are paired, and the machine is recorded with the result."""

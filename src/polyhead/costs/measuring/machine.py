@@ -1,0 +1,84 @@
+"""What a figure was taken on: without it a figure means nothing."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from polyhead.version import VERSION
+
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def describe(device: torch.device, known_commit: str | None = None) -> dict[str, object]:
+    """Machine, versions, commit and date, as they are written beside the results."""
+    return {
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": usable_cores(),
+            "threads": torch.get_num_threads(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        },
+        "versions": {
+            "polyhead": VERSION,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),  # with the build, which the package's metadata may lack
+            **{name: version(name) for name in ("triton", "numpy", "x-transformers")},
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        },
+        "commit": known_commit or commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The processor's name; Arm machines keep it where only lscpu looks."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor() or "unknown"
+    for line in _output("lscpu").splitlines():
+        if line.startswith("Model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the source, marked where the tree differs from it; None outside a repository."""
+    # An installed package may lie within somebody else's repository, which does not track it.
+    if not _output("git", "ls-files", "--error-unmatch", "__init__.py"):
+        return None
+    changed = _output("git", "status", "--porcelain", "--", ".", ":(top,glob)benchmarks/*.py")
+    return _output("git", "rev-parse", "HEAD") + ("-modified" if changed else "")
+
+
+def _output(*command: str) -> str:
+    """What a program of the machine prints; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE, check=False, timeout=30)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
