@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -146,4 +148,6 @@ def _step(number: int, text: str, console: Console) -> None:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a pipe may have an encoding without Chinese characters
     typer.run(demo)
