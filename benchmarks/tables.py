@@ -40,6 +40,13 @@ TRAINING_MARKS = re.compile(r"(<!-- *training: *begin *-->).*?(<!-- *training: *
 QUALITY_MARKS = re.compile(r"(<!-- *quality: *begin *-->).*?(<!-- *quality: *end *-->)", re.DOTALL)
 RECORDED_MARKS = re.compile(r"(<!-- *recorded: *begin *-->).*?(<!-- *recorded: *end *-->)", re.DOTALL)
 COLUMNS = "| polyhead | baseline | baseline time | ratio [95% CI] | bound |"
+TRAINING_HEADER = {
+    "equal": "equal budget of",
+    "rate": "learning rate",
+    "bits a byte": "bits per byte",
+    "spread": "std over seeds",
+    "to the first": "difference to the first",
+}
 # Results keep the labels they were measured under; the pages show these instead.
 LABELS = {
     "with its Python": "with Python overhead",
@@ -205,7 +212,7 @@ def _training_table(path: Path) -> str:
     table = [f"{len(results)} training runs on {facts['text']}, {gpu}, torch {versions['torch']}, commit {commits}.", ""]
     if lines:
         table += [
-            f"| {' | '.join(header)} |",
+            f"| {' | '.join(TRAINING_HEADER.get(name, name) for name in header)} |",
             f"|{'---|' * len(header)}",
             *(f"| {' | '.join(line)} |" for line in lines),
             "",
