@@ -13,9 +13,15 @@ from polyhead.lab.surgery_quality.tasks import Split
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
 NOT_NATIVE = (
-    "Points that cannot are loaded by `polyhead.load`, or by plain transformers padded with zero heads, which saves no time."
+    "Points that cannot are loaded by `polyhead.load`, or by plain transformers padded with zero heads, which saves no "
+    "time."
 )
-TITLES = {"perplexity": "perplexity", "ratio": "ratio to the unedited model", "spearman": "Spearman", "cosine": "cosine"}
+TITLES = {
+    "perplexity": "perplexity",
+    "ratio": "ratio to the unedited model",
+    "spearman": "Spearman",
+    "cosine": "cosine",
+}
 
 
 def quality_section(path: Path) -> str:
@@ -47,9 +53,7 @@ def _limits(facts: Mapping[str, Any]) -> str:
 def _ways(results: list[Result]) -> list[str]:
     """Return the table of methods compared at one budget, the selected one in bold."""
     names = list(results[0].figures["report"])
-    columns = [
-        f"{TITLES[name]}, {'validation' if split == 'choose' else 'test'}" for name in names for split in SPLITS
-    ]
+    columns = [f"{TITLES[name]}, {'validation' if split == 'choose' else 'test'}" for name in names for split in SPLITS]
     lines = [
         f"| heads removed, criterion and compensation | loads in | {' | '.join(columns)} |",
         "|---" * (2 + len(columns)) + "|",

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tables`: write measured figures into the tables of docs/, so that no number is copied by hand."""
+"""`python -m benchmarks.tables`: write measured figures into the tables of docs/, so that none is copied by hand."""
 
 from __future__ import annotations
 
@@ -209,7 +209,8 @@ def _training_table(path: Path) -> str:
     header, *lines = rows(standings(contest(quick=facts["quick"]), results))
     gpu, versions = facts["machine"]["gpu"] or facts["machine"]["cpu"], facts["versions"]
     commits = ", ".join(dict.fromkeys(str(result.facts["commit"]) for result in results))
-    table = [f"{len(results)} training runs on {facts['text']}, {gpu}, torch {versions['torch']}, commit {commits}.", ""]
+    runs = f"{len(results)} training runs on {facts['text']}"
+    table = [f"{runs}, {gpu}, torch {versions['torch']}, commit {commits}.", ""]
     if lines:
         table += [
             f"| {' | '.join(TRAINING_HEADER.get(name, name) for name in header)} |",

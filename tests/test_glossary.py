@@ -32,4 +32,5 @@ def test_no_name_is_defined_twice(defined):
 def test_thresholds_of_roles_are_those_of_the_rules(project_root):
     page = (project_root / "docs" / "glossary.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z-]+)` \|[^|]*\| (?:[^|\\]|\\\|)*\| ([0-9.]+) \|", page, flags=re.MULTILINE)
-    assert {name: float(threshold) for name, threshold in rows} == {name: rule.threshold for name, rule in RULES.items()}
+    expected = {name: rule.threshold for name, rule in RULES.items()}
+    assert {name: float(threshold) for name, threshold in rows} == expected
