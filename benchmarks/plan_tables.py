@@ -1,4 +1,4 @@
-"""The table of docs/plan.md: how far predicted times were from measured ones, by regime."""
+"""The table of docs/plan.md: errors of predicted times, by regime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def accuracy_section(path: Path) -> str:
-    """One run of `python -m benchmarks plan`, with what it ran on."""
+    """Return the section of one run of `python -m benchmarks plan`, with the machine it ran on."""
     result = json.loads(path.read_text(encoding="utf-8"))
     machine, versions, bounds = result["machine"], result["versions"], result["bounds"]
     calibration = result["calibration"]

@@ -1,4 +1,4 @@
-"""The tables of docs/surgery.md, from what `python -m benchmarks surgery` measured."""
+"""The tables of docs/surgery.md, from the results of `python -m benchmarks surgery`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from benchmarks.surgery_quality.standings import best_by_place, curves_of, headl
 from benchmarks.surgery_quality.tasks import Split
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
-NOT_NATIVE = "What cannot is loaded by `polyhead.load`, or anywhere padded with heads of zeros, and then saves no time."
-TITLES = {"perplexity": "perplexity", "ratio": "over the whole model's", "spearman": "Spearman", "cosine": "cosine"}
+NOT_NATIVE = (
+    "Points that cannot are loaded by `polyhead.load`, or by plain transformers padded with zero heads, which saves no "
+    "time."
+)
+TITLES = {
+    "perplexity": "perplexity",
+    "ratio": "ratio to the unedited model",
+    "spearman": "Spearman",
+    "cosine": "cosine",
+}
 
 
 def quality_section(path: Path) -> str:
-    """One model: the ways that were tried where it matters, and every curve."""
+    """Return the section of one model: the methods compared at selected budgets, and every curve."""
     results = read_results(path)
     facts = results[0].facts
     machine, versions = facts["machine"], facts["versions"]
@@ -26,7 +34,8 @@ def quality_section(path: Path) -> str:
         f"### {facts['model']}, {facts['text']}",
         "",
         f"{len(results)} points in float32 without TF32, {machine['gpu'] or machine['cpu']}, torch "
-        f"{versions['torch']}, commit {commits}. Heads gone of {results[0].heads}.{_limits(facts)}",
+        f"{versions['torch']}, commit {commits}. Shares are of {results[0].heads} heads. Methods are selected on the "
+        f"validation split (choosing) and reported on the test split (reporting).{_limits(facts)}",
         "",
         *_ways(results),
         *_curves(results),
@@ -35,20 +44,18 @@ def quality_section(path: Path) -> str:
 
 
 def _limits(facts: Mapping[str, Any]) -> str:
-    """How much of the text was read, where that was not all."""
+    """Return the limits on calibration and evaluation data, if there were any."""
     calibration, rows = facts.get("calibration"), facts.get("rows")
-    told = f" Calibrated on {calibration:,} rows or sentences." if calibration else ""
-    return told + (f" A coarse look: measured on {rows:,} rows or pairs of each split." if rows else "")
+    words = f" Calibrated on {calibration:,} rows or sentences." if calibration else ""
+    return words + (f" Coarse: evaluated on {rows:,} rows or pairs of each split." if rows else "")
 
 
 def _ways(results: list[Result]) -> list[str]:
-    """Where several ways were tried at one place: each with its figures, the one chosen in bold."""
+    """Return the table of methods compared at one budget, the selected one in bold."""
     names = list(results[0].figures["report"])
-    columns = [
-        f"{TITLES[name]}, {'choosing' if split == 'choose' else 'reporting'}" for name in names for split in SPLITS
-    ]
+    columns = [f"{TITLES[name]}, {'validation' if split == 'choose' else 'test'}" for name in names for split in SPLITS]
     lines = [
-        f"| heads gone, chosen and compensated by | loads in | {' | '.join(columns)} |",
+        f"| heads removed, criterion and compensation | loads in | {' | '.join(columns)} |",
         "|---" * (2 + len(columns)) + "|",
     ]
     chosen = best_by_place(results)
@@ -60,17 +67,17 @@ def _ways(results: list[Result]) -> list[str]:
         for result in requested:
             if place_of(result.point) != place:
                 continue
-            told = [said(result.figures[split][name]) for name in names for split in SPLITS]
+            cells = [said(result.figures[split][name]) for name in names for split in SPLITS]
             words = str(result.point)
             if result is chosen[place]:
-                words, told = f"**{words}**", [f"**{x}**" for x in told]
-            lines.append(f"| {words} | {'native' if result.form == 'native' else 'polyhead'} | {' | '.join(told)} |")
+                words, cells = f"**{words}**", [f"**{x}**" for x in cells]
+            lines.append(f"| {words} | {'native' if result.form == 'native' else 'polyhead'} | {' | '.join(cells)} |")
         lines += _controls([x for x in results if place_of(x.point) == place], names)
     return [*lines, ""]
 
 
 def _controls(results: list[Result], names: list[str]) -> list[str]:
-    """Random heads at the same place: the median over seeds and their range, where there are two or more."""
+    """Return the rows of random heads at the same budget: median and range over seeds, if there are two or more."""
     lines = []
     for compensation, words in (("no", "not compensated"), ("once", "compensated")):
         drawn = [x for x in results if x.point.criterion == "random" and x.point.compensation == compensation]
@@ -85,14 +92,14 @@ def _controls(results: list[Result], names: list[str]) -> list[str]:
 
 
 def _curves(results: list[Result]) -> list[str]:
-    """Every way at every share, on the reporting split; for sentences with the cosine in brackets."""
+    """Return the table of every method at every share, on the test split; for sentences with the cosine in brackets."""
     name = headline(results)
     curves = curves_of(results, name)
     shares = sorted({share for curve in curves for share in curve.shares})
     if len(shares) < 2:
         return []
     beside = {curve.name: curve for curve in curves_of(results, "cosine")} if name == "spearman" else {}
-    lines = [f"| {TITLES[name]}, reporting | {' | '.join(f'{share:.0%}' for share in shares)} |"]
+    lines = [f"| {TITLES[name]}, test | {' | '.join(f'{share:.0%}' for share in shares)} |"]
     lines.append("|---" * (1 + len(shares)) + "|")
     for curve in curves:
         cells = []
@@ -110,7 +117,7 @@ def _curves(results: list[Result]) -> list[str]:
 
 
 def _seeds(figures: Sequence[float]) -> str:
-    """The median, and the range where there are several."""
+    """Return the median, and the range if there are several."""
     middle = _short(statistics.median(figures))
     return f"{middle} [{_short(min(figures))}, {_short(max(figures))}]" if len(figures) > 1 else middle
 

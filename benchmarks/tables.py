@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tables`: write the measured figures into docs/; nobody copies a number."""
+"""`python -m benchmarks.tables`: write measured figures into the tables of docs/, so that none is copied by hand."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from polyhead.costs.measuring.runner import Ratio
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
-# `python -m benchmarks` names no file itself; its results are kept here under names that begin so.
+# `python -m benchmarks` takes the name of its output file; results in benchmarks/results start with these prefixes.
 STATISTICS = "statistics-"
 INSPECTION = "inspection-"
 VIEWER = "viewer-"
-ARRANGEMENTS = "arrangements-"
+VARIANTS = "variants-"
 TRAINING = "training-"
 SURGERY = "surgery-"
 PLAN = "plan-"
@@ -39,34 +39,76 @@ COMPARED_MARKS = re.compile(r"(<!-- *compared: *begin *-->).*?(<!-- *compared: *
 TRAINING_MARKS = re.compile(r"(<!-- *training: *begin *-->).*?(<!-- *training: *end *-->)", re.DOTALL)
 QUALITY_MARKS = re.compile(r"(<!-- *quality: *begin *-->).*?(<!-- *quality: *end *-->)", re.DOTALL)
 RECORDED_MARKS = re.compile(r"(<!-- *recorded: *begin *-->).*?(<!-- *recorded: *end *-->)", re.DOTALL)
-COLUMNS = "| ours | against | theirs | ours / theirs [95%] | bound |"
+COLUMNS = "| polyhead | baseline | baseline time | ratio [95% CI] | bound |"
+TRAINING_HEADER = {
+    "equal": "equal budget of",
+    "rate": "learning rate",
+    "bits a byte": "bits per byte",
+    "spread": "std over seeds",
+    "to the first": "difference to the first",
+}
+# Results keep the labels they were measured under; the pages show these instead.
+LABELS = {
+    "with its Python": "with Python overhead",
+    "latent, turning": "latent, rotary",
+    "chosen rows": "selected rows",
+    "decode one token": "decode, one token",
+    "overhead, recording": "overhead, with autograd",
+    "mask at hand": "precomputed mask",
+    "ordinary heads": "plain heads",
+    "a copy of as many bytes": "copy of the same bytes",
+    "a matrix product of as many FLOPs": "matrix product of the same FLOPs",
+    "rate of products": "matrix product throughput",
+    "nothing watched": "not observed",
+    "largest logit, entropy, reach": "max logit, entropy, mean distance",
+    "these and maps": "default statistics and maps",
+    "the default statistics": "default statistics",
+    "bytes a row": "bytes per row",
+    "beyond inputs and output": "memory beyond inputs and output",
+    "the same over that of half the tokens": "ratio to half the tokens",
+    "largest tensor, of the weights' bytes": "largest tensor / bytes of the weights",
+    "the whole block's": "those of the unedited block",
+    "the tile's rows, all of their weights": "all weights of the tile's rows",
+    "exact picture": "exact map",
+    "first picture, by sampled rows": "first map, from sampled rows",
+    "sum over 8 of 32 heads of": "sum over 8 of 32 heads:",
+    "sum over 4 of 16 heads of": "sum over 4 of 16 heads:",
+    "with a key of 64 more channels that turns": "with a rotary key of 64 more channels",
+    "heads should be able to say nothing": "heads should be able to output nothing",
+    "heads were pruned or grouped by what they do": "heads were pruned or grouped by function",
+    "heads should be combined other than linearly": "heads should be combined nonlinearly",
+    "one head's finding decides what becomes of another's": "the output of one head should gate another's",
+    "heads should agree on where to look": "heads should share attention patterns",
+    "hard tokens should cost more than simple ones": "hard tokens should cost more than easy ones",
+    "the cache must be as small as it can be": "the cache must be minimal",
+}
 
 
 def performance_page(page: str, results: Path = RESULTS) -> str:
-    """docs/performance.md with everything between its two marks made anew from the layer's results."""
-    others = (STATISTICS, INSPECTION, VIEWER, ARRANGEMENTS, SURGERY, PLAN, RECORDED, GPU_SUITE)
+    """Return docs/performance.md with its tables rebuilt from the layer benchmarks."""
+    others = (STATISTICS, INSPECTION, VIEWER, VARIANTS, SURGERY, PLAN, RECORDED, GPU_SUITE)
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
     return _between_marks(page, paths, "batch x n x d_model x heads")
 
 
 def statistics_page(page: str, results: Path = RESULTS) -> str:
-    """docs/statistics.md, from what `python -m benchmarks statistics` measured."""
+    """Return docs/statistics.md with the results of `python -m benchmarks statistics`."""
     return _between_marks(page, sorted(results.glob(f"{STATISTICS}*.json")), "batch x heads x n x d")
 
 
 def inspection_page(page: str, results: Path = RESULTS) -> str:
-    """docs/inspecting.md, from what `python -m benchmarks inspection` measured."""
+    """Return docs/inspecting.md with the results of `python -m benchmarks inspection`."""
     return _between_marks(page, sorted(results.glob(f"{INSPECTION}*.json")), "model and text")
 
 
 def looking_page(page: str, results: Path = RESULTS) -> str:
-    """docs/looking.md, from what `python -m benchmarks viewer` measured."""
+    """Return docs/looking.md with the results of `python -m benchmarks viewer`."""
     return _between_marks(page, sorted(results.glob(f"{VIEWER}*.json")), "heads and text")
 
 
-def arrangements_page(page: str, results: Path = RESULTS) -> str:
-    """docs/arrangements.md, from what `python -m benchmarks variants` and `python -m benchmarks training` measured."""
-    paths = sorted(results.glob(f"{ARRANGEMENTS}*.json"))
+def variants_page(page: str, results: Path = RESULTS) -> str:
+    """Return docs/variants.md with the results of `python -m benchmarks variants` and `python -m benchmarks training`."""
+    paths = sorted(results.glob(f"{VARIANTS}*.json"))
     page = _between_marks(page, paths, "heads and tokens")
     if paths:
         measured = json.loads(paths[0].read_text(encoding="utf-8"))
@@ -76,20 +118,20 @@ def arrangements_page(page: str, results: Path = RESULTS) -> str:
 
 
 def surgery_page(page: str, results: Path = RESULTS) -> str:
-    """docs/surgery.md from `python -m benchmarks surgery`: quality by criterion and share, and time saved."""
+    """Return docs/surgery.md with the results of `python -m benchmarks surgery`: quality by criterion and time saved."""
     page = _between_marks(page, sorted(results.glob(f"{SURGERY}*.json")), "call")
     sections = [quality_section(path) for path in sorted(results.glob(f"{SURGERY}*.jsonl"))]
     return _filled(page, QUALITY_MARKS, "quality", "\n".join(sections)) if sections else page
 
 
 def plan_page(page: str, results: Path = RESULTS) -> str:
-    """docs/plan.md, from what `python -m benchmarks plan` measured."""
+    """Return docs/plan.md with the results of `python -m benchmarks plan`."""
     sections = [accuracy_section(path) for path in sorted(results.glob(f"{PLAN}*.json"))]
     return _filled(page, MARKS, "figures", "\n".join(sections)) if sections else page
 
 
 def attention_page(page: str, results: Path = RESULTS) -> str:
-    """docs/attention.md, from what `python -m benchmarks.recorded` measured."""
+    """Return docs/attention.md with the results of `python -m benchmarks.recorded`."""
     sections = [
         _recorded(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob(f"{RECORDED}*"))
     ]
@@ -102,7 +144,7 @@ PAGES = {
     "statistics.md": statistics_page,
     "inspecting.md": inspection_page,
     "looking.md": looking_page,
-    "arrangements.md": arrangements_page,
+    "variants.md": variants_page,
     "surgery.md": surgery_page,
     "plan.md": plan_page,
 }
@@ -117,12 +159,12 @@ def _between_marks(page: str, paths: Sequence[Path], shape: str) -> str:
 
 def _filled(page: str, marks: re.Pattern[str], name: str, content: str) -> str:
     if len(marks.findall(page)) != 1:
-        raise ValueError(f"a page of figures has the marks {name}: begin and {name}: end, once each")
-    return marks.sub(lambda found: f"{found[1]}\n\n{content}{found[2]}", page)
+        raise ValueError(f"a page needs the marks {name}: begin and {name}: end exactly once")
+    return marks.sub(lambda match: f"{match[1]}\n\n{content}{match[2]}", page)
 
 
 def _recorded(result: dict[str, Any]) -> str:
-    """Each contender's time over cuDNN's, a line a shape."""
+    """Return a table of times relative to cuDNN, one row per shape."""
     names = (recorded.AUTO, recorded.FUSED, recorded.STATISTICS, recorded.FLASH, recorded.EFFICIENT)
     lines = [
         f"{result['machine']['gpu']}, torch {result['versions']['torch']}, commit {result['commit']}; shapes: batch, "
@@ -139,24 +181,24 @@ def _recorded(result: dict[str, Any]) -> str:
 
 
 def _compared(result: dict[str, Any]) -> str:
-    """All arrangements in one table: what each computes, what is counted of it, and how long it took."""
+    """Return one table of all variants: formula, counted costs and measured times."""
     times = {row["bench"]: row["median_ms"].get(floors.OURS) for row in result["rows"]}
     work = Workload.forward(floors.TOKENS, batch=2)
     lines = [
         f"Two causal sequences of {floors.TOKENS:,} tokens, width {floors.WIDTH:,}, {floors.HEADS} heads unless the "
-        f"formula says otherwise, bfloat16, as CUDA graphs; {result['machine']['gpu']}, commit "
+        f"formula states another number, bfloat16, CUDA graphs; {result['machine']['gpu']}, commit "
         f"{result['commit']}.",
         "",
-        "| | computes | parameters | GFLOP forward | cache bytes a token | forward | forward + backward | when |",
+        "| | formula | parameters | GFLOP forward | cache bytes per token | forward | forward + backward | when |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, variant in floors.VARIANTS.items():
         cost = estimate_cost(variant.config, work)
-        taken = [times.get(f"{name}, {mode}") for mode in (FORWARD, TRAINED)]
-        forward, both = ("" if x is None else f"{x:.2f} ms" for x in taken)
+        measured = [times.get(f"{name}, {mode}") for mode in (FORWARD, TRAINED)]
+        forward, both = ("" if x is None else f"{x:.2f} ms" for x in measured)
         lines.append(
-            f"| {name} | {variant.formula} | {cost.parameters:,} | {cost.matrix_flops / 1e9:.0f} | "
-            f"{cost.cache_bytes_per_token:,} | {forward} | {both} | {variant.when} |"
+            f"| {_label(name)} | {_label(variant.formula)} | {cost.parameters:,} | {cost.matrix_flops / 1e9:.0f} | "
+            f"{cost.cache_bytes_per_token:,} | {forward} | {both} | {_label(variant.when)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -167,15 +209,16 @@ def _training_table(path: Path) -> str:
     header, *lines = rows(standings(contest(quick=facts["quick"]), results))
     gpu, versions = facts["machine"]["gpu"] or facts["machine"]["cpu"], facts["versions"]
     commits = ", ".join(dict.fromkeys(str(result.facts["commit"]) for result in results))
-    told = [f"{len(results)} trainings on {facts['text']}, {gpu}, torch {versions['torch']}, commit {commits}.", ""]
+    runs = f"{len(results)} training runs on {facts['text']}"
+    table = [f"{runs}, {gpu}, torch {versions['torch']}, commit {commits}.", ""]
     if lines:
-        told += [
-            f"| {' | '.join(header)} |",
+        table += [
+            f"| {' | '.join(TRAINING_HEADER.get(name, name) for name in header)} |",
             f"|{'---|' * len(header)}",
             *(f"| {' | '.join(line)} |" for line in lines),
             "",
         ]
-    return "\n".join(told)
+    return "\n".join(table)
 
 
 def _section(result: dict[str, Any], shape: str) -> str:
@@ -183,16 +226,16 @@ def _section(result: dict[str, Any], shape: str) -> str:
     name = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
     dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
     alternations = sorted({len(samples) for row in result["rows"] for samples in row["samples_ms"].values()})
-    spread = f"{alternations[0]} to {alternations[-1]}" if len(alternations) > 1 else f"{alternations[0]}"
-    told = [one for row in result["rows"] for one in (*row["comparisons"], *row.get("figures", []))]
-    missed = sum(map(_missed, told)) + sum(bool(row["failed"]) for row in result["rows"])
+    count = f"{alternations[0]} to {alternations[-1]}" if len(alternations) > 1 else f"{alternations[0]}"
+    entries = [entry for row in result["rows"] for entry in (*row["comparisons"], *row.get("figures", []))]
+    missed = sum(map(_missed, entries)) + sum(bool(row["failed"]) for row in result["rows"])
     lines = [
-        f"### {name}, {dtypes[0]}" + (f" (the CPU's rows in {dtypes[1]})" if len(dtypes) > 1 else ""),
+        f"### {name}, {dtypes[0]}" + (f" (CPU rows in {dtypes[1]})" if len(dtypes) > 1 else ""),
         "",
         f"torch {versions['torch']}, Python {versions['python']}, commit {result['commit']}, {result['date'][:10]}; "
-        f"{spread} alternations. " + (f"**{missed} miss{'es' * (missed > 1)}.**" if missed else "No miss."),
+        f"{count} alternations. " + (f"**{missed} miss{'es' * (missed > 1)}.**" if missed else "No miss."),
         "",
-        f"| what | {shape} {COLUMNS}",
+        f"| benchmark | {shape} {COLUMNS}",
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -201,44 +244,51 @@ def _section(result: dict[str, Any], shape: str) -> str:
 
 
 def _lines(row: dict[str, Any]) -> list[str]:
-    start = f"| {row['bench']} | {row['shape']} |"
+    start = f"| {_label(row['bench'])} | {row['shape']} |"
     lines = []
     for c in row["comparisons"]:
         _, _, option = c["subject"].partition(", ")
-        ours = f"{row['median_ms'][c['subject']]:.4g} ms" + (f" ({option})" if option else "")
+        ours = f"{row['median_ms'][c['subject']]:.4g} ms" + (f" ({_label(option)})" if option else "")
         floor = " (floor)" if row["notes"].get("floor") == c["against"] else ""
         lines.append(
-            f"{start} {ours} | {c['against']}{floor} | {row['median_ms'][c['against']]:.4g} ms | "
+            f"{start} {ours} | {_label(c['against'])}{floor} | {row['median_ms'][c['against']]:.4g} ms | "
             f"{Ratio(**c['ratio'])} | {_verdict(c)} |"
         )
     for figure in row.get("figures", []):
-        value = f"{figure['value']:.4g} {figure['unit']}".rstrip()
-        lines.append(f"{start} {value} | {figure['what']} | | | {_verdict(figure)} |")
+        value = f"{figure['value']:.4g} {_label(figure['unit'])}".rstrip()
+        lines.append(f"{start} {value} | {_label(figure['what'])} | | | {_verdict(figure)} |")
     for name, reason in row["absent"].items():
-        lines.append(f"{start} | {name} | {reason} | | |")
+        lines.append(f"{start} | {_label(name)} | {reason} | | |")
     if row["failed"]:
         lines.append(f"{start} | | {row['failed']} | | **miss** |")
     return lines
 
 
-def _missed(found: dict[str, Any]) -> bool:
-    """By the numbers, whatever a file says: what counts as a miss has been stricter since some were written."""
-    value = found["ratio"]["median"] if "ratio" in found else found["value"]
-    return found["bound"] is not None and not value <= found["bound"]
+def _label(words: str) -> str:
+    """Return the label that the pages show for one of a result."""
+    for label, shown in LABELS.items():
+        words = words.replace(label, shown)
+    return words
 
 
-def _verdict(found: dict[str, Any]) -> str:
-    return "" if found["bound"] is None else f"{at_most(found['bound'])} " + ("**miss**" if _missed(found) else "ok")
+def _missed(entry: dict[str, Any]) -> bool:
+    """Compare with the bound again: the definition of a miss is stricter than in some of the files."""
+    value = entry["ratio"]["median"] if "ratio" in entry else entry["value"]
+    return entry["bound"] is not None and not value <= entry["bound"]
+
+
+def _verdict(entry: dict[str, Any]) -> str:
+    return "" if entry["bound"] is None else f"{at_most(entry['bound'])} " + ("**miss**" if _missed(entry) else "ok")
 
 
 def main() -> None:
-    for name, made_anew in PAGES.items():
+    for name, rebuild in PAGES.items():
         page = DOCS / name
         if not page.exists():
-            print(f"there is no docs/{name} to write into")
+            print(f"docs/{name} does not exist")
             continue
-        page.write_text(made_anew(page.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"written to docs/{name}")
+        page.write_text(rebuild(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"updated docs/{name}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What other arrangements of heads cost: each figure of docs/arrangements.md, measured on the machine at hand."""
+"""What other arrangements of heads cost: each figure of docs/variants.md, measured on the machine at hand."""
 
 from __future__ import annotations
 

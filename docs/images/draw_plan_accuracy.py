@@ -1,4 +1,4 @@
-"""Draws docs/images/plan-accuracy.svg: predicted over measured time of layers that no calibration saw, by regime.
+"""Draw docs/images/plan-accuracy.svg: predicted over measured time of held-out layers, by regime.
 
 python -m benchmarks plan --machine nvidia-h200 --output benchmarks/results/plan-cuda-nvidia-h200.json
 python docs/images/draw_plan_accuracy.py benchmarks/results/plan-cuda-nvidia-h200.json
@@ -25,7 +25,7 @@ def text(x: float, y: float, words: str, *, size: int = 12, fill: str = INK, anc
 
 
 def height(ratio: float) -> float:
-    """Where a ratio stands, on a logarithmic axis."""
+    """Return the y coordinate of a ratio on a logarithmic axis."""
     share = math.log(min(max(ratio, LOWEST), HIGHEST) / LOWEST) / math.log(HIGHEST / LOWEST)
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
@@ -45,7 +45,7 @@ def dot(x: float, ratio: float, colour: str, title: str) -> str:
 
 
 def column(rows: list[dict[str, Any]], left: float, width: float) -> list[str]:
-    """One regime: ours on the left, the datasheet's on the right, from the shortest layer to the longest."""
+    """Draw one regime: polyhead on the left, datasheet on the right, from the shortest layer to the longest."""
     parts = []
     for said, colour, start in (("predicted", OURS, left + 0.06 * width), ("promised", SHEET, left + 0.55 * width)):
         ratios = [row[said] / row["measured"] for row in rows]
@@ -64,14 +64,14 @@ def column(rows: list[dict[str, Any]], left: float, width: float) -> list[str]:
 def draw(content: dict[str, Any]) -> str:
     rows = [row for row in content["rows"] if row["measured"] is not None]
     shown = content["machine"]["gpu"] or content["machine"]["cpu"]
-    title = f"Predicted time over measured time, {len(rows)} layers that no calibration saw, {shown}"
+    title = f"Predicted time over measured time, {len(rows)} held-out layers, {shown}"
     parts = [text(LEFT, 28, title, size=15)]
     parts += [
         f'<circle cx="{LEFT + 6}" cy="48" r="4" fill="{OURS}"/>',
         text(LEFT + 16, 52, "polyhead plan, calibrated"),
     ]
     parts += [f'<circle cx="{LEFT + 206}" cy="48" r="4" fill="{SHEET}"/>', text(LEFT + 216, 52, "datasheet roofline")]
-    parts.append(text(LEFT + 366, 52, "bands: within 15% and 35%; below: median error and worst", fill=SOFT))
+    parts.append(text(LEFT + 366, 52, "bands: within 15% and 35%; below: median and worst error", fill=SOFT))
     parts += [band(0.35, 0.10), band(0.15, 0.16)]
     for ratio in (2.0, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64):
         y, words = height(ratio), f"{ratio:g}" if ratio >= 1 else f"1/{1 / ratio:g}"

@@ -1,4 +1,4 @@
-"""Draws docs/images/statistics.svg: one row of attention weights, and where each of its statistics is read off.
+"""Draw docs/images/statistics.svg: one row of attention weights with its statistics.
 
     python docs/images/draw_statistics.py
 
@@ -19,7 +19,7 @@ INK, SOFT, BAR, MARK = "#1f2933", "#7b8794", "#3b6fb6", "#d9730d"
 
 
 def weights_and_statistics() -> tuple[torch.Tensor, dict[str, float]]:
-    """A head that looks at the first key, at the token before, and a little at everything near."""
+    """Return the weights of a head that attends to the first key, the previous token and, weakly, nearby tokens."""
     distance = torch.arange(KEYS) - torch.arange(KEYS)[:, None]
     logits = -0.28 * distance.abs().float() + 1.1 * (distance == -1) + 2.9 * (torch.arange(KEYS) == 0)
     # Keys that are one-hot, and queries that are the logits, give exactly these logits.
@@ -61,7 +61,7 @@ def draw() -> str:
     parts.append(text(left, top + KEYS * CELL + 18, "keys", fill=SOFT))
 
     origin, base, width = 430, 258, 34
-    parts.append(text(origin, 28, f"Row {ROW}: the weight of each key it sees", size=14))
+    parts.append(text(origin, 28, f"Row {ROW}: attention weights over its visible keys", size=14))
     for j in range(ROW + 1):
         height = 190 * float(weights[ROW, j])
         x = origin + j * width
@@ -80,10 +80,10 @@ def draw() -> str:
     before = base - 190 * float(weights[ROW, ROW - 1]) - 8
     parts.append(text(end - 20, before, "previous", size=11, fill=MARK, anchor="middle"))
     lines = [
-        f"confidence, the largest weight: {statistics['confidence']:.3f}",
+        f"confidence, the max attention weight: {statistics['confidence']:.3f}",
         f"entropy: {statistics['entropy']:.3f} nats (uniform over its {statistics['visible_keys']:.0f} keys: "
         f"{math.log(statistics['visible_keys']):.3f})",
-        f"mean distance, of |d|: {statistics['mean_distance']:.2f}; mean_offset {statistics['mean_offset']:.2f}",
+        f"mean_distance, of |d|: {statistics['mean_distance']:.2f}; mean_offset {statistics['mean_offset']:.2f}",
         f"self_mass {statistics['self_mass']:.3f}, previous_mass {statistics['previous_mass']:.3f}, max_logit "
         f"{statistics['max_logit']:.2f}",
     ]

@@ -1,4 +1,4 @@
-"""Draws docs/images/surgery-MODEL.svg: the quality of a model without heads, by criterion and compensation.
+"""Draw docs/images/surgery-MODEL.svg: the quality of a pruned model by criterion and compensation.
 
     python docs/images/draw_surgery.py
 
@@ -37,7 +37,7 @@ WIDTH, HEIGHT, TOP, LEFT, GAP, SIDE = 330, 300, 64, 62, 46, 250
 
 @dataclass(frozen=True)
 class Picture:
-    """One model: which figure is drawn, and between which bounds; what lies beyond is drawn at the bound."""
+    """A figure of one model, with the limits of its axis; values beyond are clipped."""
 
     model: str
     title: str
@@ -51,7 +51,7 @@ class Picture:
 PICTURES = (
     Picture(
         "smollm2",
-        "SmolLM2-135M, perplexity over the whole model's (WikiText-2)",
+        "SmolLM2-135M, perplexity relative to the unedited model (WikiText-2)",
         "ratio",
         1,
         10,
@@ -68,7 +68,7 @@ PICTURES = (
     ),
     Picture(
         "minilm",
-        "MiniLM, mean cosine of embeddings to the whole model's (STS-B test)",
+        "MiniLM, mean cosine to the embeddings of the unedited model (STS-B test)",
         "cosine",
         0.5,
         1.0,
@@ -82,7 +82,7 @@ def text(x: float, y: float, words: str, *, size: int = 12, fill: str = INK, anc
 
 
 def draw(picture: Picture, curves: Sequence[Curve]) -> str:
-    """Two panels on one scale: not compensated, compensated."""
+    """Return an SVG with two panels on one scale: not compensated, compensated."""
     width, height = LEFT + 2 * WIDTH + GAP + SIDE, TOP + HEIGHT + 56
     parts = [text(16, 26, picture.title, size=15)]
     scale = math.log if picture.logarithmic else float
@@ -93,7 +93,7 @@ def draw(picture: Picture, curves: Sequence[Curve]) -> str:
         return TOP + HEIGHT * (1 - share)
 
     for panel, (name, words) in enumerate(
-        (("not compensated", "not compensated"), ("compensated", "compensated in closed form"))
+        (("not compensated", "not compensated"), ("compensated", "least-squares compensation"))
     ):
         left = LEFT + panel * (WIDTH + GAP)
 
@@ -109,7 +109,7 @@ def draw(picture: Picture, curves: Sequence[Curve]) -> str:
         for share in range(1, 9):
             label = f"{share}0%"
             parts.append(text(along(share / 10), TOP + HEIGHT + 18, label, size=11, fill=SOFT, anchor="middle"))
-        parts.append(text(left + WIDTH / 2, TOP + HEIGHT + 40, "heads gone", size=12, fill=SOFT, anchor="middle"))
+        parts.append(text(left + WIDTH / 2, TOP + HEIGHT + 40, "heads removed", size=12, fill=SOFT, anchor="middle"))
         ends = []
         for criterion, (colour, dashes, stroke) in STYLES.items():
             found = [curve for curve in curves if curve.name == f"{criterion}, {name}"]

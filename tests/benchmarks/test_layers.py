@@ -449,10 +449,10 @@ def test_the_page_of_inspections_holds_the_figures_that_were_measured(project_ro
     assert tables.inspection_page(page) == page, "run python -m benchmarks.tables"
 
 
-def test_the_page_of_arrangements_holds_the_figures_that_were_measured(project_root: Path) -> None:
-    assert list(tables.RESULTS.glob(f"{tables.ARRANGEMENTS}*.json"))
-    page = (project_root / "docs" / "arrangements.md").read_text(encoding="utf-8")
-    assert tables.arrangements_page(page) == page, "run python -m benchmarks.tables"
+def test_the_page_of_variants_has_the_measured_figures(project_root: Path) -> None:
+    assert list(tables.RESULTS.glob(f"{tables.VARIANTS}*.json"))
+    page = (project_root / "docs" / "variants.md").read_text(encoding="utf-8")
+    assert tables.variants_page(page) == page, "run python -m benchmarks.tables"
 
 
 def test_trainings_are_a_table(tmp_path):
@@ -462,19 +462,19 @@ def test_trainings_are_a_table(tmp_path):
         result = Result(trial, 2.0 + number, steps=20, tokens=1, parameters=2000, flops=3, seconds=0.5, facts=facts)
         append_result(tmp_path / "training-a.jsonl", result)
     page = "before\n<!-- training: begin -->\nold\n<!-- training: end -->\nafter\n"
-    told = tables.arrangements_page(page, tmp_path)
+    told = tables.variants_page(page, tmp_path)
     assert "old" not in told
-    assert f"{len(RATES)} trainings on some.txt" in told
+    assert f"{len(RATES)} training runs on some.txt" in told
     assert "| multi-head | tokens | 2,000 | 0.00 | 20 | 0.0005 (an end) | 2.0000 | nan of 1 |  |" in told
-    assert tables.arrangements_page(told, tmp_path) == told
+    assert tables.variants_page(told, tmp_path) == told
 
 
 def test_trainings_without_a_whole_sweep_are_counted_and_are_no_table_yet(tmp_path):
     facts = {**machine.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
     trial = Trial("multi-head", "tokens", RATES[0], SEEDS[0])
     append_result(tmp_path / "training-a.jsonl", Result(trial, 2.0, 20, 1, 2000, 3, 0.5, facts))
-    told = tables.arrangements_page("<!-- training: begin -->\n<!-- training: end -->\n", tmp_path)
-    assert "1 trainings on some.txt" in told
+    told = tables.variants_page("<!-- training: begin -->\n<!-- training: end -->\n", tmp_path)
+    assert "1 training runs on some.txt" in told
     assert "|" not in told
 
 
@@ -494,7 +494,7 @@ def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(
     assert (
         "| forward | 1x2x3x4 | 2 ms (statistics) | materialised | 100 ms | 0.0200 [0.0199, 0.0201] | <= 1/45 ok |"
     ) in told
-    assert "| forward | 1x2x3x4 | 28 bytes a row | beyond inputs | | | <= 24 **miss** |" in told
+    assert "| forward | 1x2x3x4 | 28 bytes per row | beyond inputs | | | <= 24 **miss** |" in told
     assert "| forward | 1x2x3x4 | | flash | not here | | |" in told
     assert "| forward | 1x2x3x4 | | | something broke | | **miss** |" in told
     assert "layer, forward" not in told
@@ -502,6 +502,6 @@ def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(
     other = tables.performance_page(page, tmp_path)
     assert "layer, forward" in other
     assert "beyond inputs" not in other
-    with pytest.raises(ValueError, match="once each"):
+    with pytest.raises(ValueError, match="exactly once"):
         tables.statistics_page("no marks", tmp_path)
     assert tables.statistics_page(page, tmp_path / "empty") == page

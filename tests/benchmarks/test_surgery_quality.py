@@ -272,8 +272,9 @@ def test_curves_and_ways_are_tables_between_their_marks(tmp_path):
     told = tables.surgery_page(page, tmp_path)
     assert "### small, some.txt" in told
     assert "old" not in told
-    assert "Heads gone of 18. A coarse look: measured on 300 rows or pairs of each split." in told
-    assert "| perplexity, reporting | 20% | 50% |" in told
+    assert "Shares are of 18 heads." in told
+    assert "Coarse: evaluated on 300 rows or pairs of each split." in told
+    assert "| perplexity, test | 20% | 50% |" in told
     assert len([line for line in told.splitlines() if line.startswith("| random, ")]) == 2
     assert "| **6/3, compensated, weighted by token, compensated (once, ridge 0.01)** | native |" in told
     assert sum(line.startswith("| **") for line in told.splitlines()) == 3  # at 20%, at 50%, at 6/3
