@@ -335,7 +335,7 @@ def test_wrong_tensors_are_refused_as_attention_refuses_them() -> None:
         uneven_attention(query[0], key, value, MAP)
     with pytest.raises(ShapeError, match="same heads, got 4 and 3"):
         uneven_attention(query, key, value[:, :3], MAP)
-    with pytest.raises(ShapeError, match=r"sinks must have one number a head, got shape \[4\] for 7 heads"):
+    with pytest.raises(ShapeError, match=r"sinks must have one number per head, got shape \[4\] for 7 heads"):
         uneven_attention(query, key, value, MAP, sinks=randn(4))
     with pytest.raises(MaskError, match="a mask must have 7 heads or 1"):
         uneven_attention(query, key, value, MAP, mask=Mask.bias(randn(1, 4, QUERIES, KEYS)))

@@ -205,8 +205,8 @@ def latents(width: int, rank: int, **changes: Any) -> tuple[Tensor, CacheArgumen
     [
         (592, 528, "latents must have a multiple of 16 channels up to 512, got 528"),
         (352, 296, "latents must have a multiple of 16 channels up to 512, got 296"),
-        (648, 512, "a multiple of 8 channels up to 128 may turn, got 136"),
-        (516, 512, "a multiple of 8 channels up to 128 may turn, got 4"),
+        (648, 512, "rotary channels of latents must be a multiple of 8 up to 128, got 136"),
+        (516, 512, "rotary channels of latents must be a multiple of 8 up to 128, got 4"),
     ],
 )
 def test_widths_that_no_kernel_reads_have_a_reason(width: int, rank: int, words: str) -> None:
@@ -235,12 +235,12 @@ def test_latents_are_read_by_their_own_kernels_or_as_plain_keys_and_values() -> 
 @pytest.mark.parametrize("rows", [1, 19, 40, 512])
 def test_tiles_are_powers_of_two_and_fit_into_shared_memory(rows: int, width: int, rank: int, itemsize: int) -> None:
     blocks = plan_latent_blocks(rows, width, rank, itemsize)
-    for size in (blocks.rows, blocks.keys, blocks.rank, blocks.turning):
+    for size in (blocks.rows, blocks.keys, blocks.rank, blocks.rope_dim):
         assert size >= 16
         assert size & (size - 1) == 0
     assert blocks.rank >= rank
-    assert blocks.turning >= width - rank
-    taken = (blocks.rank + blocks.turning) * itemsize * (blocks.rows + (blocks.stages - 1) * blocks.keys)
+    assert blocks.rope_dim >= width - rank
+    taken = (blocks.rank + blocks.rope_dim) * itemsize * (blocks.rows + (blocks.stages - 1) * blocks.keys)
     assert blocks.resident * taken <= 220 * 1024
     while (less := blocks.smaller()) is not None:
         assert less.rows * less.keys < blocks.rows * blocks.keys

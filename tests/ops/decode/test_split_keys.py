@@ -425,9 +425,9 @@ def test_the_cpu_is_refused_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("query", "cache", "words"),
     [
-        (torch.zeros(2, 6, 17, 16), {}, "up to 16 new tokens a sequence, got 17"),
+        (torch.zeros(2, 6, 17, 16), {}, "up to 16 new tokens per sequence, got 17"),
         (torch.zeros(2, 6, 1, 16, dtype=torch.float64), {}, "got torch.float64"),
-        (torch.zeros(2, 6, 1, 16, dtype=torch.float16), {}, "must hold torch.float16 here, got torch.float32"),
+        (torch.zeros(2, 6, 1, 16, dtype=torch.float16), {}, "must be torch.float16 here, got torch.float32"),
         (torch.zeros(2, 6, 1, 16), {"value": torch.zeros(2, 3, 19, 12)}, "value_dim must be a multiple of 8 up to 256"),
         (torch.zeros(2, 6, 1, 16), {"key": torch.zeros(2, 3, 16, 19).mT}, "last axis of query, keys"),
         (torch.zeros(2, 6, 1, 16, requires_grad=True), {}, "no gradient"),
@@ -458,10 +458,10 @@ def test_shapes_that_do_not_fit_are_refused(changes: dict[str, Tensor], words: s
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
-        ({"key_scale": torch.zeros(2, 3, 19)}, {}, "come together, got key_scale alone"),
+        ({"key_scale": torch.zeros(2, 3, 19)}, {}, "must be passed together, got key_scale alone"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, {}, "a block table needs lengths"),
-        ({}, {"kept": 4}, "got kept 4 and no left edge"),
-        ({}, {"names": ("learned_sink_mass",)}, "got a decode without sinks"),
+        ({}, {"kept": 4}, "got kept 4 and left None"),
+        ({}, {"names": ("learned_sink_mass",)}, "needs learned sinks, got sinks None"),
         ({}, {"splits": 129}, "between 1 and 128, got 129"),
     ],
 )
