@@ -141,7 +141,7 @@ def check_walks_agree(device: str) -> None:
     from polyhead.ops.common.kernel_masks import pack
     from polyhead.ops.common.visibility import resolve
     from polyhead.ops.profile.kernels.prepare import prepare
-    from polyhead.ops.profile.kernels.second_pass import walk
+    from polyhead.ops.profile.kernels.second_pass import second_pass
 
     scene = SCENES["window"]().to(torch.float32)
     _, heads, queries, keys = scene.sizes
@@ -151,7 +151,7 @@ def check_walks_agree(device: str) -> None:
     problem = prepare(query, key, lse, 0.3, None, (0, queries), (0, keys))
     mask = pack(visibility, for_columns=True)
     options = {"received": True, "block": (16, 20), "offsets": True}
-    rows, columns = (walk(problem, mask, by_columns=by_columns, **options) for by_columns in (False, True))
+    rows, columns = (second_pass(problem, mask, by_columns=by_columns, **options) for by_columns in (False, True))
     assert rows.keys() == columns.keys() == {"received", "block_map", "offsets"}
     for name, x in rows.items():
         torch.testing.assert_close(x, columns[name], atol=1e-5, rtol=1e-5)
@@ -168,7 +168,7 @@ FAR = {
 }
 
 
-def check_far_offsets(names: list[str], whole: tuple[int, int], piece: tuple[int, int]) -> None:
+def check_far_offsets(names: list[str], tile: tuple[int, int], piece: tuple[int, int]) -> None:
     """Rows long enough for bins of many offsets, where tiles lie within one bin, along an edge and across several."""
     from polyhead.ops.common.kernels.resources import Blocks
     from polyhead.ops.profile.kernels import second_pass
@@ -176,7 +176,9 @@ def check_far_offsets(names: list[str], whole: tuple[int, int], piece: tuple[int
     for name in names:
         scene, rows, columns = FAR[name]
         with tiles(*piece):
-            second_pass.tiles_for = lambda *args, busy=False, **kwargs: Blocks(*(piece if busy else whole), 4, 1)
+            second_pass.tiles_for = lambda *args, register_heavy=False, **kwargs: Blocks(
+                *(piece if register_heavy else tile), 4, 1
+            )
             question = Question(scene(), rows, columns, {"offsets": True, "received": True, "block_map": (64, 64)})
             question.check(torch.float32, "fused")
 

@@ -46,7 +46,7 @@ def _divergence_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Process a block of queries of two heads; stores the sums over rows of divergence and distance, and the row count."""
+    """Store sums over a block of rows of two heads: divergence, distance and the number of rows with visible keys."""
     row_stop, column_stop = problem.row_stop, problem.column_stop
     rows = row_stop - problem.row_start
     blocks = tl.cdiv(rows, BLOCK_M)

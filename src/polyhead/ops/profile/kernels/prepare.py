@@ -23,9 +23,7 @@ class Problem(NamedTuple):
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]
-    lse: (
-        Tensor  # [batch * heads, shift_rows]: the log-sum-exp of the window in base 2, +inf for empty rows and padding
-    )
+    lse: Tensor  # [batch * heads, shift_rows]: the log-sum-exp of the window in base 2, +inf for empty rows and padding
     lse_rows: int  # a multiple of every tile's height
     head_sm_scales: Tensor | None  # [heads]: factors of the dot products; None: `sm_scale` for every head
     sm_scale: float
@@ -190,7 +188,9 @@ def tiles_for(query: Tensor, *, by_columns: bool, register_heavy: bool = False, 
         return tiles
     properties = torch.cuda.get_device_properties(query.device)
     available = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    while _shared_bytes(tiles, dim * query.element_size() * heads_at_once, by_columns) > available and tiles.columns > 16:
+    while (
+        _shared_bytes(tiles, dim * query.element_size() * heads_at_once, by_columns) > available and tiles.columns > 16
+    ):
         tiles = Blocks(max(16, tiles.rows // 2), max(16, tiles.columns // 2), 4, tiles.stages)
     return tiles
 

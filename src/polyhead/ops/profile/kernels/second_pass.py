@@ -29,12 +29,12 @@ from polyhead.ops.profile.kernels.crossing import add_crossing
 from polyhead.ops.profile.kernels.offsets import OFFSET_BINS
 from polyhead.ops.profile.kernels.prepare import Problem, block_dim, tiles_for
 from polyhead.ops.profile.kernels.tiles import (
+    accumulate_columns,
     column_span,
+    full_tiles,
     head_sm_scale,
     load_rows,
     log2_weights,
-    accumulate_columns,
-    full_tiles,
 )
 
 
@@ -144,15 +144,15 @@ def _column_kernel(
     received = tl.zeros([BLOCK_N], tl.float32)
     for first_row in tl.range(full_start, full_stop, BLOCK_M):
         received = _column_tile(
-            problem, mask, columns, i_pair, tile_k, sm_scale, received, first_row, first_column, DIM, BLOCK_DIM, BLOCK_M,
-            BLOCK_N, POOL_M, POOL_N, BY_MAX, EXCLUSIVE, False,
+            problem, mask, columns, i_pair, tile_k, sm_scale, received, first_row, first_column, DIM, BLOCK_DIM,
+            BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX, EXCLUSIVE, False,
         )  # fmt: skip
     before = (full_start - start) // BLOCK_M
     for i_tile in tl.range(0, before + tl.cdiv(stop - full_stop, BLOCK_M)):
         first_row = tl.where(i_tile < before, start, full_stop - before * BLOCK_M) + i_tile * BLOCK_M
         received = _column_tile(
-            problem, mask, columns, i_pair, tile_k, sm_scale, received, first_row, first_column, DIM, BLOCK_DIM, BLOCK_M,
-            BLOCK_N, POOL_M, POOL_N, BY_MAX, EXCLUSIVE, True,
+            problem, mask, columns, i_pair, tile_k, sm_scale, received, first_row, first_column, DIM, BLOCK_DIM,
+            BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX, EXCLUSIVE, True,
         )  # fmt: skip
     if columns.received is not None:
         offs_n = first_column + tl.arange(0, BLOCK_N)
@@ -308,8 +308,8 @@ def _row_kernel(
     for first_column in tl.range(full_start, full_stop, BLOCK_N):
         best, best_key, mass, top_value, top_key = _row_tile(
             problem, mask, columns, row_results, i_pair, tile_q, lse, sm_scale, first_row, first_column,
-            best, best_key, mass, top_value, top_key, DIM, BLOCK_DIM, BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX, EXCLUSIVE,
-            False,
+            best, best_key, mass, top_value, top_key, DIM, BLOCK_DIM, BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX,
+            EXCLUSIVE, False,
         )  # fmt: skip
     before = sink_tiles + (full_start - start) // BLOCK_N
     for i_tile in tl.range(0, before + tl.cdiv(stop - full_stop, BLOCK_N)):
@@ -317,8 +317,8 @@ def _row_kernel(
         first_column = tl.where(i_tile < sink_tiles, problem.column_start, first_column) + i_tile * BLOCK_N
         best, best_key, mass, top_value, top_key = _row_tile(
             problem, mask, columns, row_results, i_pair, tile_q, lse, sm_scale, first_row, first_column,
-            best, best_key, mass, top_value, top_key, DIM, BLOCK_DIM, BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX, EXCLUSIVE,
-            True,
+            best, best_key, mass, top_value, top_key, DIM, BLOCK_DIM, BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX,
+            EXCLUSIVE, True,
         )  # fmt: skip
     if row_results.argmax is not None:
         tl.store(row_results.argmax + offs_row, best_key.to(tl.int64), mask=mask_row)
@@ -349,8 +349,8 @@ def second_pass(
     mask that was packed for it.
     """
     query, batch, heads = problem.query, problem.batch, problem.heads
-    row_results = argmax or topk > 0 or key_set is not None
-    by_columns = not row_results and by_columns is not False
+    needs_rows = argmax or topk > 0 or key_set is not None
+    by_columns = not needs_rows and by_columns is not False
     is_band = _is_band(mask)
     register_heavy = not is_band or topk > 0 or (offsets and not by_columns)
     tiles = tiles_for(query, by_columns=by_columns, register_heavy=register_heavy)
@@ -373,7 +373,10 @@ def second_pass(
     if argmax:
         results["argmax"] = allocate(rows, dtype=torch.int64)
     if topk:
-        results["top_log2_weights"], results["top_keys"] = allocate(rows, top_size), allocate(rows, top_size, dtype=torch.int64)
+        results["top_log2_weights"], results["top_keys"] = (
+            allocate(rows, top_size),
+            allocate(rows, top_size, dtype=torch.int64),
+        )
     if key_set is not None:
         results["key_set_mass"] = allocate(rows)
     if not batch or not rows or not columns:
@@ -423,7 +426,9 @@ def second_pass(
     with torch.cuda.device_of(query):
         launched_tiles = launch_fitting(launch, tiles, Blocks.halved, compile_key)
     if offsets and by_columns:
-        add_crossing(problem, mask, results["offsets"], launched_tiles, tiles_for(query, by_columns=True, register_heavy=True))
+        add_crossing(
+            problem, mask, results["offsets"], launched_tiles, tiles_for(query, by_columns=True, register_heavy=True)
+        )
     return results
 
 

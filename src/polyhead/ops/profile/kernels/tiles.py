@@ -19,7 +19,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def load_rows(
     ptr, stride, first, stop, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Rows `first` and on of one head, [BLOCK, BLOCK_DIM]. CUT: some may lie past `stop`; they are zeros."""
+    """Load rows from `first` on of one head, [BLOCK, BLOCK_DIM]. MASKED: rows past `stop` become zeros."""
     offs = tl.arange(0, BLOCK)
     offs_dim = tl.arange(0, BLOCK_DIM)
     # The first row is widened to 64 bits; within a tile 32 bits are enough, which `prepare.prepare` ensures.
@@ -169,7 +169,9 @@ def _add_to_map(
         for part in tl.static_range(2):
             pooled_part = tl.where((column_block == first_block + part)[None, :], pooled, 0.0)
             pooled_part = _pool(pooled_part, 1, BY_MAX)[:, None]
-            _add_blocks(columns, ptr_map, pooled_part, row_block, first_block + part + tl.arange(0, 1), BY_MAX, EXCLUSIVE)
+            _add_blocks(
+                columns, ptr_map, pooled_part, row_block, first_block + part + tl.arange(0, 1), BY_MAX, EXCLUSIVE
+            )
     elif POOL_N == 1:
         pooled = _pool(pooled, 1, BY_MAX)[:, None]
         _add_blocks(columns, ptr_map, pooled, row_block, first_block + tl.arange(0, 1), BY_MAX, EXCLUSIVE)
@@ -198,9 +200,9 @@ def accumulate_columns(
 ):
     """Add a tile to the map and the offsets in memory; returns `received` [BLOCK_N] with the tile's sums added.
 
-    POOL_M and POOL_N say into how many blocks of the map a tile falls: 1 or more, evenly; 0, anyhow, and each element
-    finds its own; -1 (of the columns alone), into two at most. ALONE: no other tile adds to them. WHOLE: to the offsets
-    a tile adds only if it lies in one bin; `profile_crossing` takes the others.
+    POOL_M and POOL_N are the numbers of blocks of the map that a tile covers: 1 or more if it covers them evenly, 0 if
+    each element must compute its block, -1 (columns only) if there are at most two. EXCLUSIVE: no other tile adds to
+    these blocks. ONE_BIN_ONLY: add to the offsets only tiles within one bin; `crossing` adds the others.
     """
     weights = tl.exp2(log2_p)
     pooled = weights
