@@ -133,7 +133,7 @@ def check_generated(examples: int) -> None:
 
     check()
     assert served > examples // 2
-    assert all("states positions" in reason for reason in refused)
+    assert all("explicit positions" in reason for reason in refused)
 
 
 def check_walks_agree(device: str) -> None:

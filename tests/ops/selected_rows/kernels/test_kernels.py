@@ -205,7 +205,7 @@ def check_searches(device: str, pairs: int) -> None:
     """Every row is one program's, and every query is found where it stands, however many steps a search takes."""
     import triton.language as tl
 
-    from polyhead.ops.selected_rows.kernels.forward import programs_of
+    from polyhead.ops.selected_rows.kernels.forward import num_programs
     from polyhead.ops.selected_rows.kernels.tiles import Rows
     from tests.ops.selected_rows.kernels.searches import search_kernel
 
@@ -215,7 +215,7 @@ def check_searches(device: str, pairs: int) -> None:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     total = int(offsets[-1]) + 21
     positions = (torch.arange(total) * 5).int()
-    programs = programs_of(total, pairs, 16)
+    programs = num_programs(total, pairs, 16)
     found = torch.full((programs, 4), -77, dtype=torch.int32, device=device)
     rows = Rows(positions.to(device), offsets.int().to(device), None, None, total, pairs, 1, pairs, tl.constexpr(False))
     search_kernel[(programs,)](rows, found, BLOCK_M=16)
@@ -248,7 +248,7 @@ def check_refusals(device: str) -> None:
     ]
     for case in learned:
         own = replace(case, scene=case.scene.to(torch.float32).with_gradients())
-        with pytest.raises(BackendUnsupported, match="no gradient of a bias, a table or a scale a head"):
+        with pytest.raises(BackendUnsupported, match="no gradient of a bias, a table or a scale per head"):
             own.run("fused", device)
 
 
