@@ -232,7 +232,7 @@ def test_weights_are_those_of_each_softmax_and_only_the_formula_holds_them() -> 
     assert found.backend == "reference"
     assert found.weights is not None
     torch.testing.assert_close(found.weights, weights, rtol=1e-11, atol=1e-12)
-    with pytest.raises(BackendUnsupported, match="never all there at once"):
+    with pytest.raises(BackendUnsupported, match="never materialise the full weights"):
         talk(tensors, weights=True, backend="blockwise")
 
 
@@ -341,9 +341,9 @@ def test_what_cannot_be_is_refused_in_words() -> None:
     refused(DtypeError, r"weights_mix must be a floating-point tensor \[6, 6\], got list", weights_mix=[1.0])
     refused(DtypeError, "got torch.int64", weights_mix=torch.eye(6, dtype=torch.int64))
     refused(DeviceError, "logits_mix must be on the device of the query", logits_mix=torch.eye(6, device="meta"))
-    refused(OptionError, "one scale, got a tensor", scale=torch.ones(6))
+    refused(OptionError, "one number for talking heads, got a tensor", scale=torch.ones(6))
     refused(OptionError, "backend of talking heads must be 'auto' or one of 'fused'.*got 'sdpa'", backend="sdpa")
-    refused(BackendUnsupported, "our kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
+    refused(BackendUnsupported, "the kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
     dense = torch.ones(1, 1, QUERIES, QUERIES, dtype=torch.bool)
     by_head = Mask.dense(dense.expand(1, HEADS, -1, -1))
     refused(
@@ -383,5 +383,5 @@ def test_tiles_have_no_second_derivative_and_say_so() -> None:
     tensors = [x.requires_grad_() for x in inputs()]
     (first,) = torch.autograd.grad(talk(tensors, backend="reference").output.sum(), tensors[0], create_graph=True)
     assert first.requires_grad
-    with pytest.raises(BackendUnsupported, match='no second derivative; "reference" has'):
+    with pytest.raises(BackendUnsupported, match='no second derivative; backend="reference" has one'):
         torch.autograd.grad(talk(tensors, backend="blockwise").output.sum(), tensors[0], create_graph=True)

@@ -83,7 +83,7 @@ def tiles(small: bool) -> Iterator[None]:
 
     with (
         mock.patch.dict(launch._BLOCKS, dict.fromkeys(launch._BLOCKS, Blocks(16, 16, 4, 1))),
-        mock.patch.object(launch, "_parts", return_value=3),
+        mock.patch.object(launch, "_num_key_parts", return_value=3),
     ):
         yield
 
@@ -266,7 +266,7 @@ def test_no_multiprocessor_is_left_without_rows(tokens: int, causal: bool, rows:
     mask = MaskArguments(right=0 if causal else None)
     problem = talking.Problem(query, query, query, mix, mix, 0.125, mask, Poison(None, None))
     with mock.patch.object(talking, "multiprocessors", return_value=132):
-        assert talking._chosen_blocks(problem, "output").rows == rows
-        assert talking._parts(problem) == parts
+        assert talking._choose_blocks(problem, "output").rows == rows
+        assert talking._num_key_parts(problem) == parts
         windowed = problem._replace(mask=MaskArguments(left=100, right=0))
-        assert talking._parts(windowed) == 1
+        assert talking._num_key_parts(windowed) == 1

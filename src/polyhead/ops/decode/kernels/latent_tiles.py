@@ -28,7 +28,7 @@ class Latents(NamedTuple):
 class SoftmaxOptions(NamedTuple):
     """Scalar options of the attention and its statistics."""
 
-    scale: float
+    sm_scale: float
     softcap: float | None
     sink_keys: int
     window: int
