@@ -71,8 +71,8 @@ def one_group_of(key_heads: Sequence[int]) -> Group:
     Group(heads=(0, 5, 1, 2, 3, 4), key_heads=(0, 1, 1))
     """
     heads = sorted(range(len(key_heads)), key=key_heads.__getitem__)
-    share = math.gcd(*Counter(key_heads).values())
-    return Group(tuple(heads), tuple(key_heads[head] for head in heads[::share]))
+    group_size = math.gcd(*Counter(key_heads).values())
+    return Group(tuple(heads), tuple(key_heads[head] for head in heads[::group_size]))
 
 
 def calls_of(key_heads: Sequence[int], queries: int, keys: int) -> tuple[Group, ...]:

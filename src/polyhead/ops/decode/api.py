@@ -33,11 +33,15 @@ def cached_reasons(
     if query.numel() == 0 or num_keys == 0:
         return [f"decode needs queries and keys, got a query of shape {list(query.shape)} and {num_keys} keys"]
     reasons = decode_reasons(query, cache)
-    kind = query.device.type
+    device_type = query.device.type
     if is_exporting():
         reasons.append(EXPORTED)
-    if kind != "meta" and torch.is_autocast_enabled(kind) and query.dtype is not torch.get_autocast_dtype(kind):
-        reasons.append(f"autocast computes in {torch.get_autocast_dtype(kind)}, got a query of {query.dtype}")
+    if (
+        device_type != "meta"
+        and torch.is_autocast_enabled(device_type)
+        and query.dtype is not torch.get_autocast_dtype(device_type)
+    ):
+        reasons.append(f"autocast computes in {torch.get_autocast_dtype(device_type)}, got a query of {query.dtype}")
     for name, tensor in (("scale", scale), ("sinks", sinks)):
         if isinstance(tensor, Tensor):
             reasons += _per_head_reasons(name, tensor, query)

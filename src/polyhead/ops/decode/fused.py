@@ -101,11 +101,11 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
         reasons.append("decode has no gradient")
     if is_transformed():
         reasons.append(TRANSFORMED)
-    kind = device.type
-    if kind != "meta" and not decode_runs_on(query):
+    device_type = device.type
+    if device_type != "meta" and not decode_runs_on(query):
         missing = "" if HAS_TRITON else ", and Triton is not installed"
-        reasons.append(f"the kernels run on CUDA devices, got tensors on {kind}{missing}")
-    elif kind == "cuda" and not torch.compiler.is_compiling() and capability(device.index) < (8, 0):
+        reasons.append(f"the kernels run on CUDA devices, got tensors on {device_type}{missing}")
+    elif device_type == "cuda" and not torch.compiler.is_compiling() and capability(device.index) < (8, 0):
         major, minor = capability(device.index)
         reasons.append(f"the kernels need compute capability 8.0, got {major}.{minor}")
     return reasons

@@ -146,10 +146,10 @@ def profile(
         return AttentionProfile(row_window, column_window, request.block, backend=backend, **results)
 
 
-def _full_precision(kind: str) -> AbstractContextManager[Any]:
+def _full_precision(device_type: str) -> AbstractContextManager[Any]:
     """Return a context without autocast, which would round the tiles."""
-    enabled = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if enabled else nullcontext()
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
 
 
 # ---- backends

@@ -18,10 +18,10 @@ def cast_like_attention(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Cast the tensors as `attention` does under autocast, so that the logits are the same."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         raise DtypeError(f"query and key must be tensors, got {type(query).__name__} and {type(key).__name__}")
-    kind = query.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    device_type = query.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return query, key
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     query, key = (x if x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (query, key))
     return query, key
 

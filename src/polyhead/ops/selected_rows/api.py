@@ -82,9 +82,9 @@ def ragged_attention(
     torch.Size([5, 16])
     """
     request = _checked(query, key, value, rows, mask, scale, softcap, sinks, statistics, finite)
-    kind = query.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
+    device_type = query.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
             return _run(request, backend)
     return _run(request, backend)
 

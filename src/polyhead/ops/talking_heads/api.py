@@ -73,11 +73,11 @@ def talking_attention(
         query, key, value, logits_mix, weights_mix, mask, scale, weights, logsumexp, finite, statistics
     )
     backend_name = _choose(request) if backend == "auto" else _named(backend, request)
-    kind = query.device.type
-    if kind == "meta":
+    device_type = query.device.type
+    if device_type == "meta":
         result = _BACKENDS[backend_name].run(request)
     else:
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(device_type, enabled=False):
             result = _BACKENDS[backend_name].run(request)
     return replace(
         result,

@@ -255,7 +255,7 @@ def can_serve(
     options: SoftmaxOptions,
 ) -> bool:
     """Return True if this kernel supports the latents, the mask, the statistics and the options."""
-    requested = {name for name, place in stat_slots._asdict().items() if place is not None}
+    requested = {name for name, slot in stat_slots._asdict().items() if slot is not None}
     return (
         query.dtype in DTYPES
         and query.shape[2] == 1

@@ -23,7 +23,7 @@ class Problem(NamedTuple):
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]
-    lse: Tensor  # [batch * heads, shift_rows]: the log-sum-exp of the window in base 2, +inf for empty rows and padding
+    lse: Tensor  # [batch * heads, lse_rows]: log-sum-exp of the window in base 2, +inf for empty rows and padding
     lse_rows: int  # a multiple of every tile's height
     head_sm_scales: Tensor | None  # [heads]: factors of the dot products; None: `sm_scale` for every head
     sm_scale: float
