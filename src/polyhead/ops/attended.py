@@ -15,7 +15,10 @@ from polyhead.ops.profile.request import AttentionProfile
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attended:
-    """Inputs and outputs of one `attention` call; `result.logsumexp` is set, so every weight can be recomputed."""
+    """Inputs and outputs of one `attention` call, from which every weight can be recomputed.
+
+    `result.logsumexp` is set.
+    """
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]
@@ -27,7 +30,7 @@ class Attended:
     sinks: Tensor | None = None
 
     def profile(self, **requested: Any) -> AttentionProfile:
-        """Return `polyhead.profile` of this attention; `requested` are its options (received, argmax, offsets, ...)."""
+        """Return `polyhead.profile` of this attention, with the requested results."""
         assert self.result.logsumexp is not None
         return profile(
             self.query.detach(),

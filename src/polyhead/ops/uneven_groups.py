@@ -139,7 +139,7 @@ def uneven_cached_attention(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> AttentionOutput | None:
-    """`cached_attention` in which query head i reads KV head `key_heads[i]`; None if the kernels do not support it.
+    """`cached_attention` with query head i reading KV head `key_heads[i]`; None if unsupported.
 
     A cache is read in place, so KV heads of one group size that are not evenly spaced need several calls.
     """

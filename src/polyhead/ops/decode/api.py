@@ -1,4 +1,4 @@
-"""Attention of new tokens over a KV cache that is read in place, with the mask and the options of `attention`.
+"""Attention of new tokens over a KV cache read in place, with the mask and options of `attention`.
 
 Padding lengths become the lengths of the cache's sequences, explicit positions become those of its slots, causal edges
 and sliding windows stay as they are, and a relative bias becomes a table. Other mask terms are reported by
@@ -172,7 +172,10 @@ def _padding_reasons(padding: Padding, batch: int, queries: int, num_keys: int, 
 
 
 def _lengths(padding: Padding, query: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
-    """Return the lengths of sequences and of their new tokens as int32 on the query's device, in at most one copy."""
+    """Return lengths of sequences and of their new tokens, int32 on the query's device.
+
+    Makes at most one copy to the device.
+    """
     real_queries = padding.keys if padding.queries is None and query.shape[2] == num_keys else padding.queries
     if real_queries is None:
         return padding.keys.to(query.device, torch.int32, non_blocking=True), None

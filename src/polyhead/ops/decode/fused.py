@@ -1,4 +1,4 @@
-"""Decoding attention over a KV cache read in place: contiguous, rolling, paged or int8, with statistics.
+"""Decoding attention over a KV cache read in place: contiguous, rolling, paged or int8.
 
 The keys are split over as many programs as fill the device (split-KV, as in Flash-Decoding). The number of splits
 depends on sizes alone, so a call never synchronises with the device and can be captured in a CUDA graph. Lengths stay
@@ -77,7 +77,10 @@ def decode_runs_on(query: Tensor) -> bool:
 
 
 def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
-    """Return the reasons why the decode kernels do not support these tensors, whose shapes are already checked."""
+    """Return the reasons why the decode kernels do not support these tensors.
+
+    Their shapes are already checked.
+    """
     reasons = []
     if query.shape[2] > MOST_QUERIES:
         reasons.append(f"decode takes up to {MOST_QUERIES} new tokens per sequence, got {query.shape[2]}")
@@ -144,7 +147,7 @@ def decode(
     splits: int | None = None,
     is_served: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Attend over a KV cache: returns output, log-sum-exp [batch, heads, queries] and statistics of that shape.
+    """Attend over a KV cache; returns output, log-sum-exp and statistics by name.
 
     The output is [batch, heads, queries, value_dim].
 
@@ -398,7 +401,9 @@ class Blocks(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statistics: int, indirect: bool) -> Blocks:
-    """Choose tiles that fit into registers and shared memory, by the compiler's resource report for sm_90.
+    """Choose tiles that fit into registers and shared memory.
+
+    The limits are the compiler's resource report for sm_90.
 
     For plain 16-bit caches they were also timed on an H200, where two programs per SM were fastest: long tiles for few
     rows, three short ones in flight for more rows. The others are not timed.

@@ -1,4 +1,6 @@
-"""`profile`: a second pass over Q K^T for statistics of the final weights, which are never materialised.
+"""`profile`: a second pass over Q K^T for statistics of the final weights.
+
+The weights are never materialised.
 
 With the log-sum-exp L of each row, the weight of a logit s is exp(s - L): each tile of Q K^T is computed once, V is
 never read, and nothing of size queries x keys is stored.
@@ -56,7 +58,7 @@ def profile(
     columns: Span | None = None,
     backend: str = "auto",
 ) -> AttentionProfile:
-    """Return statistics of the final attention weights, computed in one pass over Q K^T as an `AttentionProfile`.
+    """Return an `AttentionProfile`: statistics of the final weights, in one pass over Q K^T.
 
     Args:
         query, key, mask, scale, softcap: as passed to `attention`.

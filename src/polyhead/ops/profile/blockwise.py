@@ -24,7 +24,10 @@ _NARROW = 64
 
 
 def run(request: ProfileRequest) -> dict[str, Tensor]:
-    """Compute the fields of `AttentionProfile` that need tiles, by name; `block_map` contains sums or maxima."""
+    """Compute the results that need tiles, by their names in `AttentionProfile`.
+
+    `block_map` contains sums or maxima.
+    """
     accumulators: list[_Accumulator] = []
     if request.received:
         accumulators.append(_Received(request))
@@ -82,7 +85,10 @@ def run(request: ProfileRequest) -> dict[str, Tensor]:
 
 
 def _tile_sides(request: ProfileRequest) -> tuple[int, int]:
-    """Return the height and width of a tile; longer if the window is narrow, such as one row of a long text."""
+    """Return the height and width of a tile.
+
+    Tiles are longer if the window is narrow, such as one row of a long text.
+    """
     rows, columns = (max(1, stop - start) for start, stop in (request.rows, request.columns))
     max_size = _TILE_ELEMENTS // max(request.query.shape[0] * request.query.shape[1], 1)
     width = min(_TILE_COLUMNS, columns)
@@ -95,7 +101,10 @@ def _tile_sides(request: ProfileRequest) -> tuple[int, int]:
 
 
 def _split_window(window: Span, block: int, max_size: int) -> Iterator[Span]:
-    """Split a window into pieces of about `max_size` tokens: whole blocks each, or a part of a single block."""
+    """Split a window into pieces of about `max_size` tokens.
+
+    A piece is a number of whole blocks, or a part of a single block.
+    """
     first, last = window
     step = max_size // block * block if block <= max_size else block
     for start in range(first, last, step):

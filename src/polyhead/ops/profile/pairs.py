@@ -1,4 +1,7 @@
-"""Weights of single (query, key) pairs, each from its own dot product; used by induction and syntax scores."""
+"""Weights of single (query, key) pairs, each from its own dot product.
+
+Used by induction and syntax scores.
+"""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _checked(
     statistics: bool | str | Sequence[str] | Statistics | None,
     finite: bool,
 ) -> RaggedRequest:
-    """Return the validated request: rows are checked here, everything else as in `attention` for the full query."""
+    """Return the validated request; all but the rows is checked as in `attention`."""
     if not isinstance(rows, RaggedRows):
         raise OptionError(f"rows must be a RaggedRows(positions, offsets), got {type(rows).__name__}")
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
@@ -162,7 +162,10 @@ def _heads(rows: RaggedRows, key: Tensor) -> int:
 
 
 def _check_values(positions: Tensor, offsets: Tensor, num_queries: int) -> None:
-    """Check positions and offsets on the CPU; on a device they are not checked, to avoid a synchronisation."""
+    """Check positions and offsets on the CPU.
+
+    On a device they are not checked, to avoid a synchronisation.
+    """
     if offsets.device.type != "cpu" or torch.compiler.is_compiling():
         return
     total = positions.shape[0]

@@ -1,4 +1,4 @@
-"""Selected rows in plain PyTorch: one attention per (batch, head) pair, over the keys visible to its rows."""
+"""Selected rows in plain PyTorch: one attention per (batch, head) pair over its visible keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def run(request: RaggedRequest, backend: str) -> AttentionOutput:
 
 
 def run_empty_batch(request: RaggedRequest, backend: str) -> AttentionOutput:
-    """Run a batch of size 0, whose rows are all padding: an empty attention of the named backend, with its graph."""
+    """Run a batch of size 0, whose rows are all padding.
+
+    The named backend computes an empty attention, for its graph.
+    """
     full_request = request.full_request
     empty = replace(full_request, query=request.query[:0].view(full_request.query.shape))
     return _concatenate(request, [dispatch.run(empty, backend)], backend)
@@ -95,7 +98,7 @@ def _columns(visibility: Visibility, indices: Tensor) -> Span:
 
 
 def _piece_visibility(visibility: Visibility, indices: Tensor, columns: Span, i_batch: int, i_head: int) -> Visibility:
-    """Return the visibility of the keys in `columns` for the queries at `indices` of one sequence and head."""
+    """Return the visibility of keys in `columns` for the queries at `indices` of one head."""
     index = torch.arange(*columns, device=visibility.device)[None]
 
     def select_rows(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fused backend of `ragged_attention`: supported requests, custom operators for torch.compile, and the gradient."""
+"""Fused backend of `ragged_attention`: support checks, custom operators and the gradient."""
 
 from __future__ import annotations
 
@@ -230,7 +230,10 @@ _forward_operator.register_autograd(_backward_of_forward, setup_context=_setup_c
 
 
 class _RaggedFunction(torch.autograd.Function):
-    """The same as an autograd function; no `setup_context`, for which PyTorch inspects the signature in every call."""
+    """The forward operator as an autograd function.
+
+    It has no `setup_context`, for which PyTorch inspects the signature in every call.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -340,7 +343,10 @@ class _FullRows:
         self._index: Tensor | None = None
 
     def _flat_index(self) -> Tensor:
-        """Return the index of each row in [batch * heads * num_queries]; padding rows get the index past the end."""
+        """Return the index of each row in [batch * heads * num_queries].
+
+        Padding rows get the index past the end.
+        """
         if self._index is None:
             positions, offsets, by_head = self._rows
             batch, heads, num_queries = self._shape
@@ -352,7 +358,10 @@ class _FullRows:
         return self._index
 
     def scatter(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Scatter one number per row [total] to [batch, heads, num_queries], with `fill` for rows not selected."""
+        """Scatter one number per row [total] to [batch, heads, num_queries].
+
+        Rows that are not selected get `fill`.
+        """
         batch, heads, num_queries = self._shape
         count = batch * heads * num_queries
         full = x.new_full((count + 1,), fill)

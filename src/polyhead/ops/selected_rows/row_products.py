@@ -1,4 +1,4 @@
-"""Grouped matrix products: each row is multiplied with one matrix of a stack, as in a mixture of experts.
+"""Grouped matrix products: each row is multiplied with one matrix of a stack.
 
 A token has `slots` consecutive rows: row r belongs to token r // slots and is multiplied with its matrix of a stack
 [matrices, in, out]. `spread_product` maps tokens to rows and `summed_product` maps rows back to tokens; each is the
@@ -23,7 +23,10 @@ from polyhead.ops.common.tracing import is_transformed, is_watched
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowGroups:
-    """Rows sorted by their matrix, those without a matrix last; built without synchronising with the device."""
+    """Rows sorted by their matrix, those without a matrix last.
+
+    Building it does not synchronise with the device.
+    """
 
     order: Tensor  # int64 [rows]: stable, rows of a group keep their order
     ends: Tensor  # int32 [matrices]: the rows order[ends[i - 1] : ends[i]] are multiplied with matrix i
@@ -53,7 +56,7 @@ class RowGroups:
 
 
 def sorted_groups(keys: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the stable order that sorts keys 0 to `groups`, and the end of each group in it, int32 [groups].
+    """Return the stable order that sorts keys, and the end of each group in it, int32 [groups].
 
     The key `groups` belongs to no group and is sorted last.
     """
@@ -65,13 +68,16 @@ def sorted_groups(keys: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def spread_product(x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-    """Return x[r // slots] @ matrices[i] for each row r, [tokens, in] to [rows, out]; zero if r has no matrix."""
+    """Return x[r // slots] @ matrices[i] for each row r, [tokens, in] to [rows, out].
+
+    Rows without a matrix are zero.
+    """
     _check(x, matrices, x.shape[0] * groups.slots, groups)
     return _spread(x, matrices, groups.order, groups.ends, groups.slots, groups.complete)
 
 
 def summed_product(rows: Tensor, matrices: Tensor, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
-    """Return each token's sum of factors[r] * rows[r] @ matrices[i] over its rows: [rows, in] to [tokens, out]."""
+    """Sum factors[r] * rows[r] @ matrices[i] over the rows of each token: [rows, in] to [tokens, out]."""
     _check(rows, matrices, rows.shape[0], groups)
     group_arguments = (groups.order, groups.ends, groups.slots, groups.complete)
     if factors is None:
@@ -84,7 +90,9 @@ def summed_product(rows: Tensor, matrices: Tensor, groups: RowGroups, factors: T
 
 
 def weighs_rows(rows: Tensor, matrices: Tensor, factors: Tensor) -> bool:
-    """Return True if `summed_product` fuses the multiplication by `factors`, without a tensor of scaled rows.
+    """Return True if `summed_product` fuses the multiplication by `factors`.
+
+    It then needs no tensor of scaled rows.
 
     It does not if a backward needs that tensor, or under compilers and dispatch modes, which do not know the kernel.
     """
@@ -145,7 +153,7 @@ def _sum_rows(rows: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots
 def _outer_rows(
     x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool, turned: bool
 ) -> Tensor:
-    """Return the sum of x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width].
+    """Sum x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width].
 
     With `turned` its memory layout is that of its transpose: a gradient in another layout than its weight is copied.
     """

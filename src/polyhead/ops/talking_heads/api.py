@@ -46,7 +46,7 @@ def talking_attention(
     logsumexp: bool = False,
     finite: bool = False,
 ) -> AttentionOutput:
-    """Talking-heads attention (Shazeer et al. 2020), in which heads are mixed before and after the softmax.
+    """Talking-heads attention (Shazeer et al. 2020): heads are mixed before and after the softmax.
 
         L_g = sum_h logits_mix[h, g] (scale Q_h K_h^T)
         W_g = softmax(L_g)
@@ -99,7 +99,7 @@ def mixed_weights(
     backend: str = "auto",
     finite: bool = False,
 ) -> CombinedWeights:
-    """Return signed mass, absolute mass and max |weight| per row of the mixed weights U of `talking_attention`.
+    """Return signed mass, absolute mass and max |weight| per row of the mixed weights U.
 
     Mixed weights can be negative and need not sum to 1, so no other statistics, such as the entropy, are available.
 
@@ -116,7 +116,10 @@ def mixed_weights(
 
 
 def _choose(request: TalkingRequest) -> str:
-    """Return the first supported backend; an exported graph uses the reference, which has only plain operators."""
+    """Return the first supported backend.
+
+    An exported graph uses the reference, which has only plain operators.
+    """
     if is_exporting():
         return "reference"
     for name, backend in _BACKENDS.items():

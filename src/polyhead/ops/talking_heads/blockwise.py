@@ -1,4 +1,4 @@
-"""Talking heads in tiles of plain PyTorch: any device, forward and backward in memory linear in the sequence length.
+"""Talking heads in tiles of plain PyTorch: any device, memory linear in the sequence length.
 
 A tile has some rows and columns of every head, so that mixing heads is a matrix product. A first pass over the columns
 computes the log-sum-exp of every mixed map and a second one the output, because mixing needs final weights. The
@@ -71,7 +71,10 @@ class _Tiles(Tiling):
     def tile(
         self, query: Tensor, key: Tensor, logits_mix: Tensor, rows: Span, columns: Span
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return scores, visibility, and mixed logits with masked ones at -inf: [batch, heads, rows, columns]."""
+        """Return scores, visibility and mixed logits of a tile, [batch, heads, rows, columns].
+
+        Masked logits are -inf.
+        """
         scores = self.product(query[:, :, slice(*rows)], key[:, :, slice(*columns)].transpose(-1, -2)) * self.scale
         logits = mix(scores, logits_mix)
         if self.query_poison_tokens is not None:
@@ -146,7 +149,10 @@ class _Talking(torch.autograd.Function):
 def _forward(
     tiles: _Tiles, query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Return output, log-sum-exp, row max and sum [2, batch, heads, queries], and the statistics of every softmax."""
+    """Return output, log-sum-exp, softmax state and the statistics of every softmax.
+
+    The softmax state is row max and sum, [2, batch, heads, queries].
+    """
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     logsumexp = query.new_full(query.shape[:3], -torch.inf)
     softmax_state = query.new_ones(2, *query.shape[:3])

@@ -1,4 +1,4 @@
-"""Fused backend of talking heads: supported requests, and the operators for autograd and torch.compile."""
+"""Fused backend of talking heads: support checks, and operators for autograd and compilers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def _padded(size: int) -> int:
 
 
 def is_slower(request: TalkingRequest) -> bool:
-    """Return True if there are so few rows, as in decoding, that a single program per sequence would read all keys."""
+    """Return True if there are too few rows, as in decoding.
+
+    A single program per sequence would then read all keys.
+    """
     return request.attention.query.shape[2] <= _FEW_QUERIES and not IS_INTERPRETED
 
 
@@ -176,7 +179,10 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _laid_out_like(grad: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient in the dtype and with the strides of `torch.empty_like` of its input, as the fake does."""
+    """Return the gradient in the dtype and with the strides of `torch.empty_like(like)`.
+
+    The fake operators return it so.
+    """
     expected = torch.empty_like(like, device="meta")
     if grad.dtype is expected.dtype and grad.stride() == expected.stride():
         return grad
@@ -239,7 +245,10 @@ def _no_second_derivative(ctx: Any, *grads: Any) -> None:
 
 
 class _TalkingFunction(torch.autograd.Function):
-    """The same as an autograd function; no `setup_context`, for which PyTorch inspects the signature in every call."""
+    """The forward operator as an autograd function.
+
+    It has no `setup_context`, for which PyTorch inspects the signature in every call.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:

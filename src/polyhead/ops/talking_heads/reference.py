@@ -1,4 +1,4 @@
-"""Reference backend of talking heads: the formula with materialised weights; the other backends are tested against it.
+"""Reference backend of talking heads: the formula with materialised weights.
 
 L_g = sum_h A[h, g] (scale Q_h K_h^T)      W_g = softmax(L_g)      U_g = sum_h B[h, g] W_h      O_g = U_g V_g
 """

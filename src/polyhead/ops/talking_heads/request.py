@@ -15,7 +15,7 @@ from polyhead.ops.common.request import AttentionRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TalkingRequest:
-    """One validated call of `talking_attention`: the arguments of `attention`, and the two head-mixing matrices."""
+    """One validated call of `talking_attention`: an `attention` request and two mixing matrices."""
 
     attention: AttentionRequest
     mask: Mask | None

@@ -28,7 +28,7 @@ from polyhead.ops.decode.kernels.parts import StatisticSlots, exp, load_rows, st
 
 @triton.jit
 def _key_tiles(mask, stat_slots, length, first_position, stop, sink_keys, window, BLOCK_N: tl.constexpr):
-    """Return the tiles of keys visible to rows from `first_position` on, and the range of full ones among them.
+    """Return the tiles of keys visible to rows from `first_position` on, and which are full.
 
     Tiles masked by a window's left edge are not counted: there are `sink_tiles` from key 0 on, then those from
     `first_tile` on. The full tiles, which every row sees and which contribute to no requested mass, are `inner_from` to
@@ -61,7 +61,10 @@ def _key_tiles(mask, stat_slots, length, first_position, stop, sink_keys, window
 
 @triton.jit
 def _logits(tile_query, tile_query_rope, tile_latent, tile_key_rope):
-    """Return q_c . c + q_r . r, float32 [BLOCK_M, BLOCK_N]; the second term only if there are rotary channels."""
+    """Return q_c . c + q_r . r, float32 [BLOCK_M, BLOCK_N].
+
+    The second term is omitted if there are no rotary channels.
+    """
     if tile_query.dtype == tl.float32:
         qk = products(tile_query, tile_latent)
         if tile_query_rope is not None:

@@ -38,7 +38,7 @@ _MIN_ROW_MAX = gl.constexpr(-1.0e20)  # lower bound of the row max, so that the 
 
 @gluon.jit
 def _thread_sums(x):
-    """Return partial sums over the columns of a tile of logits, [64, 8]: one for each thread that shares a row."""
+    """Return the sums over columns of a tile of logits, one per thread that shares a row: [64, 8]."""
     by_thread = gl.permute(gl.reshape(x, [64, 2, 4, 4, 2]), (0, 1, 3, 2, 4))
     return gl.sum(gl.reshape(by_thread, [64, 8, 8]), axis=2)
 

@@ -1,4 +1,4 @@
-"""Arguments, supported sizes and tile sizes of the decode kernels for latents; does not import Triton."""
+"""Arguments, supported sizes and tile sizes of the decode kernels for latents, without Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_TILE_BYTES = 40 * 1024  # of one tile of keys
 
 
 class Latents(NamedTuple):
-    """Latents [batch, kv_heads, slots, rank + rope_dim] and their strides in elements; the last axis is contiguous."""
+    """Latents [batch, kv_heads, slots, rank + rope_dim] with strides; the last axis is contiguous."""
 
     data: Tensor
     batch: int
@@ -54,7 +54,10 @@ class LatentBlocks(NamedTuple):
 
 
 def latent_reasons(width: int, rank: int) -> list[str]:
-    """Return the reasons why the kernels do not support keys of `width` channels: `rank` latent, the others rotary."""
+    """Return the reasons why the kernels do not support latents of this size.
+
+    Keys have `width` channels: `rank` latent ones, the others rotary.
+    """
     reasons = []
     if rank % 16 or not 16 <= rank <= MAX_RANK:
         reasons.append(f"latents must have a multiple of 16 channels up to {MAX_RANK}, got {rank}")
@@ -66,7 +69,9 @@ def latent_reasons(width: int, rank: int) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def plan_latent_blocks(rows: int, width: int, rank: int, itemsize: int) -> LatentBlocks:
-    """Choose tiles that fit into registers and shared memory, by the compiler's resource report for sm_90.
+    """Choose tiles that fit into registers and shared memory.
+
+    The limits are the compiler's resource report for sm_90.
 
     `rows` is the number of query heads per KV head times the new tokens. In float32, more rows would not fit together
     with the keys.

@@ -1,4 +1,6 @@
-"""Partial results of split-KV decoding (softmax state and unnormalised outputs) and the kernel that reduces them.
+"""Partial results of split-KV decoding, and the kernel that reduces them.
+
+A partial result is the softmax state and the unnormalised output of a row over one part of the keys.
 
 Each part is rescaled from its own row max to the common one, as in Flash-Decoding. With a single split there is nothing
 to reduce, and rows are normalised and stored directly.
@@ -80,7 +82,7 @@ def store_rows(
     visible_keys,
     EXACT: tl.constexpr,
 ):
-    """Store log-sum-exp and statistics of rows from their softmax state; returns the normaliser of the output.
+    """Store log-sum-exp and statistics of rows; returns the normaliser of their output.
 
     `l_i` is 0 in a row without visible keys and NaN in one that sees a NaN, whatever its row max is.
     """
@@ -161,7 +163,10 @@ def store_sums(
     window_mass,
     visible_keys,
 ):
-    """Store the softmax state of rows over one part of the keys; returns the row offsets of the part and their mask."""
+    """Store the softmax state of rows over one part of the keys.
+
+    Returns the row offsets in the part, and their mask: rows that have visible keys.
+    """
     stride_slot = splits * num_rows
     offs_part = i_split * num_rows + offs_row
     ptr = ptr_sums + offs_part
@@ -197,7 +202,10 @@ def store_sums(
 
 @triton.jit
 def _load_parts(ptr, mask_split, mask_part):
-    """Load one number per part, 0 for parts without visible keys; loads do not wait for the mask of parts."""
+    """Load one number per part, 0 for parts without visible keys.
+
+    All parts are loaded, so that the load does not wait for `mask_part`.
+    """
     return tl.where(mask_part, tl.load(ptr, mask=mask_split, other=0.0), 0.0)
 
 
@@ -205,7 +213,10 @@ def _load_parts(ptr, mask_split, mask_part):
 def _load_outputs(
     ptr_parts, i_row, num_rows, first_part, splits, DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Load unnormalised outputs [PARTS, BLOCK] from `first_part` on; parts without visible keys are uninitialised."""
+    """Load unnormalised outputs [PARTS, BLOCK] from `first_part` on.
+
+    Parts without visible keys are uninitialised.
+    """
     offs_part = first_part + tl.arange(0, PARTS)
     offs_value = tl.arange(0, BLOCK)
     offs = (offs_part * num_rows + i_row)[:, None] * DIM + offs_value[None, :]

@@ -1,4 +1,4 @@
-"""Split-KV decoding kernel: the keys are split over programs, and `parts.join_kernel` reduces the partial results.
+"""Split-KV decoding kernel; `parts.join_kernel` reduces its partial results.
 
 Memory-bound: every key and value is read once for all query heads that share it (the rows of a tile are the heads of
 a group times the new tokens), directly from the cache's own memory. Each program processes its share of the keys with
@@ -24,7 +24,7 @@ from polyhead.ops.decode.kernels.parts import exp, load_rows, store_rows, store_
 
 
 class CachePointers(NamedTuple):
-    """Pointers and strides of a KV cache; a row is a sequence of the batch, or a page if there is a block table."""
+    """Pointers and strides of a KV cache; a row is a sequence of the batch, or a page."""
 
     key: Tensor
     value: Tensor

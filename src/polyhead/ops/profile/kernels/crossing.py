@@ -83,7 +83,7 @@ def _crossing_kernel(
 
 
 def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: Blocks, piece: Blocks) -> None:
-    """Add to `offsets` [batch, heads, OFFSET_BINS] the tiles that the column kernel left out with these tile sizes."""
+    """Add the tiles that the column kernel left out to `offsets` [batch, heads, OFFSET_BINS]."""
     query = problem.query
     piece = piece._replace(rows=min(piece.rows, tile.rows), columns=min(piece.columns, tile.columns))
     # All offsets of a tile count, also those past the end of the window.

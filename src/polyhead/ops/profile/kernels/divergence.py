@@ -46,7 +46,10 @@ def _divergence_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store sums over a block of rows of two heads: divergence, distance and the number of rows with visible keys."""
+    """Store sums of divergence and distance over a block of rows, and the number of rows.
+
+    Rows without visible keys are not counted.
+    """
     row_stop, column_stop = problem.row_stop, problem.column_stop
     rows = row_stop - problem.row_start
     blocks = tl.cdiv(rows, BLOCK_M)
@@ -113,7 +116,10 @@ def _divergence_kernel(
 
 
 def divergences(problem: Problem, mask: MaskArguments, head_pairs: Tensor) -> Tensor:
-    """Return sums over rows of divergence and distance, and the number of rows with visible keys, [3, batch, pairs]."""
+    """Return sums of divergence and distance over rows and the row count, [3, batch, pairs].
+
+    Rows without visible keys are not counted.
+    """
     query, pairs = problem.query, head_pairs.shape[0]
     tiles = tiles_for(query, by_columns=False, heads_at_once=2)
     blocks = blocks_of(problem.rows, tiles.rows)

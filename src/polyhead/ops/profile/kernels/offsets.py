@@ -1,4 +1,4 @@
-"""Histogram over relative offsets (key minus query position): its bins, and the addition of a tile of weights.
+"""Histogram over relative offsets (key minus query position), and the addition of tiles to it.
 
 Each offset up to `NEAR` has its own bin; beyond, the bin edges are at `NEAR` times a power of two. All functions here
 are inlined into kernels.
@@ -16,7 +16,10 @@ OFFSET_BINS = tl.constexpr(2 * (64 + 25) + 1)
 
 @triton.jit
 def _edges_below(offset):
-    """Return the number of edges below |offset|: 0 up to `NEAR`, k for `NEAR` << (k - 1) < |offset| <= `NEAR` << k."""
+    """Return the number of bin edges below |offset|.
+
+    It is 0 up to `NEAR`, and k for `NEAR` << (k - 1) < |offset| <= `NEAR` << k.
+    """
     beyond = (tl.maximum(tl.abs(offset), 1) - 1) // NEAR
     # The bit length, from a float's exponent; bits that could round it up to the next power of two are cleared first.
     rounded = (beyond & ~(beyond >> 1)).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Second pass over Q K^T: recompute the weights from the log-sum-exp, a tile at a time, and reduce them.
+"""Second pass over Q K^T: recompute weights from the log-sum-exp in tiles, and reduce them.
 
 There are two kernels over the same tiles. The column kernel keeps a block of keys and iterates over the queries: the
 weight a key receives is accumulated in registers, and a tile has its queries along the registers of a thread, so that a
@@ -162,7 +162,7 @@ def _column_kernel(
 
 @triton.jit
 def _ranks_before(value, key, best, best_key):
-    """Return True where a weight ranks before another: larger, or equal with a lower key; masked ones never do."""
+    """Return True where a weight is larger, or equal with a lower key; False for masked weights."""
     return (value > best) | ((value == best) & (key < best_key) & (value > -float("inf")))
 
 
@@ -175,7 +175,9 @@ def _worst(top_value, top_key):
 
 @triton.jit
 def _update_top(log2_p, first_column, top_value, top_key, BLOCK_N: tl.constexpr):
-    """Replace the worst entries by better ones of the tile, one per row at a time, while any row has a better one.
+    """Replace the worst entries of each row by better ones of the tile.
+
+    One entry per row is replaced at a time, while any row has a better one.
 
     After the first tiles few rows do: a row of n keys in random order makes about k log(n / k) replacements in total.
     """
@@ -343,7 +345,9 @@ def second_pass(
     key_set: Tensor | None = None,
     by_columns: bool | None = None,
 ) -> dict[str, Tensor]:
-    """Compute all requested results by name; `top_log2_weights` and `top_keys` have at least `topk` entries, unsorted.
+    """Compute all requested results, by name.
+
+    `top_log2_weights` and `top_keys` have at least `topk` entries, unsorted.
 
     `by_columns` chooses the kernel if no result per row is requested and both can be used. The column kernel needs a
     mask that was packed for it.
@@ -443,7 +447,10 @@ def _is_band(mask: MaskArguments) -> bool:
 
 
 def _blocks_per_tile(block: tuple[int, int], tiles: Blocks) -> tuple[int, int, bool]:
-    """Return the blocks per tile along each axis, and True if no other tile shares them; see `accumulate_columns`."""
+    """Return the blocks per tile along each axis, and True if no other tile shares them.
+
+    See `accumulate_columns`.
+    """
     counts, exclusive = [], True
     for size, tile in zip(block, (tiles.rows, tiles.columns), strict=True):
         if tile % size == 0:

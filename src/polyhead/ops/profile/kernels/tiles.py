@@ -1,4 +1,4 @@
-"""One tile of the second pass: recompute the weights from Q K^T and the log-sum-exp, and add them to column results.
+"""One tile of the second pass: recompute its weights and add them to column results.
 
 All functions here are inlined into kernels. `problem` is a `prepare.Problem`, `columns` a `second_pass.ColumnResults`;
 branches for fields that are None are removed at compile time.
@@ -85,7 +85,7 @@ def log2_weights(
 
 @triton.jit
 def column_span(problem, mask, i_batch, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the visible columns of a block of rows: tiles of sink keys, then the range from start to stop."""
+    """Return the number of sink tiles of a block of rows, and its range of other visible columns."""
     sink_stop, start, stop = mask_tiles.key_spans(
         mask, i_batch, first_row, problem.row_stop, problem.column_stop, BLOCK_M, BLOCK_N
     )
@@ -98,7 +98,7 @@ def column_span(problem, mask, i_batch, first_row, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def full_tiles(start, stop, first, last, BLOCK: tl.constexpr):
-    """Return the range of blocks from `start` that are between `first` and `last`; `start` twice if there are none."""
+    """Return the range of blocks between `first` and `last`; `start` twice if there are none."""
     full_start = start + tl.cdiv(tl.maximum(first - start, 0), BLOCK) * BLOCK
     full_stop = start + tl.maximum(tl.minimum(stop, last) - start, 0) // BLOCK * BLOCK
     is_empty = full_stop <= full_start
@@ -198,7 +198,7 @@ def accumulate_columns(
     EXCLUSIVE: tl.constexpr,
     ONE_BIN_ONLY: tl.constexpr,
 ):
-    """Add a tile to the map and the offsets in memory; returns `received` [BLOCK_N] with the tile's sums added.
+    """Add a tile to map and offsets in memory; returns `received` [BLOCK_N] with its sums added.
 
     POOL_M and POOL_N are the numbers of blocks of the map that a tile covers: 1 or more if it covers them evenly, 0 if
     each element must compute its block, -1 (columns only) if there are at most two. EXCLUSIVE: no other tile adds to

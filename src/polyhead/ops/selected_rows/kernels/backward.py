@@ -51,7 +51,7 @@ from polyhead.ops.selected_rows.kernels.tiles import (
 
 @triton.jit
 def _load_rows(problem, first_row, stop, BLOCK_M: tl.constexpr):
-    """Load log-sum-exp (+inf for empty rows) and C of the rows `first_row` to `stop`, float32 [BLOCK_M] each."""
+    """Load log-sum-exp (+inf for empty rows) and C of rows, float32 [BLOCK_M] each."""
     offs_row = first_row + tl.arange(0, BLOCK_M)
     logsumexp = tl.load(problem.logsumexp + offs_row, mask=offs_row < stop, other=float("inf"))
     constant = tl.load(problem.constant + offs_row, mask=offs_row < stop, other=0.0)
@@ -75,7 +75,10 @@ def _step(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Return weights and gradients of the products of a tile, [rows, columns], or [columns, rows] if TRANSPOSED."""
+    """Return the weights of a tile and the gradients of its logits.
+
+    Both are [rows, columns], or [columns, rows] if TRANSPOSED.
+    """
     num_queries, num_keys = problem.num_queries, problem.num_keys
     # [BLOCK_M, BLOCK_N]
     distance = distance_tile(problem, i_batch, offs_m, offs_n)
@@ -228,7 +231,7 @@ def _keys_step(
     BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the contribution of rows `first_row` to `stop_row`, at most a block, to the gradients of a block of keys."""
+    """Add the contribution of at most a block of rows to the gradients of a block of keys."""
     DIM_KEY: tl.constexpr = problem.DIM_KEY
     DIM_VALUE: tl.constexpr = problem.DIM_VALUE
     BLOCK_KEY: tl.constexpr = problem.BLOCK_KEY
@@ -341,7 +344,9 @@ def ragged_backward(
     sink_keys: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, and C, the constant per row that the gradient of sinks needs.
+    """Return the gradients of query, key and value, and C, which the gradient of sinks needs.
+
+    C is one number per row.
 
     Args:
         grad_output: [total, value_dim], like `output`.

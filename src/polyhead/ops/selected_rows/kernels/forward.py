@@ -167,7 +167,7 @@ def _ragged_kernel(
 
 
 def num_programs(total: int, pairs: int, rows: int) -> int:
-    """Return the number of programs of `rows` rows each that cover all pairs and the padding, for any offsets."""
+    """Return the number of programs that cover all pairs and the padding, for any offsets."""
     return total // rows + pairs + 1
 
 

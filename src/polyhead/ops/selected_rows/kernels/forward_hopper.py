@@ -1,4 +1,6 @@
-"""Forward kernel for selected rows on Hopper, in Gluon: a faster kernel than `forward` for causal and window masks.
+"""Forward kernel for selected rows on Hopper, in Gluon.
+
+It is faster than `forward` for causal and window masks.
 
 `attention.kernels.forward_hopper` for 128 selected rows instead of 128 consecutive ones. They are adjacent in memory,
 so one copy loads them, and ascending, so the first and the last of them bound the visible tiles; the mask of a row
@@ -32,7 +34,9 @@ _SUPPORTED_STATISTICS = frozenset(STATISTICS)
 
 @gluon.jit
 def _find_rows(ptr_offsets, pairs, total, index):
-    """Return the pair of a block, its first row and the end of the pair's rows; pair `pairs` is the padding.
+    """Return the pair of a block, its first row and the end of the pair's rows.
+
+    Pair `pairs` is the padding.
 
     The same as `tiles.find_rows`, by binary search.
     """
@@ -55,7 +59,10 @@ def _producer(
     i_batch, i_kv_head, first_row, first_tile, last_tile,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load queries, and with each tile of keys the values of the previous tile, which one step needs together."""
+    """Load queries, and with each tile of keys the values of the previous tile.
+
+    One step needs both.
+    """
     count = last_tile - first_tile + 1
     if count > 0:
         for i_warpgroup in gl.static_range(2):
@@ -101,7 +108,7 @@ def _consumer(
     D: gl.constexpr, DV: gl.constexpr, DIM_VALUE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, ENTROPY: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows: logits, softmax and accumulators, tile by tile from the last visible key to the first."""
+    """Compute 64 rows, tile by tile from the last visible key to the first."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)

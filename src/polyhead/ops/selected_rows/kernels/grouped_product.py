@@ -1,4 +1,4 @@
-"""Grouped matrix product kernels: each row is multiplied with its matrix of a stack, and rows are gathered on the fly.
+"""Grouped matrix product kernels, which gather rows on the fly.
 
 Rows are sorted by matrix; `order` is the sorted order, and `ends` the end of the rows of each matrix. The number of
 programs depends on sizes alone and each program searches its own rows, so nothing synchronises with the device.
@@ -64,7 +64,10 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _find_rows(groups, i_program, BLOCK_M: tl.constexpr, BLOCK_GROUPS: tl.constexpr, STEPS: tl.constexpr):
-    """Return the group of a program and its rows; programs take block 0 of every group, then block 1, and so on."""
+    """Return the group of a program and its rows.
+
+    Programs take block 0 of every group, then block 1, and so on.
+    """
     # [BLOCK_GROUPS]
     offs_group = tl.arange(0, BLOCK_GROUPS)
     mask_group = offs_group < groups.matrices
@@ -158,7 +161,10 @@ def _short_kernel(
     BLOCK_GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Multiply a block of rows over a short inner axis, with a loop over columns; each row times its factor, if any."""
+    """Multiply a block of rows over a short inner axis, with a loop over columns.
+
+    Each row is multiplied by its factor, if any.
+    """
     programs_per_block = tl.cdiv(columns, columns_per_program)
     i_program = tl.program_id(0)
     i_group, first, stop = _find_rows(groups, i_program // programs_per_block, BLOCK_M, BLOCK_GROUPS, STEPS)
@@ -262,7 +268,10 @@ def _outer_kernel(
 
 
 def spread(x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool) -> Tensor:
-    """Return x[r // slots] @ matrices[i] for each row r; zero for rows without a matrix, unless `complete`."""
+    """Return x[r // slots] @ matrices[i] for each row r.
+
+    Rows without a matrix are zero; `complete` means that there are none.
+    """
     allocate = x.new_empty if complete else x.new_zeros
     result = allocate(order.shape[0], matrices.shape[2])
     _multiply(x, matrices, order, ends, slots, result, by_token=True)
@@ -278,7 +287,10 @@ def summed(
     complete: bool,
     factors: Tensor | None = None,
 ) -> Tensor:
-    """Return each token's sum of rows[r] @ matrices[i], accumulated in float32; row r times factors[r], if any."""
+    """Return each token's sum of rows[r] @ matrices[i], accumulated in float32.
+
+    Row r is multiplied by factors[r], if any.
+    """
     tokens, columns = order.shape[0] // slots, matrices.shape[2]
     products = rows.new_empty(order.shape[0], columns)
     _multiply(rows, matrices, order, ends, slots, products, by_token=False, factors=factors)
@@ -297,7 +309,7 @@ def summed(
 
 
 def outer(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, result: Tensor) -> Tensor:
-    """Write the sum of x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width]."""
+    """Write the sum of x[r // slots]^T rows[r] over each group: [groups, x's width, rows' width]."""
     if not result.numel():
         return result
     x, rows = _with_dense_rows(x), _with_dense_rows(rows)
@@ -338,7 +350,10 @@ def _multiply(
     by_token: bool,
     factors: Tensor | None = None,
 ) -> None:
-    """Write left[r // slots] @ matrices[i] (or left[r] @ ..., if not `by_token`) to the rows that have a matrix."""
+    """Write left[r // slots] @ matrices[i] to the rows that have a matrix.
+
+    It is left[r] @ matrices[i] if not `by_token`.
+    """
     rows, inner, columns = order.shape[0], matrices.shape[1], matrices.shape[2]
     if not (rows and columns):
         return

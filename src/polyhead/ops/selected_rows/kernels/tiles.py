@@ -33,7 +33,9 @@ class Rows(NamedTuple):
 
 @triton.jit
 def find_rows(rows, i_program, BLOCK_M: tl.constexpr):
-    """Return the pair of a program, its first row and the end of the pair's rows; pair `pairs` is the padding.
+    """Return the pair of a program, its first row and the end of the pair's rows.
+
+    Pair `pairs` is the padding.
 
     Pair i has the programs from offsets[i] // BLOCK_M + i on. These are never too few and at most one too many, and
     need no sum over the previous pairs. A surplus program has its first row at the end of the pair or after it.
@@ -74,7 +76,10 @@ def pair_of(rows, i_batch, i_head):
 
 @triton.jit
 def first_from(rows, start, stop, query):
-    """Return the first row in `start` to `stop`, all of one pair, with a query index >= `query`; `stop` if none."""
+    """Return the first row in `start` to `stop` with a query index >= `query`; `stop` if none.
+
+    The rows belong to one pair.
+    """
     low, high = start, stop
     while low < high:
         step = tl.cdiv(high - low, WIDTH)
@@ -88,7 +93,10 @@ def first_from(rows, start, stop, query):
 
 @triton.jit
 def load_queries(rows, offs_row, stop, num_queries):
-    """Load the query indices of rows, int32 [BLOCK_M]; `num_queries`, for which no key is visible, from `stop` on."""
+    """Load the query indices of rows, int32 [BLOCK_M].
+
+    Rows from `stop` on get `num_queries`, for which no key is visible.
+    """
     return tl.load(rows.positions + offs_row, mask=offs_row < stop, other=num_queries)
 
 

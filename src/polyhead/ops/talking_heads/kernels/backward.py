@@ -1,4 +1,4 @@
-"""Backward kernels of talking heads by rows: delta of each softmax, and the gradients of queries and both mixes.
+"""Row-wise backward kernels of talking heads: delta, and gradients of queries and mixes.
 
 With scores J, mixed logits L, weights W = softmax(L), mixed weights U, and dX the gradient of X:
 

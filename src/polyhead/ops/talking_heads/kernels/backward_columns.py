@@ -1,4 +1,6 @@
-"""Backward kernel of talking heads by columns: the gradients of keys and values; see `backward` for the formulas.
+"""Column-wise backward kernel of talking heads: gradients of keys and values.
+
+See `backward` for the formulas.
 
 If TRANSPOSED, scores are [HEADS, BLOCK_N, BLOCK_M] and accumulators [HEADS, channels, BLOCK_N], so that both products
 of a tile of queries, or of gradients, read it in the same layout. That needs at least 16 columns, the rows of a
@@ -103,7 +105,10 @@ def key_value_kernel(
     GRAD_VALUE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Store the gradients of a block of keys, of values, or of both, per query head: [batch, heads, keys, dim]."""
+    """Store gradients of a block of keys, values or both: [batch, heads, keys, dim].
+
+    They are per query head, before the sum over a group.
+    """
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
     blocks = tl.cdiv(shape.keys, BLOCK_N)
     i_batch = tl.program_id(0) // blocks

@@ -1,4 +1,4 @@
-"""Forward kernels of talking heads: one for the log-sum-exp of every mixed map, one for the output; no n² memory.
+"""Forward kernels of talking heads: one for the log-sum-exps, one for the output.
 
 A program of the first kernel has so many rows that there may be fewer programs than multiprocessors, and under a causal
 mask the longest would determine the time. So the keys of a block of rows are split into parts, one program each; the
@@ -52,7 +52,10 @@ def logsumexp_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Store the log-sum-exp of rows over one part of their visible keys, float32 [parts, batch, heads, queries]."""
+    """Store the log-sum-exp of rows over one part of their visible keys.
+
+    It is float32 [parts, batch, heads, queries].
+    """
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
     blocks = tl.cdiv(shape.queries, BLOCK_M)
     i_part = tl.program_id(0) % parts

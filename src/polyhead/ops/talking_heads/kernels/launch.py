@@ -115,7 +115,9 @@ def _launch(
     parts: int = 1,
     **sizes: Any,
 ) -> int:
-    """Launch a kernel over `count` rows or columns of each sequence; returns the number of blocks per sequence.
+    """Launch a kernel over rows or columns of each sequence; returns the blocks per sequence.
+
+    There are `count` rows or columns.
 
     Each block is processed by `parts` programs.
     """

@@ -1,4 +1,4 @@
-"""Tiles of talking heads: a program processes rows and columns of all heads at once, so that mixing is a product.
+"""Tiles of talking heads: a program processes all heads at once, so that mixing is a product.
 
 A tile of logits or weights is [HEADS, BLOCK_M, BLOCK_N] for products with queries, keys and values, head by head, and
 [HEADS, pairs] where heads are mixed, from the left; the reshape between the two moves no data. HEADS is a power of two
@@ -40,7 +40,10 @@ class Poison(NamedTuple):
 def rows_by_head(
     ptr, strides, i_batch, offs_m, limit, num_heads, group, DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr
 ):
-    """Load tokens of every head, [HEADS, tokens, BLOCK], with zeros out of bounds; `group` heads share a KV head."""
+    """Load tokens of every head, [HEADS, tokens, BLOCK]; `group` heads share a KV head.
+
+    Elements out of bounds are zeros.
+    """
     offs_h = tl.arange(0, HEADS)[:, None, None]
     offs_d = tl.arange(0, BLOCK)[None, None, :]
     offs = i_batch.to(tl.int64) * strides[0] + (offs_h // group).to(tl.int64) * strides[1]
@@ -156,7 +159,9 @@ def mix_heads(mix, pairs):
 
 @triton.jit
 def mixed_logits(tile_scores, mix, visible, nan_pairs, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
-    """Return the logits of every softmax, float32 in the shape of the scores, -inf where masked, plus `nan_pairs`.
+    """Return the logits of every softmax, float32 in the shape of the scores.
+
+    They are -inf where masked; `nan_pairs` is added if not None.
 
     SPLIT also mixes the residual of rounding the scores to 16 bits, for accurate logits.
     """
@@ -171,7 +176,10 @@ def mixed_logits(tile_scores, mix, visible, nan_pairs, DTYPE: tl.constexpr, SPLI
 
 @triton.jit
 def load_nan_pairs(poison, i_batch, offs_m, offs_n, shape):
-    """Load NaN for rows and columns that had NaN or Inf, else 0: [BLOCK_M, BLOCK_N] for all heads, or None."""
+    """Load the NaN flags of pairs, [BLOCK_M, BLOCK_N] for all heads, or None.
+
+    NaN for rows and columns that had NaN or Inf, else 0.
+    """
     nan_pairs = None
     if poison.key is not None:
         ptr = poison.key + i_batch.to(tl.int64) * shape.keys + offs_n
@@ -185,7 +193,10 @@ def load_nan_pairs(poison, i_batch, offs_m, offs_n, shape):
 
 @triton.jit
 def softmax_weights(logits, logsumexp, visible, poison):
-    """Return the weights of every softmax, float32, 0 where masked; the log-sum-exp has an axis of 1 for columns."""
+    """Return the weights of every softmax, float32, 0 where masked.
+
+    The log-sum-exp has an axis of 1 for columns.
+    """
     weights = tl.exp2(logits - logsumexp)
     if (poison.key is not None) or (poison.query is not None):
         weights = tl.where(visible[None, :, :], weights, 0.0)  # in a NaN row, masked weights would be NaN as well
