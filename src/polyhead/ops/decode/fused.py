@@ -149,7 +149,7 @@ def decode(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Attend over a KV cache; returns output, log-sum-exp and statistics by name.
 
-    The output is [batch, heads, queries, value_dim].
+    The output is [batch, heads, queries, value_dim]; log-sum-exp and statistics are [batch, heads, queries].
 
     Args:
         query: [batch, heads, queries, head_dim], the new tokens, whose keys and values are already in the cache.

@@ -129,7 +129,7 @@ def _spread_rows(x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots
         products = _zero_unassigned(F.grouped_mm(x[order // slots], matrices, offs=ends), ends)
         return torch.empty_like(products).index_copy_(0, order, products)
     result = x.new_zeros(order.shape[0], matrices.shape[2])
-    for index, matrix in _rows_per_matrix(order, ends, matrices):
+    for index, matrix in _parts(order, ends, matrices):
         result[index] = x[index // slots] @ matrix
     return result
 
@@ -145,7 +145,7 @@ def _sum_rows(rows: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots
         return products[RowGroups(order, ends, slots).places].view(tokens, slots, -1).sum(1)
     accumulation_dtype = rows.dtype if rows.dtype is torch.float64 else torch.float32
     result = rows.new_zeros(tokens, matrices.shape[2], dtype=accumulation_dtype)
-    for index, matrix in _rows_per_matrix(order, ends, matrices):
+    for index, matrix in _parts(order, ends, matrices):
         result.index_add_(0, index // slots, (rows[index] @ matrix).to(accumulation_dtype))
     return result.to(rows.dtype)
 
@@ -166,7 +166,7 @@ def _outer_rows(
 
         return grouped_product.outer(x, rows, order, ends, slots, result)
     result.zero_()
-    for index, matrix in _rows_per_matrix(order, ends, result):
+    for index, matrix in _parts(order, ends, result):
         matrix.copy_(x[index // slots].T @ rows[index])
     return result
 
@@ -179,7 +179,7 @@ def _outer_result(
     return x.new_empty(ends.shape[0], x.shape[1], rows.shape[1])
 
 
-def _rows_per_matrix(order: Tensor, ends: Tensor, matrices: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _parts(order: Tensor, ends: Tensor, matrices: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return (row indices, matrix) for each matrix with rows; synchronises with the device of `ends`."""
     bounds = pairwise([0, *ends.tolist()])
     return [(order[a:b], matrix) for (a, b), matrix in zip(bounds, matrices, strict=True) if b > a]
