@@ -565,8 +565,8 @@ def test_on_a_cpu_nothing_is_decoded() -> None:
         ({"mask": Mask.bias(torch.full((1, 19), 0.5))}, "got a bias tensor"),
         ({"mask": Mask.documents([0], [0] * 19)}, "got documents"),
         ({"mask": Mask.lengths([19, 3]) & Mask.lengths([19, 4])}, "one set of lengths or positions, got several"),
-        ({"mask": Mask.lengths([19, 3], side="left")}, "padded on the right, got lengths with padding on the left"),
-        ({"mask": Mask.lengths([19, 3, 2])}, "lengths must name 2 sequences, got 3"),
+        ({"mask": Mask.lengths([19, 3], side="left")}, "decode needs padding on the right, got padding on the left"),
+        ({"mask": Mask.lengths([19, 3, 2])}, "lengths must have 2 entries, got 3"),
         ({"mask": Mask.lengths([20, 3])}, "must not exceed the sequence, got 20 for 19 tokens"),
         ({"mask": Mask.lengths([19, 3], queries=[1, 2])}, "must not exceed the sequence, got 2 for 1 tokens"),
         ({"mask": Mask.positions(torch.tensor([5]), torch.arange(18))}, r"positions must be \[2 or 1, 19\]"),
@@ -574,9 +574,9 @@ def test_on_a_cpu_nothing_is_decoded() -> None:
         ({"mask": Mask.relative(torch.zeros(6, 3), 1) & Mask.relative(torch.zeros(1, 3), 1)}, "relative bias, got 2"),
         ({"mask": Mask.relative(torch.zeros(6, 3, requires_grad=True), 1)}, "no gradient, got a relative bias"),
         ({"mask": torch.ones(1, 19)}, "must be a polyhead.Mask, got Tensor"),
-        ({"mask": None, "sinks": torch.zeros(5)}, r"sinks must hold one .* number a head on cpu, got .* shape \[5\]"),
+        ({"mask": None, "sinks": torch.zeros(5)}, r"sinks must have one .* number per head on cpu, got .* shape \[5\]"),
         ({"mask": None, "sinks": torch.zeros(6, requires_grad=True)}, "no gradient, got a sinks"),
-        ({"mask": None, "scale": torch.zeros(6, dtype=torch.int64)}, "scale must hold one floating-point number"),
+        ({"mask": None, "scale": torch.zeros(6, dtype=torch.int64)}, "scale must have one floating-point number"),
     ],
 )
 def test_what_decode_cannot_serve_has_a_reason(options: dict[str, Any], words: str) -> None:
@@ -591,9 +591,10 @@ def test_pages_take_no_positions_and_nothing_is_no_step() -> None:
     pages = torch.zeros(5, 4, 3, 16)
     cache = CacheArguments(pages, pages, block_table=torch.zeros(2, 5, dtype=torch.int32))
     mask = Mask.positions(torch.tensor([5]), torch.arange(19))
-    assert "tokens in pages stand in order" in cached_reasons(torch.zeros(2, 6, 1, 16), cache, 19, mask=mask)[-1]
+    reasons = cached_reasons(torch.zeros(2, 6, 1, 16), cache, 19, mask=mask)
+    assert "a paged cache takes no explicit positions" in reasons[-1]
     for query, keys in ((torch.zeros(2, 6, 0, 16), 19), (torch.zeros(2, 6, 1, 16), 0)):
-        assert "nothing to decode" in cached_reasons(query, cache, keys, mask=None)[0]
+        assert "decode needs queries and keys" in cached_reasons(query, cache, keys, mask=None)[0]
 
 
 # ---- on a GPU

@@ -84,7 +84,7 @@ OPTIONS: dict[str, Any] = {
 @both_ways
 @pytest.mark.parametrize("backend", ["auto", *ON_THE_CPU])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_it_equals_repeated_keys_in_output_and_gradient(name: str, backend: str) -> None:
+def test_output_and_gradient_equal_those_of_repeated_keys(name: str, backend: str) -> None:
     tensors, options = inputs(), OPTIONS[name]()
     if backend == "sdpa" and name in ("sinks", "softcap"):
         with pytest.raises(BackendUnsupported):
@@ -99,7 +99,7 @@ def test_it_equals_repeated_keys_in_output_and_gradient(name: str, backend: str)
 
 
 @both_ways
-def test_all_that_is_told_is_in_the_order_of_the_query_heads() -> None:
+def test_all_results_are_in_the_order_of_the_query_heads() -> None:
     tensors = inputs()
     requested: dict[str, Any] = {"weights": True, "logsumexp": True, "statistics": True, "sinks": randn(HEADS)}
     ours, theirs = uneven_attention(*tensors, MAP, **requested), repeated(*tensors, **requested)
@@ -113,7 +113,7 @@ def test_all_that_is_told_is_in_the_order_of_the_query_heads() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
-def test_any_map_will_do(readers: list[int]) -> None:
+def test_any_map_matches_repeated_keys(readers: list[int]) -> None:
     numbers = sorted(set(readers))
     key_heads = tuple(numbers.index(x) for x in readers)
     tensors = inputs(key_heads)
@@ -125,7 +125,7 @@ def test_any_map_will_do(readers: list[int]) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
-    """The tensors of every call of `attention`."""
+    """Record the tensors of every call of `attention`."""
     found = []
 
     def recorded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
@@ -136,7 +136,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     return found
 
 
-def test_few_queries_are_one_call_for_each_group_size_and_no_key_twice(calls: list[tuple[Tensor, ...]]) -> None:
+def test_few_queries_make_one_call_per_group_size_without_repeated_keys(calls: list[tuple[Tensor, ...]]) -> None:
     query, key, value = inputs()
     uneven_attention(query, key, value, MAP)
     assert [(q.shape[1], k.shape[1], v.shape[1]) for q, k, v in calls] == [(2, 2, 2), (2, 1, 1), (3, 1, 1)]
@@ -145,7 +145,7 @@ def test_few_queries_are_one_call_for_each_group_size_and_no_key_twice(calls: li
     assert all(v.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() for _, _, v in calls)
 
 
-def test_many_queries_are_one_call_in_which_each_key_has_as_many_readers(calls: list[tuple[Tensor, ...]]) -> None:
+def test_many_queries_make_one_call_with_equal_groups(calls: list[tuple[Tensor, ...]]) -> None:
     key_heads = (0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2)
     query, key, value = randn(2, 12, MANY_QUERIES, 7), randn(2, 3, 11, 7), randn(2, 3, 11, 5)
     close(uneven_attention(query, key, value, key_heads).output, repeated(query, key, value, key_heads).output)
@@ -158,7 +158,7 @@ def test_many_queries_are_one_call_in_which_each_key_has_as_many_readers(calls: 
 @pytest.mark.parametrize(
     ("queries", "keys", "number"), [(127, 127, 3), (128, 128, 1), (128, 512, 1), (128, 513, 3), (4096, 4096, 1)]
 )
-def test_it_is_one_call_where_queries_are_many_and_keys_not_many_more(queries: int, keys: int, number: int) -> None:
+def test_the_number_of_calls_depends_on_queries_and_keys(queries: int, keys: int, number: int) -> None:
     assert len(calls_of(MAP, queries, keys)) == number
 
 
@@ -173,7 +173,7 @@ def test_even_groups_out_of_order_are_one_call_without_a_copy_of_keys(
 
 
 class Operators(TorchDispatchMode):
-    """How often each operator ran; views, which move nothing, are left out."""
+    """Counts how often each operator ran, except views."""
 
     VIEWS = ("slice", "split", "expand", "transpose", "view", "_unsafe_view", "unsqueeze", "detach", "alias")
 
@@ -215,7 +215,7 @@ def test_a_backward_fills_nothing_with_zeros_and_adds_no_slices(
 
 @both_ways
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 11), (2, 0, 11), (2, 5, 0), (1, 1, 1)])
-def test_nothing_and_one_are_sizes_too(batch: int, queries: int, keys: int) -> None:
+def test_sizes_zero_and_one(batch: int, queries: int, keys: int) -> None:
     leaves = [randn(batch, HEADS, queries, DIM), randn(batch, 4, keys, DIM), randn(batch, 4, keys, VALUE)]
     leaves = [x.requires_grad_() for x in leaves]
     ours, theirs = (f(*leaves, MAP, statistics=True) for f in (uneven_attention, repeated))
@@ -227,7 +227,7 @@ def test_nothing_and_one_are_sizes_too(batch: int, queries: int, keys: int) -> N
 
 @both_ways
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_it_is_differentiated_twice_and_transformed() -> None:
+def test_second_derivatives_and_transforms() -> None:
     tensors = inputs()
 
     def ours(*x: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def test_heads_are_selected_in_order(heads: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 0, 1, 3), (0, 0, 1, 2)])
-def test_a_copy_of_heads_lies_as_they_do(heads: tuple[int, ...]) -> None:
+def test_a_copy_of_heads_keeps_the_memory_order(heads: tuple[int, ...]) -> None:
     x = randn(2, 3, 5, 7)
     assert select_heads(x.transpose(1, 2), heads).transpose(1, 2).is_contiguous()
     assert select_heads(x, tuple(min(head, 2) for head in heads)).is_contiguous()
@@ -323,19 +323,19 @@ def test_seeded_dropout_of_one_call_is_that_of_heads_in_the_order_of_their_keys(
         (3, "must list a KV head for each head, got 3"),
     ],
 )
-def test_a_wrong_map_is_refused(key_heads: Any, words: str) -> None:
+def test_an_invalid_map_raises(key_heads: Any, words: str) -> None:
     with pytest.raises(ShapeError, match=words):
         uneven_attention(*inputs(), key_heads)
 
 
 @both_ways
-def test_wrong_tensors_are_refused_as_attention_refuses_them() -> None:
+def test_invalid_tensors_raise_the_errors_of_attention() -> None:
     query, key, value = inputs()
     with pytest.raises(ShapeError, match=r"got shapes \[7, 5, 7\]"):
         uneven_attention(query[0], key, value, MAP)
     with pytest.raises(ShapeError, match="same heads, got 4 and 3"):
         uneven_attention(query, key, value[:, :3], MAP)
-    with pytest.raises(ShapeError, match=r"sinks must have one number a head, got shape \[4\] for 7 heads"):
+    with pytest.raises(ShapeError, match=r"sinks must have one number per head, got shape \[4\] for 7 heads"):
         uneven_attention(query, key, value, MAP, sinks=randn(4))
     with pytest.raises(MaskError, match="a mask must have 7 heads or 1"):
         uneven_attention(query, key, value, MAP, mask=Mask.bias(randn(1, 4, QUERIES, KEYS)))

@@ -1,4 +1,4 @@
-"""`Attended`: one attention that was computed, kept for a second look at its weights."""
+"""`Attended`: inputs and outputs of one attention call, from which its weights can be recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from polyhead.ops.profile.request import AttentionProfile
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attended:
-    """What went into `attention` and what came out, `result.logsumexp` included: enough to know every weight again."""
+    """Inputs and outputs of one `attention` call, from which every weight can be recomputed.
+
+    `result.logsumexp` is set.
+    """
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]
@@ -27,7 +30,7 @@ class Attended:
     sinks: Tensor | None = None
 
     def profile(self, **requested: Any) -> AttentionProfile:
-        """`polyhead.profile` of this attention: received weight, argmax, offsets, pairs, whatever is asked for."""
+        """Return `polyhead.profile` of this attention, with the requested results."""
         assert self.result.logsumexp is not None
         return profile(
             self.query.detach(),

@@ -1,4 +1,4 @@
-"""Decoding over latents, whose values are the first channels of their keys, against the formula in float64."""
+"""Decoding over MLA latents, whose values are the first channels of their keys, against the formula in float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = [
 
 
 class Scene(plain.Scene):
-    """A case whose values lie in the memory of its keys, with NaN in every slot and channel that is not theirs."""
+    """A case whose values are a view of its keys, with NaN in all unused slots and channels."""
 
     def _lay(self, key: Tensor, value: Tensor, random: Any) -> tuple[CacheArguments, Tensor, Tensor]:
         case = self.case
@@ -65,7 +65,7 @@ def check(case: Case, dtype: torch.dtype, device: str, draws: int = 1) -> None:
 
 
 def check_all() -> None:
-    """Every case in float16, every third in float32, whose tiles have fewer rows."""
+    """Check every case in float16 and every third in float32, whose tiles have fewer rows."""
     from polyhead.ops.decode.kernels import latent as kernels
 
     pairs = [(case, torch.float16) for case in CASES] + [(case, torch.float32) for case in CASES[::3]]
@@ -75,8 +75,8 @@ def check_all() -> None:
     assert taken.call_count == len(pairs)
 
 
-def check_broken_values(dtype: torch.dtype, device: str) -> None:
-    """A NaN among the new tokens' own latents reaches the rows that see it, and no other."""
+def check_nonfinite_values(dtype: torch.dtype, device: str) -> None:
+    """Check that a NaN in the latents of the new tokens reaches only the rows that see it."""
     scene = Scene(Case(dims=(40, 32), queries=3, lengths=None, splits=2, names=()), dtype, device)
     clean = scene.run()[0]
     scene.cache.value[1, 0, -1, 5] = torch.nan
@@ -88,7 +88,7 @@ def check_broken_values(dtype: torch.dtype, device: str) -> None:
 
 
 def check_operator(device: str) -> None:
-    """What PyTorch asks of an operator: schema, fake tensors, and a graph without a break."""
+    """Check the operator with opcheck (schema, fake tensors) and compile it without a graph break."""
     case = Case(dims=(24, 16), queries=2, group=1, sinks=True, splits=1, names=("entropy", "learned_sink_mass"))
     scene = Scene(case, torch.float32, device)
     numbers = (0.25, None, None, 0, 0, 0, [2, 13], 1, 64, 1)
@@ -98,8 +98,8 @@ def check_operator(device: str) -> None:
         assert ours.equal(theirs)
 
 
-def check_small_machine() -> None:
-    """Where a tile takes more shared memory than there is, smaller ones give the same."""
+def check_small_shared_memory() -> None:
+    """Check that smaller tiles give the same results if shared memory is too small."""
     from triton.runtime.errors import OutOfResources
 
     from polyhead.ops.decode.kernels import latent as kernels
@@ -125,10 +125,10 @@ def test_in_the_interpreter_latents_give_the_formula() -> None:
 
 
 @pytest.mark.numerics
-def test_in_the_interpreter_broken_latents_tracing_and_small_machines() -> None:
-    in_the_interpreter(check_broken_values, torch.float32, "cpu")
+def test_in_the_interpreter_nonfinite_latents_tracing_and_small_shared_memory() -> None:
+    in_the_interpreter(check_nonfinite_values, torch.float32, "cpu")
     in_the_interpreter(check_operator, "cpu")
-    in_the_interpreter(check_small_machine)
+    in_the_interpreter(check_small_shared_memory)
 
 
 @pytest.mark.gpu
@@ -170,8 +170,8 @@ def test_on_a_gpu_many_heads_give_the_formula(case: Case, dtype: torch.dtype) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_a_gpu_broken_latents_reach_those_who_see_them_alone(dtype: torch.dtype) -> None:
-    check_broken_values(dtype, "cuda")
+def test_on_a_gpu_nonfinite_latents_reach_only_rows_that_see_them(dtype: torch.dtype) -> None:
+    check_nonfinite_values(dtype, "cuda")
 
 
 @pytest.mark.gpu
@@ -205,11 +205,11 @@ def latents(width: int, rank: int, **changes: Any) -> tuple[Tensor, CacheArgumen
     [
         (592, 528, "latents must have a multiple of 16 channels up to 512, got 528"),
         (352, 296, "latents must have a multiple of 16 channels up to 512, got 296"),
-        (648, 512, "a multiple of 8 channels up to 128 may turn, got 136"),
-        (516, 512, "a multiple of 8 channels up to 128 may turn, got 4"),
+        (648, 512, "rotary channels of latents must be a multiple of 8 up to 128, got 136"),
+        (516, 512, "rotary channels of latents must be a multiple of 8 up to 128, got 4"),
     ],
 )
-def test_widths_that_no_kernel_reads_have_a_reason(width: int, rank: int, words: str) -> None:
+def test_unsupported_widths_raise_with_a_reason(width: int, rank: int, words: str) -> None:
     with pytest.raises(BackendUnsupported, match=words):
         decode(*latents(width, rank), scale=0.25)
 
@@ -235,12 +235,12 @@ def test_latents_are_read_by_their_own_kernels_or_as_plain_keys_and_values() -> 
 @pytest.mark.parametrize("rows", [1, 19, 40, 512])
 def test_tiles_are_powers_of_two_and_fit_into_shared_memory(rows: int, width: int, rank: int, itemsize: int) -> None:
     blocks = plan_latent_blocks(rows, width, rank, itemsize)
-    for size in (blocks.rows, blocks.keys, blocks.rank, blocks.turning):
+    for size in (blocks.rows, blocks.keys, blocks.rank, blocks.rope_dim):
         assert size >= 16
         assert size & (size - 1) == 0
     assert blocks.rank >= rank
-    assert blocks.turning >= width - rank
-    taken = (blocks.rank + blocks.turning) * itemsize * (blocks.rows + (blocks.stages - 1) * blocks.keys)
+    assert blocks.rope_dim >= width - rank
+    taken = (blocks.rank + blocks.rope_dim) * itemsize * (blocks.rows + (blocks.stages - 1) * blocks.keys)
     assert blocks.resident * taken <= 220 * 1024
     while (less := blocks.smaller()) is not None:
         assert less.rows * less.keys < blocks.rows * blocks.keys

@@ -28,7 +28,7 @@ LENGTHS = (397, 131)  # of tokens in the cache, the new ones included
 
 @dataclass(frozen=True)
 class Case:
-    """One decode: how the cache lies, and what is asked of the attention."""
+    """One decode: the layout of the cache and the options of the attention."""
 
     layout: str = "contiguous"  # or "rolling", "paged", "int8"
     group: int = 2
@@ -90,7 +90,7 @@ CASES = [
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN, so that what nobody wrote cannot pass for zero."""
+    """Fill fresh memory with NaN, so that unwritten elements cannot pass for zero."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(5).isnan().all()
@@ -100,7 +100,7 @@ def poisoned() -> Iterator[None]:
 
 
 class Scene:
-    """A case with its tensors: keys and values in order, and the same as the cache lays them out."""
+    """A case with its tensors: keys and values in order, and in the layout of the cache."""
 
     def __init__(self, case: Case, dtype: torch.dtype, device: str, seed: int = 11) -> None:
         self.case = case
@@ -129,7 +129,7 @@ class Scene:
         return None if values is None else torch.tensor(values, dtype=torch.int32, device=self.query.device)
 
     def _lay(self, key: Tensor, value: Tensor, random: Any) -> tuple[CacheArguments, Tensor, Tensor]:
-        """The cache, with NaN wherever it holds no token, and keys and values as it holds them, in float64."""
+        """Return the cache, with NaN where it has no token, and its keys and values in float64."""
         case, device = self.case, key.device
         hidden = ~self.real[:, None, :, None]
         lengths, new_lengths = self.integers(case.lengths), self.integers(case.new_lengths)
@@ -208,8 +208,7 @@ class Scene:
 
 
 def compared(scene: Scene, dtype: torch.dtype) -> tuple[list[Compared], Tensor, dict[str, Tensor], AttentionOutput]:
-    """The output beside the formula's, that of the formula in other orders of the keys, the log-sum-exp and the
-    statistics that were found, and what is exact."""
+    """Return outputs paired with the formula's, in several key orders, log-sum-exp, statistics and exact results."""
     case = scene.case
     with poisoned():
         output, logsumexp, found = scene.run()
@@ -246,7 +245,7 @@ def compared(scene: Scene, dtype: torch.dtype) -> tuple[list[Compared], Tensor, 
 
 
 def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Scene, draws: int = 1) -> None:
-    """Outputs within one error budget for all draws of the case, and what else is told within bounds, of the first."""
+    """Check outputs against one error budget for all draws, and the other results of the first draw against bounds."""
     scene = kind(case, dtype, device)
     outputs, logsumexp, found, exact = compared(scene, dtype)
     for draw in range(1, draws):
@@ -273,7 +272,7 @@ def check(case: Case, dtype: torch.dtype, device: str, *, kind: type[Scene] = Sc
 
 
 def logit_bound(scene: Scene) -> float:
-    """scale * |q| * max|k|, no logit is larger."""
+    """Return scale * |q| * max|k|, an upper bound of the logits."""
     scale = scene.scale(torch.float64)
     largest = float(scene.query.double().norm(dim=-1).max() * scene.key.norm(dim=-1).max())
     return largest * (float(scale.max()) if isinstance(scale, Tensor) else scale)
@@ -291,8 +290,8 @@ def _quantize(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return (tensor.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def check_broken_values(dtype: torch.dtype, device: str) -> None:
-    """A NaN among the new tokens' own values reaches the rows that see it, and no other."""
+def check_nonfinite_values(dtype: torch.dtype, device: str) -> None:
+    """Check that a NaN in the values of the new tokens reaches only the rows that see it."""
     for layout in ("contiguous", "rolling", "paged"):
         scene = Scene(Case(layout=layout, queries=3, lengths=None, splits=2, names=()), dtype, device)
         clean = scene.run()[0]
@@ -313,7 +312,7 @@ def check_broken_values(dtype: torch.dtype, device: str) -> None:
 
 
 def check_operator(device: str) -> None:
-    """What PyTorch asks of an operator: schema, fake tensors, and a graph without a break."""
+    """Check the operator with opcheck (schema, fake tensors) and compile it without a graph break."""
     scene = Scene(
         Case(queries=2, group=1, sinks=True, splits=1, names=("entropy", "learned_sink_mass")), torch.float32, device
     )
@@ -338,11 +337,11 @@ def test_in_the_interpreter_every_layout_gives_the_formula(dtype: torch.dtype) -
     in_the_interpreter(check_all, cases, dtype, "cpu")
 
 
-def test_in_the_interpreter_a_broken_value_reaches_those_who_see_it_alone() -> None:
-    in_the_interpreter(check_broken_values, torch.float32, "cpu")
+def test_in_the_interpreter_a_nonfinite_value_reaches_only_rows_that_see_it() -> None:
+    in_the_interpreter(check_nonfinite_values, torch.float32, "cpu")
 
 
-def test_in_the_interpreter_the_operator_is_one_that_pytorch_can_trace() -> None:
+def test_in_the_interpreter_the_operator_can_be_traced() -> None:
     in_the_interpreter(check_operator, "cpu")
 
 
@@ -355,19 +354,19 @@ def test_on_a_gpu_every_layout_gives_the_formula(case: Case, dtype: torch.dtype)
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [Case(dims=(128, 128), group=4), Case(dims=(256, 96), group=32, queries=2)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "paged", "rolling", "int8"])
-def test_on_a_gpu_the_sizes_of_real_models_do_too(case: Case, layout: str) -> None:
+def test_on_a_gpu_sizes_of_real_models_give_the_formula(case: Case, layout: str) -> None:
     check(replace(case, layout=layout), torch.bfloat16, "cuda")
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_broken_value_reaches_those_who_see_it_alone() -> None:
-    check_broken_values(torch.bfloat16, "cuda")
+def test_on_a_gpu_a_nonfinite_value_reaches_only_rows_that_see_it() -> None:
+    check_nonfinite_values(torch.bfloat16, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 16])
 def test_on_a_gpu_steps_in_a_graph_follow_each_other(splits: int) -> None:
-    """Each step reads what the step before wrote, and writes its parts where that one had its own."""
+    """Each step reads what the previous step wrote, and reuses its memory for partial results."""
     generator = torch.Generator("cuda").manual_seed(3)
     key, value, query = (
         torch.randn(2, heads, length, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -416,7 +415,7 @@ def tensors(**changes: Any) -> tuple[Tensor, CacheArguments]:
     return query, CacheArguments(key, key)._replace(**changes)
 
 
-def test_the_cpu_is_refused_with_its_reason() -> None:
+def test_the_cpu_is_unsupported() -> None:
     query, cache = tensors()
     with pytest.raises(BackendUnsupported, match="run on CUDA devices, got tensors on cpu"):
         decode(query, cache, scale=0.25)
@@ -425,16 +424,16 @@ def test_the_cpu_is_refused_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("query", "cache", "words"),
     [
-        (torch.zeros(2, 6, 17, 16), {}, "up to 16 new tokens a sequence, got 17"),
+        (torch.zeros(2, 6, 17, 16), {}, "up to 16 new tokens per sequence, got 17"),
         (torch.zeros(2, 6, 1, 16, dtype=torch.float64), {}, "got torch.float64"),
-        (torch.zeros(2, 6, 1, 16, dtype=torch.float16), {}, "must hold torch.float16 here, got torch.float32"),
+        (torch.zeros(2, 6, 1, 16, dtype=torch.float16), {}, "must be torch.float16 here, got torch.float32"),
         (torch.zeros(2, 6, 1, 16), {"value": torch.zeros(2, 3, 19, 12)}, "value_dim must be a multiple of 8 up to 256"),
         (torch.zeros(2, 6, 1, 16), {"key": torch.zeros(2, 3, 16, 19).mT}, "last axis of query, keys"),
         (torch.zeros(2, 6, 1, 16, requires_grad=True), {}, "no gradient"),
         (torch.zeros(2, 6, 1, 16, device="meta"), {}, r"one device, got \['cpu', 'meta'\]"),
     ],
 )
-def test_what_the_kernels_cannot_serve_has_a_reason(query: Tensor, cache: dict[str, Tensor], words: str) -> None:
+def test_unsupported_tensors_raise_with_a_reason(query: Tensor, cache: dict[str, Tensor], words: str) -> None:
     with pytest.raises(BackendUnsupported, match=words):
         decode(query, tensors(**cache)[1], scale=0.25)
 
@@ -449,7 +448,7 @@ def test_what_the_kernels_cannot_serve_has_a_reason(query: Tensor, cache: dict[s
         ({"key": torch.zeros(57, 16)}, "must have four axes"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(changes: dict[str, Tensor], words: str) -> None:
+def test_mismatched_shapes_raise(changes: dict[str, Tensor], words: str) -> None:
     query, cache = tensors(**changes)
     with pytest.raises(ShapeError, match=words):
         decode(query, cache, scale=0.25)
@@ -458,14 +457,14 @@ def test_shapes_that_do_not_fit_are_refused(changes: dict[str, Tensor], words: s
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
-        ({"key_scale": torch.zeros(2, 3, 19)}, {}, "come together, got key_scale alone"),
+        ({"key_scale": torch.zeros(2, 3, 19)}, {}, "must be passed together, got key_scale alone"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, {}, "a block table needs lengths"),
-        ({}, {"kept": 4}, "got kept 4 and no left edge"),
-        ({}, {"names": ("learned_sink_mass",)}, "got a decode without sinks"),
+        ({}, {"kept": 4}, "got kept 4 and left None"),
+        ({}, {"names": ("learned_sink_mass",)}, "needs learned sinks, got sinks None"),
         ({}, {"splits": 129}, "between 1 and 128, got 129"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(changes: dict[str, Tensor], options: dict[str, Any], words: str) -> None:
+def test_invalid_options_raise(changes: dict[str, Tensor], options: dict[str, Any], words: str) -> None:
     query, cache = tensors(**changes)
     if cache.block_table is not None:
         cache = cache._replace(key=torch.zeros(5, 16, 3, 16), value=torch.zeros(5, 16, 3, 16))
@@ -473,7 +472,7 @@ def test_options_that_do_not_fit_are_refused(changes: dict[str, Tensor], options
         decode(query, cache, scale=0.25, **options)
 
 
-def test_reasons_come_all_at_once() -> None:
+def test_all_reasons_are_reported_at_once() -> None:
     query, cache = tensors()
     assert len(decode_reasons(query.double(), cache)) == 3
 

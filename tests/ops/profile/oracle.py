@@ -1,4 +1,4 @@
-"""Profiles that can be asked for, and what is right for each: taken from all the weights at once, in float64."""
+"""Requests of profiles and their expected results, computed from the full weights in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = 2e-5  # of a weight or a sum of weights, times the sum where it is a
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A scene and what is asked of its weights; `options` are those of `profile`."""
+    """A scene and the requested profile; `options` are those of `profile`."""
 
     scene: Scene  # in float64
     rows: tuple[int, int]
@@ -49,7 +49,7 @@ class Question:
 
 
 def weights_of(scene: Scene) -> Tensor:
-    """[batch, heads, queries, keys], from the formula over the mask that was asked pair by pair."""
+    """Return the weights [batch, heads, queries, keys] of the formula, with the mask evaluated pair by pair."""
     weights = scene.formula().weights
     reference = scene.run("reference", scene.query.device.type, weights=True).weights
     torch.testing.assert_close(weights, reference)
@@ -130,7 +130,7 @@ def pooled(weights: Tensor, block: tuple[int, int], pool: str) -> Tensor:
 def check_keys(
     keys: Tensor, found_weights: Tensor | None, largest: Tensor, question: Question, tolerance: float
 ) -> None:
-    """Keys must be different, visible, and as heavy as the heaviest are; `largest` has -1 at hidden keys."""
+    """Check that keys are distinct, visible, and have the largest weights; `largest` has -1 at masked keys."""
     count = keys.shape[-1]
     first = question.columns[0]
     width = largest.shape[-1]
@@ -161,7 +161,7 @@ def head_divergences(weights: Tensor, visible: Tensor, pairs: Any) -> tuple[Tens
 
 @st.composite
 def questions(draw: st.DrawFn, *, offsets: bool = True) -> Question:
-    """Any scene, any window, any of the things a profile can tell."""
+    """Draw any scene, any window and any results of a profile."""
     scene = draw(scenes())
     batch, heads, queries, keys = scene.sizes
 

@@ -1,4 +1,4 @@
-"""The profile in plain PyTorch against all the weights at once, what it costs, and the words of its errors."""
+"""The profile in plain PyTorch against the full weights, its cost, and its error messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_small_tiles")
 @settings(max_examples=60)
 @given(questions())
-def test_any_profile_of_any_scene_is_that_of_all_the_weights(question: Question) -> None:
+def test_any_profile_of_any_scene_matches_the_full_weights(question: Question) -> None:
     question.check(torch.float32, "blockwise")
     question.check(torch.float16, "blockwise")
     question.check(torch.float64, "blockwise", 1e-8)
@@ -99,7 +99,7 @@ def test_ties_go_to_the_lowest_key_within_a_tile_and_across_tiles(monkeypatch: p
     assert found.top_weights[0, 0, 1, -1] == 0
 
 
-def test_rows_with_nothing_to_attend_to_add_nothing_and_have_no_key() -> None:
+def test_rows_without_visible_keys_add_nothing_and_have_no_key() -> None:
     query = torch.randn(1, 2, 6, 4)
     query[:, :, 4:] = torch.nan  # padding may hold anything
     key = torch.randn(1, 1, 6, 4)
@@ -143,7 +143,7 @@ def test_the_divergence_of_almost_equal_heads_is_exact() -> None:
     assert found[torch.float32] == pytest.approx(found[torch.float64], rel=0.02)
 
 
-def test_a_window_costs_its_own_tiles_and_a_mask_spares_what_it_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_costs_its_own_tiles_and_masked_tiles_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "_TILE_COLUMNS", 64)
     monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", 64 * 64)
     x = torch.randn(1, 1, 1024, 4)
@@ -187,7 +187,7 @@ def test_keys_are_never_repeated_for_the_heads_that_share_them() -> None:
     assert allocations.largest <= key.numel()
 
 
-def test_a_profile_has_no_gradient_and_says_so() -> None:
+def test_a_profile_is_not_differentiable() -> None:
     query, key = torch.randn(1, 2, 7, 4, requires_grad=True), torch.randn(1, 1, 7, 4, requires_grad=True)
     lse = attention(query, key, key, logsumexp=True).logsumexp
     found = profile(query, key, lse, **EVERYTHING)
@@ -196,7 +196,7 @@ def test_a_profile_has_no_gradient_and_says_so() -> None:
         found.received.sum().backward()
 
 
-def test_under_autocast_the_profile_is_of_the_weights_that_attention_had() -> None:
+def test_under_autocast_the_profile_matches_attention() -> None:
     query, key = torch.randn(1, 4, 33, 16), torch.randn(1, 2, 33, 16)
     with torch.autocast("cpu", torch.bfloat16):
         result = attention(query, key, key, backend="reference", weights=True)
@@ -216,7 +216,7 @@ def test_any_strides_are_read() -> None:
         torch.testing.assert_close(x, vars_of(plain)[name], msg=name)
 
 
-def test_no_queries_no_keys_and_no_pairs_give_empty_answers() -> None:
+def test_no_queries_no_keys_and_no_pairs_give_empty_results() -> None:
     nothing: Tensor = torch.randn(2, 2, 0, 4)
     found = profile(nothing, torch.randn(2, 1, 5, 4), torch.randn(2, 2, 0), received=True, argmax=True, topk=2)
     assert found.received.equal(torch.zeros(2, 2, 5))
@@ -233,14 +233,14 @@ def test_no_queries_no_keys_and_no_pairs_give_empty_answers() -> None:
 
 QUERY, KEY, LSE = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 6, 5)
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, OptionError, "must be asked for something, got nothing"),
+    ({}, OptionError, "needs at least one requested result, got none"),
     ({"query": [1.0]}, DtypeError, "must be tensors, got list and Tensor"),
     ({"query": QUERY[0]}, ShapeError, r"got shapes \[6, 5, 4\] and \[2, 3, 7, 4\]"),
     ({"query": QUERY.double()}, DtypeError, "one dtype, got torch.float64 and torch.float32"),
     ({"query": QUERY.int(), "key": KEY.int()}, DtypeError, "got torch.int32"),
     ({"key": KEY[:1]}, ShapeError, "one batch size and one head_dim"),
     ({"key": torch.randn(2, 4, 7, 4)}, ShapeError, "got 6 and 4"),
-    ({"logsumexp": None}, DtypeError, r"attention\(..., logsumexp=True\) gives, got NoneType"),
+    ({"logsumexp": None}, DtypeError, r"attention\(..., logsumexp=True\) returns, got NoneType"),
     ({"logsumexp": LSE[..., None]}, ShapeError, r"here \[2, 6, 5\], got \[2, 6, 5, 1\]"),
     ({"logsumexp": LSE.half()}, DtypeError, "got torch.float16"),
     ({"logsumexp": LSE.to("meta")}, DeviceError, "got cpu, cpu and meta"),
@@ -251,8 +251,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"topk": 17}, OptionError, "0 to 16, got 17"),
     ({"block_map": 16}, OptionError, "got int"),
     ({"block_map": (16, 0)}, OptionError, r"got \(16, 0\)"),
-    ({"rows": (0, 6), "received": True}, OptionError, r"within the 5 there are.*got \(0, 6\)"),
-    ({"columns": (3, 3), "received": True}, OptionError, r"within the 7 there are.*got \(3, 3\)"),
+    ({"rows": (0, 6), "received": True}, OptionError, r"within 0 to 5, got \(0, 6\)"),
+    ({"columns": (3, 3), "received": True}, OptionError, r"within 0 to 7, got \(3, 3\)"),
     ({"key_set": [7]}, OptionError, "0 to 6, got 7"),
     ({"key_set": torch.ones(5, dtype=torch.bool)}, ShapeError, r"got \[5\]"),
     ({"key_set": torch.ones(7)}, DtypeError, "got torch.float32"),
@@ -266,7 +266,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "error", "words"), WRONG, ids=lambda x: str(list(x)) if isinstance(x, dict) else "")
-def test_what_is_wrong_is_said(wrong: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_invalid_arguments_raise(wrong: dict[str, Any], error: type[Exception], words: str) -> None:
     arguments = {"query": QUERY, "key": KEY, "logsumexp": LSE, **wrong}
     with pytest.raises(error, match=words):
         profile(**arguments)
@@ -281,31 +281,31 @@ def test_what_is_wrong_is_said(wrong: dict[str, Any], error: type[Exception], wo
         ({"resolution": (2.0, 2)}, "two positive integers"),
     ],
 )
-def test_a_grid_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
+def test_an_invalid_block_map_raises(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         BlockMap(**options)
 
 
-def test_the_kernels_say_why_they_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_report_unsupported_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     query = torch.randn(1, 1, 3, 300, dtype=torch.float64)
     places = Mask.positions(torch.arange(3), torch.arange(3))
     with pytest.raises(BackendUnsupported) as caught:
         profile(query, query, torch.zeros(1, 1, 3), mask=places, offsets=True, backend="fused")
     reasons = " / ".join(caught.value.reasons)
-    for words in ("need a CUDA device, got tensors on cpu", "got float64", "got 300", "states positions"):
+    for words in ("need a CUDA device, got tensors on cpu", "got float64", "got 300", "explicit positions"):
         assert words in reasons
 
 
-def test_what_adds_up_in_any_order_is_left_to_others_where_that_is_not_wanted(monkeypatch) -> None:
-    """Said by the kernels themselves, so that "auto" takes another and a named backend refuses."""
+def test_atomics_are_avoided_under_deterministic_algorithms(monkeypatch) -> None:
+    """The kernels report it as a reason, so that "auto" uses another backend and a named backend raises."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     logsumexp = (query @ key.mT * 8**-0.5).logsumexp(-1)
     torch.use_deterministic_algorithms(True)
     try:
         for wanted in ({"received": True}, {"block_map": (2, 2)}, {"offsets": True}):
-            with pytest.raises(BackendUnsupported, match="in an order that changes"):
+            with pytest.raises(BackendUnsupported, match="in a nondeterministic order"):
                 profile(query, key, logsumexp, backend="fused", **wanted)
             assert profile(query, key, logsumexp, **wanted).backend == "blockwise"
     finally:

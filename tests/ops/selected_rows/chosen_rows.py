@@ -1,4 +1,4 @@
-"""Scenes of which only some rows are asked for, and what is right for those: the rows of the whole attention."""
+"""Scenes with selected rows, and their expected results: the rows of full attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Chosen:
 
     @property
     def index(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sequence, head and query of each row, in the order of the rows."""
+        """Return sequence, head and query of each row, in the order of the rows."""
         if self.by_head:
             head, batch, query = self.which.transpose(0, 1).nonzero().unbind(-1)
         else:
@@ -42,7 +42,7 @@ class Chosen:
         return replace(self, scene=self.scene.to(dtype))
 
     def drawn(self, draw: int) -> Chosen:
-        """The same rows, mask and scales with other numbers; draw 0 is the case itself."""
+        """Return the same rows, mask and scales with other random numbers; draw 0 is the case itself."""
         if draw == 0:
             return self
         tensors = {name: x for name, x in self.scene.learned.items() if name != "scale"}
@@ -54,15 +54,15 @@ class Chosen:
         return replace(self, scene=replace(self.scene, **fresh))
 
     def reordered(self, orders: int, seed: int = 0) -> Chosen:
-        """Several orders beside each other as more heads; rows are chosen by their places in each."""
+        """Return several orders of the tokens as additional heads; rows are selected by their index in each."""
         return replace(self, scene=self.scene.reordered(orders, seed), which=self.which.repeat(1, orders, 1))
 
     def picked(self, full: Tensor) -> Tensor:
-        """The chosen rows of [batch, heads, queries, ...]."""
+        """Return the selected rows of [batch, heads, queries, ...]."""
         return full[tuple(x.to(full.device) for x in self.index)]
 
     def run(self, backend: str, device: str = "cpu", **options: object) -> AttentionOutput:
-        """`ragged_attention` of the scene, with NaN in the rows that are padding."""
+        """Run `ragged_attention` on the scene, with NaN in padding rows."""
         scene = self.scene
         query = self.picked(scene.query)
         padding = query.detach().new_full((self.padding, query.shape[1]), torch.nan)
@@ -73,7 +73,7 @@ class Chosen:
 
 
 def random_choice(scene: Scene, share: float = 0.4, seed: int = 0) -> Tensor:
-    """Every row with the same chance, but that one pair of several has none and another all."""
+    """Select every row with equal probability, except that one pair has none and another all."""
     batch, heads, queries, _ = scene.sizes
     which = torch.rand(batch, heads, queries, generator=torch.Generator().manual_seed(seed)) < share
     if batch * heads > 2:
@@ -85,7 +85,7 @@ def random_choice(scene: Scene, share: float = 0.4, seed: int = 0) -> Tensor:
 def everything(
     case: Chosen, backend: str | None, device: str = "cpu", *, seed: int = 7
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, log-sum-exp, and the gradients of query, key, value and sinks of a random functional of both.
+    """Return output, log-sum-exp, and the gradients of query, key, value and sinks of a random functional of both.
 
     Without a backend they come from the formula of the whole attention. NaN arrives at the padding.
     """
@@ -125,7 +125,7 @@ def check(
     draws: int = 1,
     orders: int | None = None,
 ) -> None:
-    """Output, log-sum-exp and gradients within the error budget, in float64 as near as it gets; padding is nothing.
+    """Check output, log-sum-exp and gradients against the error budget (float64: exact), and that padding is empty.
 
     The budget is one for all draws of the case and for several orders of its keys, queries and channels. Interpreted
     kernels would take too long for all orders. The formula is computed on the device of the kernels where it is large.
@@ -152,7 +152,7 @@ def check(
 
 
 def _compared(name: str, case: Chosen, backend: str | None, device: str, *, seed: int) -> dict[str, Compared]:
-    """Ours, none without a backend, beside the formula's."""
+    """Return the results of a backend, if any, together with those of the formula."""
     exact, plain = everything(case.to(torch.float64), None, seed=seed), everything(case, None, seed=seed)
     parts = {"output": Compared(None, exact[0], plain[0]), "logsumexp": Compared(None, exact[1], plain[1])}
     parts |= {f"gradient of {what}": Compared(None, exact[2][what], plain[2][what]) for what in exact[2]}

@@ -1,4 +1,4 @@
-"""Products of rows with the matrix that each has chosen, against the sum that defines them."""
+"""Grouped products of rows with their matrices, against the sum that defines them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choices(tokens: int = TOKENS, slots: int = SLOTS, matrices: int = MATRICES) 
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_every_row_meets_its_matrix_and_no_other(data: Any) -> None:
+def test_every_row_is_multiplied_with_its_own_matrix(data: Any) -> None:
     matrices = data.draw(st.integers(1, 6))
     tokens, slots = data.draw(st.integers(0, 9)), data.draw(st.integers(1, matrices))
     chosen = choices(tokens, slots, matrices)
@@ -52,7 +52,7 @@ def test_gradients_of_any_order(used):
         assert torch.autograd.gradgradcheck(call, (left, stack), fast_mode=True)
 
 
-def test_a_gradient_of_matrices_lies_as_they_do_so_that_nobody_copies_it():
+def test_a_gradient_of_matrices_has_their_memory_layout():
     groups = RowGroups.of(choices(), MATRICES)
     stack = torch.randn(MATRICES, INNER, OUTER, dtype=DOUBLE, requires_grad=True)
     for product, rows in ((spread_product, TOKENS), (summed_product, TOKENS * SLOTS)):
@@ -64,7 +64,7 @@ def _called(product: Callable[..., Tensor], groups: RowGroups, left: Tensor, sta
     return product(left, stack, groups)
 
 
-def test_the_order_keeps_rows_of_one_group_as_they_stood():
+def test_the_order_within_a_group_is_stable():
     order, ends = sorted_groups(torch.tensor([3, 1, 0, 1, 2, 0]), 3)
     assert order.tolist() == [2, 5, 1, 3, 4, 0]
     assert ends.tolist() == [2, 4, 5]
@@ -73,7 +73,7 @@ def test_the_order_keeps_rows_of_one_group_as_they_stood():
     assert groups.places[order].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_rows_that_meet_no_matrix_may_hold_anything():
+def test_rows_without_a_matrix_may_be_nan():
     used = torch.tensor([[True, False]] * TOKENS)
     groups = RowGroups.of(choices(slots=2), MATRICES, used)
     stack = torch.randn(MATRICES, INNER, OUTER, dtype=DOUBLE)
@@ -83,7 +83,7 @@ def test_rows_that_meet_no_matrix_may_hold_anything():
     assert torch.equal(summed_product(rows, stack, groups), expected)
 
 
-def test_sums_of_half_precision_are_wide():
+def test_half_precision_is_accumulated_in_float32():
     groups = RowGroups.of(torch.arange(64).view(1, 64), 64)
     stack = torch.ones(64, 1, 1, dtype=torch.float16)
     rows = torch.full((64, 1), 0.001, dtype=torch.float16)
@@ -91,7 +91,7 @@ def test_sums_of_half_precision_are_wide():
     assert summed_product(rows, stack, groups).item() == pytest.approx(32.0625, abs=0.02)
 
 
-def test_compilers_meet_one_operator():
+def test_compilers_see_one_operator():
     groups = RowGroups.of(choices(), MATRICES)
     stack = torch.randn(MATRICES, INNER, OUTER, dtype=DOUBLE)
     x = torch.randn(TOKENS, INNER, dtype=DOUBLE)
@@ -113,7 +113,7 @@ def test_compilers_meet_one_operator():
     torch.library.opcheck(torch.ops.polyhead.summed_product.default, (rows, stack.mT, *arguments[2:]))
 
 
-def test_pytorch_s_grouped_product_gives_the_same_numbers(monkeypatch):
+def test_grouped_mm_gives_the_same_results(monkeypatch):
     for used in (None, torch.rand(TOKENS, SLOTS) < 0.6):
         groups = RowGroups.of(choices(), MATRICES, used)
         stack = torch.randn(MATRICES, 16, 8, requires_grad=True)
@@ -128,7 +128,7 @@ def test_pytorch_s_grouped_product_gives_the_same_numbers(monkeypatch):
             torch.testing.assert_close(one, other)
 
 
-def test_rows_that_no_kernel_weighs_are_weighed_before_and_their_factors_learn():
+def test_factors_without_a_kernel_are_multiplied_before_and_have_gradients():
     groups = RowGroups.of(choices(), MATRICES)
     stack = torch.randn(MATRICES, INNER, OUTER, dtype=DOUBLE)
     rows = torch.randn(TOKENS * SLOTS, INNER, dtype=DOUBLE)

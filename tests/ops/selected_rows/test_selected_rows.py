@@ -1,4 +1,4 @@
-"""`ragged_attention` by plain PyTorch: the rows that were asked for, as the whole attention has them, and no others."""
+"""`ragged_attention` in plain PyTorch: the selected rows equal those of full attention, and no others are computed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scene(
 @pytest.mark.parametrize("backend", PLAIN)
 @settings(max_examples=30)
 @given(scenes(), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.booleans(), st.integers(0, 3))
-def test_any_rows_under_any_mask_are_those_of_the_whole_attention(
+def test_any_rows_under_any_mask_equal_those_of_full_attention(
     backend: str, whole: Scene, share: float, by_head: bool, padding: int
 ) -> None:
     which = random_choice(whole, share) if 0 < share < 1 else torch.full(whole.sizes[:3], share == 1)
@@ -53,7 +53,7 @@ def test_lower_precision_keeps_to_the_error_budget(backend: str, dtype: torch.dt
 
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("backend", PLAIN)
-def test_statistics_are_those_of_the_chosen_rows(backend: str, by_head: bool) -> None:
+def test_statistics_are_those_of_the_selected_rows(backend: str, by_head: bool) -> None:
     whole = scene(keys=29, sinks=normal(6, seed=4), who=Who(left=9, right=1, first=2, key_lengths=(29, 13)))
     case = Chosen(whole, random_choice(whole), by_head, padding=3)
     requested = Statistics(sink_keys=2, window=3)
@@ -85,7 +85,7 @@ def test_statistics_can_be_differentiated() -> None:
 
 
 @pytest.mark.parametrize("backend", PLAIN)
-def test_a_chosen_row_that_sees_nothing_attends_to_nothing(backend: str) -> None:
+def test_a_selected_row_without_visible_keys_is_empty(backend: str) -> None:
     whole = scene(who=Who(key_lengths=(23, 0), causal=True))
     case = Chosen(whole, torch.ones(2, 6, 23, dtype=torch.bool))
     found = case.run(backend)
@@ -94,7 +94,7 @@ def test_a_chosen_row_that_sees_nothing_attends_to_nothing(backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", PLAIN)
-def test_broken_keys_reach_only_the_rows_that_see_them(backend: str) -> None:
+def test_nonfinite_keys_reach_only_the_rows_that_see_them(backend: str) -> None:
     whole = scene(who=Who(causal=True))
     key = whole.key.clone()
     key[0, 1, 17] = torch.nan
@@ -108,7 +108,7 @@ def test_broken_keys_reach_only_the_rows_that_see_them(backend: str) -> None:
     assert found.output[~sees].equal(clean.output[~sees])
 
 
-def test_the_work_falls_with_the_number_of_rows() -> None:
+def test_the_cost_is_proportional_to_the_number_of_rows() -> None:
     def operations(rows: RaggedRows, mask: Mask | None = None) -> int:
         query, key = torch.zeros(rows.positions.shape[0], 16), torch.zeros(1, 2, 2048, 16)
         with FlopCounterMode(display=False) as counter:
@@ -121,19 +121,19 @@ def test_the_work_falls_with_the_number_of_rows() -> None:
 
     whole = operations(every(1))
     assert operations(every(4)) == whole // 4
-    # Rows that stand early see few keys, and no tile is computed that none of them sees.
+    # Early rows see few keys, and tiles that none of them sees are skipped.
     early = RaggedRows(torch.arange(64).repeat(2), torch.arange(3) * 64)
     assert operations(early, Mask.causal()) <= whole // 32 // 32
 
 
-def test_autocast_is_that_of_attention() -> None:
+def test_autocast_matches_attention() -> None:
     whole = scene().to(torch.float32)
     case = Chosen(whole, random_choice(whole))
     with torch.autocast("cpu", torch.bfloat16):
         assert case.run("auto").output.dtype is torch.bfloat16
 
 
-def test_auto_takes_tiles_on_a_cpu_and_a_named_backend_never_falls_back() -> None:
+def test_auto_is_blockwise_on_a_cpu_and_a_named_backend_never_falls_back() -> None:
     whole = scene()
     case = Chosen(whole, random_choice(whole))
     assert case.run("auto").backend == "blockwise"
@@ -146,7 +146,7 @@ def test_auto_takes_tiles_on_a_cpu_and_a_named_backend_never_falls_back() -> Non
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("backend", PLAIN)
-def test_a_batch_of_no_sequences_has_rows_of_padding_alone(backend: str, padding: int, by_head: bool) -> None:
+def test_an_empty_batch_has_only_padding_rows(backend: str, padding: int, by_head: bool) -> None:
     query, key, value = (
         torch.zeros(shape, requires_grad=True) for shape in ((padding, 11), (0, 3, 23, 11), (0, 3, 23, 7))
     )
@@ -180,22 +180,22 @@ def call(
     ragged_attention(query, key, key, RaggedRows(*made, **told), **options)
 
 
-def test_errors_say_the_rule_and_what_arrived() -> None:
+def test_errors_state_the_rule_and_the_value() -> None:
     call()
     with pytest.raises(OptionError, match=r"rows must be a RaggedRows\(positions, offsets\), got list"):
         ragged_attention(torch.zeros(5, 8), torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8), [0, 3, 5])
     with pytest.raises(ShapeError, match=r"query must be \[total, head_dim\].*got shapes \[5, 1, 8\]"):
         call(torch.zeros(5, 1, 8))
-    with pytest.raises(ShapeError, match=r"offsets must be one row of integers .* got torch.float32 of shape \[3\]"):
+    with pytest.raises(
+        ShapeError, match=r"offsets must be a 1-D tensor of int32 or int64, got torch.float32 of shape \[3\]"
+    ):
         call(offsets=(0.0, 3.0, 5.0))
     with pytest.raises(ShapeError, match="every row needs a position, got 6 rows and 5 positions"):
         call(torch.zeros(6, 8))
     with pytest.raises(ShapeError, match=r"batch \* heads \+ 1 numbers .* got 3 for a batch of 3"):
         call(key=torch.zeros(3, 2, 7, 8))
     call(num_heads=2)
-    with pytest.raises(
-        ShapeError, match=r"got 3 for a batch of 2 and 2 heads; query rows and keys must be of the same"
-    ):
+    with pytest.raises(ShapeError, match=r"got 3 for a batch of 2 and 2 heads; query rows and keys must have the same"):
         call(key=torch.zeros(2, 1, 7, 8), num_heads=2)
     with pytest.raises(ShapeError, match="got 3 for a batch of 0; query rows"):
         call(key=torch.zeros(0, 2, 7, 8))
@@ -206,11 +206,11 @@ def test_errors_say_the_rule_and_what_arrived() -> None:
         call(key=torch.zeros(1, 3, 7, 8))
     with pytest.raises(DeviceError, match="positions must be on the device of the query, got meta and cpu"):
         call(positions=torch.zeros(5, dtype=torch.int32, device="meta"))
-    with pytest.raises(OptionError, match=r"never fall and end at or before the 5 rows, got \[0, 3, 6\]"):
+    with pytest.raises(OptionError, match=r"not decrease and end at 5 rows or before, got \[0, 3, 6\]"):
         call(offsets=(0, 3, 6))
-    with pytest.raises(OptionError, match=r"offsets must begin at 0.*got \[1, 3, 5\]"):
+    with pytest.raises(OptionError, match=r"offsets must start at 0.*got \[1, 3, 5\]"):
         call(offsets=(1, 3, 5))
-    with pytest.raises(OptionError, match="those of queries, 0 to 5, got 0 to 6"):
+    with pytest.raises(OptionError, match="query indices, 0 to 5, got 0 to 6"):
         call(num_queries=6)
     with pytest.raises(OptionError, match=r"must ascend within a .* pair, got 3 before 3 at row 1"):
         call(positions=(0, 3, 3, 1, 2))

@@ -1,4 +1,4 @@
-"""Talking heads as the paper writes them, every intermediate in the dtype of the inputs; exact with float64."""
+"""The formula of talking heads, with every intermediate in the dtype of the inputs; exact with float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyhead.ops.common.visibility import resolve
 
 
 def visible(mask: Mask | None, query: Tensor, key: Tensor) -> Tensor:
-    """Who sees whom, boolean [batch or 1, 1, queries, keys]."""
+    """Return the visibility of keys, boolean [batch or 1, 1, queries, keys]."""
     queries, keys = query.shape[2], key.shape[2]
     sizes = {"batch": query.shape[0], "heads": query.shape[1], "queries": queries, "keys": keys}
     seen = None if mask is None else resolve(mask, **sizes, device=query.device)
@@ -21,7 +21,7 @@ def visible(mask: Mask | None, query: Tensor, key: Tensor) -> Tensor:
 def talking_maps(
     query: Tensor, key: Tensor, logits_mix: Tensor, *, mask: Mask | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mixed logits, 0 where hidden, and the weights of every softmax, 0 in rows that see nothing."""
+    """Return the mixed logits, 0 where masked, and the weights of every softmax, 0 in rows without visible keys."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = product(query, key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     seen = visible(mask, query, key)
@@ -48,12 +48,12 @@ def plain_talking(
 
 
 def mixed(maps: Tensor, matrix: Tensor) -> Tensor:
-    """sum_h matrix[h, g] maps_h."""
+    """Return sum_h matrix[h, g] maps_h."""
     return product(maps.permute(0, 2, 3, 1), matrix).permute(0, 3, 1, 2)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product rounded once; its own sums are wide, as they are in every matrix unit."""
+    """Return a matrix product rounded once, with wide accumulation as on tensor cores."""
     if left.dtype in (torch.bfloat16, torch.float16):
         return (left.float() @ right.float()).to(left.dtype)
     return left @ right

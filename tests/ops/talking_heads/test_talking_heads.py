@@ -1,4 +1,4 @@
-"""Talking heads are their formula, in every backend: outputs, gradients, statistics, and nothing of what is hidden."""
+"""Talking heads in every backend against the formula: outputs, gradients, statistics and masked values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 def inputs(
     queries: int = QUERIES, keys: int = KEYS, heads: int = HEADS, kv_heads: int = KV_HEADS, draw: int = 0
 ) -> list[Tensor]:
-    """Query, key, value and mixes that are far from doing nothing."""
+    """Return query, key, value and mixes that are far from the identity."""
     seed = 10 * draw
     return [
         normal(BATCH, heads, queries, DIM, seed=seed + 1),
@@ -130,7 +130,7 @@ def compared(tensors: Sequence[Tensor], grad: Tensor, mask: Mask, backend: str) 
 
 
 def orders_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[batch, heads, tokens, dim] in several orders of the tokens, and who sees whom under a causal mask."""
+    """Return [batch, heads, tokens, dim] in several orders of the tokens, and the visibility under a causal mask."""
     _, heads, tokens, dim = x.shape
     edge = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     ordered, visible = token_orders(x.transpose(1, 2).flatten(2), edge)
@@ -138,7 +138,7 @@ def orders_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("heads", [8, 12, 16, 32])
-def test_mixes_that_are_the_identity_leave_plain_attention(heads: int) -> None:
+def test_identity_mixes_give_plain_attention(heads: int) -> None:
     query, key, value, *_ = inputs(heads=heads, kv_heads=heads // 4)
     eye = torch.eye(heads, dtype=DOUBLE)
     expected = attention(query, key, value, mask=Mask.causal(), statistics=True, backend="reference")
@@ -152,8 +152,8 @@ def test_mixes_that_are_the_identity_leave_plain_attention(heads: int) -> None:
         torch.testing.assert_close(told[name], x, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_one_head_speaks_through_another() -> None:
-    """Queries of head 0 decide where head 1 looks, and through the second mix what is written of it."""
+def test_one_head_acts_through_another() -> None:
+    """The queries of head 0 determine the attention of head 1, and through the second mix its output."""
     tensors = inputs(kv_heads=HEADS)
     before = talk(tensors).output
     changed = tensors[0].clone()
@@ -196,7 +196,7 @@ def test_statistics_are_those_of_each_softmax(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_statistics_and_logsumexp_carry_no_gradient(backend: str) -> None:
+def test_statistics_and_logsumexp_have_no_gradient(backend: str) -> None:
     tensors = [x.requires_grad_() for x in inputs()]
     found = talk(tensors, statistics=True, backend=backend)
     assert found.output.requires_grad
@@ -208,7 +208,7 @@ def test_statistics_and_logsumexp_carry_no_gradient(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["none", "causal", "lengths", "dense a sequence"])
-def test_of_mixed_weights_three_things_are_told(name: str, backend: str) -> None:
+def test_mixed_weights_have_three_statistics(name: str, backend: str) -> None:
     mask, keys = MASKS[name]
     query, key, _, logits_mix, weights_mix = inputs(keys=keys)
     _, weights = talking_maps(query, key, logits_mix, mask=mask)
@@ -225,19 +225,19 @@ def test_of_mixed_weights_three_things_are_told(name: str, backend: str) -> None
         mixed_weights(query, key, logits_mix=logits_mix, weights_mix=weights_mix, statistics="entropy")
 
 
-def test_weights_are_those_of_each_softmax_and_only_the_formula_holds_them() -> None:
+def test_weights_are_those_of_each_softmax_and_only_the_reference_has_them() -> None:
     tensors = inputs()
     _, weights = talking_maps(tensors[0], tensors[1], tensors[3], mask=Mask.causal())
     found = talk(tensors, mask=Mask.causal(), weights=True)
     assert found.backend == "reference"
     assert found.weights is not None
     torch.testing.assert_close(found.weights, weights, rtol=1e-11, atol=1e-12)
-    with pytest.raises(BackendUnsupported, match="never all there at once"):
+    with pytest.raises(BackendUnsupported, match="never materialise the full weights"):
         talk(tensors, weights=True, backend="blockwise")
 
 
 class _Largest(TorchDispatchMode):
-    """The most numbers that any operator gave back."""
+    """Records the largest number of elements that any operator returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _Largest(TorchDispatchMode):
         return found
 
 
-def test_tiles_hold_nothing_of_size_n_squared_forward_or_backward() -> None:
+def test_tiles_allocate_nothing_of_size_n_squared_forward_or_backward() -> None:
     length = 160
     tensors = [x.requires_grad_() for x in inputs(queries=length, keys=length)]
     with small_tiles(), _Largest() as seen:
@@ -262,8 +262,8 @@ def test_tiles_hold_nothing_of_size_n_squared_forward_or_backward() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_of_torch_is_padding_by_lengths(backend: str) -> None:
-    """And what it hides may be anything."""
+def test_a_dense_padding_mask_equals_lengths(backend: str) -> None:
+    """Padding tokens may have any values."""
     tensors, grad = inputs(keys=QUERIES), normal(BATCH, HEADS, QUERIES, VALUE_DIM, seed=6)
     lengths = torch.tensor([17, 11])
     broken = [x.clone() for x in tensors]
@@ -286,7 +286,7 @@ def test_padding_of_torch_is_padding_by_lengths(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_hidden_reaches_no_output_and_no_gradient(backend: str) -> None:
+def test_masked_values_reach_no_output_and_no_gradient(backend: str) -> None:
     mask = Mask.lengths([17, 11]) & Mask.causal()
     tensors, grad = inputs(keys=QUERIES), normal(BATCH, HEADS, QUERIES, VALUE_DIM, seed=6)
     broken = [x.clone() for x in tensors]
@@ -307,7 +307,7 @@ def test_what_is_hidden_reaches_no_output_and_no_gradient(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_is_seen_and_broken_is_shown(which: int, backend: str) -> None:
+def test_visible_nonfinite_values_propagate(which: int, backend: str) -> None:
     tensors = [x.clone() for x in inputs(keys=QUERIES)]
     tensors[which][1, 0, 13] = torch.nan
     with small_tiles():
@@ -320,7 +320,7 @@ def test_what_is_seen_and_broken_is_shown(which: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("queries", "keys"), [(0, KEYS), (QUERIES, 0), (1, 1)])
-def test_nothing_there_gives_nothing(queries: int, keys: int, backend: str) -> None:
+def test_empty_inputs_give_empty_outputs(queries: int, keys: int, backend: str) -> None:
     tensors = [x.requires_grad_() for x in inputs(queries=queries, keys=keys)]
     found = talk(tensors, statistics=True, backend=backend)
     found.output.sum().backward()
@@ -336,14 +336,14 @@ def refused(error: type[Exception], words: str, **changes: Any) -> None:
         talking_attention(query, key, value, **options)
 
 
-def test_what_cannot_be_is_refused_in_words() -> None:
+def test_invalid_arguments_raise() -> None:
     refused(ShapeError, r"logits_mix must be \[6, 6\], heads by heads, got \[5, 6\]", logits_mix=normal(5, 6, seed=1))
     refused(DtypeError, r"weights_mix must be a floating-point tensor \[6, 6\], got list", weights_mix=[1.0])
     refused(DtypeError, "got torch.int64", weights_mix=torch.eye(6, dtype=torch.int64))
     refused(DeviceError, "logits_mix must be on the device of the query", logits_mix=torch.eye(6, device="meta"))
-    refused(OptionError, "one scale, got a tensor", scale=torch.ones(6))
+    refused(OptionError, "one number for talking heads, got a tensor", scale=torch.ones(6))
     refused(OptionError, "backend of talking heads must be 'auto' or one of 'fused'.*got 'sdpa'", backend="sdpa")
-    refused(BackendUnsupported, "our kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
+    refused(BackendUnsupported, "the kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
     dense = torch.ones(1, 1, QUERIES, QUERIES, dtype=torch.bool)
     by_head = Mask.dense(dense.expand(1, HEADS, -1, -1))
     refused(
@@ -355,7 +355,7 @@ def test_what_cannot_be_is_refused_in_words() -> None:
     refused(MaskError, "mask must be a polyhead.Mask, got Tensor", mask=dense)
 
 
-def test_the_backend_of_auto_is_named_and_a_transform_gets_plain_operators() -> None:
+def test_auto_reports_its_backend_and_transforms_use_plain_operators() -> None:
     tensors = inputs()
     assert talk(tensors).backend == "blockwise"
     assert talk(tensors, mask=MASKS["padding of torch"][0]).backend == "blockwise"
@@ -371,7 +371,7 @@ def test_the_backend_of_auto_is_named_and_a_transform_gets_plain_operators() -> 
         torch.func.grad(lambda x: talk((x, *tensors[1:]), backend="blockwise").output.sum())(tensors[0])
 
 
-def test_under_autocast_all_is_rounded_to_its_dtype() -> None:
+def test_autocast_rounds_to_its_dtype() -> None:
     tensors = [x.float() for x in inputs()]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = talk(tensors)
@@ -379,9 +379,9 @@ def test_under_autocast_all_is_rounded_to_its_dtype() -> None:
     assert found.output.equal(talk([x.bfloat16() for x in tensors]).output)
 
 
-def test_tiles_have_no_second_derivative_and_say_so() -> None:
+def test_a_second_derivative_of_tiles_raises() -> None:
     tensors = [x.requires_grad_() for x in inputs()]
     (first,) = torch.autograd.grad(talk(tensors, backend="reference").output.sum(), tensors[0], create_graph=True)
     assert first.requires_grad
-    with pytest.raises(BackendUnsupported, match='no second derivative; "reference" has'):
+    with pytest.raises(BackendUnsupported, match='no second derivative; backend="reference" has one'):
         torch.autograd.grad(talk(tensors, backend="blockwise").output.sum(), tensors[0], create_graph=True)

@@ -1,8 +1,8 @@
-"""Attention of new tokens over a cache that is read where it lies, asked for as `attention` is: by a mask and options.
+"""Attention of new tokens over a KV cache read in place, with the mask and options of `attention`.
 
-A mask of lengths becomes the lengths of the cache's sequences, stated positions become those of its slots, an edge or a
-window stays one, and a bias by distance a table. What else a mask may hold has a reason here, and goes by `attention`
-over plain keys and values.
+Padding lengths become the lengths of the cache's sequences, explicit positions become those of its slots, causal edges
+and sliding windows stay as they are, and a relative bias becomes a table. Other mask terms are reported by
+`cached_reasons`; such calls use `attention` over plain keys and values.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ def cached_reasons(
     scale: float | Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> list[str]:
-    """Why the decode kernels cannot serve this; what `attention` would refuse is among it, so that it can say so."""
+    """Return the reasons why the decode kernels do not support this call; empty if they do.
+
+    Invalid arguments are among the reasons, so that the caller falls back to `attention`, which raises the error.
+    """
     if query.numel() == 0 or num_keys == 0:
-        return [f"there is nothing to decode, got a query of shape {list(query.shape)} and {num_keys} keys"]
+        return [f"decode needs queries and keys, got a query of shape {list(query.shape)} and {num_keys} keys"]
     reasons = decode_reasons(query, cache)
-    kind = query.device.type
+    device_type = query.device.type
     if is_exporting():
         reasons.append(EXPORTED)
-    if kind != "meta" and torch.is_autocast_enabled(kind) and query.dtype is not torch.get_autocast_dtype(kind):
-        reasons.append(f"autocast computes in {torch.get_autocast_dtype(kind)}, got a query of {query.dtype}")
+    if (
+        device_type != "meta"
+        and torch.is_autocast_enabled(device_type)
+        and query.dtype is not torch.get_autocast_dtype(device_type)
+    ):
+        reasons.append(f"autocast computes in {torch.get_autocast_dtype(device_type)}, got a query of {query.dtype}")
     for name, tensor in (("scale", scale), ("sinks", sinks)):
         if isinstance(tensor, Tensor):
             reasons += _per_head_reasons(name, tensor, query)
@@ -56,12 +63,12 @@ def cached_attention(
     sinks: Tensor | None = None,
     statistics: Statistics | None = None,
 ) -> AttentionOutput:
-    """`attention` over a cache, where there are no `cached_reasons` against it.
+    """`attention` over a KV cache, for calls for which `cached_reasons` returns nothing.
 
     Args:
-        query: [batch, heads, queries, head_dim], the new tokens, whose keys and values the cache already holds.
-        cache: the memory alone, without lengths and positions.
-        num_keys: tokens of the longest sequence; the last query stands beside its last key.
+        query: [batch, heads, queries, head_dim], the new tokens, whose keys and values are already in the cache.
+        cache: the tensors alone, without lengths and positions.
+        num_keys: tokens of the longest sequence; the last query is aligned with the last key.
         mask, scale, softcap, sinks, statistics: as in `attention`.
     """
     if mask is None:
@@ -70,20 +77,20 @@ def cached_attention(
         lengths, new_lengths = _lengths(mask.padding[0], query, num_keys)
         cache = cache._replace(lengths=lengths, new_lengths=new_lengths)
     elif cache.block_table is not None:
-        # The last page of a sequence may have room for more.
+        # The last page of a sequence may be only partly filled.
         lengths = torch.full((query.shape[0],), num_keys, dtype=torch.int32, device=query.device)
         cache = cache._replace(lengths=lengths)
     if mask.placed is not None:
-        of_queries, of_keys = (x.to(query.device, torch.int32, non_blocking=True) for x in mask.placed)
-        cache = cache._replace(key_position=of_keys, query_position=of_queries)
+        query_position, key_position = (x.to(query.device, torch.int32, non_blocking=True) for x in mask.placed)
+        cache = cache._replace(key_position=key_position, query_position=query_position)
     head_scale = scale if isinstance(scale, Tensor) else None
-    factor = 1.0 if isinstance(scale, Tensor) else query.shape[3] ** -0.5 if scale is None else scale
+    sm_scale = 1.0 if isinstance(scale, Tensor) else query.shape[3] ** -0.5 if scale is None else scale
     bias = mask.relative_biases[0] if len(mask.relative_biases) else None
     names = () if statistics is None else statistics.wanted(learned_sinks=sinks is not None)
-    output, logsumexp, found = decode(
+    output, logsumexp, row_stats = decode(
         query,
         cache,
-        scale=factor,
+        scale=sm_scale,
         head_scale=head_scale,
         softcap=softcap,
         sinks=sinks,
@@ -97,7 +104,7 @@ def cached_attention(
         window=0 if statistics is None else statistics.window,
         is_served=True,
     )
-    rows = None if statistics is None else RowStatistics(**found)
+    rows = None if statistics is None else RowStatistics(**row_stats)
     return AttentionOutput(output, logsumexp, statistics=rows, backend="fused")
 
 
@@ -105,7 +112,7 @@ def _per_head_reasons(name: str, tensor: Tensor, query: Tensor) -> list[str]:
     reasons = []
     if tensor.shape != query.shape[1:2] or tensor.device != query.device or not tensor.is_floating_point():
         reasons.append(
-            f"{name} must hold one floating-point number a head on {query.device}, "
+            f"{name} must have one floating-point number per head on {query.device}, "
             f"got {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
         )
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -116,27 +123,33 @@ def _per_head_reasons(name: str, tensor: Tensor, query: Tensor) -> list[str]:
 def _mask_reasons(mask: Mask, query: Tensor, cache: CacheArguments, num_keys: int) -> list[str]:
     batch, heads, queries, _ = query.shape
     reasons = []
-    for what, terms in (("documents", mask.packed), ("a dense mask", mask.allowed), ("a bias tensor", mask.biases)):
+    for term_name, terms in (
+        ("documents", mask.packed),
+        ("a dense mask", mask.allowed),
+        ("a bias tensor", mask.biases),
+    ):
         if len(terms):
-            reasons.append(f"decode reads edges, windows, lengths, positions and a relative bias, got {what}")
+            reasons.append(
+                f"decode supports causal edges, windows, lengths, positions and a relative bias, got {term_name}"
+            )
     if len(mask.padding) > 1 or (len(mask.padding) and mask.placed is not None):
-        reasons.append("decode reads one set of lengths or positions, got several")
+        reasons.append("decode takes one set of lengths or positions, got several")
     for padding in mask.padding:
         reasons += _padding_reasons(padding, batch, queries, num_keys, query.device)
     if mask.placed is not None:
         if cache.block_table is not None:
-            reasons.append("tokens in pages stand in order, got stated positions")
+            reasons.append("a paged cache takes no explicit positions, got a mask with positions")
         elif cache.holds_latents and len(width_reasons(cache._replace(key_position=mask.placed[1]))):
-            reasons.append("latents of more than 256 channels are read in their order, got stated positions")
+            reasons.append("latents of more than 256 channels take no explicit positions, got a mask with positions")
         for rows, size in zip(mask.placed, (queries, num_keys), strict=True):
             if rows.shape[0] not in (1, batch) or rows.shape[1] != size or rows.device.type == "meta":
                 reasons.append(f"positions must be [{batch} or 1, {size}], got {list(rows.shape)} on {rows.device}")
     if len(mask.relative_biases) > 1:
-        reasons.append(f"decode reads one relative bias, got {len(mask.relative_biases)}")
+        reasons.append(f"decode takes one relative bias, got {len(mask.relative_biases)}")
     for term in mask.relative_biases:
         if term.table.shape[0] not in (1, heads) or term.table.device != query.device:
             reasons.append(
-                f"a relative bias needs one row a head on {query.device}, "
+                f"a relative bias needs one row per head on {query.device}, "
                 f"got {term.table.shape[0]} rows for {heads} heads on {term.table.device}"
             )
         if term.table.requires_grad and torch.is_grad_enabled():
@@ -147,19 +160,22 @@ def _mask_reasons(mask: Mask, query: Tensor, cache: CacheArguments, num_keys: in
 def _padding_reasons(padding: Padding, batch: int, queries: int, num_keys: int, device: torch.device) -> list[str]:
     reasons = []
     if padding.side != "right":
-        reasons.append(f"the tokens of a cache are padded on the right, got lengths with padding on the {padding.side}")
+        reasons.append(f"decode needs padding on the right, got padding on the {padding.side}")
     for lengths, size in ((padding.keys, num_keys), (padding.queries, queries)):
         if lengths is None:
             continue
         if lengths.shape[0] != batch or lengths.device.type not in ("cpu", device.type):
-            reasons.append(f"lengths must name {batch} sequences, got {lengths.shape[0]} on {lengths.device}")
+            reasons.append(f"lengths must have {batch} entries, got {lengths.shape[0]} on {lengths.device}")
         elif lengths.device.type == "cpu" and not torch.compiler.is_compiling() and int(lengths.max()) > size:
             reasons.append(f"lengths must not exceed the sequence, got {int(lengths.max())} for {size} tokens")
     return reasons
 
 
 def _lengths(padding: Padding, query: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
-    """Lengths of sequences and of the new block, int32 and on the device, in one upload where they were not there."""
+    """Return lengths of sequences and of their new tokens, int32 on the query's device.
+
+    Makes at most one copy to the device.
+    """
     real_queries = padding.keys if padding.queries is None and query.shape[2] == num_keys else padding.queries
     if real_queries is None:
         return padding.keys.to(query.device, torch.int32, non_blocking=True), None

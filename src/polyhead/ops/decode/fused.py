@@ -1,7 +1,8 @@
-"""Attention of the next tokens over a cache, read where it lies: contiguous, rolling, paged or int8, with statistics.
+"""Decoding attention over a KV cache read in place: contiguous, rolling, paged or int8.
 
-The keys are split over as many programs as fill the device; how many is decided from sizes alone, so that no call waits
-for a device and a CUDA graph may hold it. Lengths stay on the device, and may change between replays.
+The keys are split over as many programs as fill the device (split-KV, as in Flash-Decoding). The number of splits
+depends on sizes alone, so a call never synchronises with the device and can be captured in a CUDA graph. Lengths stay
+on the device and may change between replays.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED,
 from polyhead.ops.common.kernels.sizes import power_of_two
 from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
-from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, Numbers, latent_reasons
+from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, latent_reasons
 
 if TYPE_CHECKING:
     from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-    from polyhead.ops.decode.kernels.parts import Places
+    from polyhead.ops.decode.kernels.parts import StatisticSlots
 
 MOST_QUERIES = 16
-_MOST_SPLITS = 128
-_MOST_ROWS = 64  # of one tile; more are cut into blocks, each of which reads the keys again
-# What a program costs before its first tile and after its last, and what the join costs, in steps of one tile.
-_STEPS_TO_START = 1.0
-_STEPS_TO_JOIN = 1.5
+_MAX_SPLITS = 128
+_MAX_ROWS = 64  # of one tile; more rows are split into blocks, each of which reads the keys again
+# Start-up cost of a program and cost of the final reduction, in units of one tile's time.
+_STARTUP_TILES = 1.0
+_REDUCTION_TILES = 1.5
 
 
 class CacheArguments(NamedTuple):
-    """A key/value cache as it lies in memory; nothing of it is copied. Positions and tables are int32.
+    """A KV cache in its own memory layout; nothing of it is copied. Positions and tables are int32.
 
     Contiguous: `key` and `value` are [batch, kv_heads, slots, dim], sequence b has its tokens in the first `lengths[b]`
     slots, and the queries are the last of them. Rolling: the same with a position for each slot and each query. Paged:
     `key` and `value` are [pages, page_size, kv_heads, dim]. Quantised: both are int8, with a scale for each token and
-    head. Latents: `value` is the first channels of `key`, in the same memory, which `shared` says. Slots and pages that
-    hold no token are never read.
+    head. Latents: `value` is a view of the first channels of `key`, marked by `shared`. Slots and pages without a token
+    are never read.
     """
 
     key: Tensor
     value: Tensor
     lengths: Tensor | None = None  # [batch]: tokens of each sequence, the new ones included; None: every slot
-    new_lengths: Tensor | None = None  # [batch]: how many of the queries are real, padded on the right; None: all
-    key_position: Tensor | None = None  # [batch or 1, slots]: where the token of a slot stands, -1 for an empty slot
+    new_lengths: Tensor | None = None  # [batch]: non-padding queries, padded on the right; None: all
+    key_position: Tensor | None = None  # [batch or 1, slots]: position of the token in a slot, -1 for an empty slot
     query_position: Tensor | None = None  # [batch or 1, queries], with `key_position`
     block_table: Tensor | None = None  # [batch, pages of the longest sequence]; needs `lengths`
     key_scale: Tensor | None = None  # float32 [batch, kv_heads, slots]
@@ -55,63 +56,66 @@ class CacheArguments(NamedTuple):
 
     @property
     def holds_latents(self) -> bool:
-        """Whether the kernels for latents read it: they know lengths, no pages, positions or scales."""
-        elsewhere = (self.block_table, self.key_position, self.key_scale)
-        is_plain = self.shared and all(x is None for x in elsewhere)
+        """True if the kernels for latents support it: they take lengths, but no pages, positions or scales."""
+        unsupported = (self.block_table, self.key_position, self.key_scale)
+        is_plain = self.shared and all(x is None for x in unsupported)
         return is_plain and not latent_reasons(self.key.shape[3], self.value.shape[3])
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """kv_heads, slots of a sequence, page size (0 where there are no pages)"""
+        """(kv_heads, slots per sequence, page size), with page size 0 if the cache is not paged."""
         if self.block_table is None:
             return self.key.shape[1], self.key.shape[2], 0
         return self.key.shape[2], self.block_table.shape[1] * self.key.shape[1], self.key.shape[1]
 
 
 def decode_runs_on(query: Tensor) -> bool:
-    """Whether there are kernels for this device at all; asked first, so that others pay nothing for the reasons."""
+    """Return True if there are kernels for this device; a cheap check before `decode_reasons`."""
     if query.is_cuda:
         return HAS_TRITON and torch.version.cuda is not None
     return IS_INTERPRETED and query.is_cpu
 
 
 def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
-    """Why the decode kernels cannot serve these tensors, whose shapes fit together."""
+    """Return the reasons why the decode kernels do not support these tensors.
+
+    Their shapes are already checked.
+    """
     reasons = []
     if query.shape[2] > MOST_QUERIES:
-        reasons.append(f"decode takes up to {MOST_QUERIES} new tokens a sequence, got {query.shape[2]}")
+        reasons.append(f"decode takes up to {MOST_QUERIES} new tokens per sequence, got {query.shape[2]}")
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"decode computes in float16, bfloat16 or float32, got {query.dtype}")
-    held = torch.int8 if cache.key_scale is not None else query.dtype
-    if cache.key.dtype is not held or cache.value.dtype is not held:
-        reasons.append(f"the cache must hold {held} here, got {cache.key.dtype} and {cache.value.dtype}")
+    cache_dtype = torch.int8 if cache.key_scale is not None else query.dtype
+    if cache.key.dtype is not cache_dtype or cache.value.dtype is not cache_dtype:
+        reasons.append(f"the cache must be {cache_dtype} here, got {cache.key.dtype} and {cache.value.dtype}")
     reasons += width_reasons(cache)
     tensors = [query, *(x for x in cache if isinstance(x, Tensor))]
-    device, is_strewn, is_elsewhere, is_learned = query.device, False, False, False
-    for x in tensors:  # once: this is asked before every token
-        is_strewn |= x.stride(-1) != 1 and x.shape[-1] > 1 and x is not cache.key_scale
-        is_elsewhere |= x.device != device
-        is_learned |= x.requires_grad
-    if is_strewn:
-        reasons.append("the last axis of query, keys, values, tables and positions must lie together in memory")
-    if is_elsewhere:
+    device, is_strided, is_on_other_device, requires_grad = query.device, False, False, False
+    for x in tensors:  # a single loop, because this runs for every new token
+        is_strided |= x.stride(-1) != 1 and x.shape[-1] > 1 and x is not cache.key_scale
+        is_on_other_device |= x.device != device
+        requires_grad |= x.requires_grad
+    if is_strided:
+        reasons.append("the last axis of query, keys, values, tables and positions must be contiguous")
+    if is_on_other_device:
         reasons.append(f"query and cache must be on one device, got {sorted({str(x.device) for x in tensors})}")
-    if is_learned and torch.is_grad_enabled():
+    if requires_grad and torch.is_grad_enabled():
         reasons.append("decode has no gradient")
     if is_transformed():
         reasons.append(TRANSFORMED)
-    kind = device.type
-    if kind != "meta" and not decode_runs_on(query):
+    device_type = device.type
+    if device_type != "meta" and not decode_runs_on(query):
         missing = "" if HAS_TRITON else ", and Triton is not installed"
-        reasons.append(f"the kernels run on CUDA devices, got tensors on {kind}{missing}")
-    elif kind == "cuda" and not torch.compiler.is_compiling() and capability(device.index) < (8, 0):
+        reasons.append(f"the kernels run on CUDA devices, got tensors on {device_type}{missing}")
+    elif device_type == "cuda" and not torch.compiler.is_compiling() and capability(device.index) < (8, 0):
         major, minor = capability(device.index)
         reasons.append(f"the kernels need compute capability 8.0, got {major}.{minor}")
     return reasons
 
 
 def width_reasons(cache: CacheArguments) -> list[str]:
-    """Why no kernel reads keys and values of so many channels."""
+    """Return the reasons why no kernel supports these numbers of key and value channels."""
     if cache.holds_latents:
         return []
     reasons = [
@@ -143,32 +147,34 @@ def decode(
     splits: int | None = None,
     is_served: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output [batch, heads, queries, value_dim], log-sum-exp [batch, heads, queries], and each statistic the same.
+    """Attend over a KV cache; returns output, log-sum-exp and statistics by name.
+
+    The output is [batch, heads, queries, value_dim]; log-sum-exp and statistics are [batch, heads, queries].
 
     Args:
-        query: [batch, heads, queries, head_dim], the new tokens, whose keys and values the cache already holds.
-        scale, head_scale: multiply the dot products; the second has one number a head.
-        sinks: a learned logit a head.
-        left, right, kept: how far before and after itself a query sees, and how many first keys it sees anyway; `right`
-            is 0 for causal attention.
-        table, table_zero: a bias by distance, [heads or 1, distances], as `Mask.relative` has it.
+        query: [batch, heads, queries, head_dim], the new tokens, whose keys and values are already in the cache.
+        scale, head_scale: factors of the dot products; `head_scale` has one number per head.
+        sinks: one learned sink logit per head.
+        left, right, kept: keys visible before and after the query's position, and first keys (attention sinks) that
+            stay visible outside the window; `right` is 0 for causal attention.
+        table, table_zero: a relative bias [heads or 1, distances], as in `Mask.relative`.
         names, sink_keys, window: the statistics, as in `polyhead.Statistics`.
-        splits: over how many programs the keys of a sequence are spread; chosen from the sizes by default.
-        is_served: the caller has asked for `decode_reasons`, and there are none.
+        splits: number of programs that share the keys of a sequence; chosen from the sizes by default.
+        is_served: the caller has already checked that `decode_reasons` is empty.
     """
     _check_shapes(query, cache, head_scale, sinks, table)
     if kept and left is None:
-        raise OptionError(f"kept first keys are those that a left edge would hide, got kept {kept} and no left edge")
+        raise OptionError(f"kept needs a left edge, which would mask those first keys, got kept {kept} and left None")
     if "learned_sink_mass" in names and sinks is None:
-        raise OptionError("learned_sink_mass is the share of learned sinks, got a decode without sinks")
-    if splits is not None and not 1 <= splits <= _MOST_SPLITS:
-        raise OptionError(f"splits must be between 1 and {_MOST_SPLITS}, got {splits}")
+        raise OptionError("learned_sink_mass needs learned sinks, got sinks None")
+    if splits is not None and not 1 <= splits <= _MAX_SPLITS:
+        raise OptionError(f"splits must be between 1 and {_MAX_SPLITS}, got {splits}")
     if not is_served and len(reasons := decode_reasons(query, cache)):
         raise BackendUnsupported("decode", reasons)
     if query.shape[2] == 1 and cache.key_position is None:
-        right = None  # a single query is the last token, and nothing stands after it
-    # Calling an operator costs as much Python as launching the kernels, so only who traces meets one.
-    run = _decode if is_traced(query) else _decode_at_once
+        right = None  # a single query is the last token
+    # Calling a custom operator costs as much host time as launching the kernels, so only traced calls use it.
+    run = _decode if is_traced(query) else _run_decode
     output, logsumexp, statistics = run(
         query,
         *cache,
@@ -189,7 +195,7 @@ def decode(
     return output, logsumexp, dict(zip(names, statistics.unbind(0), strict=True))
 
 
-def _decode_at_once(
+def _run_decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -224,10 +230,10 @@ def _decode_at_once(
     batch, heads, queries, dim_key = query.shape
     dim_value = value.shape[3]
     kv_heads, slots, page_size = cache.sizes
-    output, logsumexp, found = _outputs(query, value, statistics)
+    output, logsumexp, row_stats = _outputs(query, value, statistics)
     rows = batch * heads * queries
     if not rows:
-        return output, logsumexp, found
+        return output, logsumexp, row_stats
 
     group_rows = heads // kv_heads * queries
     paged = block_table is not None
@@ -246,14 +252,14 @@ def _decode_at_once(
     )
     mask = _edges(left, right, kept)
     if key_position is not None and query_position is not None:
-        both = max(key_position.shape[0], query_position.shape[0])
-        key_position, query_position = (x.expand(both, -1).contiguous() for x in (key_position, query_position))
+        batch_rows = max(key_position.shape[0], query_position.shape[0])
+        key_position, query_position = (x.expand(batch_rows, -1).contiguous() for x in (key_position, query_position))
         mask = mask._replace(
             query_position=query_position,
             key_position=key_position,
             key_ordinal=key_position,
-            stride_query=queries if both > 1 else 0,
-            stride_key=slots if both > 1 else 0,
+            stride_query=queries if batch_rows > 1 else 0,
+            stride_key=slots if batch_rows > 1 else 0,
         )
     if table is not None:
         table = table.contiguous()
@@ -263,7 +269,7 @@ def _decode_at_once(
             table_zero=table_zero,
             table_width=table.shape[1],
         )
-    places = _places(tuple(statistics))
+    stat_slots = _statistic_slots(tuple(statistics))
 
     indirect = block_table is not None or key_position is not None
     blocks: Blocks | LatentBlocks
@@ -271,15 +277,15 @@ def _decode_at_once(
         from polyhead.ops.decode.kernels import latent
 
         latents = Latents(key, *_row_head_token(key, False), lengths, new_lengths)
-        numbers = Numbers(scale, softcap, sink_keys, window)
-        blocks = latent.plan_parts(query, latents, dim_value, mask, places, head_scale, numbers)
+        options = SoftmaxOptions(scale, softcap, sink_keys, window)
+        blocks = latent.plan_parts(query, latents, dim_value, mask, stat_slots, head_scale, options)
     else:
         blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)
     pairs = batch * kv_heads * -(-group_rows // blocks.rows)
     if splits is None:
         reachable = slots if left is None or key_position is not None else min(slots, left + queries + kept)
         splits = plan_splits(pairs, -(-reachable // blocks.keys), blocks.resident * multiprocessors(query.get_device()))
-    # Where one program sees all keys it leaves no parts; that of latents always does.
+    # A single program per row writes its output directly; the kernel for latents always writes partial results.
     in_parts = splits > 1 or isinstance(blocks, LatentBlocks)
     sums, parts = None, None
     if in_parts:
@@ -288,20 +294,20 @@ def _decode_at_once(
     with torch.cuda.device_of(query):
         if isinstance(blocks, LatentBlocks):
             assert sums is not None and parts is not None
-            latent.leave_parts(query, latents, dim_value, sums, parts, mask, places, head_scale, numbers, blocks)
+            latent.leave_parts(query, latents, dim_value, sums, parts, mask, stat_slots, head_scale, options, blocks)
         else:
             decode_kernel[(pairs, splits)](
                 query,
                 output,
                 logsumexp,
-                found,
+                row_stats,
                 sums,
                 parts,
                 head_scale,
                 sinks,
                 pointers,
                 mask,
-                places,
+                stat_slots,
                 *query.stride()[:3],
                 scale,
                 softcap,
@@ -329,11 +335,11 @@ def _decode_at_once(
             join_kernel[(rows,)](
                 output,
                 logsumexp,
-                found,
+                row_stats,
                 sums,
                 parts,
                 sinks,
-                places,
+                stat_slots,
                 splits,
                 rows,
                 HEADS=heads,
@@ -344,10 +350,10 @@ def _decode_at_once(
                 BLOCK_VALUE=block_value,
                 num_warps=4,
             )
-    return output, logsumexp, found
+    return output, logsumexp, row_stats
 
 
-_decode = torch.library.custom_op("polyhead::decode", mutates_args=())(_decode_at_once)
+_decode = torch.library.custom_op("polyhead::decode", mutates_args=())(_run_decode)
 
 
 @_decode.register_fake
@@ -359,7 +365,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor,
 
 def _outputs(query: Tensor, value: Tensor, statistics: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
-    # Tokens before heads in memory, so that a layer flattens the heads of a token without a copy.
+    # Tokens before heads in memory, so that a layer can flatten the heads of a token without a copy.
     output = query.new_empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
     logsumexp = query.new_empty((batch, heads, queries), dtype=torch.float32)
     return output, logsumexp, query.new_empty((len(statistics), batch, heads, queries), dtype=torch.float32)
@@ -367,22 +373,22 @@ def _outputs(query: Tensor, value: Tensor, statistics: Sequence[int]) -> tuple[T
 
 @functools.lru_cache(maxsize=256)
 def _edges(left: int | None, right: int | None, kept: int) -> MaskArguments:
-    """A mask of edges alone; remembered, since a tuple of twenty takes as long as a tensor."""
+    """Return a mask of edges alone; cached, because building a tuple of twenty fields is slow."""
     from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 
     return MaskArguments(left=left, right=right, sinks=kept or None)
 
 
 @functools.lru_cache(maxsize=256)
-def _places(statistics: tuple[int, ...]) -> Places:
-    """Where each statistic that was asked for is stored."""
-    from polyhead.ops.decode.kernels.parts import Places
+def _statistic_slots(statistics: tuple[int, ...]) -> StatisticSlots:
+    """Return the slot of each requested statistic."""
+    from polyhead.ops.decode.kernels.parts import StatisticSlots
 
-    return Places(**{NAMES[name]: place for place, name in enumerate(statistics)})
+    return StatisticSlots(**{NAMES[name]: slot for slot, name in enumerate(statistics)})
 
 
 class Blocks(NamedTuple):
-    """The tiles of a program, and how many programs an SM holds at once."""
+    """Tile sizes of a program, and the number of programs resident on an SM."""
 
     rows: int
     keys: int
@@ -395,23 +401,25 @@ class Blocks(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statistics: int, indirect: bool) -> Blocks:
-    """Tiles that fit into registers and shared memory by what the compiler reports for sm_90.
+    """Choose tiles that fit into registers and shared memory.
 
-    For plain 16-bit caches they were chosen by time on an H200 as well, and there two programs an SM did best: long
-    tiles for few rows, three short ones in flight for more. The others are not timed.
+    The limits are the compiler's resource report for sm_90.
 
-    `rows` is the query heads of a group times the new tokens; `indirect` says that pages or positions are loaded before
-    it is known which keys to load.
+    For plain 16-bit caches they were also timed on an H200, where two programs per SM were fastest: long tiles for few
+    rows, three short ones in flight for more rows. The others are not timed.
+
+    `rows` is the number of query heads per KV head times the new tokens; `indirect` means that pages or positions are
+    loaded before the addresses of the keys are known.
     """
-    block_m = min(max(16, power_of_two(rows)), _MOST_ROWS)
+    block_m = min(max(16, power_of_two(rows)), _MAX_ROWS)
     block_key, block_value = max(16, power_of_two(dim_key)), max(16, power_of_two(dim_value))
     quantised = itemsize == 1
     is_plain = itemsize == 2 and not indirect
-    room = 16 if quantised else 64 if is_plain and block_m == 16 else 32  # KiB of keys and values in one tile
-    block_n = min(max(16, power_of_two(room * 1024 // ((block_key + block_value) * itemsize) + 1) // 2), 128)
+    tile_kib = 16 if quantised else 64 if is_plain and block_m == 16 else 32  # keys and values of one tile
+    block_n = min(max(16, power_of_two(tile_kib * 1024 // ((block_key + block_value) * itemsize) + 1) // 2), 128)
     many = statistics > 4
-    warps = 8 if itemsize == 4 or block_m == _MOST_ROWS or (many and block_m > 16) else 4
-    # A load whose address is loaded before it takes two stages more to be as far ahead.
+    warps = 8 if itemsize == 4 or block_m == _MAX_ROWS or (many and block_m > 16) else 4
+    # A load whose address must itself be loaded needs two more stages to be prefetched equally early.
     is_long = block_n * (block_key + block_value) * itemsize >= 64 * 1024
     stages = 5 if quantised or indirect else 2 if is_long else 3
     resident = 1 if warps == 8 else 2
@@ -419,25 +427,25 @@ def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statisti
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_splits(pairs: int, tiles: int, room: int) -> int:
-    """Over how many programs to spread the `tiles` of a sequence, where `pairs` of sequence and KV head are at work.
+def plan_splits(pairs: int, tiles: int, resident_programs: int) -> int:
+    """Return the number of programs that share the `tiles` of each of `pairs` (sequence, KV head) pairs.
 
-    Counted in the time of one tile: rounds of the programs that the device has `room` for, each as long as its tiles
-    and its start, and the join. The fewest splits win a tie.
+    Minimises the time in units of one tile: the number of waves of `resident_programs` times the tiles and the start-up
+    of a program, plus the final reduction. Ties go to fewer splits.
 
     >>> plan_splits(8, 512, 264), plan_splits(512, 64, 264)
     (32, 1)
     """
 
     def steps(splits: int) -> float:
-        rounds = -(-pairs * splits // room)
-        return rounds * (-(-tiles // splits) + _STEPS_TO_START) + (_STEPS_TO_JOIN if splits > 1 else 0.0)
+        waves = -(-pairs * splits // resident_programs)
+        return waves * (-(-tiles // splits) + _STARTUP_TILES) + (_REDUCTION_TILES if splits > 1 else 0.0)
 
-    return min(range(1, max(1, min(tiles, _MOST_SPLITS)) + 1), key=steps)
+    return min(range(1, max(1, min(tiles, _MAX_SPLITS)) + 1), key=steps)
 
 
 def _row_head_token(x: Tensor | None, paged: bool) -> tuple[int, int, int]:
-    """Strides; a row is a sequence of the batch or a page."""
+    """Return the strides of rows, heads and tokens; a row is a sequence of the batch or a page."""
     if x is None:
         return 0, 0, 0
     row, first, second = x.stride()[:3]
@@ -456,19 +464,19 @@ def _check_shapes(
     kv_heads, slots, _ = cache.sizes
     if cache.key.shape[:3] != cache.value.shape[:3] or cache.key.shape[3] != dim_key:
         raise ShapeError(
-            "keys and values must agree in all but their last axis, and keys with the query in that, "
+            "keys and values must agree in all axes but the last, and keys and query in the last, "
             f"got {list(query.shape)}, {list(cache.key.shape)} and {list(cache.value.shape)}"
         )
     if heads % max(kv_heads, 1) or not kv_heads:
         raise ShapeError(f"query heads must be a multiple of KV heads, got {heads} and {kv_heads}")
     for names in (("key_position", "query_position"), ("key_scale", "value_scale")):
-        there = [name for name in names if getattr(cache, name) is not None]
-        if len(there) == 1:
-            raise OptionError(f"{names[0]} and {names[1]} come together, got {there[0]} alone")
+        present = [name for name in names if getattr(cache, name) is not None]
+        if len(present) == 1:
+            raise OptionError(f"{names[0]} and {names[1]} must be passed together, got {present[0]} alone")
     if cache.block_table is not None and (cache.lengths is None or cache.key_position is not None):
-        raise OptionError("a block table needs lengths and takes no positions, got otherwise")
+        raise OptionError("a block table needs lengths and takes no positions, got no lengths or a key_position")
     if cache.block_table is not None and cache.key_scale is not None:
-        raise OptionError("pages hold keys and values as they are, got scales for int8 beside a block table")
+        raise OptionError("a paged cache cannot be int8, got scales together with a block table")
     _expect("lengths", cache.lengths, (batch,))
     _expect("new_lengths", cache.new_lengths, (batch,))
     _expect("key_position", cache.key_position, (batch, slots), (1, slots))

@@ -1,4 +1,4 @@
-"""`profile`: everything about attention weights that needs the final log-sum-exp."""
+"""`profile`: statistics of attention weights that need the final log-sum-exp."""
 
 from polyhead.ops.profile.api import profile
 from polyhead.ops.profile.request import AttentionProfile, BlockMap, offset_bins

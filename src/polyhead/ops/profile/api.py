@@ -1,7 +1,9 @@
-"""`profile`: a second pass over Q K^T for all that needs the final weights, without ever holding them.
+"""`profile`: a second pass over Q K^T for statistics of the final weights.
 
-With the log-sum-exp L of each row, a weight is exp(s - L) for its logit s alone: each tile of Q K^T is computed once, V
-is never read, and nothing of queries x keys is stored.
+The weights are never materialised.
+
+With the log-sum-exp L of each row, the weight of a logit s is exp(s - L): each tile of Q K^T is computed once, V is
+never read, and nothing of size queries x keys is stored.
 """
 
 from __future__ import annotations
@@ -56,29 +58,29 @@ def profile(
     columns: Span | None = None,
     backend: str = "auto",
 ) -> AttentionProfile:
-    """What the final weights of an attention show, in one pass over Q K^T; see `polyhead.ops.profile.AttentionProfile`.
+    """Return an `AttentionProfile`: statistics of the final weights, in one pass over Q K^T.
 
     Args:
-        query, key, mask, scale, softcap: as they went into `attention`.
+        query, key, mask, scale, softcap: as passed to `attention`.
         logsumexp: [batch, heads, queries], from `attention(..., logsumexp=True)`; with learned sinks it includes them,
             and the weights then sum to one minus the sinks' share.
-        received: the weight each key receives, head by head.
+        received: the weight each key receives, per head.
         received_by_group: the same, summed over the query heads that share a KV head.
         block_map: the weights pooled over a grid: `BlockMap(...)`, or the height and width of a block whose weights are
             summed.
-        offsets: the weight by relative offset, key position less query position.
+        offsets: the weight by relative offset, key position minus query position.
         argmax: the key with the largest weight.
-        topk: so many keys with the largest weights, at most 16.
-        key_set: the weight each row has on these keys: boolean [keys] or [batch, keys], or the indices of keys.
-        pairs: the weights of these (query, key), indices [pairs, 2] or [batch, pairs, 2]. They are computed one by one.
+        topk: the `topk` keys with the largest weights, at most 16.
+        key_set: the weight of each row on these keys: boolean [keys] or [batch, keys], or the indices of keys.
+        pairs: the weights of these (query, key) pairs, indices [pairs, 2] or [batch, pairs, 2]; each is computed
+            separately.
         head_pairs: the Jensen-Shannon divergence and distance of these pairs of heads, indices [pairs, 2].
-        rows, columns: look at this window alone, (first, one past the last) of the queries and of the keys. What is
-            told is of the weights in the window, and the cost is that of the window.
-        backend: "auto", "fused" (our kernels, on a CUDA device) or "blockwise" (plain PyTorch, any device). A named
-            backend never falls back.
+        rows, columns: restrict the profile to this window, (first, one past the last) of the queries and of the keys.
+            All results are of the weights in the window, and the cost is that of the window.
+        backend: "auto", "fused" (polyhead's kernels, on a CUDA device) or "blockwise" (plain PyTorch, any device). A
+            named backend never falls back.
 
-    Nothing here can be differentiated: the results require no gradient, whatever the inputs do, and PyTorch raises
-    where one is asked for.
+    The results are not differentiable: they require no gradient, whatever the inputs do.
 
     >>> import torch, polyhead
     >>> query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 5, 16)
@@ -86,19 +88,19 @@ def profile(
     >>> polyhead.profile(query, key, lse, mask=polyhead.Mask.causal(), received=True, block_map=(2, 5))
     AttentionProfile(rows=(0, 5), columns=(0, 5), received=[2, 8, 5], block_map=[2, 8, 3, 1])
     """
-    query, key = checks.as_attention_takes(query, key)
+    query, key = checks.cast_like_attention(query, key)
     with torch.no_grad(), _full_precision(query.device.type):
         checks.check_tensors(query, key, logsumexp)
         batch, heads, queries, head_dim = query.shape
         kv_heads, keys = key.shape[1:3]
         checks.check_numbers(scale, softcap, topk, heads, query)
         grid = checks.as_grid(block_map)
-        row_span, column_span = checks.as_window("rows", rows, queries), checks.as_window("columns", columns, keys)
+        row_window, column_window = checks.as_window("rows", rows, queries), checks.as_window("columns", columns, keys)
         visibility = None
         if mask is not None:
             if not isinstance(mask, Mask):
                 raise MaskError(
-                    f"mask must be a polyhead.Mask, the one the attention had, got {type(mask).__name__}; "
+                    f"mask must be a polyhead.Mask, the one passed to attention, got {type(mask).__name__}; "
                     "use Mask.dense(mask) for a boolean tensor (True = may attend)"
                 )
             visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=query.device)
@@ -107,13 +109,17 @@ def profile(
             key=key,
             logsumexp=logsumexp,
             visibility=visibility,
-            places=Visibility(queries, keys, query.device, offset=keys - queries) if visibility is None else visibility,
+            positions=Visibility(queries, keys, query.device, offset=keys - queries)
+            if visibility is None
+            else visibility,
             scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
             softcap=softcap,
-            rows=row_span,
-            columns=column_span,
+            rows=row_window,
+            columns=column_window,
             received=received or received_by_group,
-            block=None if grid is None else grid.block_of(row_span[1] - row_span[0], column_span[1] - column_span[0]),
+            block=None
+            if grid is None
+            else grid.block_of(row_window[1] - row_window[0], column_window[1] - column_window[0]),
             pool="sum" if grid is None else grid.pool,
             offsets=offsets,
             argmax=argmax,
@@ -121,38 +127,38 @@ def profile(
             key_set=None if key_set is None else checks.as_key_set(key_set, batch, keys, query.device),
             head_pairs=None if head_pairs is None else checks.as_head_pairs(head_pairs, heads, query.device),
         )
-        places = None if pairs is None else checks.as_pairs(pairs, request)
-        if not request.needs_tiles and places is None:
+        pair_indices = None if pairs is None else checks.as_pairs(pairs, request)
+        if not request.needs_tiles and pair_indices is None:
             raise OptionError(
-                "a profile must be asked for something, got nothing; set received, received_by_group, block_map, "
+                "profile needs at least one requested result, got none; set received, received_by_group, block_map, "
                 "offsets, argmax, topk, key_set, pairs or head_pairs"
             )
         backend = _choose(request, backend)
-        found = {} if not request.needs_tiles else _fused(request) if backend == "fused" else blockwise.run(request)
+        results = {} if not request.needs_tiles else _fused(request) if backend == "fused" else blockwise.run(request)
         if received_by_group:
-            found["received_by_group"] = found["received"].unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
+            results["received_by_group"] = results["received"].unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
         if not received:
-            found.pop("received", None)
+            results.pop("received", None)
         if request.pool == "mean":
-            found["block_map"] /= _pairs_in_blocks(request)
+            results["block_map"] /= _pairs_in_blocks(request)
         if offsets:
-            found["offset_bins"] = offset_bins()
-        if places is not None:
-            found["pair_weights"] = pair_weights(request, places)
-        return AttentionProfile(row_span, column_span, request.block, backend=backend, **found)
+            results["offset_bins"] = offset_bins()
+        if pair_indices is not None:
+            results["pair_weights"] = pair_weights(request, pair_indices)
+        return AttentionProfile(row_window, column_window, request.block, backend=backend, **results)
 
 
-def _full_precision(kind: str) -> AbstractContextManager[Any]:
-    """Without autocast, which would round the tiles."""
-    enabled = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if enabled else nullcontext()
+def _full_precision(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast, which would round the tiles."""
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
 
 
-# ---- who serves
+# ---- backends
 
 
 def unsupported_reasons(request: ProfileRequest) -> list[str]:
-    """Why our kernels cannot serve a request."""
+    """Return the reasons why the kernels do not support a request; empty if they do."""
     reasons = mask_reasons(request.visibility)
     if request.query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         reasons.append(f"the kernels need a CUDA device, got tensors on {request.query.device}")
@@ -163,9 +169,9 @@ def unsupported_reasons(request: ProfileRequest) -> list[str]:
     if request.query.shape[3] > 256:
         reasons.append(f"the kernels take head dims up to 256, got {request.query.shape[3]}")
     if torch.are_deterministic_algorithms_enabled() and (request.received or request.block or request.offsets):
-        reasons.append("the kernels add up in an order that changes, and deterministic algorithms were asked for")
-    if request.offsets and request.places.query_positions is not None:
-        reasons.append("the kernels take offsets from the place in the sequence, got a mask that states positions")
+        reasons.append("the kernels add in a nondeterministic order, but deterministic algorithms are enabled")
+    if request.offsets and request.positions.query_positions is not None:
+        reasons.append("the kernels compute offsets from token indices, got a mask with explicit positions")
     return reasons
 
 
@@ -185,18 +191,18 @@ def _choose(request: ProfileRequest, backend: str) -> str:
 def _fused(request: ProfileRequest) -> dict[str, Tensor]:
     from polyhead.ops.profile.kernels.divergence import divergences
     from polyhead.ops.profile.kernels.prepare import prepare
-    from polyhead.ops.profile.kernels.second_pass import walk
+    from polyhead.ops.profile.kernels.second_pass import second_pass
 
     visibility = request.visibility
-    mask = MaskArguments(offset=request.places.offset)
+    mask = MaskArguments(offset=request.positions.offset)
     if visibility is not None:
         mask = pack(visibility, for_columns=not request.needs_rows)
     problem = prepare(
         request.query, request.key, request.logsumexp, request.scale, request.softcap, request.rows, request.columns
     )
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     if request.received or request.block is not None or request.offsets or request.needs_rows:
-        found = walk(
+        results = second_pass(
             problem,
             mask,
             received=request.received,
@@ -208,15 +214,15 @@ def _fused(request: ProfileRequest) -> dict[str, Tensor]:
             key_set=request.key_set,
         )
     if request.topk:
-        values, keys = blockwise.in_order(found.pop("top_log2_weights"), found["top_keys"])
-        found["top_keys"], found["top_weights"] = keys[..., : request.topk], values[..., : request.topk].exp2()
+        values, keys = blockwise.sort_top_keys(results.pop("top_log2_weights"), results["top_keys"])
+        results["top_keys"], results["top_weights"] = keys[..., : request.topk], values[..., : request.topk].exp2()
     if request.head_pairs is not None:
-        found |= blockwise.mean_divergences(divergences(problem, mask, request.head_pairs))
-    return found
+        results |= blockwise.mean_divergences(divergences(problem, mask, request.head_pairs))
+    return results
 
 
 def _pairs_in_blocks(request: ProfileRequest) -> Tensor:
-    """How many (query, key) pairs each block of the map has, [row_blocks, column_blocks]."""
+    """Return the number of (query, key) pairs in each block of the map, [row_blocks, column_blocks]."""
     assert request.block is not None
     sides = []
     for (first, last), size, count in zip(

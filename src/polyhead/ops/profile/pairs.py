@@ -1,4 +1,7 @@
-"""Single weights of a profile, each from its own dot product: what induction and syntax scores are made of."""
+"""Weights of single (query, key) pairs, each from its own dot product.
+
+Used by induction and syntax scores.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from torch import Tensor
 from polyhead.ops.common.visibility import Visibility
 from polyhead.ops.profile.request import ProfileRequest
 
-_PAIR_ELEMENTS = 1 << 22  # products of one chunk of pairs, all heads together
+_PAIR_ELEMENTS = 1 << 22  # elements of one chunk of pairs, over all heads
 
 
 def pair_weights(request: ProfileRequest, pairs: Tensor) -> Tensor:
-    """[batch, heads, pairs]: each weight from its own dot product, some pairs at a time."""
+    """Return the weights of (query, key) pairs, [batch, heads, pairs], computed in chunks of pairs."""
     batch, heads, _, head_dim = request.query.shape
     step = max(1, _PAIR_ELEMENTS // max(batch * heads * head_dim, 1))
     chunks = [_pair_chunk(request, pairs[:, start : start + step]) for start in range(0, pairs.shape[1], step)]
@@ -26,7 +29,7 @@ def _pair_chunk(request: ProfileRequest, pairs: Tensor) -> Tensor:
     i, j = pairs.unbind(-1)  # [batch, pairs]
     (top, bottom), (left, right) = request.rows, request.columns
     inside = (i >= top) & (i < bottom) & (j >= left) & (j < right)
-    # Only indices on a device can lie outside, where nobody waited to look; nothing is read there.
+    # Only indices on a device can be out of range, because they are not checked; nothing is read there.
     i, j = torch.where(inside, i, top), torch.where(inside, j, left)
     query_rows = query.gather(2, i[:, None, :, None].expand(-1, heads, -1, head_dim)).to(dtype)
     key_rows = key.gather(2, j[:, None, :, None].expand(-1, kv_heads, -1, head_dim)).to(dtype)
@@ -46,41 +49,41 @@ def _pair_chunk(request: ProfileRequest, pairs: Tensor) -> Tensor:
 def _pair_visibility(
     visibility: Visibility, i: Tensor, j: Tensor, allowed: Tensor, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which of the pairs [batch, pairs] are visible and their logits with bias, [batch, heads, pairs]."""
+    """Return the visibility of pairs and their logits with bias, both [batch, heads, pairs]."""
     batch, heads, _ = logits.shape
 
-    def at(rows: Tensor, index: Tensor) -> Tensor:
+    def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
         return rows.expand(batch, -1).gather(1, index)
 
-    def dense(tensor: Tensor) -> Tensor:
-        of_batch, of_head, of_query, _ = tensor.shape
-        b = torch.arange(batch, device=i.device)[:, None, None] if of_batch > 1 else 0
-        h = torch.arange(heads, device=i.device)[:, None] if of_head > 1 else 0
-        return tensor[b, h, i[:, None] if of_query > 1 else 0, j[:, None]].expand(batch, heads, -1)
+    def gather_dense(tensor: Tensor) -> Tensor:
+        tensor_batch, tensor_heads, tensor_queries, _ = tensor.shape
+        b = torch.arange(batch, device=i.device)[:, None, None] if tensor_batch > 1 else 0
+        h = torch.arange(heads, device=i.device)[:, None] if tensor_heads > 1 else 0
+        return tensor[b, h, i[:, None] if tensor_queries > 1 else 0, j[:, None]].expand(batch, heads, -1)
 
     if visibility.query_positions is not None and visibility.key_positions is not None:
-        distance = at(visibility.key_positions, j) - at(visibility.query_positions, i)
+        distance = gather_rows(visibility.key_positions, j) - gather_rows(visibility.query_positions, i)
     else:
         distance = j - i - visibility.offset
     if visibility.left is not None:
-        near = distance >= -visibility.left
+        in_window = distance >= -visibility.left
         if visibility.sinks:
-            ordinal = j if visibility.key_ordinals is None else at(visibility.key_ordinals, j)
-            near = near | (ordinal < visibility.sinks)
-        allowed = allowed & near[:, None]
+            ordinal = j if visibility.key_ordinals is None else gather_rows(visibility.key_ordinals, j)
+            in_window = in_window | (ordinal < visibility.sinks)
+        allowed = allowed & in_window[:, None]
     if visibility.right is not None:
         allowed = allowed & (distance <= visibility.right)[:, None]
     for real, index in ((visibility.query_real, i), (visibility.key_real, j)):
         if real is not None:
-            allowed = allowed & at(real, index)[:, None]
+            allowed = allowed & gather_rows(real, index)[:, None]
     for query_ids, key_ids in visibility.documents:
-        allowed = allowed & (at(query_ids, i) == at(key_ids, j))[:, None]
+        allowed = allowed & (gather_rows(query_ids, i) == gather_rows(key_ids, j))[:, None]
     if visibility.allowed is not None:
-        allowed = allowed & dense(visibility.allowed)
+        allowed = allowed & gather_dense(visibility.allowed)
     for bias in visibility.biases:
-        added = dense(bias).to(logits.dtype)
+        added = gather_dense(bias).to(logits.dtype)
         allowed, logits = allowed & (added != -torch.inf), logits + added
     for term in visibility.relative_biases:
-        place = (distance + term.zero).clamp(0, term.table.shape[1] - 1)
-        logits = logits + term.table.to(logits.dtype)[:, place].transpose(0, 1)
+        column = (distance + term.zero).clamp(0, term.table.shape[1] - 1)
+        logits = logits + term.table.to(logits.dtype)[:, column].transpose(0, 1)
     return allowed, logits

@@ -1,4 +1,4 @@
-"""What is asked of a profile, and what it gives back: everything about the weights that needs the final log-sum-exp."""
+"""Request and result types of `profile`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from polyhead.errors import OptionError
 from polyhead.ops.common.visibility import Span, Visibility
 
 Pool = Literal["sum", "mean", "max"]
-NEAR = 64  # every offset up to here has a bin of its own
+NEAR = 64  # every offset up to this distance has its own bin
 FAR_BINS = 25  # bins on either side beyond it: the last one ends at 64 * 2**25 = 2**31
 OFFSET_BINS = 2 * (NEAR + FAR_BINS) + 1
-LARGEST_TOPK = 16
+MAX_TOPK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """A grid over queries and keys, and how the weights within one of its blocks become one number.
+    """A grid over queries and keys, and the pooling of the weights within each of its blocks.
 
-    `block` is the height and width of a block in tokens, any sizes. `resolution` instead says how many rows and columns
-    of blocks there may be at most; the blocks are then the smallest whose sides are a power of two, or a multiple of
-    128 beyond that, which are the sizes that cost least. The blocks at the lower and right edge may be smaller.
+    `block` is the height and width of a block in tokens, any sizes. `resolution` is instead the maximum number of rows
+    and columns of blocks; the blocks are then the smallest whose sides are a power of two, or a multiple of 128 beyond
+    that, which are the cheapest sizes. The blocks at the lower and right edge may be smaller.
 
-    "sum" adds the weights of a block, "max" takes the largest, "mean" divides the sum by the (query, key) pairs in the
-    block, hidden ones included.
+    "sum" adds the weights of a block, "max" takes the largest, "mean" divides the sum by the number of (query, key)
+    pairs in the block, masked ones included.
 
     >>> BlockMap(resolution=(256, 256)).block_of(5000, 5000)
     (32, 32)
@@ -55,7 +55,7 @@ class BlockMap:
             raise OptionError(f"pool must be 'sum', 'mean' or 'max', got {self.pool!r}")
 
     def block_of(self, queries: int, keys: int) -> tuple[int, int]:
-        """The height and width of a block over so many queries and keys."""
+        """Return the height and width of a block for these numbers of queries and keys."""
         if self.block is not None:
             return self.block
         assert self.resolution is not None
@@ -63,8 +63,8 @@ class BlockMap:
 
 
 def _cheap_side(tokens: int, blocks: int) -> int:
-    least = max(1, -(-tokens // blocks))
-    return 1 << (least - 1).bit_length() if least <= 128 else -(-least // 128) * 128
+    min_side = max(1, -(-tokens // blocks))
+    return 1 << (min_side - 1).bit_length() if min_side <= 128 else -(-min_side // 128) * 128
 
 
 def _is_count(x: object) -> bool:
@@ -72,10 +72,10 @@ def _is_count(x: object) -> bool:
 
 
 def offset_bins() -> Tensor:
-    """The first and the last offset of each bin of the histogram, int64 [bins, 2].
+    """Return the first and the last offset of each bin of the histogram, int64 [bins, 2].
 
-    An offset is the key's position less the query's. Each offset of -64 to 64 has a bin of its own; beyond, the bins
-    end at 64 * 2**k on either side. The bins are the same for every length, so that histograms can be added.
+    An offset is the key's position minus the query's. Each offset of -64 to 64 has its own bin; beyond, the bins end at
+    64 * 2**k on either side. The bins are the same for every sequence length, so histograms can be added.
     """
     edges = [NEAR << k for k in range(FAR_BINS + 1)]
     after = [(low + 1, high) for low, high in itertools.pairwise(edges)]
@@ -86,27 +86,27 @@ def offset_bins() -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionProfile:
-    """What `polyhead.profile` tells of the weights; what was not asked for is None.
+    """Result of `polyhead.profile`; fields that were not requested are None.
 
-    Weights are float32 (float64 for float64 input), and none of it can be differentiated. `rows` and `columns` name the
-    window that was looked at, (first, one past the last); queries and keys below are those of the window, while
-    `argmax` and `top_keys` count keys from the sequence's start.
+    Weights are float32 (float64 for float64 input) and not differentiable. `rows` and `columns` are the window that was
+    profiled, (first, one past the last); queries and keys below are those of the window, while `argmax` and `top_keys`
+    count keys from the start of the sequence.
 
         received           [batch, heads, keys]       the weight each key receives, summed over the queries
         received_by_group  [batch, kv_heads, keys]    the same, summed over the query heads that share a KV head
         block_map          [batch, heads, row_blocks, column_blocks]   pooled over blocks of `block` tokens
-        offsets            [batch, heads, bins]       weight by key position less query position, summed over queries
+        offsets            [batch, heads, bins]       weight by key position minus query position, over queries
         offset_bins        [bins, 2]                  the first and last offset of each bin, on the CPU
-        argmax             [batch, heads, queries]    the key with the largest weight; ties go to the lowest, -1 if none
+        argmax             [batch, heads, queries]    the key with the largest weight; ties: the lowest; -1: no key
         top_keys           [batch, heads, queries, k] the keys with the largest weights in order, -1 past the last
         top_weights        [batch, heads, queries, k] and their weights, 0 past the last
         key_set_mass       [batch, heads, queries]    the weight on the keys of `key_set`
-        pair_weights       [batch, heads, pairs]      the weight of each (query, key) of `pairs`, 0 where it is hidden
+        pair_weights       [batch, heads, pairs]      the weight of each (query, key) of `pairs`, 0 where masked
         head_divergence    [batch, head_pairs]        Jensen-Shannon divergence in nats, the mean over rows
         head_distance      [batch, head_pairs]        the mean over rows of its square root, the distance
 
-    A row that sees no key of the window in either head of a pair is left out of both means; they are 0 where no row is
-    left. Learned sinks take their share of the weights and are no key: no divergence counts them.
+    A row that sees no key of the window in either head of a pair is excluded from both means; they are 0 if no row
+    remains. Learned sinks take a share of the weights but are not keys: divergences do not include them.
     """
 
     rows: Span
@@ -127,20 +127,20 @@ class AttentionProfile:
     backend: str = ""
 
     def __repr__(self) -> str:
-        there = [f"{name}={list(x.shape)}" for name in self.__slots__ if isinstance(x := getattr(self, name), Tensor)]
-        return f"AttentionProfile(rows={self.rows}, columns={self.columns}, {', '.join(there)})"
+        shapes = [f"{name}={list(x.shape)}" for name in self.__slots__ if isinstance(x := getattr(self, name), Tensor)]
+        return f"AttentionProfile(rows={self.rows}, columns={self.columns}, {', '.join(shapes)})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProfileRequest:
-    """One validated call of `profile`; those who serve it read it and never each other."""
+    """One validated call of `profile`, as the backends take it."""
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]
     logsumexp: Tensor  # [batch, heads, queries]
     visibility: Visibility | None  # None: every query sees every key
-    places: Visibility  # read for positions alone
-    scale: float | Tensor  # a number, or one a head [heads]
+    positions: Visibility  # used for positions only
+    scale: float | Tensor  # a number, or one per head [heads]
     softcap: float | None
     rows: Span
     columns: Span
@@ -150,7 +150,7 @@ class ProfileRequest:
     offsets: bool
     argmax: bool
     topk: int
-    key_set: Tensor | None  # boolean [batch or 1, keys], of the whole sequence
+    key_set: Tensor | None  # boolean [batch or 1, keys], of the full sequence
     head_pairs: Tensor | None  # int64 [pairs, 2]
 
     @property
@@ -159,7 +159,7 @@ class ProfileRequest:
 
     @property
     def map_shape(self) -> tuple[int, int]:
-        """How many rows and columns of blocks the window has."""
+        """Numbers of rows and columns of blocks in the window."""
         assert self.block is not None
         (top, bottom), (left, right) = self.rows, self.columns
         return -(-(bottom - top) // self.block[0]), -(-(right - left) // self.block[1])
@@ -170,5 +170,5 @@ class ProfileRequest:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether something is asked of each row, so that the walk must go along the rows."""
+        """True if a result per row is requested, so that the pass must iterate along the rows."""
         return self.argmax or self.topk > 0 or self.key_set is not None

@@ -1,4 +1,4 @@
-"""What may arrive at `profile`: every argument is held against its rule, and brought into the form that tiles read."""
+"""Argument checks of `profile` and conversion of its arguments to the form the backends take."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
 from polyhead.ops.common.visibility import Span
-from polyhead.ops.profile.request import LARGEST_TOPK, BlockMap, ProfileRequest
+from polyhead.ops.profile.request import MAX_TOPK, BlockMap, ProfileRequest
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def as_attention_takes(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensors as `attention` takes them under autocast, so that the logits are the same ones."""
+def cast_like_attention(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast the tensors as `attention` does under autocast, so that the logits are the same."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         raise DtypeError(f"query and key must be tensors, got {type(query).__name__} and {type(key).__name__}")
-    kind = query.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    device_type = query.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return query, key
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     query, key = (x if x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (query, key))
     return query, key
 
@@ -46,14 +46,14 @@ def check_tensors(query: Tensor, key: Tensor, logsumexp: Tensor) -> None:
         raise ShapeError(f"query heads must be a multiple of KV heads, got {heads} and {key.shape[1]}")
     if not isinstance(logsumexp, Tensor):
         raise DtypeError(
-            f"logsumexp must be the tensor that attention(..., logsumexp=True) gives, got {type(logsumexp).__name__}"
+            f"logsumexp must be the tensor that attention(..., logsumexp=True) returns, got {type(logsumexp).__name__}"
         )
     if logsumexp.shape != (batch, heads, queries):
         raise ShapeError(
             f"logsumexp must be [batch, heads, queries], here {[batch, heads, queries]}, got {list(logsumexp.shape)}"
         )
     if logsumexp.dtype not in (torch.float32, torch.float64):
-        raise DtypeError(f"logsumexp must be float32 or float64, as attention gives it, got {logsumexp.dtype}")
+        raise DtypeError(f"logsumexp must be float32 or float64, as attention returns it, got {logsumexp.dtype}")
     if not (query.device == key.device == logsumexp.device):
         raise DeviceError(
             f"query, key and logsumexp must be on one device, got {query.device}, {key.device} and {logsumexp.device}"
@@ -64,17 +64,17 @@ def check_numbers(scale: float | Tensor | None, softcap: float | None, topk: int
     if isinstance(scale, Tensor):
         if scale.shape != (heads,) or not scale.is_floating_point():
             raise ShapeError(
-                f"scale must have one floating-point number a head, got {scale.dtype} of shape {list(scale.shape)} "
+                f"scale must have one floating-point number per head, got {scale.dtype} of shape {list(scale.shape)} "
                 f"for {heads} heads"
             )
         if scale.device != query.device:
             raise DeviceError(f"scale must be on the device of the query, got {scale.device} and {query.device}")
     elif scale is not None and not (_is_number(scale) and math.isfinite(scale)):
-        raise OptionError(f"scale must be a finite number, or a tensor with one number a head, got {scale!r}")
+        raise OptionError(f"scale must be a finite number, or a tensor with one number per head, got {scale!r}")
     if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
-        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; None leaves the logits as they are")
-    if isinstance(topk, bool) or not isinstance(topk, int) or not 0 <= topk <= LARGEST_TOPK:
-        raise OptionError(f"topk must be an integer of 0 to {LARGEST_TOPK}, got {topk!r}")
+        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; use None for no softcap")
+    if isinstance(topk, bool) or not isinstance(topk, int) or not 0 <= topk <= MAX_TOPK:
+        raise OptionError(f"topk must be an integer from 0 to {MAX_TOPK}, got {topk!r}")
 
 
 def _is_number(x: object) -> bool:
@@ -98,8 +98,7 @@ def as_window(name: str, span: Span | None, size: int) -> Span:
     integers = isinstance(span, tuple) and all(isinstance(x, int) and not isinstance(x, bool) for x in span)
     if not integers or len(span) != 2 or not 0 <= span[0] < span[1] <= size:
         raise OptionError(
-            f"{name} must be (first, one past the last) within the {size} there are, with at least one between, "
-            f"got {span!r}"
+            f"{name} must be a non-empty range (first, one past the last) within 0 to {size}, got {span!r}"
         )
     return span
 
@@ -117,16 +116,16 @@ def _integers(name: str, values: object) -> Tensor:
 
 
 def _check_range(name: str, index: Tensor, first: int, last: int) -> None:
-    """Look at indices where nobody has to wait for a device."""
+    """Check indices on the CPU; those on a device are not checked, to avoid a synchronisation."""
     if index.device.type != "cpu" or not index.numel():
         return
-    least, most = int(index.min()), int(index.max())
-    if least < first or most >= last:
-        raise OptionError(f"{name} must be {first} to {last - 1}, got {least if least < first else most}")
+    low, high = int(index.min()), int(index.max())
+    if low < first or high >= last:
+        raise OptionError(f"{name} must be {first} to {last - 1}, got {low if low < first else high}")
 
 
 def as_key_set(key_set: object, batch: int, keys: int, device: torch.device) -> Tensor:
-    """Boolean [batch or 1, keys]."""
+    """Return the set of keys as a boolean mask [batch or 1, keys]."""
     tensor = _integers("key_set", key_set)
     if tensor.dtype is torch.bool:
         if tensor.shape not in ((keys,), (1, keys), (batch, keys)):
@@ -138,13 +137,13 @@ def as_key_set(key_set: object, batch: int, keys: int, device: torch.device) -> 
     if tensor.ndim != 1:
         raise ShapeError(f"key_set as indices must be a list of keys, got shape {list(tensor.shape)}")
     _check_range("the keys of key_set", tensor, 0, keys)
-    chosen = torch.zeros(keys, dtype=torch.bool, device=device)
-    chosen[tensor.to(device=device, dtype=torch.int64)] = True
-    return chosen[None]
+    members = torch.zeros(keys, dtype=torch.bool, device=device)
+    members[tensor.to(device=device, dtype=torch.int64)] = True
+    return members[None]
 
 
 def as_pairs(pairs: object, request: ProfileRequest) -> Tensor:
-    """int64 [batch, pairs, 2]."""
+    """Return (query, key) indices as int64 [batch, pairs, 2]."""
     tensor = _integers("pairs", pairs)
     tensor = tensor.reshape(0, 2) if tensor.numel() == 0 and tensor.ndim == 1 else tensor
     batch = request.query.shape[0]
@@ -159,7 +158,7 @@ def as_pairs(pairs: object, request: ProfileRequest) -> Tensor:
 
 
 def as_head_pairs(head_pairs: object, heads: int, device: torch.device) -> Tensor:
-    """int64 [pairs, 2]."""
+    """Return pairs of heads as int64 [pairs, 2]."""
     tensor = _integers("head_pairs", head_pairs)
     tensor = tensor.reshape(0, 2) if tensor.numel() == 0 and tensor.ndim == 1 else tensor
     if tensor.ndim != 2 or tensor.shape[1] != 2:

@@ -1,4 +1,4 @@
-"""`ragged_attention`: attention of chosen query rows, every head with rows of its own, and no row that nobody chose."""
+"""`ragged_attention`: attention of selected query rows, different ones in every head."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BACKENDS = ("fused", "blockwise", "reference")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedRows:
-    """Which query rows there are: those of one (batch, head) pair after those of another, nothing between them.
+    """Selected query rows, packed by (batch, head) pair without gaps.
 
-    `positions` [total] says which of the queries 0 to num_queries - 1 a row is, strictly ascending within a pair.
-    Rows `offsets[i]` to `offsets[i + 1]` belong to pair i, which is `batch index * heads + head`, or
-    `head * batch + batch index` with `by_head=True`, the order in which a product grouped by head leaves them. Rows
-    from `offsets[-1]` on are padding, whose content is never read. `num_queries` is how many queries there were to
-    choose from, which is where a causal mask is aligned; None: as many as keys. `num_heads` is how many heads the pairs
-    are of; None: as many as the batch of the keys leaves, so that keys of another batch are not always noticed.
+    `positions` [total] is the query index of each row, 0 to num_queries - 1, strictly ascending within a pair. Rows
+    `offsets[i]` to `offsets[i + 1]` belong to pair i, which is `batch index * heads + head`, or
+    `head * batch + batch index` with `by_head=True`, the order of a product grouped by head. Rows from `offsets[-1]` on
+    are padding, whose content is never read. `num_queries` is the number of queries of the full attention, to which a
+    causal mask is aligned; None: as many as keys. `num_heads` is the number of query heads; None: the pairs divided by
+    the batch size of the keys, so that keys of another batch size are not always detected.
     """
 
     positions: Int[Tensor, " total"]
@@ -56,23 +56,24 @@ def ragged_attention(
     finite: bool = False,
     backend: str = "auto",
 ) -> AttentionOutput:
-    """The rows of `attention` that `rows` names, and only those: time falls with their number.
+    """Compute the selected rows of `attention` only; the cost is proportional to their number.
 
-    Row r of the result is what `polyhead.attention(full, key, value, mask=...)` gives at (batch, head,
-    `rows.positions[r]`), where `full` is a query [batch, heads, num_queries, head_dim] that holds `query[r]` there:
-    softmax(scale * q_r K^T) V over the keys that the mask shows to that query.
+    Row r of the result equals `polyhead.attention(full, key, value, mask=...)` at (batch, head, `rows.positions[r]`),
+    where `full` is a query [batch, heads, num_queries, head_dim] with `query[r]` at that index:
+    softmax(scale * q_r K^T) V over the keys visible to that query.
 
     Args:
         query: [total, head_dim], in the order of `rows`.
         key: [batch, kv_heads, keys, head_dim]; head i reads KV head `i // (heads // kv_heads)`.
         value: [batch, kv_heads, keys, value_dim].
-        rows: which row belongs to which sequence, head and query.
-        mask, scale, softcap, sinks, statistics, finite: as `attention` takes them for the full query.
-        backend: "auto", "fused" (our kernels), "blockwise" (tiles of plain PyTorch) or "reference" (the formula). A
-            named backend never falls back. The last two ask where the rows of a pair begin and so wait for a device.
+        rows: sequence, head and query index of each row.
+        mask, scale, softcap, sinks, statistics, finite: as in `attention` for the full query.
+        backend: "auto", "fused" (polyhead's kernels), "blockwise" (tiles of plain PyTorch) or "reference" (the
+            formula). A named backend never falls back. The last two read the offsets on the host and so synchronise
+            with the device.
 
     Returns output [total, value_dim], log-sum-exp [total] and statistics [total] each. Padding rows have an output of
-    zero, a log-sum-exp and a largest logit of -inf, zero for every other statistic, and no gradient.
+    zero, a log-sum-exp and a max logit of -inf, zero for every other statistic, and no gradient.
 
     >>> import torch
     >>> query, key = torch.randn(5, 16), torch.randn(1, 2, 7, 16)
@@ -81,9 +82,9 @@ def ragged_attention(
     torch.Size([5, 16])
     """
     request = _checked(query, key, value, rows, mask, scale, softcap, sinks, statistics, finite)
-    kind = query.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
+    device_type = query.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
             return _run(request, backend)
     return _run(request, backend)
 
@@ -94,10 +95,10 @@ def _run(request: RaggedRequest, backend: str) -> AttentionOutput:
     if backend in ("auto", "fused"):
         reasons = fused.unsupported_reasons(request)
         if not reasons:
-            return fused.run(request) if request.whole.sizes[0] else blockwise.run_nobody(request, "fused")
+            return fused.run(request) if request.full_request.sizes[0] else blockwise.run_empty_batch(request, "fused")
         if backend == "fused":
             raise BackendUnsupported("fused", reasons)
-    run = blockwise.run if request.whole.sizes[0] else blockwise.run_nobody
+    run = blockwise.run if request.full_request.sizes[0] else blockwise.run_empty_batch
     return run(request, "blockwise" if backend == "auto" else backend)
 
 
@@ -113,7 +114,7 @@ def _checked(
     statistics: bool | str | Sequence[str] | Statistics | None,
     finite: bool,
 ) -> RaggedRequest:
-    """What arrived, checked: the rows here, and everything else as `attention` checks it for the full query."""
+    """Return the validated request; all but the rows is checked as in `attention`."""
     if not isinstance(rows, RaggedRows):
         raise OptionError(f"rows must be a RaggedRows(positions, offsets), got {type(rows).__name__}")
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
@@ -127,23 +128,23 @@ def _checked(
     for name, tensor in (("positions", positions), ("offsets", offsets)):
         if not isinstance(tensor, Tensor) or tensor.ndim != 1 or tensor.dtype not in (torch.int32, torch.int64):
             got = f"{tensor.dtype} of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
-            raise ShapeError(f"{name} must be one row of integers (int32 or int64), got {got}")
+            raise ShapeError(f"{name} must be a 1-D tensor of int32 or int64, got {got}")
         if tensor.device != query.device:
             raise DeviceError(f"{name} must be on the device of the query, got {tensor.device} and {query.device}")
     if positions.shape[0] != query.shape[0]:
         raise ShapeError(f"every row needs a position, got {query.shape[0]} rows and {positions.shape[0]} positions")
     heads = _heads(rows, key)
     num_queries = key.shape[2] if rows.num_queries is None else rows.num_queries
-    # A query of the full size that takes no memory, for checks and masks that ask for sizes alone.
+    # An expanded query of the full size that takes no memory, for checks and masks that only need sizes.
     full = query.new_empty(1).expand(key.shape[0], heads, num_queries, query.shape[1])
-    whole = _request(full, key, value, mask, scale, softcap, sinks, 0.0, None, False, True, finite, statistics)
+    full_request = _request(full, key, value, mask, scale, softcap, sinks, 0.0, None, False, True, finite, statistics)
     _check_values(positions, offsets, num_queries)
     positions, offsets = (x.to(torch.int32).contiguous() for x in (positions, offsets))
-    return RaggedRequest(query.to(whole.query.dtype), positions, offsets, rows.by_head, whole)
+    return RaggedRequest(query.to(full_request.query.dtype), positions, offsets, rows.by_head, full_request)
 
 
 def _heads(rows: RaggedRows, key: Tensor) -> int:
-    """How many heads the rows have, if their pairs are those of the keys' sequences."""
+    """Return the number of query heads, after checking that the pairs match the batch size of the keys."""
     batch, kv_heads, *_ = key.shape
     heads, pairs = rows.num_heads, rows.offsets.shape[0] - 1
     if heads is None:
@@ -156,35 +157,38 @@ def _heads(rows: RaggedRows, key: Tensor) -> int:
     raise ShapeError(
         "offsets must have batch * heads + 1 numbers with at least one head, "
         f"got {pairs + 1} for a batch of {batch}{'' if heads is None else f' and {heads} heads'}; "
-        "query rows and keys must be of the same sequences"
+        "query rows and keys must have the same batch size"
     )
 
 
 def _check_values(positions: Tensor, offsets: Tensor, num_queries: int) -> None:
-    """That rows lie as they are said to; asked where nobody need wait for a device."""
+    """Check positions and offsets on the CPU.
+
+    On a device they are not checked, to avoid a synchronisation.
+    """
     if offsets.device.type != "cpu" or torch.compiler.is_compiling():
         return
     total = positions.shape[0]
     if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()) or int(offsets[-1]) > total:
         raise OptionError(
-            f"offsets must begin at 0, never fall and end at or before the {total} rows, got {_some(offsets)}"
+            f"offsets must start at 0, not decrease and end at {total} rows or before, got {_format_some(offsets)}"
         )
-    there = positions[: int(offsets[-1])]
-    if there.numel() and not 0 <= int(there.min()) <= int(there.max()) < num_queries:
+    valid = positions[: int(offsets[-1])]
+    if valid.numel() and not 0 <= int(valid.min()) <= int(valid.max()) < num_queries:
         raise OptionError(
-            f"positions must be those of queries, 0 to {num_queries - 1}, got {int(there.min())} to {int(there.max())}"
+            f"positions must be query indices, 0 to {num_queries - 1}, got {int(valid.min())} to {int(valid.max())}"
         )
-    falls = there.diff() <= 0
+    is_descending = valid.diff() <= 0
     inner = offsets[1:-1].long()
-    falls[inner[(inner > 0) & (inner < there.numel())] - 1] = False
-    if bool(falls.any()):
-        place = int(falls.nonzero()[0])
+    is_descending[inner[(inner > 0) & (inner < valid.numel())] - 1] = False
+    if bool(is_descending.any()):
+        index = int(is_descending.nonzero()[0])
         raise OptionError(
             "positions must ascend within a (batch, head) pair, "
-            f"got {int(there[place])} before {int(there[place + 1])} at row {place}"
+            f"got {int(valid[index])} before {int(valid[index + 1])} at row {index}"
         )
 
 
-def _some(numbers: Tensor) -> str:
-    shown = numbers[:8].tolist()
-    return f"{shown}" if numbers.numel() <= 8 else f"{str(shown)[:-1]}, ...]"
+def _format_some(numbers: Tensor) -> str:
+    head = numbers[:8].tolist()
+    return f"{head}" if numbers.numel() <= 8 else f"{str(head)[:-1]}, ...]"

@@ -1,4 +1,4 @@
-"""Our kernels for chosen rows: what they can serve, the operators that torch.compile sees, and the gradient."""
+"""Fused backend of `ragged_attention`: support checks, custom operators and the gradient."""
 
 from __future__ import annotations
 
@@ -19,49 +19,56 @@ from polyhead.ops.common.statistics import LINEAR, RowStatistics
 from polyhead.ops.common.tracing import is_traced
 from polyhead.ops.selected_rows.request import RaggedRequest
 
-# Their gradient goes to one key a row, which a forward that only tells does not keep.
+# Their gradient goes to one key per row, whose index the forward does not store.
 _MAXIMA = ("max_logit", "max_abs_logit", "confidence")
-_BY_KEY = ("entropy", *LINEAR)
+_PER_KEY = ("entropy", *LINEAR)
 
 
 def unsupported_reasons(request: RaggedRequest) -> list[str]:
-    whole = request.whole
-    reasons = fused.unsupported_reasons(whole)
-    learned = [x for x in (whole.scale,) if isinstance(x, Tensor)]
-    learned += [] if whole.visibility is None else whole.visibility.bias_tensors
-    if torch.is_grad_enabled() and any(x.requires_grad for x in learned):
-        reasons.append("our kernels for chosen rows have no gradient of a bias, a table or a scale a head")
+    full_request = request.full_request
+    reasons = fused.unsupported_reasons(full_request)
+    tensors = [x for x in (full_request.scale,) if isinstance(x, Tensor)]
+    tensors += [] if full_request.visibility is None else full_request.visibility.bias_tensors
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        reasons.append("the kernels for selected rows have no gradient of a bias, a table or a scale per head")
     return reasons
 
 
 def run(request: RaggedRequest) -> AttentionOutput:
-    whole = request.whole
-    key, value, visibility, requested = whole.key, whole.value, whole.visibility, whole.statistics
-    num_queries = whole.query.shape[2]
+    full_request = request.full_request
+    key, value, visibility, requested = (
+        full_request.key,
+        full_request.value,
+        full_request.visibility,
+        full_request.statistics,
+    )
+    num_queries = full_request.query.shape[2]
     bias, table = None, None
     if visibility is None:
         mask = MaskArguments(offset=key.shape[2] - num_queries)
     else:
         poison = None
-        if not whole.finite:
+        if not full_request.finite:
             key, value, poison = without_broken(key, value)
         mask = pack(visibility, poison=poison, for_columns=request.needs_grad)
         bias, table = mask.bias, mask.table
-    scale, head_scale = (1.0, whole.scale) if isinstance(whole.scale, Tensor) else (whole.scale, None)
+    scale, head_scale = (
+        (1.0, full_request.scale) if isinstance(full_request.scale, Tensor) else (full_request.scale, None)
+    )
     names = () if requested is None else requested.names
     tensors, numbers = _flat(mask)
     traced = is_traced(request.query)
-    call: Any = _forward_operator if traced else _Recorded.apply if request.needs_grad else _forward
-    output, logsumexp, *found = call(
-        *(_dense(x) for x in (request.query, key, value)),
+    call: Any = _forward_operator if traced else _RaggedFunction.apply if request.needs_grad else _forward
+    output, logsumexp, *row_stats = call(
+        *(_with_dense_rows(x) for x in (request.query, key, value)),
         request.positions,
         request.offsets,
         num_queries,
         request.by_head,
         scale,
         head_scale,
-        whole.softcap,
-        whole.sinks,
+        full_request.softcap,
+        full_request.sinks,
         bias,
         table,
         tensors,
@@ -70,14 +77,14 @@ def run(request: RaggedRequest) -> AttentionOutput:
         1 if requested is None else requested.sink_keys,
         0 if requested is None else requested.window,
     )
-    rows = dict(zip(names, found, strict=True))
+    rows = dict(zip(names, row_stats, strict=True))
     if "visible_keys" in rows:
         rows["visible_keys"] = rows["visible_keys"].detach()
     statistics = None if requested is None else RowStatistics(**rows)
     return AttentionOutput(output, logsumexp, statistics=statistics, backend="fused")
 
 
-def _dense(x: Tensor) -> Tensor:
+def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -108,12 +115,12 @@ def _forward(
     sink_keys: int,
     window: int,
 ) -> list[Tensor]:
-    """Output, log-sum-exp and the statistics in the order of their names."""
+    """Return output, log-sum-exp and the statistics in the order of their names."""
     from polyhead.ops.selected_rows.kernels.forward import ragged_forward
 
     requested, mask = _names(names), _mask(mask_tensors, mask_numbers, bias, table)
-    plain = softcap is None and sinks is None and head_scale is None and scale > 0
-    if plain and has_hopper_kernels(query.device):
+    is_plain = softcap is None and sinks is None and head_scale is None and scale > 0
+    if is_plain and has_hopper_kernels(query.device):
         from polyhead.ops.selected_rows.kernels import forward_hopper
 
         if forward_hopper.can_serve(query, key, value, offsets, num_queries, mask, requested):
@@ -165,7 +172,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
     return [query.new_empty((total, value.shape[3])), *rows]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, num_queries, by_head, scale, head_scale, softcap, sinks, bias, table = inputs[:13]
     mask_tensors, mask_numbers, names, sink_keys, window = inputs[13:]
     ctx.set_materialize_grads(False)
@@ -175,21 +182,21 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.lists = [_no_gradients(x) for x in (mask_tensors, mask_numbers)]
 
 
-def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     query, key, value, positions, offsets, head_scale, sinks, bias, table, *rest = ctx.saved_tensors
     (output, logsumexp, *statistics), mask_tensors = rest[: ctx.results], rest[ctx.results :]
     num_queries, by_head, scale, softcap, mask_numbers, names, sink_keys, window = ctx.numbers
-    told = dict(zip(_names(names), grads[2:], strict=True))
-    if any(told.get(name) is not None for name in _MAXIMA):
+    grad_stats = dict(zip(_names(names), grads[2:], strict=True))
+    if any(grad_stats.get(name) is not None for name in _MAXIMA):
         raise BackendUnsupported(
             "fused",
             [
-                f"our kernels for chosen rows have no gradient of {', '.join(_MAXIMA)}; "
-                'detach them, or take backend="blockwise"'
+                f"the kernels for selected rows have no gradient of {', '.join(_MAXIMA)}; "
+                'detach them, or use backend="blockwise"'
             ],
         )
     backward = _backward_operator if torch.is_grad_enabled() or is_traced(query) else _backward
-    grad_query, grad_key, grad_value, *learned = backward(
+    grad_query, grad_key, grad_value, *sink_grads = backward(
         query,
         key,
         value,
@@ -213,28 +220,31 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         logsumexp,
         statistics,
         grads[1],
-        [None if name == "visible_keys" else x for name, x in told.items()],
+        [None if name == "visible_keys" else x for name, x in grad_stats.items()],
     )
-    grad_sinks = learned[0] if len(learned) else None
+    grad_sinks = sink_grads[0] if len(sink_grads) else None
     return grad_query, grad_key, grad_value, *(None,) * 7, grad_sinks, None, None, *ctx.lists, *(None,) * 3
 
 
-_forward_operator.register_autograd(_differentiate, setup_context=_remember)
+_forward_operator.register_autograd(_backward_of_forward, setup_context=_setup_context)
 
 
-class _Recorded(torch.autograd.Function):
-    """The same on the tape of plain PyTorch. With a `setup_context` PyTorch would read the signature in every call."""
+class _RaggedFunction(torch.autograd.Function):
+    """The forward operator as an autograd function.
+
+    It has no `setup_context`, for which PyTorch inspects the signature in every call.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         output = tuple(_forward(*arguments))
-        _remember(ctx, arguments, list(output))
+        _setup_context(ctx, arguments, list(output))
         ctx.lists = (None, None)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _differentiate(ctx, list(grads))
+        return _backward_of_forward(ctx, list(grads))
 
 
 def _backward(
@@ -263,7 +273,7 @@ def _backward(
     grad_logsumexp: Tensor | None,
     grad_statistics: list[Tensor | None],
 ) -> list[Tensor]:
-    """Gradients of query, key and value, and of the sinks where there are any."""
+    """Return the gradients of query, key and value, and of the sinks if there are any."""
     from polyhead.ops.attention.kernels.backward import _sinks_gradient
     from polyhead.ops.selected_rows.kernels.backward import ragged_backward
 
@@ -271,7 +281,7 @@ def _backward(
     values = dict(zip(requested, statistics, strict=True))
     gradients = {name: x.contiguous() for name, x in zip(requested, grad_statistics, strict=True) if x is not None}
     full = _FullRows(positions, offsets, key.shape[0], num_queries, by_head)
-    by_key = {name: full.laid_out(x) for name, x in gradients.items() if name in _BY_KEY}
+    by_key = {name: full.scatter(x) for name, x in gradients.items() if name in _PER_KEY}
     if grad_logsumexp is not None:
         gradients["logsumexp"] = grad_logsumexp.contiguous()
     grad_query, grad_key, grad_value, constant = ragged_backward(
@@ -296,13 +306,13 @@ def _backward(
         sink_keys=sink_keys,
         window=window,
     )
-    found = [grad_query, *(fused._laid_out_like(grad, x) for grad, x in ((grad_key, key), (grad_value, value)))]
+    grads = [grad_query, *(fused._laid_out_like(grad, x) for grad, x in ((grad_key, key), (grad_value, value)))]
     if sinks is not None:
-        told = [name for name in ("entropy", "learned_sink_mass") if name in gradients]
-        by_row = [{str(name): full.laid_out(x[name]) for name in told} for x in (gradients, values)]
-        weights = full.laid_out(logsumexp, -torch.inf), full.laid_out(constant)
-        found.append(_sinks_gradient(sinks, *weights, *by_row))
-    return found
+        sink_stats = [name for name in ("entropy", "learned_sink_mass") if name in gradients]
+        by_row = [{str(name): full.scatter(x[name]) for name in sink_stats} for x in (gradients, values)]
+        weights = full.scatter(logsumexp, -torch.inf), full.scatter(constant)
+        grads.append(_sinks_gradient(sinks, *weights, *by_row))
+    return grads
 
 
 _backward_operator = torch.library.custom_op(
@@ -324,7 +334,7 @@ _backward_operator.register_autograd(_no_second_derivative)
 
 
 class _FullRows:
-    """Where the chosen rows stand among all rows of all heads."""
+    """Scatter of the selected rows to all rows of all heads."""
 
     def __init__(self, positions: Tensor, offsets: Tensor, batch: int, num_queries: int, by_head: bool) -> None:
         pairs = offsets.shape[0] - 1
@@ -332,22 +342,28 @@ class _FullRows:
         self._rows = positions, offsets, by_head
         self._index: Tensor | None = None
 
-    def _where(self) -> Tensor:
-        """The place of each row in [batch * heads * num_queries], which is behind all places for padding."""
+    def _flat_index(self) -> Tensor:
+        """Return the index of each row in [batch * heads * num_queries].
+
+        Padding rows get the index past the end.
+        """
         if self._index is None:
             positions, offsets, by_head = self._rows
             batch, heads, num_queries = self._shape
             row = torch.arange(positions.shape[0], device=positions.device, dtype=offsets.dtype)
             pair = torch.searchsorted(offsets, row, right=True) - 1
             full_pair = pair % batch * heads + pair // batch if by_head else pair
-            place = full_pair * num_queries + positions
-            self._index = torch.where(row < offsets[-1], place, batch * heads * num_queries)
+            index = full_pair * num_queries + positions
+            self._index = torch.where(row < offsets[-1], index, batch * heads * num_queries)
         return self._index
 
-    def laid_out(self, x: Tensor, nothing: float = 0.0) -> Tensor:
-        """One number a row [total] as [batch, heads, num_queries], `nothing` where no row was chosen."""
+    def scatter(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """Scatter one number per row [total] to [batch, heads, num_queries].
+
+        Rows that are not selected get `fill`.
+        """
         batch, heads, num_queries = self._shape
         count = batch * heads * num_queries
-        full = x.new_full((count + 1,), nothing)
-        full[self._where()] = x
+        full = x.new_full((count + 1,), fill)
+        full[self._flat_index()] = x
         return full[:count].view(self._shape)

@@ -1,4 +1,4 @@
-"""What is asked of the backends of `ragged_attention`."""
+"""Request type of `ragged_attention`, as its backends take it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class RaggedRequest:
     query: Tensor  # [total, head_dim]
     positions: Tensor  # int32 [total]
     offsets: Tensor  # int32 [pairs + 1]
-    by_head: bool  # pair i is head * batch + batch index, and not batch index * heads + head
-    # The attention of all rows, whose query has the right shape and no content: keys, values, mask and options.
-    whole: AttentionRequest
+    by_head: bool  # pair i is head * batch + batch index instead of batch index * heads + head
+    # The attention of all rows: keys, values, mask and options; its query has the right shape but no content.
+    full_request: AttentionRequest
 
     @property
     def needs_grad(self) -> bool:
-        return self.whole.needs_grad or (torch.is_grad_enabled() and self.query.requires_grad)
+        return self.full_request.needs_grad or (torch.is_grad_enabled() and self.query.requires_grad)
 
     def pair(self, index: int) -> tuple[int, int]:
-        """Which sequence and which head a pair is."""
-        batch, heads, *_ = self.whole.sizes
+        """Return the batch index and the head of a pair."""
+        batch, heads, *_ = self.full_request.sizes
         return (index % batch, index // batch) if self.by_head else (index // heads, index % heads)

@@ -1,4 +1,4 @@
-"""`talking_attention`: attention whose heads are mixed before and after the softmax, exactly and without n² memory."""
+"""`talking_attention`: exact talking-heads attention in memory linear in the sequence length."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def talking_attention(
     logsumexp: bool = False,
     finite: bool = False,
 ) -> AttentionOutput:
-    """Talking heads (Shazeer et al. 2020, "Talking-Heads Attention"): heads are mixed before and after the softmax.
+    """Talking-heads attention (Shazeer et al. 2020): heads are mixed before and after the softmax.
 
         L_g = sum_h logits_mix[h, g] (scale Q_h K_h^T)
         W_g = softmax(L_g)
@@ -56,13 +56,13 @@ def talking_attention(
     Args:
         query, key, value, scale, finite: as in `polyhead.attention`; the scale is one number.
         logits_mix, weights_mix: [heads, heads], from heads on the first axis to heads on the second.
-        mask: a causal edge, a window, lengths, documents, positions, a dense boolean mask that all heads share, in any
-            combination. What differs from head to head or is added to logits is refused: it would have to say before
-            or after which mix.
+        mask: causal, window, lengths, documents, positions and a dense boolean mask shared by all heads, in any
+            combination. Masks that differ between heads and biases are rejected: it would be ambiguous whether they
+            apply before or after mixing.
         backend: "auto", or one of "fused", "blockwise", "reference". A named backend never falls back.
-        weights: also return the weights W of every softmax, before they are mixed; only "reference" holds them.
-        statistics, logsumexp: of every softmax, after the logits are mixed and before the weights are. They carry no
-            gradient. `mixed_weights` tells of U what can be told.
+        weights: also return the weights W of every softmax, before they are mixed; only "reference" has them.
+        statistics, logsumexp: of every softmax, after the logits are mixed and before the weights are. They have no
+            gradient. `mixed_weights` returns statistics of U.
 
     >>> x, mix = torch.randn(2, 8, 5, 16), torch.eye(8)
     >>> result = talking_attention(x, x, x, logits_mix=mix, weights_mix=mix, mask=Mask.causal())
@@ -72,13 +72,13 @@ def talking_attention(
     request = _talking_request(
         query, key, value, logits_mix, weights_mix, mask, scale, weights, logsumexp, finite, statistics
     )
-    chosen = _choose(request) if backend == "auto" else _named(backend, request)
-    kind = query.device.type
-    if kind == "meta":
-        result = _BACKENDS[chosen].run(request)
+    backend_name = _choose(request) if backend == "auto" else _named(backend, request)
+    device_type = query.device.type
+    if device_type == "meta":
+        result = _BACKENDS[backend_name].run(request)
     else:
-        with torch.autocast(kind, enabled=False):
-            result = _BACKENDS[chosen].run(request)
+        with torch.autocast(device_type, enabled=False):
+            result = _BACKENDS[backend_name].run(request)
     return replace(
         result,
         logsumexp=None if result.logsumexp is None else result.logsumexp.detach(),
@@ -99,24 +99,27 @@ def mixed_weights(
     backend: str = "auto",
     finite: bool = False,
 ) -> CombinedWeights:
-    """Signed mass, absolute mass and largest |weight| of every row of the mixed weights U of `talking_attention`.
+    """Return signed mass, absolute mass and max |weight| per row of the mixed weights U.
 
-    They can be negative and need not sum to 1, so that nothing else is told of them: an entropy is refused.
+    Mixed weights can be negative and need not sum to 1, so no other statistics, such as the entropy, are available.
 
     >>> x, mix = torch.randn(2, 8, 5, 16), torch.full((8, 8), -0.5)
-    >>> told = mixed_weights(x, x, logits_mix=torch.eye(8), weights_mix=mix)
-    >>> bool((told.signed_mass + 4).abs().max() < 1e-5), bool((told.absolute_mass - 4).abs().max() < 1e-5)
+    >>> stats = mixed_weights(x, x, logits_mix=torch.eye(8), weights_mix=mix)
+    >>> bool((stats.signed_mass + 4).abs().max() < 1e-5), bool((stats.absolute_mass - 4).abs().max() < 1e-5)
     (True, True)
     """
     names = checked_names(statistics)
     request = _talking_request(query, key, key, logits_mix, weights_mix, mask, scale, False, False, finite, None)
-    chosen = _choose(request) if backend == "auto" else _named(backend, request)
-    found: CombinedWeights = _BACKENDS[chosen].mixed_weights(request)  # one pass for all of them
-    return CombinedWeights(**{name: getattr(found, name) for name in names})
+    backend_name = _choose(request) if backend == "auto" else _named(backend, request)
+    stats: CombinedWeights = _BACKENDS[backend_name].mixed_weights(request)  # one pass computes all of them
+    return CombinedWeights(**{name: getattr(stats, name) for name in names})
 
 
 def _choose(request: TalkingRequest) -> str:
-    """Our kernels, then tiles of plain PyTorch, then the formula; an exported graph is to hold plain operators."""
+    """Return the first supported backend.
+
+    An exported graph uses the reference, which has only plain operators.
+    """
     if is_exporting():
         return "reference"
     for name, backend in _BACKENDS.items():
@@ -151,11 +154,13 @@ def _talking_request(
     statistics: Any,
 ) -> TalkingRequest:
     if isinstance(scale, Tensor):
-        raise OptionError("talking heads have one scale, got a tensor; a scale a head can stand in logits_mix")
+        raise OptionError(
+            "scale must be one number for talking heads, got a tensor; put a scale per head in logits_mix"
+        )
     if isinstance(mask, Mask):
         _check_mask(mask)
-    plain = _request(query, key, value, mask, scale, None, None, 0.0, None, weights, logsumexp, finite, statistics)
-    heads = plain.query.shape[1]
+    inputs = _request(query, key, value, mask, scale, None, None, 0.0, None, weights, logsumexp, finite, statistics)
+    heads = inputs.query.shape[1]
     for name, matrix in (("logits_mix", logits_mix), ("weights_mix", weights_mix)):
         if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
             got = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
@@ -164,20 +169,20 @@ def _talking_request(
             raise ShapeError(f"{name} must be [{heads}, {heads}], heads by heads, got {list(matrix.shape)}")
         if matrix.device != query.device:
             raise DeviceError(f"{name} must be on the device of the query, got {matrix.device} and {query.device}")
-    logits_mix, weights_mix = (x.to(plain.query.dtype) for x in (logits_mix, weights_mix))
-    factor = 1.0 / math.sqrt(plain.query.shape[-1]) if scale is None else scale
-    return TalkingRequest(plain, mask, factor, logits_mix, weights_mix, statistics)
+    logits_mix, weights_mix = (x.to(inputs.query.dtype) for x in (logits_mix, weights_mix))
+    sm_scale = 1.0 / math.sqrt(inputs.query.shape[-1]) if scale is None else scale
+    return TalkingRequest(inputs, mask, sm_scale, logits_mix, weights_mix, statistics)
 
 
 def _check_mask(mask: Mask) -> None:
-    refused = [f"a Mask.dense of {list(x.shape)}" for x in mask.allowed if x.shape[1] != 1]
-    refused += ["Mask.bias"] if len(mask.biases) else []
-    refused += ["a relative bias (ALiBi, T5)"] if len(mask.relative_biases) else []
-    if refused:
+    unsupported = [f"a Mask.dense of {list(x.shape)}" for x in mask.allowed if x.shape[1] != 1]
+    unsupported += ["Mask.bias"] if len(mask.biases) else []
+    unsupported += ["a relative bias (ALiBi, T5)"] if len(mask.relative_biases) else []
+    if unsupported:
         raise MaskError(
-            "talking heads take a causal edge, a window, lengths, documents, positions and a Mask.dense of "
-            f"[batch, 1, queries, keys], got {refused[0]}: what may differ from head to head has no one place among "
-            "heads that are mixed"
+            "talking heads support causal, window, lengths, documents and positions masks and a Mask.dense of "
+            f"[batch, 1, queries, keys], got {unsupported[0]}; masks that may differ between heads are ambiguous when "
+            "heads are mixed"
         )
 
 

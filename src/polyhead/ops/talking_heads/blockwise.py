@@ -1,8 +1,8 @@
-"""Talking heads in tiles of plain PyTorch: any device, forward and backward in memory that grows with n.
+"""Talking heads in tiles of plain PyTorch: any device, memory linear in the sequence length.
 
-A tile holds some rows and columns of every head, so that mixing heads is a matrix product. One walk over the columns
-finds the log-sum-exp of every mixed map, a second the output: the mix takes weights that are final. The backward takes
-two walks as well, the first for the share of each row that its softmax subtracts.
+A tile has some rows and columns of every head, so that mixing heads is a matrix product. A first pass over the columns
+computes the log-sum-exp of every mixed map and a second one the output, because mixing needs final weights. The
+backward has two passes as well, the first for the term `delta` of each row that the softmax gradient subtracts.
 """
 
 from __future__ import annotations
@@ -20,98 +20,107 @@ from polyhead.ops.common.tile_statistics import RowSums
 from polyhead.ops.common.tiles import TILE_ELEMENTS, Tiling
 from polyhead.ops.common.tracing import TRANSFORMED, is_transformed
 from polyhead.ops.common.visibility import Span
-from polyhead.ops.talking_heads.request import TalkingRequest, cleaned
+from polyhead.ops.talking_heads.request import TalkingRequest, remove_nonfinite
 
-_DEVICE_ELEMENTS = 1 << 25  # logits of a tile off the CPU, where a larger one is faster
+_DEVICE_ELEMENTS = 1 << 25  # logits of a tile on devices other than the CPU, where larger tiles are faster
 
 
 def unsupported_reasons(request: TalkingRequest) -> list[str]:
-    reasons = ["the weights are never all there at once in tiles"] if request.plain.weights else []
+    reasons = ["tiles never materialise the full weights"] if request.attention.weights else []
     return [*reasons, TRANSFORMED] if is_transformed() else reasons
 
 
 def run(request: TalkingRequest) -> AttentionOutput:
-    tiles, tensors = _prepared(request)
-    output, logsumexp, *found = _Talking.apply(tiles, *tensors)
+    tiles, tensors = _prepare(request)
+    output, logsumexp, *row_stats = _Talking.apply(tiles, *tensors)
     rows = None
     if tiles.statistics is not None:
-        rows = RowStatistics(**dict(zip(tiles.statistics.names, found, strict=True)))
-    return AttentionOutput(output.to(request.plain.query.dtype), logsumexp, statistics=rows, backend="blockwise")
+        rows = RowStatistics(**dict(zip(tiles.statistics.names, row_stats, strict=True)))
+    return AttentionOutput(output.to(request.attention.query.dtype), logsumexp, statistics=rows, backend="blockwise")
 
 
 @torch.no_grad()
 def mixed_weights(request: TalkingRequest) -> CombinedWeights:
-    tiles, (query, key, value, logits_mix, weights_mix) = _prepared(request)
-    _, logsumexp, totals, _ = _forward(tiles, query, key, value[..., :0], logits_mix, weights_mix)
-    signed, absolute, largest = (torch.zeros_like(logsumexp) for _ in range(3))
+    tiles, (query, key, value, logits_mix, weights_mix) = _prepare(request)
+    _, logsumexp, softmax_state, _ = _forward(tiles, query, key, value[..., :0], logits_mix, weights_mix)
+    signed, absolute, max_abs = (torch.zeros_like(logsumexp) for _ in range(3))
     for rows in tiles.row_blocks():
-        own = slice(*rows)
+        row_slice = slice(*rows)
         for columns in tiles.column_blocks(rows):
             _, _, logits = tiles.tile(query, key, logits_mix, rows, columns)
-            mixed = mix(_weights(logits, totals, rows), weights_mix)
-            signed[:, :, own] += mixed.sum(-1)
-            absolute[:, :, own] += mixed.abs().sum(-1)
-            largest[:, :, own] = torch.maximum(largest[:, :, own], mixed.abs().amax(-1))
-    return CombinedWeights(signed, absolute, largest)
+            mixed = mix(_weights(logits, softmax_state, rows), weights_mix)
+            signed[:, :, row_slice] += mixed.sum(-1)
+            absolute[:, :, row_slice] += mixed.abs().sum(-1)
+            max_abs[:, :, row_slice] = torch.maximum(max_abs[:, :, row_slice], mixed.abs().amax(-1))
+    return CombinedWeights(signed, absolute, max_abs)
 
 
 class _Tiles(Tiling):
-    """How one call is cut into tiles, and the tiles of its logits."""
+    """Tiling of one call, and the tiles of its logits."""
 
     def __init__(self, request: TalkingRequest, query_poison: Tensor | None, key_poison: Tensor | None) -> None:
-        super().__init__(request.plain)
+        super().__init__(request.attention)
         self.scale = request.scale
-        self.query_tokens, self.key_tokens = query_poison, key_poison  # [batch, queries] and [batch, keys]
-        elements = TILE_ELEMENTS if request.plain.query.device.type == "cpu" else _DEVICE_ELEMENTS
+        self.query_poison_tokens, self.key_poison_tokens = (
+            query_poison,
+            key_poison,
+        )  # [batch, queries] and [batch, keys]
+        elements = TILE_ELEMENTS if request.attention.query.device.type == "cpu" else _DEVICE_ELEMENTS
         self.rows = max(16, min(1024, elements // max(self.batch * self.heads * self.columns, 1)))
 
     def tile(
         self, query: Tensor, key: Tensor, logits_mix: Tensor, rows: Span, columns: Span
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Scores, who sees whom, and mixed logits with hidden ones at -inf: [batch, heads, rows, columns]."""
+        """Return scores, visibility and mixed logits of a tile, [batch, heads, rows, columns].
+
+        Masked logits are -inf.
+        """
         scores = self.product(query[:, :, slice(*rows)], key[:, :, slice(*columns)].transpose(-1, -2)) * self.scale
         logits = mix(scores, logits_mix)
-        if self.query_tokens is not None:
-            logits = logits + self.query_tokens[:, None, slice(*rows), None]
-        if self.key_tokens is not None:
-            logits = logits + self.key_tokens[:, None, None, slice(*columns)]
+        if self.query_poison_tokens is not None:
+            logits = logits + self.query_poison_tokens[:, None, slice(*rows), None]
+        if self.key_poison_tokens is not None:
+            logits = logits + self.key_poison_tokens[:, None, None, slice(*columns)]
         allowed = None if self.visibility is None else self.visibility.allowed_tile(rows, columns)
         return scores, allowed, logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """[batch, heads, m, k] times [batch, kv_heads, k, n]; heads of a group share what stands on the right."""
+        """Return [batch, heads, m, k] @ [batch, kv_heads, k, n]; heads of a group share the right operand."""
         if self.group == 1:
             return left @ right
         batch, heads, rows, width = left.shape
         folded = left.reshape(batch, self.kv_heads, self.group * rows, width) @ right
         return folded.view(batch, heads, rows, right.shape[-1])
 
-    def over_group(self, x: Tensor) -> Tensor:
-        """[batch, heads, ...] summed over the heads that share a KV head."""
+    def sum_over_group(self, x: Tensor) -> Tensor:
+        """Sum [batch, heads, ...] over the heads that share a KV head."""
         return x if self.group == 1 else x.unflatten(1, (self.kv_heads, self.group)).sum(2)
 
 
 def mix(tile: Tensor, matrix: Tensor) -> Tensor:
-    """From heads (the first axis of the matrix) to heads: [batch, heads, rows, columns]."""
+    """Mix heads, from the first axis of the matrix to the second: [batch, heads, rows, columns]."""
     return (matrix.t() @ tile.flatten(2)).view(tile.shape)
 
 
-def _crossed(one: Tensor, other: Tensor) -> Tensor:
-    """What two tiles have in common, head by head: [heads of one, heads of the other]."""
-    return (one.flatten(2) @ other.flatten(2).transpose(1, 2)).sum(0)
+def _head_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner products of the heads of two tiles: [heads of a, heads of b]."""
+    return (a.flatten(2) @ b.flatten(2).transpose(1, 2)).sum(0)
 
 
-def _weights(logits: Tensor, totals: Tensor, rows: Span) -> Tensor:
-    """Of some rows, from their shift and total, as from the log-sum-exp they would be coarse where logits are large; 0
-    where a key is hidden, in a row that is NaN as well."""
-    shift, total = totals[:, :, :, slice(*rows), None]
-    return torch.where(logits == -torch.inf, 0.0, torch.exp(logits - shift) / total)
+def _weights(logits: Tensor, softmax_state: Tensor, rows: Span) -> Tensor:
+    """Return the weights of some rows, 0 for masked keys, also in rows that are NaN.
+
+    They are computed from row max and sum: with the log-sum-exp they would be imprecise for large logits.
+    """
+    m_safe, l_i = softmax_state[:, :, :, slice(*rows), None]
+    return torch.where(logits == -torch.inf, 0.0, torch.exp(logits - m_safe) / l_i)
 
 
-def _prepared(request: TalkingRequest) -> tuple[_Tiles, list[Tensor]]:
-    plain, clean = request.plain, cleaned(request.plain)
-    dtype = plain.accumulation_dtype
-    value = clean.value.view_as(clean.value) if clean.value is clean.key else clean.value  # Dynamo takes none twice
+def _prepare(request: TalkingRequest) -> tuple[_Tiles, list[Tensor]]:
+    inputs, clean = request.attention, remove_nonfinite(request.attention)
+    dtype = inputs.accumulation_dtype
+    # Dynamo does not support the same tensor twice among the arguments of an autograd function.
+    value = clean.value.view_as(clean.value) if clean.value is clean.key else clean.value
     tensors = (clean.query, clean.key, value, request.logits_mix, request.weights_mix)
     return _Tiles(request, clean.query_poison, clean.key_poison), [x.to(dtype) for x in tensors]
 
@@ -121,16 +130,18 @@ class _Talking(torch.autograd.Function):
     def forward(
         ctx: Any, tiles: _Tiles, query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix: Tensor
     ) -> tuple[Tensor, ...]:
-        output, logsumexp, totals, statistics = _forward(tiles, query, key, value, logits_mix, weights_mix)
+        output, logsumexp, softmax_state, statistics = _forward(tiles, query, key, value, logits_mix, weights_mix)
         ctx.tiles, ctx.versions = tiles, tiles.versions()
-        ctx.save_for_backward(query, key, value, logits_mix, weights_mix, logsumexp, totals)
+        ctx.save_for_backward(query, key, value, logits_mix, weights_mix, logsumexp, softmax_state)
         ctx.mark_non_differentiable(logsumexp, *statistics.values())
         return output, logsumexp, *statistics.values()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise BackendUnsupported("blockwise", ['tiles of talking heads have no second derivative; "reference" has'])
+            raise BackendUnsupported(
+                "blockwise", ['tiles of talking heads have no second derivative; backend="reference" has one']
+            )
         ctx.tiles.check_versions(ctx.versions)
         return None, *_backward(ctx.tiles, grad, *ctx.saved_tensors)
 
@@ -138,54 +149,57 @@ class _Talking(torch.autograd.Function):
 def _forward(
     tiles: _Tiles, query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Output, log-sum-exp, shifts and totals [2, batch, heads, queries], and the statistics of every softmax."""
+    """Return output, log-sum-exp, softmax state and the statistics of every softmax.
+
+    The softmax state is row max and sum, [2, batch, heads, queries].
+    """
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     logsumexp = query.new_full(query.shape[:3], -torch.inf)
-    totals = query.new_ones(2, *query.shape[:3])
+    softmax_state = query.new_ones(2, *query.shape[:3])
     names = () if tiles.statistics is None else tiles.statistics.names
     statistics = {name: torch.zeros_like(logsumexp) for name in names}
     for rows in tiles.row_blocks():
-        own = slice(*rows)
-        total, shift, found = _row_totals(tiles, query, key, logits_mix, rows)
-        logsumexp[:, :, own] = torch.where(total == 0, -torch.inf, shift + torch.log(total))
-        totals[0, :, :, own], totals[1, :, :, own] = shift, torch.where(total == 0, 1.0, total)
-        for name, x in found.items():
-            statistics[name][:, :, own] = x
+        row_slice = slice(*rows)
+        l_i, m_safe, row_stats = _row_softmax_state(tiles, query, key, logits_mix, rows)
+        logsumexp[:, :, row_slice] = torch.where(l_i == 0, -torch.inf, m_safe + torch.log(l_i))
+        softmax_state[0, :, :, row_slice], softmax_state[1, :, :, row_slice] = m_safe, torch.where(l_i == 0, 1.0, l_i)
+        for name, x in row_stats.items():
+            statistics[name][:, :, row_slice] = x
         if not value.shape[3]:
             continue
         for columns in tiles.column_blocks(rows):
             _, _, logits = tiles.tile(query, key, logits_mix, rows, columns)
-            mixed = mix(_weights(logits, totals, rows), weights_mix)
-            output[:, :, own] += tiles.product(mixed, value[:, :, slice(*columns)])
-    return output, logsumexp, totals, statistics
+            mixed = mix(_weights(logits, softmax_state, rows), weights_mix)
+            output[:, :, row_slice] += tiles.product(mixed, value[:, :, slice(*columns)])
+    return output, logsumexp, softmax_state, statistics
 
 
-def _row_totals(
+def _row_softmax_state(
     tiles: _Tiles, query: Tensor, key: Tensor, logits_mix: Tensor, rows: Span
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Of some rows the sum of exponentials, what was subtracted in them, and the statistics."""
+    """Return the sum of exponentials of some rows, the row max subtracted in them, and the statistics."""
     shape = (*query.shape[:2], rows[1] - rows[0])
-    largest, total = query.new_full(shape, -torch.inf), query.new_zeros(shape)
-    shift = torch.zeros_like(total)
-    sums = None if tiles.statistics is None else RowSums(tiles, rows, None, query, blocks=False)
+    m_i, l_i = query.new_full(shape, -torch.inf), query.new_zeros(shape)
+    m_safe = torch.zeros_like(l_i)
+    stats_accumulator = None if tiles.statistics is None else RowSums(tiles, rows, None, query, blocks=False)
     for columns in tiles.column_blocks(rows):
         _, allowed, logits = tiles.tile(query, key, logits_mix, rows, columns)
         masked = allowed is not None
-        highest = logits.amax(-1)
-        if sums is not None:
-            sums.look(logits, columns, highest, masked=masked)
-        previous, largest = largest, torch.maximum(largest, highest)
-        before, shift = shift, torch.where(largest == -torch.inf, 0.0, largest)
-        decay = torch.exp(previous - shift)
-        shifted = logits - shift[..., None]
-        exponentials = torch.exp(shifted)
-        row_sums = exponentials.sum(-1)
-        if sums is not None:
-            kept = [x[..., None] for x in (row_sums, decay, before - shift, total)]
-            sums.add(exponentials, shifted, kept[0], columns, *kept[1:], masked=masked)
-        total = total * decay + row_sums
-    safe = torch.where(total == 0, 1.0, total)
-    return total, shift, {} if sums is None else sums.finish(safe, shift)
+        tile_max = logits.amax(-1)
+        if stats_accumulator is not None:
+            stats_accumulator.look(logits, columns, tile_max, masked=masked)
+        previous_m, m_i = m_i, torch.maximum(m_i, tile_max)
+        previous_m_safe, m_safe = m_safe, torch.where(m_i == -torch.inf, 0.0, m_i)
+        alpha = torch.exp(previous_m - m_safe)
+        shifted_logits = logits - m_safe[..., None]
+        p = torch.exp(shifted_logits)
+        tile_sum = p.sum(-1)
+        if stats_accumulator is not None:
+            column_terms = [x[..., None] for x in (tile_sum, alpha, previous_m_safe - m_safe, l_i)]
+            stats_accumulator.add(p, shifted_logits, column_terms[0], columns, *column_terms[1:], masked=masked)
+        l_i = l_i * alpha + tile_sum
+    safe_l = torch.where(l_i == 0, 1.0, l_i)
+    return l_i, m_safe, {} if stats_accumulator is None else stats_accumulator.finish(safe_l, m_safe)
 
 
 def _backward(
@@ -197,36 +211,36 @@ def _backward(
     logits_mix: Tensor,
     weights_mix: Tensor,
     logsumexp: Tensor,
-    totals: Tensor,
+    softmax_state: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and both mixes."""
+    """Return the gradients of query, key, value and both mixes."""
     grad_query, grad_key, grad_value = (torch.zeros_like(x) for x in (query, key, value))
     grad_logits_mix, grad_weights_mix = torch.zeros_like(logits_mix), torch.zeros_like(weights_mix)
-    # Whatever arrives at an empty row is selected away, so that a NaN there does not meet a weight of zero.
+    # Gradients of rows without visible keys are zeroed: zero weights times a NaN would be NaN.
     grad = torch.where((logsumexp == -torch.inf)[..., None], 0.0, grad)
-    logits_back, weights_back = logits_mix.t(), weights_mix.t()
+    logits_mix_t, weights_mix_t = logits_mix.t(), weights_mix.t()
     for rows in tiles.row_blocks():
-        own = slice(*rows)
-        grad_rows = grad[:, :, own]
-        delta = torch.zeros_like(logsumexp[:, :, own])
+        row_slice = slice(*rows)
+        grad_rows = grad[:, :, row_slice]
+        delta = torch.zeros_like(logsumexp[:, :, row_slice])
         for columns in tiles.column_blocks(rows):
             _, _, logits = tiles.tile(query, key, logits_mix, rows, columns)
-            weights = _weights(logits, totals, rows)
+            weights = _weights(logits, softmax_state, rows)
             grad_mixed = tiles.product(grad_rows, value[:, :, slice(*columns)].transpose(-1, -2))
-            grad_weights_mix += _crossed(weights, grad_mixed)
-            delta += (weights * mix(grad_mixed, weights_back)).sum(-1)
+            grad_weights_mix += _head_products(weights, grad_mixed)
+            delta += (weights * mix(grad_mixed, weights_mix_t)).sum(-1)
         for columns in tiles.column_blocks(rows):
-            cut = slice(*columns)
+            column_slice = slice(*columns)
             scores, allowed, logits = tiles.tile(query, key, logits_mix, rows, columns)
-            weights = _weights(logits, totals, rows)
+            weights = _weights(logits, softmax_state, rows)
             mixed = mix(weights, weights_mix)
-            grad_value[:, :, cut] += tiles.over_group(mixed.transpose(-1, -2) @ grad_rows)
-            grad_mixed = tiles.product(grad_rows, value[:, :, cut].transpose(-1, -2))
-            grad_logits = weights * (mix(grad_mixed, weights_back) - delta[..., None])
+            grad_value[:, :, column_slice] += tiles.sum_over_group(mixed.transpose(-1, -2) @ grad_rows)
+            grad_mixed = tiles.product(grad_rows, value[:, :, column_slice].transpose(-1, -2))
+            grad_logits = weights * (mix(grad_mixed, weights_mix_t) - delta[..., None])
             if allowed is not None:
                 grad_logits = grad_logits.masked_fill(~allowed, 0.0)
-            grad_logits_mix += _crossed(scores, grad_logits)
-            grad_scores = mix(grad_logits, logits_back) * tiles.scale
-            grad_query[:, :, own] += tiles.product(grad_scores, key[:, :, cut])
-            grad_key[:, :, cut] += tiles.over_group(grad_scores.transpose(-1, -2) @ query[:, :, own])
+            grad_logits_mix += _head_products(scores, grad_logits)
+            grad_scores = mix(grad_logits, logits_mix_t) * tiles.scale
+            grad_query[:, :, row_slice] += tiles.product(grad_scores, key[:, :, column_slice])
+            grad_key[:, :, column_slice] += tiles.sum_over_group(grad_scores.transpose(-1, -2) @ query[:, :, row_slice])
     return grad_query, grad_key, grad_value, grad_logits_mix, grad_weights_mix

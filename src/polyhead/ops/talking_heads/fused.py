@@ -1,4 +1,4 @@
-"""Our kernels of talking heads as a backend: what they can serve, and the operators that autograd and compilers see."""
+"""Fused backend of talking heads: support checks, and operators for autograd and compilers."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.statistics import RowStatistics
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
-from polyhead.ops.talking_heads.request import Cleaned, TalkingRequest, cleaned
+from polyhead.ops.talking_heads.request import FiniteInputs, TalkingRequest, remove_nonfinite
 
 if TYPE_CHECKING:
     from polyhead.ops.talking_heads.kernels.launch import Problem
 
-# Heads times channels of 16 bits that a program can hold: its rows of every head and their sums stay on the chip.
-_LARGEST_WIDTH = 2048
+# Maximum of heads times 16-bit channels of a program, which keeps its rows of all heads and their accumulators on chip.
+_MAX_WIDTH = 2048
 _FEW_QUERIES = 32
 
 
 def unsupported_reasons(request: TalkingRequest) -> list[str]:
-    plain, query = request.plain, request.plain.query
+    inputs, query = request.attention, request.attention.query
     reasons = []
     if not HAS_TRITON:
-        reasons.append("our kernels need Triton, which is not installed")
+        reasons.append("the kernels need Triton, which is not installed")
     if query.device.type == "cuda":
         if torch.version.cuda is None:
-            reasons.append("our kernels are written for NVIDIA's GPUs")
+            reasons.append("the kernels support NVIDIA GPUs only")
         elif not torch.compiler.is_compiling() and capability(query.device.index) < (9, 0):
             major, minor = capability(query.device.index)
-            reasons.append(f"talking heads fill the shared memory of compute capability 9.0, got {major}.{minor}")
+            reasons.append(f"the kernels need the shared memory of compute capability 9.0, got {major}.{minor}")
     elif query.device.type != "cpu" or not IS_INTERPRETED:
-        reasons.append(f"our kernels run on CUDA devices, got tensors on {query.device.type}")
+        reasons.append(f"the kernels run on CUDA devices, got tensors on {query.device.type}")
     if query.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"our kernels mix heads of float16 or bfloat16, got {query.dtype}")
-    heads, width = query.shape[1], max(query.shape[3], plain.value.shape[3])
-    if not plain.value.shape[3] or _padded(heads) * _padded(width) > _LARGEST_WIDTH:
+        reasons.append(f"the kernels take float16 or bfloat16, got {query.dtype}")
+    heads, width = query.shape[1], max(query.shape[3], inputs.value.shape[3])
+    if not inputs.value.shape[3] or _padded(heads) * _padded(width) > _MAX_WIDTH:
         reasons.append(
-            f"our kernels hold every head at once, up to {_LARGEST_WIDTH} channels (heads and channels each rounded up "
-            f"to a power of two of at least 16), got {heads} heads of {query.shape[3]} and {plain.value.shape[3]}"
+            f"the kernels keep all heads on chip, up to {_MAX_WIDTH} heads times channels (each rounded up to a power "
+            f"of two of at least 16), got {heads} heads of {query.shape[3]} and {inputs.value.shape[3]}"
         )
-    if plain.weights:
-        reasons.append("our kernels never hold the weights")
+    if inputs.weights:
+        reasons.append("the kernels never materialise the weights")
     if is_transformed():
         reasons.append(TRANSFORMED)
-    return reasons + mask_reasons(plain.visibility)
+    return reasons + mask_reasons(inputs.visibility)
 
 
 def _padded(size: int) -> int:
@@ -60,56 +60,59 @@ def _padded(size: int) -> int:
 
 
 def is_slower(request: TalkingRequest) -> bool:
-    """Whether there are so few rows that one program a sequence would walk over all keys alone, as in decoding."""
-    return request.plain.query.shape[2] <= _FEW_QUERIES and not IS_INTERPRETED
+    """Return True if there are too few rows, as in decoding.
+
+    A single program per sequence would then read all keys.
+    """
+    return request.attention.query.shape[2] <= _FEW_QUERIES and not IS_INTERPRETED
 
 
 def run(request: TalkingRequest) -> AttentionOutput:
-    plain, clean, mask = _taken(request)
-    requested = plain.statistics
-    split = requested is not None or plain.logsumexp
-    # Calling an operator takes as much Python as launching a kernel, and twice that where gradients are recorded.
-    traced = is_traced(plain.query)
-    forward = _forward_operator if traced else _Recorded.apply if request.needs_grad else _forward
+    inputs, clean, mask = _prepare(request)
+    requested = inputs.statistics
+    split = requested is not None or inputs.logsumexp
+    # Calling a custom operator costs as much host time as launching a kernel, and twice that with autograd.
+    traced = is_traced(inputs.query)
+    forward = _forward_operator if traced else _TalkingFunction.apply if request.needs_grad else _forward
     output, logsumexp = forward(*_arguments(request, clean, mask), split)
     rows = None
     if requested is not None:
-        found = (_statistics_operator if traced else _statistics)(
+        row_stats = (_statistics_operator if traced else _statistics)(
             *(x.detach() if isinstance(x, Tensor) else x for x in _arguments(request, clean, mask)),
             logsumexp.detach(),
             ",".join(requested.names),
             requested.sink_keys,
             requested.window,
         )
-        rows = RowStatistics(**dict(zip(requested.names, found, strict=True)))
+        rows = RowStatistics(**dict(zip(requested.names, row_stats, strict=True)))
     return AttentionOutput(output, logsumexp, statistics=rows, backend="fused")
 
 
 @torch.no_grad()
 def mixed_weights(request: TalkingRequest) -> CombinedWeights:
-    _, clean, mask = _taken(request)
+    _, clean, mask = _prepare(request)
     arguments = _arguments(request, clean, mask)
-    traced = is_traced(request.plain.query)
+    traced = is_traced(request.attention.query)
     _, logsumexp = (_forward_operator if traced else _forward)(*arguments, True)
-    tell = _statistics_operator if traced else _statistics
-    return CombinedWeights(*tell(*arguments, logsumexp, ",".join(COMBINED), 1, 0))
+    compute = _statistics_operator if traced else _statistics
+    return CombinedWeights(*compute(*arguments, logsumexp, ",".join(COMBINED), 1, 0))
 
 
-def _taken(request: TalkingRequest) -> tuple[AttentionRequest, Cleaned, MaskArguments]:
-    plain = request.plain
-    visibility = plain.visibility
+def _prepare(request: TalkingRequest) -> tuple[AttentionRequest, FiniteInputs, MaskArguments]:
+    inputs = request.attention
+    visibility = inputs.visibility
     if visibility is None:
-        return plain, cleaned(plain), MaskArguments(offset=plain.key.shape[2] - plain.query.shape[2])
-    return plain, cleaned(plain), pack(visibility, for_columns=request.needs_grad)
+        return inputs, remove_nonfinite(inputs), MaskArguments(offset=inputs.key.shape[2] - inputs.query.shape[2])
+    return inputs, remove_nonfinite(inputs), pack(visibility, for_columns=request.needs_grad)
 
 
-def _arguments(request: TalkingRequest, clean: Cleaned, mask: MaskArguments) -> tuple[Any, ...]:
-    """What every operator takes first."""
+def _arguments(request: TalkingRequest, clean: FiniteInputs, mask: MaskArguments) -> tuple[Any, ...]:
+    """Return the leading arguments of every operator."""
     tensors = [x if isinstance(x, Tensor) else None for x in mask]
     numbers = [0 if x is None or isinstance(x, Tensor) else x for x in mask]
-    given = [x is not None and not isinstance(x, Tensor) for x in mask]
+    is_number = [x is not None and not isinstance(x, Tensor) for x in mask]
     inputs = (clean.query, clean.key, clean.value, request.logits_mix, request.weights_mix, request.scale)
-    return *inputs, tensors, numbers, given, clean.query_poison, clean.key_poison
+    return *inputs, tensors, numbers, is_number, clean.query_poison, clean.key_poison
 
 
 _INPUTS = (
@@ -135,8 +138,8 @@ def _problem(
     from polyhead.ops.talking_heads.kernels.tiles import Poison
 
     fields: list[Any] = [
-        number if given else tensor
-        for tensor, number, given in zip(mask_tensors, mask_numbers, mask_given, strict=True)
+        number if is_number else tensor
+        for tensor, number, is_number in zip(mask_tensors, mask_numbers, mask_given, strict=True)
     ]
     poisons = (None if x is None else x.float().contiguous() for x in (query_poison, key_poison))
     query, key, value = (_with_dense_rows(x) for x in (query, key, value))
@@ -159,26 +162,29 @@ def _statistics(*arguments: Any) -> list[Tensor]:
 
     *inputs, logsumexp, names, sink_keys, window = arguments
     requested = tuple(names.split(","))
-    found = statistics(_problem(*inputs), logsumexp, requested, sink_keys, window)
-    return [found[name] for name in requested]
+    row_stats = statistics(_problem(*inputs), logsumexp, requested, sink_keys, window)
+    return [row_stats[name] for name in requested]
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from polyhead.ops.talking_heads.kernels.launch import backward
 
     *inputs, grad, logsumexp = arguments
-    # Whatever arrives at an empty row is selected away, so that a NaN there does not meet a weight of zero.
+    # Gradients of rows without visible keys are zeroed: zero weights times a NaN would be NaN.
     grad = _with_dense_rows(torch.where((logsumexp == -torch.inf)[..., None], 0.0, grad))
-    found = backward(_problem(*inputs), grad, logsumexp)
-    like = inputs[:5]
-    results = [_laid_out_like(grad, x) for grad, x in zip(found, like, strict=True)]
+    grads = backward(_problem(*inputs), grad, logsumexp)
+    tensors = inputs[:5]
+    results = [_laid_out_like(grad, x) for grad, x in zip(grads, tensors, strict=True)]
     return results[0], results[1], results[2], results[3], results[4]
 
 
 def _laid_out_like(grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient as `torch.empty_like` of its input promises it: in its dtype and with its strides."""
-    promised = torch.empty_like(like, device="meta")
-    if grad.dtype is promised.dtype and grad.stride() == promised.stride():
+    """Return the gradient in the dtype and with the strides of `torch.empty_like(like)`.
+
+    The fake operators return it so.
+    """
+    expected = torch.empty_like(like, device="meta")
+    if grad.dtype is expected.dtype and grad.stride() == expected.stride():
         return grad
     return torch.empty_like(like).copy_(grad)
 
@@ -216,41 +222,44 @@ def _(query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix
     return tuple(torch.empty_like(x) for x in (query, key, value, logits_mix, weights_mix))
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, logits_mix, weights_mix, scale, mask_tensors, numbers, given, *poisons, _ = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, logits_mix, weights_mix, scale, mask_tensors, numbers, is_number, *poisons, _ = inputs
     ctx.save_for_backward(query, key, value, logits_mix, weights_mix, *mask_tensors, *poisons, output[1])
-    ctx.options = (scale, numbers, given)
+    ctx.options = (scale, numbers, is_number)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _backward_of_forward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     *inputs, query_poison, key_poison, logsumexp = ctx.saved_tensors
-    scale, numbers, given = ctx.options
+    scale, numbers, is_number = ctx.options
     grads: Sequence[Tensor | None] = [None] * 5
     if grad is not None:
-        rest = (scale, inputs[5:], numbers, given, query_poison, key_poison)
+        rest = (scale, inputs[5:], numbers, is_number, query_poison, key_poison)
         backward = _backward_operator if torch.is_grad_enabled() or is_traced(inputs[0]) else _backward
         grads = backward(*inputs[:5], *rest, grad, logsumexp)
     return *grads, *([None] * 7)
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise BackendUnsupported("fused", ['our kernels have no second derivative; backend="reference" has one'])
+    raise BackendUnsupported("fused", ['the kernels have no second derivative; backend="reference" has one'])
 
 
-class _Recorded(torch.autograd.Function):
-    """The same on the tape of plain PyTorch. With a `setup_context` PyTorch would read the signature in every call."""
+class _TalkingFunction(torch.autograd.Function):
+    """The forward operator as an autograd function.
+
+    It has no `setup_context`, for which PyTorch inspects the signature in every call.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         output = _forward(*arguments)
-        _remember(ctx, arguments, output)
+        _setup_context(ctx, arguments, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _differentiate(ctx, *grads)
+        return _backward_of_forward(ctx, *grads)
 
 
-_forward_operator.register_autograd(_differentiate, setup_context=_remember)
+_forward_operator.register_autograd(_backward_of_forward, setup_context=_setup_context)
 _backward_operator.register_autograd(_no_second_derivative)

@@ -1,4 +1,4 @@
-"""Talking heads as the formula has them, weights materialised: what the other backends are tested against.
+"""Reference backend of talking heads: the formula with materialised weights.
 
 L_g = sum_h A[h, g] (scale Q_h K_h^T)      W_g = softmax(L_g)      U_g = sum_h B[h, g] W_h      O_g = U_g V_g
 """
@@ -14,7 +14,7 @@ from polyhead.ops.common.combined_weights import CombinedWeights
 from polyhead.ops.common.nonfinite import over_heads
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.statistics import RowStatistics
-from polyhead.ops.talking_heads.request import TalkingRequest, cleaned
+from polyhead.ops.talking_heads.request import TalkingRequest, remove_nonfinite
 
 
 def unsupported_reasons(request: TalkingRequest) -> list[str]:
@@ -22,29 +22,29 @@ def unsupported_reasons(request: TalkingRequest) -> list[str]:
 
 
 def run(request: TalkingRequest) -> AttentionOutput:
-    plain = request.plain
+    inputs = request.attention
     logits, value = _logits(request)
     weights, logsumexp = _softmax(logits)
     mixed = torch.einsum("bhqk,hg->bgqk", weights, request.weights_mix.to(weights.dtype))
-    output = mixed @ over_heads(value, plain.query.shape[1])
-    # What arrives at a row that sees nothing is selected away: a NaN there would meet weights of zero.
-    output = torch.where((logsumexp == -torch.inf)[..., None], 0.0, output).to(plain.query.dtype)
-    told = None if plain.statistics is None else _statistics(request, logits.detach())
-    return AttentionOutput(output, logsumexp, weights if plain.weights else None, told, backend="reference")
+    output = mixed @ over_heads(value, inputs.query.shape[1])
+    # Rows without visible keys are replaced by zeros: zero weights times a NaN would be NaN.
+    output = torch.where((logsumexp == -torch.inf)[..., None], 0.0, output).to(inputs.query.dtype)
+    statistics = None if inputs.statistics is None else _statistics(request, logits.detach())
+    return AttentionOutput(output, logsumexp, weights if inputs.weights else None, statistics, backend="reference")
 
 
 def mixed_weights(request: TalkingRequest) -> CombinedWeights:
     logits, _ = _logits(request)
     weights, _ = _softmax(logits)
     mixed = torch.einsum("bhqk,hg->bgqk", weights, request.weights_mix.to(weights.dtype))
-    largest = mixed.abs().amax(-1) if mixed.shape[-1] else mixed.sum(-1)
-    return CombinedWeights(mixed.sum(-1), mixed.abs().sum(-1), largest)
+    max_abs = mixed.abs().amax(-1) if mixed.shape[-1] else mixed.sum(-1)
+    return CombinedWeights(mixed.sum(-1), mixed.abs().sum(-1), max_abs)
 
 
 def _logits(request: TalkingRequest) -> tuple[Tensor, Tensor]:
-    """Mixed logits with hidden ones at -inf, and the values."""
-    plain, clean = request.plain, cleaned(request.plain)
-    dtype = plain.accumulation_dtype
+    """Return the mixed logits, with masked ones at -inf, and the values."""
+    inputs, clean = request.attention, remove_nonfinite(request.attention)
+    dtype = inputs.accumulation_dtype
     query, key, value = (x.to(dtype) for x in (clean.query, clean.key, clean.value))
     scores = request.scale * (query @ over_heads(key, query.shape[1]).transpose(-1, -2))
     logits = torch.einsum("bhqk,hg->bgqk", scores, request.logits_mix.to(dtype))
@@ -52,27 +52,27 @@ def _logits(request: TalkingRequest) -> tuple[Tensor, Tensor]:
         logits = logits + clean.query_poison[:, None, :, None]
     if clean.key_poison is not None:
         logits = logits + clean.key_poison[:, None, None]
-    everything = (0, query.shape[2]), (0, key.shape[2])
-    allowed = None if plain.visibility is None else plain.visibility.allowed_tile(*everything)
+    full_tile = (0, query.shape[2]), (0, key.shape[2])
+    allowed = None if inputs.visibility is None else inputs.visibility.allowed_tile(*full_tile)
     return logits if allowed is None else torch.where(allowed, logits, -torch.inf), value
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights, all 0 in a row that sees no key, and the log-sum-exp of every row."""
-    largest = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.new_zeros(*logits.shape[:-1], 1)
-    shift = torch.where(largest == -torch.inf, 0.0, largest)
-    exponentials = torch.exp(logits - shift)
-    total = exponentials.sum(-1, keepdim=True)
-    empty = total == 0
-    total = torch.where(empty, 1.0, total)
-    logsumexp = torch.where(empty, -torch.inf, shift + torch.log(total)).squeeze(-1)
-    return exponentials / total, logsumexp
+    """Return the weights, all 0 in a row without visible keys, and the log-sum-exp of every row."""
+    m_i = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.new_zeros(*logits.shape[:-1], 1)
+    m_safe = torch.where(m_i == -torch.inf, 0.0, m_i)
+    p = torch.exp(logits - m_safe)
+    l_i = p.sum(-1, keepdim=True)
+    is_empty = l_i == 0
+    l_i = torch.where(is_empty, 1.0, l_i)
+    logsumexp = torch.where(is_empty, -torch.inf, m_safe + torch.log(l_i)).squeeze(-1)
+    return p / l_i, logsumexp
 
 
 def _statistics(request: TalkingRequest, logits: Tensor) -> RowStatistics | None:
-    """Those of attention to keys of zero, whose logits are a bias and nothing else."""
-    nothing = logits.new_zeros(*logits.shape[:2], max(logits.shape[2:]), 1)
-    query, key = nothing[:, :, : logits.shape[2]], nothing[:, :, : logits.shape[3]]
+    """Return the statistics of an attention with zero keys, whose logits are passed as a bias."""
+    zeros = logits.new_zeros(*logits.shape[:2], max(logits.shape[2:]), 1)
+    query, key = zeros[:, :, : logits.shape[2]], zeros[:, :, : logits.shape[3]]
     bias = Mask.bias(logits)
     mask = bias if request.mask is None else request.mask & bias
     return attention(query, key, key, mask=mask, backend="reference", statistics=request.statistics).statistics

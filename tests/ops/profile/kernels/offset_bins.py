@@ -1,4 +1,4 @@
-"""A kernel that says of offsets which bin they fall into; Triton compiles only what stands at the top of a module."""
+"""A kernel that computes the bins of offsets; Triton compiles only functions at the top level of a module."""
 
 import triton
 import triton.language as tl

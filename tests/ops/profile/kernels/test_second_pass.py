@@ -1,4 +1,4 @@
-"""The kernels of the profile, in Triton's interpreter and on a GPU, against all the weights at once."""
+"""The kernels of the profile against the full weights, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PLACES = (16, 16), (16, 32), (32, 32)
 
 @contextmanager
 def tiles(rows: int, columns: int) -> Iterator[None]:
-    """Kernels cut into small tiles, and fresh memory that holds NaN."""
+    """Use small tiles, and fill fresh memory with NaN."""
     from polyhead.ops.common.kernels.resources import Blocks
     from polyhead.ops.profile.kernels import divergence, second_pass
 
@@ -98,7 +98,7 @@ def tiles(rows: int, columns: int) -> Iterator[None]:
 
 
 def check_in_interpreter(dtype: torch.dtype, names: list[str], step: int) -> None:
-    """Each `step`-th question to each kind of mask, in three sizes of tiles, every other one about a window."""
+    """Check each `step`-th request for each kind of mask, in three tile sizes, every other one with a window."""
     turn = 0
     for first, name in enumerate(names):
         scene = SCENES[name]()
@@ -133,15 +133,15 @@ def check_generated(examples: int) -> None:
 
     check()
     assert served > examples // 2
-    assert all("states positions" in reason for reason in refused)
+    assert all("explicit positions" in reason for reason in refused)
 
 
-def check_walks_agree(device: str) -> None:
-    """Received weight and map from the walk along the rows, by atomics, and from that down the columns."""
+def check_kernels_agree(device: str) -> None:
+    """Compare received weight and map of the row kernel, which uses atomics, with those of the column kernel."""
     from polyhead.ops.common.kernel_masks import pack
     from polyhead.ops.common.visibility import resolve
     from polyhead.ops.profile.kernels.prepare import prepare
-    from polyhead.ops.profile.kernels.second_pass import walk
+    from polyhead.ops.profile.kernels.second_pass import second_pass
 
     scene = SCENES["window"]().to(torch.float32)
     _, heads, queries, keys = scene.sizes
@@ -151,7 +151,7 @@ def check_walks_agree(device: str) -> None:
     problem = prepare(query, key, lse, 0.3, None, (0, queries), (0, keys))
     mask = pack(visibility, for_columns=True)
     options = {"received": True, "block": (16, 20), "offsets": True}
-    rows, columns = (walk(problem, mask, by_columns=by_columns, **options) for by_columns in (False, True))
+    rows, columns = (second_pass(problem, mask, by_columns=by_columns, **options) for by_columns in (False, True))
     assert rows.keys() == columns.keys() == {"received", "block_map", "offsets"}
     for name, x in rows.items():
         torch.testing.assert_close(x, columns[name], atol=1e-5, rtol=1e-5)
@@ -168,21 +168,23 @@ FAR = {
 }
 
 
-def check_far_offsets(names: list[str], whole: tuple[int, int], piece: tuple[int, int]) -> None:
-    """Rows long enough for bins of many offsets, where tiles lie within one bin, along an edge and across several."""
+def check_far_offsets(names: list[str], tile: tuple[int, int], piece: tuple[int, int]) -> None:
+    """Check rows long enough for wide bins, with tiles within one bin, along an edge and across several."""
     from polyhead.ops.common.kernels.resources import Blocks
     from polyhead.ops.profile.kernels import second_pass
 
     for name in names:
         scene, rows, columns = FAR[name]
         with tiles(*piece):
-            second_pass.tiles_for = lambda *args, busy=False, **kwargs: Blocks(*(piece if busy else whole), 4, 1)
+            second_pass.tiles_for = lambda *args, register_heavy=False, **kwargs: Blocks(
+                *(piece if register_heavy else tile), 4, 1
+            )
             question = Question(scene(), rows, columns, {"offsets": True, "received": True, "block_map": (64, 64)})
             question.check(torch.float32, "fused")
 
 
 def check_bins() -> None:
-    """The number of a bin and its end, for every offset near an edge, against the bins that users are told."""
+    """Check the index and the end of the bin of every offset near an edge against `offset_bins`."""
     from polyhead.ops.profile.request import offset_bins
     from tests.ops.profile.kernels.offset_bins import bins_kernel
 
@@ -219,7 +221,7 @@ def check_ties_and_strides(device: str) -> None:
 
 
 def check_hidden_values(device: str, dtype: torch.dtype) -> None:
-    """NaN and Inf in padding reach nothing; logits of 1e4 keep their column sums."""
+    """Check that NaN and Inf in padding do not propagate, and that column sums hold for logits of 1e4."""
     from polyhead import Mask
 
     drawn = torch.Generator().manual_seed(7)  # of the size that is asked for below, whatever was drawn before
@@ -275,8 +277,8 @@ def test_any_profile_of_any_scene() -> None:
     in_the_interpreter(check_generated, 25)
 
 
-def test_both_walks_agree_ties_go_low_any_strides_are_read_and_nothing_hidden_leaks() -> None:
-    in_the_interpreter(check_walks_agree, "cpu")
+def test_both_kernels_agree_on_ties_strides_and_masked_values() -> None:
+    in_the_interpreter(check_kernels_agree, "cpu")
     in_the_interpreter(check_ties_and_strides, "cpu")
     for dtype in (torch.float32, torch.float16):
         in_the_interpreter(check_hidden_values, "cpu", dtype)
@@ -307,7 +309,7 @@ def on_gpu(question: Question, dtype: torch.dtype) -> None:
 
 
 def windows(queries: int, keys: int, kind: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Two windows of rows and columns; unless they are mixed, one compiled kernel serves both."""
+    """Return two windows of rows and columns; unless they are mixed, one compiled kernel is used for both."""
     whole, odd = ((0, queries), (0, keys)), ((5, queries - 3), (3, keys - 5))
     return {
         "mixed": [whole, odd],
@@ -320,7 +322,7 @@ def windows(queries: int, keys: int, kind: str) -> list[tuple[tuple[int, int], t
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(SCENES))
 def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype, turn: int) -> None:
-    """A third of the flags, which between the dtypes are asked for in both kinds of windows."""
+    """Check a third of the flags; over all dtypes, each is requested in both kinds of windows."""
     scene = SCENES[name]()
     _, _, queries, keys = scene.sizes
     for place, options in list(enumerate((*COLUMNS, *ROWS)))[turn::3]:
@@ -360,12 +362,12 @@ def test_on_a_gpu_more_heads_than_a_grid_axis_has_room_for() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", [check_walks_agree, check_ties_and_strides])
-def test_on_a_gpu_both_walks_agree_ties_go_low_and_any_strides_are_read(check: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("check", [check_kernels_agree, check_ties_and_strides])
+def test_on_a_gpu_both_kernels_agree_on_ties_and_strides(check: Callable[[str], None]) -> None:
     check("cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_on_a_gpu_nothing_hidden_leaks(dtype: torch.dtype) -> None:
+def test_on_a_gpu_masked_values_do_not_leak(dtype: torch.dtype) -> None:
     check_hidden_values("cuda", dtype)

@@ -1,4 +1,4 @@
-"""The searches of the kernels of chosen rows, each by itself, for their tests."""
+"""A kernel that runs the row searches of the selected-rows kernels alone, for their tests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from polyhead.ops.selected_rows.kernels.tiles import find_rows, first_from
 
 
 @triton.jit
-def search_kernel(rows, found, BLOCK_M: tl.constexpr):
-    """For each program its pair, first row and end, and the first row of pair 0 from query 7 * program on."""
+def search_kernel(rows, ptr_result, BLOCK_M: tl.constexpr):
+    """Store for each program its pair, first row and end, and the first row of pair 0 from query 7 * program on."""
     i_pair, first_row, stop_row = find_rows(rows, tl.program_id(0), BLOCK_M)
-    into = found + tl.program_id(0) * 4
-    tl.store(into, i_pair)
-    tl.store(into + 1, first_row)
-    tl.store(into + 2, stop_row)
-    tl.store(into + 3, first_from(rows, tl.load(rows.offsets), tl.load(rows.offsets + 1), tl.program_id(0) * 7))
+    ptr = ptr_result + tl.program_id(0) * 4
+    tl.store(ptr, i_pair)
+    tl.store(ptr + 1, first_row)
+    tl.store(ptr + 2, stop_row)
+    tl.store(ptr + 3, first_from(rows, tl.load(rows.offsets), tl.load(rows.offsets + 1), tl.program_id(0) * 7))

@@ -1,4 +1,4 @@
-"""The kernels of grouped products against float64: gathered rows, groups of any size, rows that meet no matrix."""
+"""The grouped product kernels against float64: gathered rows, groups of any size, rows without a matrix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = [(700, 4, 16, 512, 128), (700, 4, 16, 128, 512), (90, 5, 70, 264, 72), (
 
 
 def check_all(device: str, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, used_share: float | None) -> None:
-    """Outputs and gradients of both products, within the error budget, and NaN where nobody is to look."""
+    """Check outputs and gradients of both products against the error budget, with NaN in elements that are not read."""
     from polyhead.ops.selected_rows.row_products import RowGroups, spread_product, summed_product, weighs_rows
 
     tokens, slots, matrices, inner, outer = sizes
@@ -62,7 +62,7 @@ def _differentiated(call, left: Tensor, stack: Tensor, gradient: Tensor, *more: 
 
 
 def _formula(left: Tensor, stack: Tensor, chosen: Tensor, used: Tensor | None, spread: bool) -> Tensor:
-    """Every product rounded to the dtype of the inputs before it is added up."""
+    """Compute the formula with every product rounded to the dtype of the inputs before the sum."""
     tokens, slots = chosen.shape
     rows = left.repeat_interleave(slots, 0) if spread else left
     parts, order = [], []

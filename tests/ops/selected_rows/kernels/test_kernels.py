@@ -1,4 +1,4 @@
-"""The kernels of chosen rows against float64, by the design's bounds: in Triton's interpreter and on a GPU."""
+"""The kernels of selected rows against float64, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scene(
 
 
 def chosen(whole: Scene, share: float = 0.5, padding: int = 0, **options: Any) -> Chosen:
-    """Random rows, an odd number of them with their padding."""
+    """Select random rows, an odd number of them including the padding."""
     which = random_choice(whole, share)
     which[0, 0, 0] ^= (int(which.sum()) + padding) % 2 == 0
     return Chosen(whole, which, padding=padding, **options)
@@ -110,7 +110,7 @@ def one_row(size: int) -> Tensor:
 
 
 def without_learned_terms(case: Chosen) -> Chosen:
-    """The same where biases, tables and scales are given and not learned: the kernels have no gradient of theirs."""
+    """Return the case with constant biases, tables and scales, of which the kernels have no gradient."""
     return replace(case, scene=_Given(**{name: getattr(case.scene, name) for name in case.scene.__dataclass_fields__}))
 
 
@@ -140,14 +140,14 @@ def check_cases(names: tuple[str, ...], dtypes: list[torch.dtype], device: str) 
 
 
 def check_case(name: str, case: Chosen, dtypes: list[torch.dtype], device: str, draws: int = 1) -> None:
-    """Output, log-sum-exp and gradients, with NaN in all memory that a kernel could have forgotten to write."""
+    """Check output, log-sum-exp and gradients, with fresh memory filled with NaN."""
     for dtype in dtypes:
         with small_tiles() if device == "cpu" else nullcontext(), poisoned_memory():
             check(name, without_learned_terms(case), "fused", dtype, device, draws=draws)
 
 
 def check_rows(case: Chosen, device: str, dtype: torch.dtype = torch.float32, names: tuple[str, ...] = ()) -> None:
-    """Every statistic of the chosen rows, or some."""
+    """Check the statistics in `names`, or all, of the selected rows."""
     case = case.to(dtype)
     exact_case = case.to(torch.float64)
     requested = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW)
@@ -165,7 +165,7 @@ def check_rows(case: Chosen, device: str, dtype: torch.dtype = torch.float32, na
 
 
 def check_gradients_of_statistics(device: str) -> None:
-    """All that the kernels have, at once; of the maxima they say that they have none."""
+    """Check all supported gradients of statistics at once, and that those of the maxima raise."""
     whole = scene(heads=(2, 1), queries=19, keys=29, sinks=normal(2, seed=7), who=Who(causal=True))
     case = chosen(whole, padding=3)
     names = ("entropy", "learned_sink_mass", *LINEAR)
@@ -202,10 +202,10 @@ def check_gradients_of_statistics(device: str) -> None:
 
 
 def check_searches(device: str, pairs: int) -> None:
-    """Every row is one program's, and every query is found where it stands, however many steps a search takes."""
+    """Check that every row belongs to one program and every query is found, for any number of search steps."""
     import triton.language as tl
 
-    from polyhead.ops.selected_rows.kernels.forward import programs_of
+    from polyhead.ops.selected_rows.kernels.forward import num_programs
     from polyhead.ops.selected_rows.kernels.tiles import Rows
     from tests.ops.selected_rows.kernels.searches import search_kernel
 
@@ -215,7 +215,7 @@ def check_searches(device: str, pairs: int) -> None:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     total = int(offsets[-1]) + 21
     positions = (torch.arange(total) * 5).int()
-    programs = programs_of(total, pairs, 16)
+    programs = num_programs(total, pairs, 16)
     found = torch.full((programs, 4), -77, dtype=torch.int32, device=device)
     rows = Rows(positions.to(device), offsets.int().to(device), None, None, total, pairs, 1, pairs, tl.constexpr(False))
     search_kernel[(programs,)](rows, found, BLOCK_M=16)
@@ -230,7 +230,7 @@ def check_searches(device: str, pairs: int) -> None:
 
 
 def check_many_pairs(device: str, heads: int) -> None:
-    """More pairs than a grid has in its second and third axis, most of them empty."""
+    """Check more pairs than the second and third axis of a grid allow, most of them empty."""
     generator = torch.Generator().manual_seed(5)
     which = torch.rand(1, heads, 3, generator=generator) < 0.2
     query, key, value = (normal(1, heads, 3, 16, seed=i) for i in (1, 2, 3))
@@ -240,7 +240,7 @@ def check_many_pairs(device: str, heads: int) -> None:
 
 
 def check_refusals(device: str) -> None:
-    """A bias that learns, a table that learns and a scale that learns go elsewhere, and that is said."""
+    """Check that learned biases, tables and scales are reported as unsupported and use another backend."""
     learned = [
         chosen(scene(bias=normal(1, 3, 37, 37, seed=5))),
         chosen(scene(table=normal(3, 9, seed=6), zero=5)),
@@ -248,12 +248,12 @@ def check_refusals(device: str) -> None:
     ]
     for case in learned:
         own = replace(case, scene=case.scene.to(torch.float32).with_gradients())
-        with pytest.raises(BackendUnsupported, match="no gradient of a bias, a table or a scale a head"):
+        with pytest.raises(BackendUnsupported, match="no gradient of a bias, a table or a scale per head"):
             own.run("fused", device)
 
 
 def check_compiled(device: str) -> None:
-    """The operators pass PyTorch's own checks, and a compiled call gives what a plain one does."""
+    """Check that the operators pass PyTorch's opcheck, and that a compiled call equals an eager one."""
     whole = scene(heads=(2, 1), queries=11, keys=11, sinks=normal(2, seed=7)).to(torch.float32)
     case = chosen(whole, padding=2)
     rows = case.rows(device)
@@ -299,7 +299,7 @@ IN_FLOAT16 = ("sinks", "right padding")
 
 
 @pytest.mark.numerics
-def test_in_the_interpreter_every_way_through_the_kernels_keeps_to_the_bounds() -> None:
+def test_in_the_interpreter_every_path_of_the_kernels_is_within_bounds() -> None:
     in_the_interpreter(check_cases, IN_FLOAT32, [torch.float32], "cpu")
     in_the_interpreter(check_cases, IN_FLOAT16, [torch.float16], "cpu")
 
@@ -341,7 +341,7 @@ def test_on_a_gpu_statistics_keep_to_the_bounds(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("check_rest", [check_gradients_of_statistics, check_refusals, check_compiled])
-def test_on_a_gpu_the_rest_holds_too(check_rest: Callable[[str], None]) -> None:
+def test_on_a_gpu_other_checks_hold(check_rest: Callable[[str], None]) -> None:
     check_rest("cuda")
 
 
@@ -360,26 +360,26 @@ BANDS = {
 }
 
 
-def twin_scene(dims: tuple[int, int], name: str) -> Scene:
+def hopper_scene(dims: tuple[int, int], name: str) -> Scene:
     queries = 389 + 128 * (list(BANDS).index(name) % 2)
     return scene(batch=2, heads=(4, 2), queries=queries, keys=517, dims=dims, who=BANDS[name])
 
 
-def check_twin(dtype: torch.dtype, dims: tuple[int, int], name: str) -> None:
-    """The kernel for Hopper wherever it serves: bands of keys, any rows; and that it was this kernel that served."""
+def check_hopper(dtype: torch.dtype, dims: tuple[int, int], name: str) -> None:
+    """Check the Hopper kernel where it is supported (bands of keys, any rows), and that it was the one that ran."""
     from polyhead.ops.selected_rows.kernels import forward_hopper
 
     place = list(BANDS).index(name)
-    case = chosen(twin_scene(dims, name), 0.3, by_head=place % 2 == 0, padding=140 * place)
+    case = chosen(hopper_scene(dims, name), 0.3, by_head=place % 2 == 0, padding=140 * place)
     with mock.patch.object(forward_hopper, "ragged_forward", wraps=forward_hopper.ragged_forward) as served:
         check_case(f"twin, {name}", case, [dtype], "cuda")
         check_rows(case, "cuda", dtype, forward_hopper.STATISTICS)
         assert served.call_count == 2
 
 
-def check_rows_of_twin(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    """No rows at all, and all of them where one key is broken."""
-    whole = twin_scene(dims, "window both ways")
+def check_hopper_rows(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """Check no rows at all, and all rows with one non-finite key."""
+    whole = hopper_scene(dims, "window both ways")
     which = torch.zeros(2, 4, 517, dtype=torch.bool)
     check_case("twin, no rows", Chosen(whole, which, padding=1201), [dtype], "cuda")
     key = whole.key.clone()
@@ -394,13 +394,15 @@ def check_rows_of_twin(dtype: torch.dtype, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", [*BANDS, None])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 96)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_hopper_the_twin_keeps_to_the_bounds(dtype: torch.dtype, dims: tuple[int, int], name: str | None) -> None:
+def test_on_hopper_the_gluon_kernel_is_within_bounds(
+    dtype: torch.dtype, dims: tuple[int, int], name: str | None
+) -> None:
     if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("the twin is for Hopper alone")
     if name is None:
-        check_rows_of_twin(dtype, dims)
+        check_hopper_rows(dtype, dims)
     else:
-        check_twin(dtype, dims, name)
+        check_hopper(dtype, dims, name)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The kernels of talking heads against float64, by the design's bounds: in Triton's interpreter and on a GPU."""
+"""The kernels of talking heads against float64, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Case:
     mask: Mask | None = None
 
     def tensors(self, dtype: torch.dtype, device: str, draw: int = 0) -> tuple[list[Tensor], Tensor]:
-        """Query, key, value and both mixes, and what flows back into the output."""
+        """Return query, key, value, both mixes, and the gradient of the output."""
         generator = torch.Generator().manual_seed(3 + draw)
 
         def normal(*shape: int) -> Tensor:
@@ -74,7 +74,7 @@ def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor], g
 
 @contextmanager
 def tiles(small: bool) -> Iterator[None]:
-    """Blocks of 16 by 16 and keys in three parts, so that short sequences have several; else those that are chosen."""
+    """Use blocks of 16 by 16 and three parts of keys, so that short sequences have several; else the default ones."""
     if not small:
         yield
         return
@@ -83,13 +83,13 @@ def tiles(small: bool) -> Iterator[None]:
 
     with (
         mock.patch.dict(launch._BLOCKS, dict.fromkeys(launch._BLOCKS, Blocks(16, 16, 4, 1))),
-        mock.patch.object(launch, "_parts", return_value=3),
+        mock.patch.object(launch, "_num_key_parts", return_value=3),
     ):
         yield
 
 
 def check(name: str, case: Case, dtype: torch.dtype, device: str, *, small: bool = True) -> None:
-    """Output, every gradient, and what is told of the maps."""
+    """Check the output, every gradient, and the statistics."""
     tensors, grad = case.tensors(dtype, device)
     mask = case.mask if case.mask is None else case.mask.to(device)
 
@@ -111,8 +111,8 @@ def check(name: str, case: Case, dtype: torch.dtype, device: str, *, small: bool
     assert_draws_within_error_budget(samples, name=name)
 
 
-def check_told(case: Case, dtype: torch.dtype, device: str, *, small: bool = True) -> None:
-    """Statistics of each softmax as the formula has them, and what is told of mixed weights."""
+def check_statistics(case: Case, dtype: torch.dtype, device: str, *, small: bool = True) -> None:
+    """Check the statistics of each softmax and of the mixed weights against the formula."""
     (query, key, value, logits_mix, weights_mix), _ = case.tensors(dtype, device)
     mask = case.mask if case.mask is None else case.mask.to(device)
     mixes = {"logits_mix": logits_mix, "weights_mix": weights_mix, "mask": mask}
@@ -149,7 +149,7 @@ def check_told(case: Case, dtype: torch.dtype, device: str, *, small: bool = Tru
 
 
 def check_poison(device: str, *, small: bool = True) -> None:
-    """A NaN reaches who sees it, in the gradient as well, and nobody else."""
+    """Check that a NaN reaches only the rows that see it, in outputs and gradients."""
     case = Case(batch=2, keys=23, mask=(Mask.lengths([19, 11]) & Mask.causal()).to(device))
     tensors, grad = case.tensors(torch.float16, device)
     broken = [x.clone() for x in tensors]
@@ -182,7 +182,7 @@ def check_second_derivative(device: str) -> None:
         torch.autograd.grad(gradient.sum(), key)
 
 
-def test_in_the_interpreter_a_second_derivative_is_refused() -> None:
+def test_in_the_interpreter_a_second_derivative_raises() -> None:
     in_the_interpreter(check_second_derivative, "cpu")
 
 
@@ -193,12 +193,12 @@ def test_in_the_interpreter_outputs_and_gradients_keep_to_the_bounds(name: str) 
 
 
 @pytest.mark.parametrize("name", ["nothing", "window", "lengths", "dense"])
-def test_in_the_interpreter_what_is_told_of_the_maps_is_right(name: str) -> None:
-    in_the_interpreter(check_told, SMALL[name], torch.float16, "cpu")
+def test_in_the_interpreter_statistics_are_right(name: str) -> None:
+    in_the_interpreter(check_statistics, SMALL[name], torch.float16, "cpu")
 
 
 @pytest.mark.numerics
-def test_in_the_interpreter_the_tiles_of_a_gpu_and_poison_do_as_they_should() -> None:
+def test_in_the_interpreter_default_tiles_and_nan_propagation() -> None:
     in_the_interpreter(check, "causal", SMALL["causal"], torch.float16, "cpu", small=False)
     wide = Case(8, 4, 11, 19, (128, 70), mask=Mask.causal())
     in_the_interpreter(check, "wide", wide, torch.float16, "cpu", small=False)
@@ -213,12 +213,12 @@ def test_on_a_gpu_outputs_and_gradients_keep_to_the_bounds(name: str, dtype: tor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", {**SMALL, **LONG})
-def test_on_a_gpu_what_is_told_of_the_maps_is_right(name: str) -> None:
-    check_told({**SMALL, **LONG}[name], torch.bfloat16, "cuda", small=False)
+def test_on_a_gpu_statistics_are_right(name: str) -> None:
+    check_statistics({**SMALL, **LONG}[name], torch.bfloat16, "cuda", small=False)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_poison_reaches_who_sees_it() -> None:
+def test_on_a_gpu_nan_reaches_only_rows_that_see_it() -> None:
     check_poison("cuda", small=False)
 
 
@@ -240,7 +240,7 @@ def test_on_a_gpu_memory_grows_with_n_and_a_repetition_gives_the_same_bits() -> 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_operators_compile_whole() -> None:
+def test_on_a_gpu_the_operators_compile_to_one_graph() -> None:
     case = Case(16, 4, 130, 130, (64, 64), mask=Mask.causal())
     tensors, grad = case.tensors(torch.bfloat16, "cuda")
 
@@ -256,7 +256,7 @@ def test_on_a_gpu_the_operators_compile_whole() -> None:
     ("tokens", "causal", "rows", "parts"),
     [(2048, False, 16, 8), (4096, False, 32, 4), (4096, True, 16, 4), (8192, True, 32, 2), (65536, True, 32, 1)],
 )
-def test_no_multiprocessor_is_left_without_rows(tokens: int, causal: bool, rows: int, parts: int) -> None:
+def test_blocks_are_halved_when_multiprocessors_would_be_idle(tokens: int, causal: bool, rows: int, parts: int) -> None:
     talking = pytest.importorskip("polyhead.ops.talking_heads.kernels.launch", reason="Triton is not installed")
     from polyhead.ops.common.kernels.mask_arguments import MaskArguments
     from polyhead.ops.talking_heads.kernels.tiles import Poison
@@ -266,7 +266,7 @@ def test_no_multiprocessor_is_left_without_rows(tokens: int, causal: bool, rows:
     mask = MaskArguments(right=0 if causal else None)
     problem = talking.Problem(query, query, query, mix, mix, 0.125, mask, Poison(None, None))
     with mock.patch.object(talking, "multiprocessors", return_value=132):
-        assert talking._chosen_blocks(problem, "output").rows == rows
-        assert talking._parts(problem) == parts
+        assert talking._choose_blocks(problem, "output").rows == rows
+        assert talking._num_key_parts(problem) == parts
         windowed = problem._replace(mask=MaskArguments(left=100, right=0))
-        assert talking._parts(windowed) == 1
+        assert talking._num_key_parts(windowed) == 1

@@ -1,11 +1,13 @@
-"""Attention of a few new tokens over latents: a token's one vector [c ; r] is key and, by its first part, value.
+"""Decoding over the latents of multi-head latent attention (MLA, DeepSeek-V2) in its absorbed form.
 
-What `decode` does for keys and values of their own: programs walk their share of the keys and leave their sums and
-unnormalised outputs, and `decode_parts.join_kernel` joins them. Here c is brought once and multiplied twice, from the
-same shared memory, and heads are many: all of them share the one key, so they are the rows of a tile. Up to 16 rows it
-is bound by bytes; with 128 heads by the matrix units, where `decode_latent_hopper` serves on Hopper.
+A token has one vector [c ; r], c the compressed latent and r the rotary key; it is the key, and c is also the value. As
+in `split_keys`, programs process their share of the keys and store partial results, which `parts.join_kernel` reduces.
+Here c is loaded once and multiplied twice from the same shared memory, and all heads share the one key, so the heads
+are the rows of a tile. Up to 16 rows the kernel is memory-bound; with 128 heads it is compute-bound, and on Hopper
+`latent_hopper` is used instead.
 
-Tiles that every row sees whole, and where no asked mass stands, are loaded without a mask, as in `decode`.
+Full tiles, which every row sees and which contribute to no requested mass, are loaded without a mask, as in
+`split_keys`.
 """
 
 from __future__ import annotations
@@ -20,66 +22,74 @@ from polyhead.ops.common.kernels.mask_tiles import added_tile, visible_tile
 from polyhead.ops.common.kernels.resources import launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products, tanh
-from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, Numbers, plan_latent_blocks
-from polyhead.ops.decode.kernels.parts import Places, exp, load_rows, store_sums
+from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, plan_latent_blocks
+from polyhead.ops.decode.kernels.parts import StatisticSlots, exp, load_rows, store_sums
 
 
 @triton.jit
-def _spans(mask, places, length, first_position, stop, sink_keys, window, BLOCK_N: tl.constexpr):
-    """The tiles of keys that rows from `first_position` on see, and which of them whole.
+def _key_tiles(mask, stat_slots, length, first_position, stop, sink_keys, window, BLOCK_N: tl.constexpr):
+    """Return the tiles of keys visible to rows from `first_position` on, and which are full.
 
-    Tiles are counted without those that a window's left edge hides: `kept` from key 0 on, then from tile `first` on.
-    Whole ones, which every row sees and where no asked mass stands, go from `inner_from` to `inner_to`.
+    Tiles masked by a window's left edge are not counted: there are `sink_tiles` from key 0 on, then those from
+    `first_tile` on. The full tiles, which every row sees and which contribute to no requested mass, are `inner_from` to
+    `inner_to`.
     """
-    first, kept = 0, 0
-    whole_from, whole_to = 0, stop
+    first_tile, sink_tiles = 0, 0
+    full_from, full_to = 0, stop
     if mask.left is not None:
-        first = tl.maximum(first_position - mask.left, 0) // BLOCK_N
-        whole_from = tl.maximum(length - 1 - mask.left, 0)
+        first_tile = tl.maximum(first_position - mask.left, 0) // BLOCK_N
+        full_from = tl.maximum(length - 1 - mask.left, 0)
         if mask.sinks is not None:
-            kept = tl.minimum(tl.cdiv(mask.sinks, BLOCK_N), first)
+            sink_tiles = tl.minimum(tl.cdiv(mask.sinks, BLOCK_N), first_tile)
     if mask.right is not None:
-        whole_to = tl.minimum(whole_to, first_position + mask.right + 1)
-    if places.sink_mass is not None:
-        whole_from = tl.maximum(whole_from, sink_keys)
-    if (places.self_mass is not None) or (places.previous_mass is not None) or (places.next_mass is not None):
-        whole_to = tl.minimum(whole_to, first_position - 1)
-    if places.window_mass is not None:
-        whole_to = tl.minimum(whole_to, first_position - window)
-    tiles = kept + tl.maximum(tl.cdiv(stop, BLOCK_N) - first, 0)
-    inner_from = kept + tl.maximum(tl.cdiv(whole_from, BLOCK_N) - first, 0)
-    inner_to = kept + tl.maximum(tl.maximum(whole_to, 0) // BLOCK_N - first, 0)
-    return first, kept, tiles, inner_from, inner_to
+        full_to = tl.minimum(full_to, first_position + mask.right + 1)
+    if stat_slots.sink_mass is not None:
+        full_from = tl.maximum(full_from, sink_keys)
+    if (
+        (stat_slots.self_mass is not None)
+        or (stat_slots.previous_mass is not None)
+        or (stat_slots.next_mass is not None)
+    ):
+        full_to = tl.minimum(full_to, first_position - 1)
+    if stat_slots.window_mass is not None:
+        full_to = tl.minimum(full_to, first_position - window)
+    tiles = sink_tiles + tl.maximum(tl.cdiv(stop, BLOCK_N) - first_tile, 0)
+    inner_from = sink_tiles + tl.maximum(tl.cdiv(full_from, BLOCK_N) - first_tile, 0)
+    inner_to = sink_tiles + tl.maximum(tl.maximum(full_to, 0) // BLOCK_N - first_tile, 0)
+    return first_tile, sink_tiles, tiles, inner_from, inner_to
 
 
 @triton.jit
-def _logits(tile_query, tile_turned, tile_latent, tile_turning):
-    """q_c . c + q_r . r, float32 [BLOCK_M, BLOCK_N]; the second term only where something turns."""
+def _logits(tile_query, tile_query_rope, tile_latent, tile_key_rope):
+    """Return q_c . c + q_r . r, float32 [BLOCK_M, BLOCK_N].
+
+    The second term is omitted if there are no rotary channels.
+    """
     if tile_query.dtype == tl.float32:
-        logits = products(tile_query, tile_latent)
-        if tile_turned is not None:
-            logits += products(tile_turned, tile_turning)
-    elif tile_turned is not None:
-        logits = tl.dot(tile_turned, tl.trans(tile_turning))
-        logits = tl.dot(tile_query, tl.trans(tile_latent), logits)
+        qk = products(tile_query, tile_latent)
+        if tile_query_rope is not None:
+            qk += products(tile_query_rope, tile_key_rope)
+    elif tile_query_rope is not None:
+        qk = tl.dot(tile_query_rope, tl.trans(tile_key_rope))
+        qk = tl.dot(tile_query, tl.trans(tile_latent), qk)
     else:
-        logits = tl.dot(tile_query, tl.trans(tile_latent))
-    return logits
+        qk = tl.dot(tile_query, tl.trans(tile_latent))
+    return qk
 
 
 @triton.jit(do_not_specialize=["num_slots", "splits", "num_rows", "sink_keys", "window"])
 def latent_kernel(
     ptr_query,
-    ptr_sums,  # [2 + statistics, splits, rows], rows are [batch, heads, queries]: as `decode.decode_kernel` leaves them
+    ptr_sums,  # [2 + statistics, splits, rows], rows are [batch, heads, queries]; as in `split_keys.decode_kernel`
     ptr_parts,  # [splits, rows, RANK]
     ptr_head_scale,
     latents,
     mask,
-    places,
+    stat_slots,
     stride_query_batch,
     stride_query_head,
     stride_query_token,
-    scale,
+    sm_scale,
     softcap,
     sink_keys,
     window,
@@ -90,11 +100,11 @@ def latent_kernel(
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     RANK: tl.constexpr,
-    TURNING: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
-    BLOCK_TURNING: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     EXACT: tl.constexpr = ptr_query.dtype.element_ty == tl.float32
@@ -110,7 +120,7 @@ def latent_kernel(
     offs_head = i_kv_head * GROUP + offs_m // QUERIES
     offs_row = i_pair.to(tl.int64) * ROWS + offs_m
 
-    # Lengths come from the device, so what they say is held to what can be read.
+    # Lengths are read on the device and cannot be checked by the host, so they are clamped to the slots.
     length, new_length = num_slots, QUERIES
     if latents.lengths is not None:
         length = tl.minimum(tl.load(latents.lengths + i_batch).to(tl.int32), num_slots)
@@ -120,8 +130,8 @@ def latent_kernel(
     first_position = length - new_length
     position = first_position + offs_query
     stop = tl.where(new_length > 0, length, 0)
-    first, kept, tiles, inner_from, inner_to = _spans(
-        mask, places, length, first_position, stop, sink_keys, window, BLOCK_N
+    first_tile, sink_tiles, tiles, inner_from, inner_to = _key_tiles(
+        mask, stat_slots, length, first_position, stop, sink_keys, window, BLOCK_N
     )
     tiles_each = tl.cdiv(tiles, splits)
     tile_from = tl.minimum(i_split * tiles_each, tiles)
@@ -133,18 +143,18 @@ def latent_kernel(
     ptr_rows = ptr_query + i_batch.to(tl.int64) * stride_query_batch
     ptr_rows += offs_head.to(tl.int64) * stride_query_head + offs_query.to(tl.int64) * stride_query_token
     tile_query = load_rows(ptr_rows, mask_real, RANK, BLOCK_RANK)
-    tile_turned = None
-    if TURNING > 0:
-        tile_turned = load_rows(ptr_rows + RANK, mask_real, TURNING, BLOCK_TURNING)
-    row_scale = tl.zeros([BLOCK_M], tl.float32) + scale
+    tile_query_rope = None
+    if ROPE_DIM > 0:
+        tile_query_rope = load_rows(ptr_rows + RANK, mask_real, ROPE_DIM, BLOCK_ROPE)
+    head_sm_scale = tl.zeros([BLOCK_M], tl.float32) + sm_scale
     if ptr_head_scale is not None:
-        row_scale *= tl.load(ptr_head_scale + offs_head, mask=mask_m, other=0.0).to(tl.float32)
-    ptr_held = latents.held + i_batch.to(tl.int64) * latents.batch + i_kv_head.to(tl.int64) * latents.head
+        head_sm_scale *= tl.load(ptr_head_scale + offs_head, mask=mask_m, other=0.0).to(tl.float32)
+    ptr_latents = latents.data + i_batch.to(tl.int64) * latents.batch + i_kv_head.to(tl.int64) * latents.head
 
-    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    largest_size = tl.zeros([BLOCK_M], tl.float32)
-    spread = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    max_abs = tl.zeros([BLOCK_M], tl.float32)
+    acc_entropy = tl.zeros([BLOCK_M], tl.float32)
     mean_distance = tl.zeros([BLOCK_M], tl.float32)
     mean_offset = tl.zeros([BLOCK_M], tl.float32)
     mean_squared_distance = tl.zeros([BLOCK_M], tl.float32)
@@ -154,110 +164,113 @@ def latent_kernel(
     next_mass = tl.zeros([BLOCK_M], tl.float32)
     window_mass = tl.zeros([BLOCK_M], tl.float32)
     visible_keys = tl.zeros([BLOCK_M], tl.int32)
-    tile_output = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
 
-    # The edge before the whole tiles, the whole tiles, the edge behind them.
-    WHOLE: tl.constexpr = 1
+    # Partial tiles before the full ones, full tiles, partial tiles after them.
+    FULL: tl.constexpr = 1
     for i_zone in tl.static_range(3):
         if i_zone == 0:
             zone_from, zone_to = tile_from, inner_from
-        elif i_zone == WHOLE:
+        elif i_zone == FULL:
             zone_from, zone_to = inner_from, inner_to
         else:
             zone_from, zone_to = inner_to, tile_to
-        for i_tile in tl.range(zone_from, zone_to, num_stages=STAGES if i_zone == WHOLE else 2):
-            if i_zone == WHOLE:
-                column = (i_tile + (first - kept)) * BLOCK_N
+        for i_tile in tl.range(zone_from, zone_to, num_stages=STAGES if i_zone == FULL else 2):
+            if i_zone == FULL:
+                column = (i_tile + (first_tile - sink_tiles)) * BLOCK_N
             else:
-                column = (i_tile + tl.where(i_tile >= kept, first - kept, 0)) * BLOCK_N
+                column = (i_tile + tl.where(i_tile >= sink_tiles, first_tile - sink_tiles, 0)) * BLOCK_N
             offs_n = column + tl.arange(0, BLOCK_N)
             # [BLOCK_M, BLOCK_N]
             distance = offs_n[None, :] - position[:, None]
             mask_n = None
-            seen = mask_m[:, None] & (offs_n >= 0)[None, :]
-            if i_zone != WHOLE:
-                seen = seen & visible_tile(mask, i_batch, offs_head, offs_query, offs_n, distance, new_length, stop)
-                mask_n = tl.max(seen.to(tl.int32), 0) > 0
-            ptr_tokens = ptr_held + offs_n.to(tl.int64) * latents.token
+            visible = mask_m[:, None] & (offs_n >= 0)[None, :]
+            if i_zone != FULL:
+                visible = visible & visible_tile(
+                    mask, i_batch, offs_head, offs_query, offs_n, distance, new_length, stop
+                )
+                mask_n = tl.max(visible.to(tl.int32), 0) > 0
+            ptr_tokens = ptr_latents + offs_n.to(tl.int64) * latents.token
             # [BLOCK_N, BLOCK_RANK] and [BLOCK_N, BLOCK_TURNING]
             tile_latent = load_rows(ptr_tokens, mask_n, RANK, BLOCK_RANK)
-            tile_turning = None
-            if TURNING > 0:
-                tile_turning = load_rows(ptr_tokens + RANK, mask_n, TURNING, BLOCK_TURNING)
+            tile_key_rope = None
+            if ROPE_DIM > 0:
+                tile_key_rope = load_rows(ptr_tokens + RANK, mask_n, ROPE_DIM, BLOCK_ROPE)
 
-            logits = _logits(tile_query, tile_turned, tile_latent, tile_turning) * row_scale[:, None]
+            qk = _logits(tile_query, tile_query_rope, tile_latent, tile_key_rope) * head_sm_scale[:, None]
             if softcap is not None:
-                logits = softcap * tanh(logits / softcap, EXACT)
+                qk = softcap * tanh(qk / softcap, EXACT)
             if mask.table is not None:
-                logits += added_tile(mask, i_batch, offs_head[:, None], offs_query, offs_n, distance, seen)
-            if i_zone != WHOLE:
+                qk += added_tile(mask, i_batch, offs_head[:, None], offs_query, offs_n, distance, visible)
+            if i_zone != FULL:
                 if QUERIES > 1:
-                    # A value that one row sees and another does not: if it is broken, only the first may know.
-                    broken = (tile_latent - tile_latent) != 0.0
-                    tile_latent = tl.where(broken, 0.0, tile_latent)
-                    logits += tl.where(tl.max(broken.to(tl.int32), 1) > 0, float("nan"), 0.0)[None, :]
-                logits = tl.where(seen, logits, -float("inf"))
+                    # A non-finite value must reach only the rows that see its key: 0 * NaN would reach the others.
+                    nonfinite = (tile_latent - tile_latent) != 0.0
+                    tile_latent = tl.where(nonfinite, 0.0, tile_latent)
+                    qk += tl.where(tl.max(nonfinite.to(tl.int32), 1) > 0, float("nan"), 0.0)[None, :]
+                qk = tl.where(visible, qk, -float("inf"))
 
-            new_largest = tl.maximum(largest, tl.max(logits, 1))
-            shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-            below = logits - shift[:, None]
-            exponential = exp(below, EXACT)
-            shrink = exp(largest - shift, EXACT)
-            if places.entropy is not None:
-                # Never two numbers of the logits' size: when the maximum moves, the sum moves by the difference.
-                moved = tl.where(largest == -float("inf"), 0.0, largest - shift)
-                product = tl.where(exponential > 0.0, exponential * below, 0.0)
-                spread = shrink * (spread + moved * total) + tl.sum(product, 1)
-            total = total * shrink + tl.sum(exponential, 1)
-            if places.max_abs_logit is not None:
-                size = tl.where(logits == -float("inf"), 0.0, tl.abs(logits))
-                largest_size = tl.maximum(largest_size, tl.max(size, 1))
-            far = distance.to(tl.float32)
-            if places.mean_distance is not None:
-                mean_distance = mean_distance * shrink + tl.sum(exponential * tl.abs(far), 1)
-            if places.mean_offset is not None:
-                mean_offset = mean_offset * shrink + tl.sum(exponential * far, 1)
-            if places.mean_squared_distance is not None:
-                mean_squared_distance = mean_squared_distance * shrink + tl.sum(exponential * far * far, 1)
-            if places.visible_keys is not None:
-                visible_keys += tl.sum(seen.to(tl.int32), 1)
-            # Masses at fixed places stand in no whole tile, and shrink there as the others do.
-            sink_mass *= shrink
-            self_mass *= shrink
-            previous_mass *= shrink
-            next_mass *= shrink
-            window_mass *= shrink
-            if i_zone != WHOLE:
-                if places.sink_mass is not None:
-                    sink_mass += tl.sum(tl.where((offs_n < sink_keys)[None, :], exponential, 0.0), 1)
-                if places.self_mass is not None:
-                    self_mass += tl.sum(tl.where(distance == 0, exponential, 0.0), 1)
-                if places.previous_mass is not None:
-                    previous_mass += tl.sum(tl.where(distance == -1, exponential, 0.0), 1)
-                if places.next_mass is not None:
-                    next_mass += tl.sum(tl.where(distance == 1, exponential, 0.0), 1)
-                if places.window_mass is not None:
-                    window_mass += tl.sum(tl.where(tl.abs(distance) <= window, exponential, 0.0), 1)
-            weights = exponential.to(tile_latent.dtype)
-            tile_output = add_product(tile_output * shrink[:, None], weights, tile_latent)
-            largest = new_largest
+            m_new = tl.maximum(m_i, tl.max(qk, 1))
+            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+            qk_shifted = qk - m_safe[:, None]
+            p = exp(qk_shifted, EXACT)
+            alpha = exp(m_i - m_safe, EXACT)
+            if stat_slots.entropy is not None:
+                # The sum of p * (qk - m) is corrected by the change of the row max, so that no difference of two
+                # numbers as large as the logits is ever taken.
+                m_diff = tl.where(m_i == -float("inf"), 0.0, m_i - m_safe)
+                product = tl.where(p > 0.0, p * qk_shifted, 0.0)
+                acc_entropy = alpha * (acc_entropy + m_diff * l_i) + tl.sum(product, 1)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            if stat_slots.max_abs_logit is not None:
+                abs_qk = tl.where(qk == -float("inf"), 0.0, tl.abs(qk))
+                max_abs = tl.maximum(max_abs, tl.max(abs_qk, 1))
+            offset = distance.to(tl.float32)
+            if stat_slots.mean_distance is not None:
+                mean_distance = mean_distance * alpha + tl.sum(p * tl.abs(offset), 1)
+            if stat_slots.mean_offset is not None:
+                mean_offset = mean_offset * alpha + tl.sum(p * offset, 1)
+            if stat_slots.mean_squared_distance is not None:
+                mean_squared_distance = mean_squared_distance * alpha + tl.sum(p * offset * offset, 1)
+            if stat_slots.visible_keys is not None:
+                visible_keys += tl.sum(visible.to(tl.int32), 1)
+            # Full tiles contribute nothing to the masses at fixed positions, which are only rescaled there.
+            sink_mass *= alpha
+            self_mass *= alpha
+            previous_mass *= alpha
+            next_mass *= alpha
+            window_mass *= alpha
+            if i_zone != FULL:
+                if stat_slots.sink_mass is not None:
+                    sink_mass += tl.sum(tl.where((offs_n < sink_keys)[None, :], p, 0.0), 1)
+                if stat_slots.self_mass is not None:
+                    self_mass += tl.sum(tl.where(distance == 0, p, 0.0), 1)
+                if stat_slots.previous_mass is not None:
+                    previous_mass += tl.sum(tl.where(distance == -1, p, 0.0), 1)
+                if stat_slots.next_mass is not None:
+                    next_mass += tl.sum(tl.where(distance == 1, p, 0.0), 1)
+                if stat_slots.window_mass is not None:
+                    window_mass += tl.sum(tl.where(tl.abs(distance) <= window, p, 0.0), 1)
+            weights = p.to(tile_latent.dtype)
+            acc = add_product(acc * alpha[:, None], weights, tile_latent)
+            m_i = m_new
 
-    # Whole tiles ask nobody whether a row is real, so rows past the real ones are emptied here.
-    largest = tl.where(mask_real, largest, -float("inf"))
-    total = tl.where(mask_real, total, 0.0)
+    # Full tiles do not mask padding rows, so these are reset here.
+    m_i = tl.where(mask_real, m_i, -float("inf"))
+    l_i = tl.where(mask_real, l_i, 0.0)
     num_rows = num_rows.to(tl.int64)
     offs_part, mask_filled = store_sums(
         ptr_sums,
-        places,
+        stat_slots,
         i_split,
         splits,
         num_rows,
         offs_row,
         mask_m,
-        largest,
-        total,
-        largest_size,
-        spread,
+        m_i,
+        l_i,
+        max_abs,
+        acc_entropy,
         mean_distance,
         mean_offset,
         mean_squared_distance,
@@ -271,7 +284,7 @@ def latent_kernel(
     # [BLOCK_M, BLOCK_RANK]
     offs_rank = tl.arange(0, BLOCK_RANK)
     ptr = ptr_parts + offs_part[:, None] * RANK + offs_rank[None, :]
-    tl.store(ptr, tile_output, mask=mask_filled[:, None] & (offs_rank < RANK)[None, :])
+    tl.store(ptr, acc, mask=mask_filled[:, None] & (offs_rank < RANK)[None, :])
 
 
 def plan_parts(
@@ -279,17 +292,17 @@ def plan_parts(
     latents: Latents,
     rank: int,
     mask: MaskArguments,
-    places: Places,
+    stat_slots: StatisticSlots,
     head_scale: Tensor | None,
-    numbers: Numbers,
+    options: SoftmaxOptions,
 ) -> LatentBlocks:
-    """The tiles that `leave_parts` will walk in, and by which kernel."""
+    """Choose the kernel and the tile sizes for `leave_parts`."""
     if has_hopper_kernels(query.device):
         from polyhead.ops.decode.kernels import latent_hopper as hopper
 
-        if hopper.can_serve(query, latents, rank, mask, places, head_scale, numbers):
+        if hopper.can_serve(query, latents, rank, mask, stat_slots, head_scale, options):
             return hopper.plan(rank)
-    group = query.shape[1] // latents.held.shape[1]
+    group = query.shape[1] // latents.data.shape[1]
     return plan_latent_blocks(group * query.shape[2], query.shape[3], rank, query.element_size())
 
 
@@ -300,19 +313,19 @@ def leave_parts(
     sums: Tensor,
     parts: Tensor,
     mask: MaskArguments,
-    places: Places,
+    stat_slots: StatisticSlots,
     head_scale: Tensor | None,
-    numbers: Numbers,
+    options: SoftmaxOptions,
     blocks: LatentBlocks,
 ) -> None:
-    """Fill `sums` and `parts` for `decode_parts.join_kernel`; how many splits there are, their shapes say."""
+    """Fill `sums` and `parts` for `parts.join_kernel`; the number of splits follows from their shapes."""
     if blocks.on_hopper:
         from polyhead.ops.decode.kernels import latent_hopper as hopper
 
-        hopper.leave_parts(query, latents, rank, sums, parts, mask, places, numbers, blocks)
+        hopper.leave_parts(query, latents, rank, sums, parts, mask, stat_slots, options, blocks)
         return
     batch, heads, queries, width = query.shape
-    kv_heads, slots = latents.held.shape[1:3]
+    kv_heads, slots = latents.data.shape[1:3]
     _, splits, rows = sums.shape
     group = heads // kv_heads
 
@@ -324,9 +337,9 @@ def leave_parts(
             head_scale,
             latents,
             mask,
-            places,
+            stat_slots,
             *query.stride()[:3],
-            *numbers,
+            *options,
             slots,
             splits,
             rows,
@@ -334,11 +347,11 @@ def leave_parts(
             GROUP=group,
             QUERIES=queries,
             RANK=rank,
-            TURNING=width - rank,
+            ROPE_DIM=width - rank,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,
             BLOCK_RANK=tile.rank,
-            BLOCK_TURNING=tile.turning,
+            BLOCK_ROPE=tile.rope_dim,
             STAGES=tile.stages,
             num_warps=tile.warps,
         )

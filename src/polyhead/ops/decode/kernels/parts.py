@@ -1,7 +1,9 @@
-"""What rows leave of their share of the keys, sums and unnormalised outputs, and the kernel that joins the parts.
+"""Partial results of split-KV decoding, and the kernel that reduces them.
 
-The parts' maxima give the common one, and every sum moves to it. Where one program sees all keys there is nothing to
-join, and rows are stored from their sums at once.
+A partial result is the softmax state and the unnormalised output of a row over one part of the keys.
+
+Each part is rescaled from its own row max to the common one, as in Flash-Decoding. With a single split there is nothing
+to reduce, and rows are normalised and stored directly.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import triton.language as tl
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, log2
 
 
-class Places(NamedTuple):
-    """Where each statistic stands in the tensor of statistics, [statistics, rows]; None: not asked for."""
+class StatisticSlots(NamedTuple):
+    """Index of each statistic in the tensor of statistics, [statistics, rows]; None: not requested."""
 
     max_logit: int | None = None
     max_abs_logit: int | None = None
@@ -35,7 +37,7 @@ class Places(NamedTuple):
 
 @triton.jit
 def load_rows(ptr_rows, mask_rows, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The vectors that [rows] pointers point at, [rows, BLOCK], with zeros past DIM and where the mask is False."""
+    """Load a tile [rows, BLOCK] from [rows] pointers, with zeros past DIM and where the mask is False."""
     offs = tl.arange(0, BLOCK)
     ptr = ptr_rows[:, None] + offs[None, :]
     if mask_rows is None:
@@ -60,15 +62,15 @@ def store_rows(
     ptr_logsumexp,
     ptr_statistics,
     ptr_sinks,
-    places,
+    stat_slots,
     num_rows,
     offs_row,
     mask_row,
     i_head,
-    largest,
-    total,
-    largest_size,
-    spread,
+    m_i,
+    l_i,
+    max_abs,
+    acc_entropy,
     mean_distance,
     mean_offset,
     mean_squared_distance,
@@ -80,77 +82,77 @@ def store_rows(
     visible_keys,
     EXACT: tl.constexpr,
 ):
-    """Write log-sum-exp and statistics of rows from their sums; returns what the unnormalised output is multiplied by.
+    """Store log-sum-exp and statistics of rows; returns the normaliser of their output.
 
-    `total` is 0 in a row that sees nothing and NaN in one that sees a NaN, whatever its maximum says.
+    `l_i` is 0 in a row without visible keys and NaN in one that sees a NaN, whatever its row max is.
     """
-    filled = total != 0.0
-    top = largest
+    is_nonempty = l_i != 0.0
+    m_all = m_i
     if ptr_sinks is not None:
         sink = tl.load(ptr_sinks + i_head, mask=mask_row, other=0.0).to(tl.float32)
-        top = tl.maximum(largest, sink)
-    nothing = (top == -float("inf")) & (total == 0.0)
-    shift = tl.where(top == -float("inf"), 0.0, top)
-    shrink = exp(largest - shift, EXACT)
-    everything = total * shrink
+        m_all = tl.maximum(m_i, sink)
+    is_empty = (m_all == -float("inf")) & (l_i == 0.0)
+    m_safe = tl.where(m_all == -float("inf"), 0.0, m_all)
+    alpha = exp(m_i - m_safe, EXACT)
+    denominator = l_i * alpha
     if ptr_sinks is not None:
-        learned = exp(sink - shift, EXACT)
-        everything += learned
-    everything = tl.where(nothing, 1.0, everything)
-    log_everything = log2(everything, EXACT) * LN2
-    logsumexp = tl.where(nothing, -float("inf"), shift + log_everything)
+        p_sink = exp(sink - m_safe, EXACT)
+        denominator += p_sink
+    denominator = tl.where(is_empty, 1.0, denominator)
+    log_denominator = log2(denominator, EXACT) * LN2
+    logsumexp = tl.where(is_empty, -float("inf"), m_safe + log_denominator)
     tl.store(ptr_logsumexp + offs_row, logsumexp, mask=mask_row)
 
     ptr = ptr_statistics + offs_row
-    share = shrink / everything
-    if places.max_logit is not None:
-        tl.store(ptr + places.max_logit * num_rows, tl.where(total == total, largest, total), mask=mask_row)
-    if places.max_abs_logit is not None:
-        tl.store(ptr + places.max_abs_logit * num_rows, tl.where(total == total, largest_size, total), mask=mask_row)
-    if places.entropy is not None:
-        moved = shrink * (spread + tl.where(largest == -float("inf"), 0.0, largest - shift) * total)
+    normalizer = alpha / denominator
+    if stat_slots.max_logit is not None:
+        tl.store(ptr + stat_slots.max_logit * num_rows, tl.where(l_i == l_i, m_i, l_i), mask=mask_row)
+    if stat_slots.max_abs_logit is not None:
+        tl.store(ptr + stat_slots.max_abs_logit * num_rows, tl.where(l_i == l_i, max_abs, l_i), mask=mask_row)
+    if stat_slots.entropy is not None:
+        sum_p_qk = alpha * (acc_entropy + tl.where(m_i == -float("inf"), 0.0, m_i - m_safe) * l_i)
         if ptr_sinks is not None:
-            moved += tl.where(learned > 0.0, learned * (sink - shift), 0.0)
-        entropy = log_everything - moved / everything
-        tl.store(ptr + places.entropy * num_rows, tl.where(filled, entropy, 0.0), mask=mask_row)
-    if places.confidence is not None:
-        tl.store(ptr + places.confidence * num_rows, tl.where(filled, share, 0.0), mask=mask_row)
-    if places.mean_distance is not None:
-        tl.store(ptr + places.mean_distance * num_rows, mean_distance * share, mask=mask_row)
-    if places.mean_offset is not None:
-        tl.store(ptr + places.mean_offset * num_rows, mean_offset * share, mask=mask_row)
-    if places.mean_squared_distance is not None:
-        tl.store(ptr + places.mean_squared_distance * num_rows, mean_squared_distance * share, mask=mask_row)
-    if places.sink_mass is not None:
-        tl.store(ptr + places.sink_mass * num_rows, sink_mass * share, mask=mask_row)
-    if places.self_mass is not None:
-        tl.store(ptr + places.self_mass * num_rows, self_mass * share, mask=mask_row)
-    if places.previous_mass is not None:
-        tl.store(ptr + places.previous_mass * num_rows, previous_mass * share, mask=mask_row)
-    if places.next_mass is not None:
-        tl.store(ptr + places.next_mass * num_rows, next_mass * share, mask=mask_row)
-    if places.window_mass is not None:
-        tl.store(ptr + places.window_mass * num_rows, window_mass * share, mask=mask_row)
-    if places.visible_keys is not None:
-        tl.store(ptr + places.visible_keys * num_rows, visible_keys, mask=mask_row)
-    if places.learned_sink_mass is not None:
-        tl.store(ptr + places.learned_sink_mass * num_rows, learned / everything, mask=mask_row)
-    return share
+            sum_p_qk += tl.where(p_sink > 0.0, p_sink * (sink - m_safe), 0.0)
+        entropy = log_denominator - sum_p_qk / denominator
+        tl.store(ptr + stat_slots.entropy * num_rows, tl.where(is_nonempty, entropy, 0.0), mask=mask_row)
+    if stat_slots.confidence is not None:
+        tl.store(ptr + stat_slots.confidence * num_rows, tl.where(is_nonempty, normalizer, 0.0), mask=mask_row)
+    if stat_slots.mean_distance is not None:
+        tl.store(ptr + stat_slots.mean_distance * num_rows, mean_distance * normalizer, mask=mask_row)
+    if stat_slots.mean_offset is not None:
+        tl.store(ptr + stat_slots.mean_offset * num_rows, mean_offset * normalizer, mask=mask_row)
+    if stat_slots.mean_squared_distance is not None:
+        tl.store(ptr + stat_slots.mean_squared_distance * num_rows, mean_squared_distance * normalizer, mask=mask_row)
+    if stat_slots.sink_mass is not None:
+        tl.store(ptr + stat_slots.sink_mass * num_rows, sink_mass * normalizer, mask=mask_row)
+    if stat_slots.self_mass is not None:
+        tl.store(ptr + stat_slots.self_mass * num_rows, self_mass * normalizer, mask=mask_row)
+    if stat_slots.previous_mass is not None:
+        tl.store(ptr + stat_slots.previous_mass * num_rows, previous_mass * normalizer, mask=mask_row)
+    if stat_slots.next_mass is not None:
+        tl.store(ptr + stat_slots.next_mass * num_rows, next_mass * normalizer, mask=mask_row)
+    if stat_slots.window_mass is not None:
+        tl.store(ptr + stat_slots.window_mass * num_rows, window_mass * normalizer, mask=mask_row)
+    if stat_slots.visible_keys is not None:
+        tl.store(ptr + stat_slots.visible_keys * num_rows, visible_keys, mask=mask_row)
+    if stat_slots.learned_sink_mass is not None:
+        tl.store(ptr + stat_slots.learned_sink_mass * num_rows, p_sink / denominator, mask=mask_row)
+    return normalizer
 
 
 @triton.jit
 def store_sums(
     ptr_sums,
-    places,
+    stat_slots,
     i_split,
     splits,
     num_rows,
     offs_row,
     mask_row,
-    largest,
-    total,
-    largest_size,
-    spread,
+    m_i,
+    l_i,
+    max_abs,
+    acc_entropy,
     mean_distance,
     mean_offset,
     mean_squared_distance,
@@ -161,52 +163,61 @@ def store_sums(
     window_mass,
     visible_keys,
 ):
-    """Leave the sums of rows over one part of the keys; returns where the part's outputs go, and which have any."""
-    plane = splits * num_rows
+    """Store the softmax state of rows over one part of the keys.
+
+    Returns the row offsets in the part, and their mask: rows that have visible keys.
+    """
+    stride_slot = splits * num_rows
     offs_part = i_split * num_rows + offs_row
     ptr = ptr_sums + offs_part
-    tl.store(ptr, largest, mask=mask_row)
-    tl.store(ptr + plane, total, mask=mask_row)
-    ptr += 2 * plane
-    # A part without keys is known by its sum, and nothing else of it is read.
-    mask_filled = mask_row & (total != 0.0)
-    if places.max_abs_logit is not None:
-        tl.store(ptr + places.max_abs_logit * plane, largest_size, mask=mask_filled)
-    if places.entropy is not None:
-        tl.store(ptr + places.entropy * plane, spread, mask=mask_filled)
-    if places.mean_distance is not None:
-        tl.store(ptr + places.mean_distance * plane, mean_distance, mask=mask_filled)
-    if places.mean_offset is not None:
-        tl.store(ptr + places.mean_offset * plane, mean_offset, mask=mask_filled)
-    if places.mean_squared_distance is not None:
-        tl.store(ptr + places.mean_squared_distance * plane, mean_squared_distance, mask=mask_filled)
-    if places.sink_mass is not None:
-        tl.store(ptr + places.sink_mass * plane, sink_mass, mask=mask_filled)
-    if places.self_mass is not None:
-        tl.store(ptr + places.self_mass * plane, self_mass, mask=mask_filled)
-    if places.previous_mass is not None:
-        tl.store(ptr + places.previous_mass * plane, previous_mass, mask=mask_filled)
-    if places.next_mass is not None:
-        tl.store(ptr + places.next_mass * plane, next_mass, mask=mask_filled)
-    if places.window_mass is not None:
-        tl.store(ptr + places.window_mass * plane, window_mass, mask=mask_filled)
-    if places.visible_keys is not None:
-        tl.store(ptr + places.visible_keys * plane, visible_keys, mask=mask_filled)
+    tl.store(ptr, m_i, mask=mask_row)
+    tl.store(ptr + stride_slot, l_i, mask=mask_row)
+    ptr += 2 * stride_slot
+    # A part without visible keys has l_i = 0, and nothing else of it is read.
+    mask_filled = mask_row & (l_i != 0.0)
+    if stat_slots.max_abs_logit is not None:
+        tl.store(ptr + stat_slots.max_abs_logit * stride_slot, max_abs, mask=mask_filled)
+    if stat_slots.entropy is not None:
+        tl.store(ptr + stat_slots.entropy * stride_slot, acc_entropy, mask=mask_filled)
+    if stat_slots.mean_distance is not None:
+        tl.store(ptr + stat_slots.mean_distance * stride_slot, mean_distance, mask=mask_filled)
+    if stat_slots.mean_offset is not None:
+        tl.store(ptr + stat_slots.mean_offset * stride_slot, mean_offset, mask=mask_filled)
+    if stat_slots.mean_squared_distance is not None:
+        tl.store(ptr + stat_slots.mean_squared_distance * stride_slot, mean_squared_distance, mask=mask_filled)
+    if stat_slots.sink_mass is not None:
+        tl.store(ptr + stat_slots.sink_mass * stride_slot, sink_mass, mask=mask_filled)
+    if stat_slots.self_mass is not None:
+        tl.store(ptr + stat_slots.self_mass * stride_slot, self_mass, mask=mask_filled)
+    if stat_slots.previous_mass is not None:
+        tl.store(ptr + stat_slots.previous_mass * stride_slot, previous_mass, mask=mask_filled)
+    if stat_slots.next_mass is not None:
+        tl.store(ptr + stat_slots.next_mass * stride_slot, next_mass, mask=mask_filled)
+    if stat_slots.window_mass is not None:
+        tl.store(ptr + stat_slots.window_mass * stride_slot, window_mass, mask=mask_filled)
+    if stat_slots.visible_keys is not None:
+        tl.store(ptr + stat_slots.visible_keys * stride_slot, visible_keys, mask=mask_filled)
     return offs_part, mask_filled
 
 
 @triton.jit
 def _load_parts(ptr, mask_split, mask_part):
-    """One number of each part, 0 where it saw no key. Loaded from all, so that no load waits for another."""
+    """Load one number per part, 0 for parts without visible keys.
+
+    All parts are loaded, so that the load does not wait for `mask_part`.
+    """
     return tl.where(mask_part, tl.load(ptr, mask=mask_split, other=0.0), 0.0)
 
 
 @triton.jit
 def _load_outputs(
-    ptr_parts, i_row, num_rows, first, splits, DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    ptr_parts, i_row, num_rows, first_part, splits, DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The unnormalised outputs of parts `first` on, [PARTS, BLOCK]; anything may stand in a part that saw no key."""
-    offs_part = first + tl.arange(0, PARTS)
+    """Load unnormalised outputs [PARTS, BLOCK] from `first_part` on.
+
+    Parts without visible keys are uninitialised.
+    """
+    offs_part = first_part + tl.arange(0, PARTS)
     offs_value = tl.arange(0, BLOCK)
     offs = (offs_part * num_rows + i_row)[:, None] * DIM + offs_value[None, :]
     return tl.load(ptr_parts + offs, mask=(offs_part < splits)[:, None] & (offs_value < DIM)[None, :], other=0.0)
@@ -220,7 +231,7 @@ def join_kernel(
     ptr_sums,
     ptr_parts,
     ptr_sinks,
-    places,
+    stat_slots,
     splits,
     num_rows,
     HEADS: tl.constexpr,
@@ -230,68 +241,72 @@ def join_kernel(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
-    """One program a row: the parts' maxima give the common one, and every sum moves to it."""
+    """Reduce the parts of one row per program: rescale them to the common row max and add."""
     EXACT: tl.constexpr = ptr_output.dtype.element_ty == tl.float32
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head, i_query = i_row // (HEADS * QUERIES), (i_row // QUERIES) % HEADS, i_row % QUERIES
     num_rows = num_rows.to(tl.int64)
-    plane = splits * num_rows
-    # [BLOCK_PARTS, BLOCK_VALUE], on its way while the maxima are compared
+    stride_slot = splits * num_rows
+    # [BLOCK_PARTS, BLOCK_VALUE], loaded while the row maxima are reduced
     tile_part = _load_outputs(ptr_parts, i_row, num_rows, 0, splits, DIM_VALUE, BLOCK_PARTS, BLOCK_VALUE)
     # [BLOCK_SPLITS]
     offs_split = tl.arange(0, BLOCK_SPLITS)
     mask_split = offs_split < splits
     ptr = ptr_sums + offs_split * num_rows + i_row
-    maxima = tl.load(ptr, mask=mask_split, other=-float("inf"))
-    totals = tl.load(ptr + plane, mask=mask_split, other=0.0)
-    mask_part = totals != 0.0
-    ptr += 2 * plane
-    largest_size, spread, mean_distance, mean_offset, mean_squared_distance = 0.0, 0.0, 0.0, 0.0, 0.0
+    m_parts = tl.load(ptr, mask=mask_split, other=-float("inf"))
+    l_parts = tl.load(ptr + stride_slot, mask=mask_split, other=0.0)
+    mask_part = l_parts != 0.0
+    ptr += 2 * stride_slot
+    max_abs, acc_entropy, mean_distance, mean_offset, mean_squared_distance = 0.0, 0.0, 0.0, 0.0, 0.0
     sink_mass, self_mass, previous_mass, next_mass, window_mass, visible_keys = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    if places.entropy is not None:
-        spreads = _load_parts(ptr + places.entropy * plane, mask_split, mask_part)
-    largest = tl.max(maxima, 0)
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
-    factor = exp(maxima - shift, EXACT)
-    total = tl.sum(totals * factor, 0)
-    if places.max_abs_logit is not None:
-        largest_size = tl.max(_load_parts(ptr + places.max_abs_logit * plane, mask_split, mask_part), 0)
-    if places.entropy is not None:
-        moved = tl.where(maxima == -float("inf"), 0.0, maxima - shift) * totals
-        spread = tl.sum(factor * (spreads + moved), 0)
-    if places.mean_distance is not None:
-        mean_distance = tl.sum(_load_parts(ptr + places.mean_distance * plane, mask_split, mask_part) * factor, 0)
-    if places.mean_offset is not None:
-        mean_offset = tl.sum(_load_parts(ptr + places.mean_offset * plane, mask_split, mask_part) * factor, 0)
-    if places.mean_squared_distance is not None:
-        mean_squared_distance = tl.sum(
-            _load_parts(ptr + places.mean_squared_distance * plane, mask_split, mask_part) * factor, 0
+    if stat_slots.entropy is not None:
+        entropy_parts = _load_parts(ptr + stat_slots.entropy * stride_slot, mask_split, mask_part)
+    m_i = tl.max(m_parts, 0)
+    m_safe = tl.where(m_i == -float("inf"), 0.0, m_i)
+    alpha = exp(m_parts - m_safe, EXACT)
+    l_i = tl.sum(l_parts * alpha, 0)
+    if stat_slots.max_abs_logit is not None:
+        max_abs = tl.max(_load_parts(ptr + stat_slots.max_abs_logit * stride_slot, mask_split, mask_part), 0)
+    if stat_slots.entropy is not None:
+        correction = tl.where(m_parts == -float("inf"), 0.0, m_parts - m_safe) * l_parts
+        acc_entropy = tl.sum(alpha * (entropy_parts + correction), 0)
+    if stat_slots.mean_distance is not None:
+        mean_distance = tl.sum(
+            _load_parts(ptr + stat_slots.mean_distance * stride_slot, mask_split, mask_part) * alpha, 0
         )
-    if places.sink_mass is not None:
-        sink_mass = tl.sum(_load_parts(ptr + places.sink_mass * plane, mask_split, mask_part) * factor, 0)
-    if places.self_mass is not None:
-        self_mass = tl.sum(_load_parts(ptr + places.self_mass * plane, mask_split, mask_part) * factor, 0)
-    if places.previous_mass is not None:
-        previous_mass = tl.sum(_load_parts(ptr + places.previous_mass * plane, mask_split, mask_part) * factor, 0)
-    if places.next_mass is not None:
-        next_mass = tl.sum(_load_parts(ptr + places.next_mass * plane, mask_split, mask_part) * factor, 0)
-    if places.window_mass is not None:
-        window_mass = tl.sum(_load_parts(ptr + places.window_mass * plane, mask_split, mask_part) * factor, 0)
-    if places.visible_keys is not None:
-        visible_keys = tl.sum(_load_parts(ptr + places.visible_keys * plane, mask_split, mask_part), 0)
-    share = store_rows(
+    if stat_slots.mean_offset is not None:
+        mean_offset = tl.sum(_load_parts(ptr + stat_slots.mean_offset * stride_slot, mask_split, mask_part) * alpha, 0)
+    if stat_slots.mean_squared_distance is not None:
+        mean_squared_distance = tl.sum(
+            _load_parts(ptr + stat_slots.mean_squared_distance * stride_slot, mask_split, mask_part) * alpha, 0
+        )
+    if stat_slots.sink_mass is not None:
+        sink_mass = tl.sum(_load_parts(ptr + stat_slots.sink_mass * stride_slot, mask_split, mask_part) * alpha, 0)
+    if stat_slots.self_mass is not None:
+        self_mass = tl.sum(_load_parts(ptr + stat_slots.self_mass * stride_slot, mask_split, mask_part) * alpha, 0)
+    if stat_slots.previous_mass is not None:
+        previous_mass = tl.sum(
+            _load_parts(ptr + stat_slots.previous_mass * stride_slot, mask_split, mask_part) * alpha, 0
+        )
+    if stat_slots.next_mass is not None:
+        next_mass = tl.sum(_load_parts(ptr + stat_slots.next_mass * stride_slot, mask_split, mask_part) * alpha, 0)
+    if stat_slots.window_mass is not None:
+        window_mass = tl.sum(_load_parts(ptr + stat_slots.window_mass * stride_slot, mask_split, mask_part) * alpha, 0)
+    if stat_slots.visible_keys is not None:
+        visible_keys = tl.sum(_load_parts(ptr + stat_slots.visible_keys * stride_slot, mask_split, mask_part), 0)
+    normalizer = store_rows(
         ptr_logsumexp,
         ptr_statistics,
         ptr_sinks,
-        places,
+        stat_slots,
         num_rows,
         i_row,
         i_row < num_rows,
         i_head,
-        largest,
-        total,
-        largest_size,
-        spread,
+        m_i,
+        l_i,
+        max_abs,
+        acc_entropy,
         mean_distance,
         mean_offset,
         mean_squared_distance,
@@ -303,18 +318,20 @@ def join_kernel(
         visible_keys,
         EXACT,
     )
-    tile_output = tl.zeros([BLOCK_VALUE], tl.float32)
-    for first in tl.static_range(0, BLOCK_SPLITS, BLOCK_PARTS):
-        if first > 0:
-            tile_part = _load_outputs(ptr_parts, i_row, num_rows, first, splits, DIM_VALUE, BLOCK_PARTS, BLOCK_VALUE)
+    acc = tl.zeros([BLOCK_VALUE], tl.float32)
+    for first_part in tl.static_range(0, BLOCK_SPLITS, BLOCK_PARTS):
+        if first_part > 0:
+            tile_part = _load_outputs(
+                ptr_parts, i_row, num_rows, first_part, splits, DIM_VALUE, BLOCK_PARTS, BLOCK_VALUE
+            )
         # [BLOCK_PARTS]
         if BLOCK_PARTS != BLOCK_SPLITS:
-            offs_part = first + tl.arange(0, BLOCK_PARTS)
+            offs_part = first_part + tl.arange(0, BLOCK_PARTS)
             ptr = ptr_sums + offs_part * num_rows + i_row
-            factor = exp(tl.load(ptr, mask=offs_part < splits, other=-float("inf")) - shift, EXACT)
-            mask_part = tl.load(ptr + plane, mask=offs_part < splits, other=0.0) != 0.0
-        tile_output += tl.sum(tl.where(mask_part[:, None], tile_part, 0.0) * factor[:, None], 0)
-    output = tl.where(total != 0.0, tile_output * share, 0.0)
+            alpha = exp(tl.load(ptr, mask=offs_part < splits, other=-float("inf")) - m_safe, EXACT)
+            mask_part = tl.load(ptr + stride_slot, mask=offs_part < splits, other=0.0) != 0.0
+        acc += tl.sum(tl.where(mask_part[:, None], tile_part, 0.0) * alpha[:, None], 0)
+    output = tl.where(l_i != 0.0, acc * normalizer, 0.0)
     offs_value = tl.arange(0, BLOCK_VALUE)
     ptr = ptr_output + ((i_batch * QUERIES + i_query) * HEADS + i_head) * DIM_VALUE + offs_value
     tl.store(ptr, output.to(ptr_output.dtype.element_ty), mask=offs_value < DIM_VALUE)

@@ -1,13 +1,13 @@
-"""Attention of a few new tokens over a long cache: the keys are split over programs, a second kernel joins the parts.
+"""Split-KV decoding kernel; `parts.join_kernel` reduces its partial results.
 
-Bound by bytes: every key and value is read once for all query heads that share it (the rows of a tile are the heads of
-a group times the new tokens), straight from the cache's own memory, and everything else is small. Each program walks
-its share of the keys with an online softmax and leaves, for each row, the maximum, the sum, the sums of the statistics
-and the unnormalised output, which `decode_parts` joins. Where one program sees all keys there is nothing to join.
+Memory-bound: every key and value is read once for all query heads that share it (the rows of a tile are the heads of
+a group times the new tokens), directly from the cache's own memory. Each program processes its share of the keys with
+an online softmax and stores, for each row, the row max, the sum, the accumulators of the statistics and the
+unnormalised output. With a single split there is nothing to reduce.
 
-Most tiles hold keys that every row sees and that stand near no edge; they are loaded without a mask and give only what
-every key gives. The tiles at an edge (the causal edge, a window's ends, the first keys, the last partial tile) decide
-key by key, and they alone hold the masses at fixed places.
+Most tiles are full: every row sees all their keys and no edge is near. They are loaded without a mask. Only the partial
+tiles (at the causal edge, at the ends of a window, at the first keys and at the end) are masked key by key, and only
+they can contribute to the masses at fixed positions (sink, self, previous, next, window).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from polyhead.ops.decode.kernels.parts import exp, load_rows, store_rows, store_
 
 
 class CachePointers(NamedTuple):
-    """Where keys and values lie. A row is a sequence of the batch, or a page where there is a block table."""
+    """Pointers and strides of a KV cache; a row is a sequence of the batch, or a page."""
 
     key: Tensor
     value: Tensor
-    key_row: int  # strides, in elements; the last axis lies together
+    key_row: int  # strides, in elements; the last axis is contiguous
     key_head: int
     key_token: int
     value_row: int
     value_head: int
     value_token: int
     lengths: Tensor | None = None  # [batch]: tokens of each sequence, the new ones included; None: every slot
-    new_lengths: Tensor | None = None  # [batch]: how many of the queries are real; None: all
+    new_lengths: Tensor | None = None  # [batch]: non-padding queries; None: all
     block_table: Tensor | None = None  # [batch, pages of the longest sequence], contiguous
-    key_scale: Tensor | None = None  # float32, one number a token and head: keys and values are int8
+    key_scale: Tensor | None = None  # float32, one number per token and head: keys and values are int8
     value_scale: Tensor | None = None
     key_scale_row: int = 0
     key_scale_head: int = 0
@@ -49,7 +49,7 @@ class CachePointers(NamedTuple):
 
 @triton.jit
 def _load_scales(ptr_scale, row, head, token, i_row, i_head, offs_token, mask_n):
-    """The scale of each token, [BLOCK_N]; `row`, `head` and `token` are strides."""
+    """Load the quantisation scale of each token, [BLOCK_N]; `row`, `head` and `token` are strides."""
     ptr = ptr_scale + i_row * row + i_head.to(tl.int64) * head + offs_token * token
     if mask_n is None:
         scales = tl.load(ptr)
@@ -61,20 +61,20 @@ def _load_scales(ptr_scale, row, head, token, i_row, i_head, offs_token, mask_n)
 @triton.jit(do_not_specialize=["num_slots", "splits", "num_rows", "sink_keys", "window"])
 def decode_kernel(
     ptr_query,
-    ptr_output,  # [batch, queries, heads, DIM_VALUE], written where one split sees all keys
+    ptr_output,  # [batch, queries, heads, DIM_VALUE], written if there is a single split
     ptr_logsumexp,  # [batch, heads, queries], the rows
     ptr_statistics,  # [statistics, rows]
-    ptr_sums,  # [2 + statistics, splits, rows]: maximum, sum, and the sum of each statistic that has one
+    ptr_sums,  # [2 + statistics, splits, rows]: m_i, l_i and the accumulator of each statistic that has one
     ptr_parts,  # [splits, rows, DIM_VALUE]
     ptr_head_scale,
     ptr_sinks,
     cache,
     mask,
-    places,
+    stat_slots,
     stride_query_batch,
     stride_query_head,
     stride_query_token,
-    scale,
+    sm_scale,
     softcap,
     sink_keys,
     window,
@@ -108,7 +108,7 @@ def decode_kernel(
     offs_row = i_pair.to(tl.int64) * ROWS + offs_m
     num_rows = num_rows.to(tl.int64)
 
-    # Lengths come from the device, so what they say is held to what can be read.
+    # Lengths are read on the device and cannot be checked by the host, so they are clamped to the slots.
     length, new_length = num_slots, QUERIES
     if cache.lengths is not None:
         length = tl.minimum(tl.load(cache.lengths + i_batch).to(tl.int32), num_slots)
@@ -122,31 +122,36 @@ def decode_kernel(
         ptr_position = mask.query_position + i_batch * mask.stride_query + offs_query
         position = tl.load(ptr_position, mask=mask_m, other=0)
 
-    # Tiles of keys, those that a window's left edge hides left out: `kept` tiles from key 0 on, then from `first` on.
+    # Tiles of keys, without those masked by a window's left edge: `sink_tiles` tiles from key 0 on, then tiles from
+    # `first_tile` on.
     stop = tl.where(new_length > 0, length, 0)
-    first, kept = 0, 0
-    whole_from, whole_to = 0, 0  # every row sees these columns, and no asked mass stands among them
+    first_tile, sink_tiles = 0, 0
+    full_from, full_to = 0, 0  # columns that every row sees and that contribute to no requested mass
     if mask.key_position is None:
-        whole_to = stop
+        full_to = stop
         if mask.left is not None:
-            first = tl.maximum(first_position - mask.left, 0) // BLOCK_N
-            whole_from = tl.maximum(length - 1 - mask.left, 0)
+            first_tile = tl.maximum(first_position - mask.left, 0) // BLOCK_N
+            full_from = tl.maximum(length - 1 - mask.left, 0)
             if mask.sinks is not None:
-                kept = tl.minimum(tl.cdiv(mask.sinks, BLOCK_N), first)
+                sink_tiles = tl.minimum(tl.cdiv(mask.sinks, BLOCK_N), first_tile)
         if mask.right is not None:
-            whole_to = tl.minimum(whole_to, first_position + mask.right + 1)
-        if places.sink_mass is not None:
-            whole_from = tl.maximum(whole_from, sink_keys)
-        if (places.self_mass is not None) or (places.previous_mass is not None) or (places.next_mass is not None):
-            whole_to = tl.minimum(whole_to, first_position - 1)
-        if places.window_mass is not None:
-            whole_to = tl.minimum(whole_to, first_position - window)
-    tiles = kept + tl.maximum(tl.cdiv(stop, BLOCK_N) - first, 0)
+            full_to = tl.minimum(full_to, first_position + mask.right + 1)
+        if stat_slots.sink_mass is not None:
+            full_from = tl.maximum(full_from, sink_keys)
+        if (
+            (stat_slots.self_mass is not None)
+            or (stat_slots.previous_mass is not None)
+            or (stat_slots.next_mass is not None)
+        ):
+            full_to = tl.minimum(full_to, first_position - 1)
+        if stat_slots.window_mass is not None:
+            full_to = tl.minimum(full_to, first_position - window)
+    tiles = sink_tiles + tl.maximum(tl.cdiv(stop, BLOCK_N) - first_tile, 0)
     tiles_each = tl.cdiv(tiles, splits)
     tile_from = tl.minimum(i_split * tiles_each, tiles)
     tile_to = tl.minimum(tile_from + tiles_each, tiles)
-    inner_from = kept + tl.maximum(tl.cdiv(whole_from, BLOCK_N) - first, 0)
-    inner_to = kept + tl.maximum(tl.maximum(whole_to, 0) // BLOCK_N - first, 0)
+    inner_from = sink_tiles + tl.maximum(tl.cdiv(full_from, BLOCK_N) - first_tile, 0)
+    inner_to = sink_tiles + tl.maximum(tl.maximum(full_to, 0) // BLOCK_N - first_tile, 0)
     inner_from = tl.minimum(tl.maximum(inner_from, tile_from), tile_to)
     inner_to = tl.maximum(tl.minimum(inner_to, tile_to), inner_from)
 
@@ -154,19 +159,19 @@ def decode_kernel(
     ptr_rows = ptr_query + i_batch.to(tl.int64) * stride_query_batch
     ptr_rows += offs_head.to(tl.int64) * stride_query_head + offs_query.to(tl.int64) * stride_query_token
     tile_query = load_rows(ptr_rows, mask_real, DIM_KEY, BLOCK_KEY)
-    row_scale = tl.zeros([BLOCK_M], tl.float32) + scale
+    head_sm_scale = tl.zeros([BLOCK_M], tl.float32) + sm_scale
     if ptr_head_scale is not None:
-        row_scale *= tl.load(ptr_head_scale + offs_head, mask=mask_m, other=0.0).to(tl.float32)
+        head_sm_scale *= tl.load(ptr_head_scale + offs_head, mask=mask_m, other=0.0).to(tl.float32)
     ptr_key = cache.key + i_kv_head.to(tl.int64) * cache.key_head
     ptr_value = cache.value + i_kv_head.to(tl.int64) * cache.value_head
     if cache.block_table is None:
         ptr_key += i_batch.to(tl.int64) * cache.key_row
         ptr_value += i_batch.to(tl.int64) * cache.value_row
 
-    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    largest_size = tl.zeros([BLOCK_M], tl.float32)
-    spread = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    max_abs = tl.zeros([BLOCK_M], tl.float32)
+    acc_entropy = tl.zeros([BLOCK_M], tl.float32)
     mean_distance = tl.zeros([BLOCK_M], tl.float32)
     mean_offset = tl.zeros([BLOCK_M], tl.float32)
     mean_squared_distance = tl.zeros([BLOCK_M], tl.float32)
@@ -176,31 +181,31 @@ def decode_kernel(
     next_mass = tl.zeros([BLOCK_M], tl.float32)
     window_mass = tl.zeros([BLOCK_M], tl.float32)
     visible_keys = tl.zeros([BLOCK_M], tl.int32)
-    tile_output = tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
 
-    # The edge before the whole tiles, the whole tiles, the edge behind them; stated positions may put an edge anywhere.
-    WHOLE: tl.constexpr = 1
+    # Partial tiles before the full ones, full tiles, partial tiles after them; explicit positions allow no full tiles.
+    FULL: tl.constexpr = 1
     ZONES: tl.constexpr = 3 if mask.key_position is None else 1
     for i_zone in tl.static_range(ZONES):
         if ZONES == 1:
             zone_from, zone_to = tile_from, tile_to
         elif i_zone == 0:
             zone_from, zone_to = tile_from, inner_from
-        elif i_zone == WHOLE:
+        elif i_zone == FULL:
             zone_from, zone_to = inner_from, inner_to
         else:
             zone_from, zone_to = inner_to, tile_to
-        for i_tile in tl.range(zone_from, zone_to, num_stages=STAGES if (i_zone == WHOLE) or (ZONES == 1) else 1):
-            if i_zone == WHOLE:
-                column = (i_tile + (first - kept)) * BLOCK_N
+        for i_tile in tl.range(zone_from, zone_to, num_stages=STAGES if (i_zone == FULL) or (ZONES == 1) else 1):
+            if i_zone == FULL:
+                column = (i_tile + (first_tile - sink_tiles)) * BLOCK_N
             else:
-                column = (i_tile + tl.where(i_tile >= kept, first - kept, 0)) * BLOCK_N
+                column = (i_tile + tl.where(i_tile >= sink_tiles, first_tile - sink_tiles, 0)) * BLOCK_N
             offs_n = column + tl.arange(0, BLOCK_N)
             key_position = key_positions(mask, i_batch, offs_n, stop)
             # [BLOCK_M, BLOCK_N]
             distance = key_position[None, :] - position[:, None]
             mask_n = None
-            if i_zone != WHOLE:
+            if i_zone != FULL:
                 visible = visible_tile(mask, i_batch, offs_head, offs_query, offs_n, distance, new_length, stop)
                 visible = visible & mask_m[:, None]
                 if mask.key_position is not None:
@@ -213,7 +218,7 @@ def decode_kernel(
                 ptr_values = ptr_value + offs_token * cache.value_token
             else:
                 ptr_page = cache.block_table + i_batch.to(tl.int64) * (num_slots // PAGE_SIZE) + offs_n // PAGE_SIZE
-                if i_zone == WHOLE:
+                if i_zone == FULL:
                     i_row = tl.load(ptr_page).to(tl.int64)
                 else:
                     i_row = tl.load(ptr_page, mask=mask_n, other=0).to(tl.int64)
@@ -225,7 +230,7 @@ def decode_kernel(
             tile_value = load_rows(ptr_values, mask_n, DIM_VALUE, BLOCK_VALUE)
 
             if cache.key_scale is None:
-                logits = products(tile_query, tile_key)
+                qk = products(tile_query, tile_key)
             else:
                 scales = _load_scales(
                     cache.key_scale,
@@ -239,75 +244,76 @@ def decode_kernel(
                 )
                 if tile_query.dtype == tl.float32:
                     tile_key = tile_key.to(tl.float32) * scales[:, None]
-                    logits = products(tile_query, tile_key)
+                    qk = products(tile_query, tile_key)
                 else:
-                    # The steps are exact in 16 bits, where their products with the scales would be rounded.
-                    logits = tl.dot(tile_query, tl.trans(tile_key.to(tile_query.dtype))) * scales[None, :]
-            logits *= row_scale[:, None]
+                    # int8 values are exact in 16 bits; their products with the scales would be rounded.
+                    qk = tl.dot(tile_query, tl.trans(tile_key.to(tile_query.dtype))) * scales[None, :]
+            qk *= head_sm_scale[:, None]
             if softcap is not None:
-                logits = softcap * tanh(logits / softcap, EXACT)
+                qk = softcap * tanh(qk / softcap, EXACT)
             if mask.table is not None:
-                if i_zone == WHOLE:
-                    seen = mask_m[:, None] & (offs_n >= 0)[None, :]
-                    logits += added_tile(mask, i_batch, offs_head[:, None], offs_query, offs_n, distance, seen)
+                if i_zone == FULL:
+                    in_bounds = mask_m[:, None] & (offs_n >= 0)[None, :]
+                    qk += added_tile(mask, i_batch, offs_head[:, None], offs_query, offs_n, distance, in_bounds)
                 else:
-                    logits += added_tile(mask, i_batch, offs_head[:, None], offs_query, offs_n, distance, visible)
-            if i_zone != WHOLE:
+                    qk += added_tile(mask, i_batch, offs_head[:, None], offs_query, offs_n, distance, visible)
+            if i_zone != FULL:
                 if (QUERIES > 1) and (cache.value_scale is None):
-                    # A value that one row sees and another does not: if it is broken, only the first may know.
-                    broken = (tile_value - tile_value) != 0.0
-                    tile_value = tl.where(broken, 0.0, tile_value)
-                    poison = tl.where(tl.max(broken.to(tl.int32), 1) > 0, float("nan"), 0.0)
-                    logits += poison[None, :]
-                logits = tl.where(visible, logits, -float("inf"))
+                    # A non-finite value must reach only the rows that see its key: 0 * NaN would reach the others.
+                    nonfinite = (tile_value - tile_value) != 0.0
+                    tile_value = tl.where(nonfinite, 0.0, tile_value)
+                    nan_bias = tl.where(tl.max(nonfinite.to(tl.int32), 1) > 0, float("nan"), 0.0)
+                    qk += nan_bias[None, :]
+                qk = tl.where(visible, qk, -float("inf"))
 
-            new_largest = tl.maximum(largest, tl.max(logits, 1))
-            shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-            below = logits - shift[:, None]
-            exponential = exp(below, EXACT)
-            shrink = exp(largest - shift, EXACT)
-            if places.entropy is not None:
-                # Never two numbers of the logits' size: when the maximum moves, the sum moves by the difference.
-                moved = tl.where(largest == -float("inf"), 0.0, largest - shift)
-                product = tl.where(exponential > 0.0, exponential * below, 0.0)
-                spread = shrink * (spread + moved * total) + tl.sum(product, 1)
-            total = total * shrink + tl.sum(exponential, 1)
-            if places.max_abs_logit is not None:
-                size = tl.where(logits == -float("inf"), 0.0, tl.abs(logits))
-                largest_size = tl.maximum(largest_size, tl.max(size, 1))
-            far = distance.to(tl.float32)
-            if places.mean_distance is not None:
-                mean_distance = mean_distance * shrink + tl.sum(exponential * tl.abs(far), 1)
-            if places.mean_offset is not None:
-                mean_offset = mean_offset * shrink + tl.sum(exponential * far, 1)
-            if places.mean_squared_distance is not None:
-                mean_squared_distance = mean_squared_distance * shrink + tl.sum(exponential * far * far, 1)
-            if places.visible_keys is not None:
-                if i_zone == WHOLE:
+            m_new = tl.maximum(m_i, tl.max(qk, 1))
+            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+            qk_shifted = qk - m_safe[:, None]
+            p = exp(qk_shifted, EXACT)
+            alpha = exp(m_i - m_safe, EXACT)
+            if stat_slots.entropy is not None:
+                # The sum of p * (qk - m) is corrected by the change of the row max, so that no difference of two
+                # numbers as large as the logits is ever taken.
+                m_diff = tl.where(m_i == -float("inf"), 0.0, m_i - m_safe)
+                product = tl.where(p > 0.0, p * qk_shifted, 0.0)
+                acc_entropy = alpha * (acc_entropy + m_diff * l_i) + tl.sum(product, 1)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            if stat_slots.max_abs_logit is not None:
+                abs_qk = tl.where(qk == -float("inf"), 0.0, tl.abs(qk))
+                max_abs = tl.maximum(max_abs, tl.max(abs_qk, 1))
+            offset = distance.to(tl.float32)
+            if stat_slots.mean_distance is not None:
+                mean_distance = mean_distance * alpha + tl.sum(p * tl.abs(offset), 1)
+            if stat_slots.mean_offset is not None:
+                mean_offset = mean_offset * alpha + tl.sum(p * offset, 1)
+            if stat_slots.mean_squared_distance is not None:
+                mean_squared_distance = mean_squared_distance * alpha + tl.sum(p * offset * offset, 1)
+            if stat_slots.visible_keys is not None:
+                if i_zone == FULL:
                     visible_keys += BLOCK_N
                 else:
                     visible_keys += tl.sum(visible.to(tl.int32), 1)
-            if places.sink_mass is not None:
-                sink_mass *= shrink
-                if i_zone != WHOLE:
-                    early = key_ordinals(mask, i_batch, offs_n, stop) < sink_keys
-                    sink_mass += tl.sum(tl.where(early[None, :], exponential, 0.0), 1)
-            if places.self_mass is not None:
-                self_mass *= shrink
-                if i_zone != WHOLE:
-                    self_mass += tl.sum(tl.where(distance == 0, exponential, 0.0), 1)
-            if places.previous_mass is not None:
-                previous_mass *= shrink
-                if i_zone != WHOLE:
-                    previous_mass += tl.sum(tl.where(distance == -1, exponential, 0.0), 1)
-            if places.next_mass is not None:
-                next_mass *= shrink
-                if i_zone != WHOLE:
-                    next_mass += tl.sum(tl.where(distance == 1, exponential, 0.0), 1)
-            if places.window_mass is not None:
-                window_mass *= shrink
-                if i_zone != WHOLE:
-                    window_mass += tl.sum(tl.where(tl.abs(distance) <= window, exponential, 0.0), 1)
+            if stat_slots.sink_mass is not None:
+                sink_mass *= alpha
+                if i_zone != FULL:
+                    is_sink = key_ordinals(mask, i_batch, offs_n, stop) < sink_keys
+                    sink_mass += tl.sum(tl.where(is_sink[None, :], p, 0.0), 1)
+            if stat_slots.self_mass is not None:
+                self_mass *= alpha
+                if i_zone != FULL:
+                    self_mass += tl.sum(tl.where(distance == 0, p, 0.0), 1)
+            if stat_slots.previous_mass is not None:
+                previous_mass *= alpha
+                if i_zone != FULL:
+                    previous_mass += tl.sum(tl.where(distance == -1, p, 0.0), 1)
+            if stat_slots.next_mass is not None:
+                next_mass *= alpha
+                if i_zone != FULL:
+                    next_mass += tl.sum(tl.where(distance == 1, p, 0.0), 1)
+            if stat_slots.window_mass is not None:
+                window_mass *= alpha
+                if i_zone != FULL:
+                    window_mass += tl.sum(tl.where(tl.abs(distance) <= window, p, 0.0), 1)
 
             if cache.value_scale is not None:
                 scales = _load_scales(
@@ -320,39 +326,39 @@ def decode_kernel(
                     offs_token,
                     mask_n,
                 )
-                # Times 127, which makes it the token's largest value, so that float16 has room for small weights.
-                exponential *= (127.0 * scales)[None, :]
-                if i_zone != WHOLE:
-                    exponential = tl.where(visible, exponential, 0.0)
+                # Times 127, so that the factor is the token's largest value and small weights do not underflow float16.
+                p *= (127.0 * scales)[None, :]
+                if i_zone != FULL:
+                    p = tl.where(visible, p, 0.0)
             tile_value = tile_value.to(tile_query.dtype)
-            weights = exponential.to(tile_query.dtype)
-            tile_output = add_product(tile_output * shrink[:, None], weights, tile_value)
-            largest = new_largest
+            weights = p.to(tile_query.dtype)
+            acc = add_product(acc * alpha[:, None], weights, tile_value)
+            m_i = m_new
 
-    # Whole tiles ask nobody whether a row is real, so rows past the real ones are emptied here.
-    largest = tl.where(mask_real, largest, -float("inf"))
-    total = tl.where(mask_real, total, 0.0)
-    largest_size = tl.where(mask_real, largest_size, 0.0)
+    # Full tiles do not mask padding rows, so these are reset here.
+    m_i = tl.where(mask_real, m_i, -float("inf"))
+    l_i = tl.where(mask_real, l_i, 0.0)
+    max_abs = tl.where(mask_real, max_abs, 0.0)
     visible_keys = tl.where(mask_real, visible_keys, 0).to(tl.float32)
     if cache.value_scale is not None:
-        tile_output *= 1.0 / 127.0
+        acc *= 1.0 / 127.0
     # [BLOCK_M, BLOCK_VALUE]
     offs_value = tl.arange(0, BLOCK_VALUE)
     mask_output = mask_m[:, None] & (offs_value < DIM_VALUE)[None, :]
     if ONE_SPLIT:
-        share = store_rows(
+        normalizer = store_rows(
             ptr_logsumexp,
             ptr_statistics,
             ptr_sinks,
-            places,
+            stat_slots,
             num_rows,
             offs_row,
             mask_m,
             offs_head,
-            largest,
-            total,
-            largest_size,
-            spread,
+            m_i,
+            l_i,
+            max_abs,
+            acc_entropy,
             mean_distance,
             mean_offset,
             mean_squared_distance,
@@ -364,23 +370,23 @@ def decode_kernel(
             visible_keys,
             EXACT,
         )
-        output = tl.where((total != 0.0)[:, None], tile_output * share[:, None], 0.0)
+        output = tl.where((l_i != 0.0)[:, None], acc * normalizer[:, None], 0.0)
         offs_output = (i_batch.to(tl.int64) * QUERIES + offs_query) * (KV_HEADS * GROUP) + offs_head
         ptr = ptr_output + offs_output[:, None] * DIM_VALUE + offs_value[None, :]
         tl.store(ptr, output.to(ptr_output.dtype.element_ty), mask=mask_output)
     else:
         offs_part, mask_filled = store_sums(
             ptr_sums,
-            places,
+            stat_slots,
             i_split,
             splits,
             num_rows,
             offs_row,
             mask_m,
-            largest,
-            total,
-            largest_size,
-            spread,
+            m_i,
+            l_i,
+            max_abs,
+            acc_entropy,
             mean_distance,
             mean_offset,
             mean_squared_distance,
@@ -392,4 +398,4 @@ def decode_kernel(
             visible_keys,
         )
         ptr = ptr_parts + offs_part[:, None] * DIM_VALUE + offs_value[None, :]
-        tl.store(ptr, tile_output, mask=mask_output & mask_filled[:, None])
+        tl.store(ptr, acc, mask=mask_output & mask_filled[:, None])

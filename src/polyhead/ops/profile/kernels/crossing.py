@@ -1,9 +1,9 @@
-"""The histogram over offsets, where it costs: the tiles that more than one bin has a part of.
+"""Offset histogram of the tiles that cross a bin edge.
 
-A walk down the columns adds a tile that lies in one bin as a whole, which costs it next to nothing. The others lie
-along the diagonal and along the far edges of bins, a few for each block of keys however many queries there are: of n
-tokens O(n log n) pairs. They are computed once more here, in smaller pieces, so that the walk need not hold a tile
-while its diagonals are added up.
+The column kernel of `second_pass` adds tiles within one bin, which costs almost nothing. The other tiles are along the
+diagonal and along the far bin edges, a few for each block of keys whatever the number of queries: O(n log n) pairs of n
+tokens. They are recomputed here in smaller pieces, so that the column kernel need not keep a tile in registers while
+its diagonals are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of
 from polyhead.ops.profile.kernels.offsets import NEAR, OFFSET_BINS, add_tile, bin_end, offset_bin
 from polyhead.ops.profile.kernels.prepare import Problem, block_dim
-from polyhead.ops.profile.kernels.tiles import head_factor, load_rows, log2_weights
+from polyhead.ops.profile.kernels.tiles import head_sm_scale, load_rows, log2_weights
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _crossing_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """A block of keys, past which those queries go that lie in a tile [TILE_M, TILE_N] of several bins."""
+    """Process a block of keys with the queries in tiles [TILE_M, TILE_N] that cover several bins."""
     row_start, row_stop = problem.row_start, problem.row_stop
     column_start, column_stop = problem.column_start, problem.column_stop
     blocks = tl.cdiv(column_stop - column_start, BLOCK_N)
@@ -43,7 +43,7 @@ def _crossing_kernel(
     i_batch, i_head = i_pair // problem.heads, i_pair % problem.heads
     first_column = column_start + (tl.program_id(0) % blocks) * BLOCK_N
     tile_column = column_start + (first_column - column_start) // TILE_N * TILE_N
-    factor = head_factor(problem, i_head)
+    sm_scale = head_sm_scale(problem, i_head)
     ptr_query = problem.query + i_batch * problem.query_batch + i_head * problem.query_head
     ptr_key = problem.key + i_batch * problem.key_batch + i_head // problem.group * problem.key_head
     ptr_offsets += i_pair * OFFSET_BINS
@@ -53,41 +53,41 @@ def _crossing_kernel(
     start, stop = mask_tiles.query_span(mask, i_batch, first_column, row_stop, column_stop, BLOCK_N, BLOCK_M)
     start, stop = tl.maximum(start, row_start), tl.minimum(stop, row_stop)
 
-    level = tile_column - mask.offset  # the row of which the tile's first key is no offset away
+    zero_row = tile_column - mask.offset  # the row at offset 0 from the tile's first key
     for i_edge in tl.range(0, 2 * far_edges + 1):
-        # The bins that end here: those around 0 at once, then a far one on the left or on the right.
+        # The bins that end here: first all near ones, then one far bin on the left or on the right.
         size = NEAR << ((i_edge + 1) // 2)
-        edge = tl.where(i_edge % 2 == 1, -size - 1, size)
-        least = tl.where(i_edge == 0, -NEAR - 1, edge)
-        first = tl.maximum(level - (TILE_M - 1) - edge, start)
-        last = tl.minimum(level + TILE_N - 2 - least, stop - 1)
+        max_end = tl.where(i_edge % 2 == 1, -size - 1, size)
+        min_end = tl.where(i_edge == 0, -NEAR - 1, max_end)
+        first = tl.maximum(zero_row - (TILE_M - 1) - max_end, start)
+        last = tl.minimum(zero_row + TILE_N - 2 - min_end, stop - 1)
         first_tile = (tl.maximum(first, row_start) - row_start) // TILE_M
         count = tl.where(last >= first, (last - row_start) // TILE_M - first_tile + 1, 0)
         for i_tile in tl.range(first_tile, first_tile + count):
-            # A tile may meet several edges; the one that ends the bin of its smallest offset takes it.
+            # A tile may cross several edges; it is processed with the edge that ends the bin of its smallest offset.
             tile_row = row_start + i_tile * TILE_M
-            smallest, largest = level - tile_row - (TILE_M - 1), level - tile_row + (TILE_N - 1)
-            end = bin_end(smallest)
-            is_mine = (end >= least) & (end <= edge) & (offset_bin(smallest) != offset_bin(largest))
-            for i_piece in tl.range(0, tl.where(is_mine, TILE_M // BLOCK_M, 0)):
+            min_offset, max_offset = zero_row - tile_row - (TILE_M - 1), zero_row - tile_row + (TILE_N - 1)
+            end = bin_end(min_offset)
+            is_owner = (end >= min_end) & (end <= max_end) & (offset_bin(min_offset) != offset_bin(max_offset))
+            for i_piece in tl.range(0, tl.where(is_owner, TILE_M // BLOCK_M, 0)):
                 first_row = tile_row + i_piece * BLOCK_M
                 offs_m = first_row + tl.arange(0, BLOCK_M)
                 # [BLOCK_M, BLOCK_DIM]
                 tile_q = load_rows(ptr_query, problem.query_token, first_row, row_stop, DIM, BLOCK_DIM, BLOCK_M, True)
-                shift = tl.load(problem.shift + i_pair * problem.shift_rows + (offs_m - row_start))
+                lse = tl.load(problem.lse + i_pair * problem.lse_rows + (offs_m - row_start))
                 # [BLOCK_M, BLOCK_N]
-                logs = log2_weights(
-                    problem, mask, tile_q, tile_k, shift, factor, i_batch, i_head, offs_m, offs_n, True, False
+                log2_p = log2_weights(
+                    problem, mask, tile_q, tile_k, lse, sm_scale, i_batch, i_head, offs_m, offs_n, True, False
                 )
-                add_tile(ptr_offsets, tl.exp2(logs), first_column - first_row - mask.offset, BLOCK_M, BLOCK_N)
+                add_tile(ptr_offsets, tl.exp2(log2_p), first_column - first_row - mask.offset, BLOCK_M, BLOCK_N)
 
 
 def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: Blocks, piece: Blocks) -> None:
-    """Add to `offsets` [batch, heads, OFFSET_BINS] what a walk down the columns in tiles of this size left out."""
+    """Add the tiles that the column kernel left out to `offsets` [batch, heads, OFFSET_BINS]."""
     query = problem.query
     piece = piece._replace(rows=min(piece.rows, tile.rows), columns=min(piece.columns, tile.columns))
-    # A tile counts with all its offsets, also those past the end of the window.
-    furthest = max(tile.rows, tile.columns) + max(
+    # All offsets of a tile count, also those past the end of the window.
+    max_distance = max(tile.rows, tile.columns) + max(
         abs(problem.column_stop - 1 - problem.row_start - mask.offset),
         abs(problem.column_start - (problem.row_stop - 1) - mask.offset),
     )
@@ -97,7 +97,7 @@ def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: B
             problem,
             mask,
             offsets,
-            (furthest // NEAR.value).bit_length(),
+            (max_distance // NEAR.value).bit_length(),
             DIM=query.shape[3],
             BLOCK_DIM=block_dim(query),
             BLOCK_M=piece.rows,
@@ -108,5 +108,5 @@ def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: B
         )
 
     with torch.cuda.device_of(query):
-        # What fitted beside one tile may be larger than another, of which it would then be no piece.
-        launch_fitting(launch, piece, Blocks.halved, lambda: ("crossing", *problem.kind(mask), tile, piece))
+        # The tile is part of the key: a piece that fitted for one tile size may be larger than another tile.
+        launch_fitting(launch, piece, Blocks.halved, lambda: ("crossing", *problem.compile_key(mask), tile, piece))

@@ -1,7 +1,7 @@
-"""The histogram over relative offset (key less query position): its bins, and what a tile of weights adds to them.
+"""Histogram over relative offsets (key minus query position), and the addition of tiles to it.
 
-Each offset up to `NEAR` has a bin of its own; beyond, the edges of bins lie at `NEAR` times a power of two. All
-functions here are inlined into kernels.
+Each offset up to `NEAR` has its own bin; beyond, the bin edges are at `NEAR` times a power of two. All functions here
+are inlined into kernels.
 """
 
 from __future__ import annotations
@@ -16,52 +16,55 @@ OFFSET_BINS = tl.constexpr(2 * (64 + 25) + 1)
 
 @triton.jit
 def _edges_below(offset):
-    """How many edges lie below an offset's size: 0 up to `NEAR`, k for `NEAR` << (k - 1) < size <= `NEAR` << k."""
+    """Return the number of bin edges below |offset|.
+
+    It is 0 up to `NEAR`, and k for `NEAR` << (k - 1) < |offset| <= `NEAR` << k.
+    """
     beyond = (tl.maximum(tl.abs(offset), 1) - 1) // NEAR
-    # How many bits it has, from a float's exponent; the bits that could round it up to the next power go first.
+    # The bit length, from a float's exponent; bits that could round it up to the next power of two are cleared first.
     rounded = (beyond & ~(beyond >> 1)).to(tl.float32)
     return tl.maximum((rounded.to(tl.int32, bitcast=True) >> 23) - 126, 0)
 
 
 @triton.jit
 def offset_bin(offset):
-    """The number of the bin of an offset, from 0."""
-    far = _edges_below(offset)
-    beyond = tl.where(offset > 0, NEAR + far, -NEAR - far)
-    return tl.where(far == 0, offset, beyond) + (NEAR + FAR_BINS)
+    """Return the index of the bin of an offset."""
+    num_edges = _edges_below(offset)
+    beyond = tl.where(offset > 0, NEAR + num_edges, -NEAR - num_edges)
+    return tl.where(num_edges == 0, offset, beyond) + (NEAR + FAR_BINS)
 
 
 @triton.jit
 def bin_end(offset):
-    """The largest offset of the bin of an offset."""
-    far = _edges_below(offset)
-    end = tl.where(offset > 0, NEAR << far, -(NEAR << tl.maximum(far - 1, 0)) - 1)
-    return tl.where(far == 0, offset, end)
+    """Return the largest offset in the bin of an offset."""
+    num_edges = _edges_below(offset)
+    end = tl.where(offset > 0, NEAR << num_edges, -(NEAR << tl.maximum(num_edges - 1, 0)) - 1)
+    return tl.where(num_edges == 0, offset, end)
 
 
 @triton.jit
-def add_whole_tile(ptr_offsets, sums, first_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Add a tile whose first row and column are `first_offset` apart if one bin has it all.
+def add_tile_in_one_bin(ptr_offsets, sums, first_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Add a tile whose first row and column are `first_offset` apart if all its offsets are in one bin.
 
-    `sums` are those of the tile's rows or blocks of rows, column by column.
+    `sums` are column sums over the tile's rows or over blocks of them.
     """
-    one, other = offset_bin(first_offset - (BLOCK_M - 1)), offset_bin(first_offset + (BLOCK_N - 1))
-    tl.atomic_add(ptr_offsets + one, tl.sum(tl.sum(sums, 1), 0), mask=one == other, sem="relaxed")
+    first_bin, last_bin = offset_bin(first_offset - (BLOCK_M - 1)), offset_bin(first_offset + (BLOCK_N - 1))
+    tl.atomic_add(ptr_offsets + first_bin, tl.sum(tl.sum(sums, 1), 0), mask=first_bin == last_bin, sem="relaxed")
 
 
 @triton.jit
 def add_tile(ptr_offsets, weights, first_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Add a tile whose first row and column are `first_offset` apart; BLOCK_M <= BLOCK_N."""
-    one, other = offset_bin(first_offset - (BLOCK_M - 1)), offset_bin(first_offset + (BLOCK_N - 1))
-    if one == other:
-        tl.atomic_add(ptr_offsets + one, tl.sum(tl.sum(weights, 0), 0), sem="relaxed")
+    first_bin, last_bin = offset_bin(first_offset - (BLOCK_M - 1)), offset_bin(first_offset + (BLOCK_N - 1))
+    if first_bin == last_bin:
+        tl.atomic_add(ptr_offsets + first_bin, tl.sum(tl.sum(weights, 0), 0), sem="relaxed")
     else:
-        # Each row is turned round by its number, so that a diagonal becomes a column; what came round at the end of a
-        # row is of the diagonal BLOCK_N places before.
-        place = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-        turned = tl.gather(weights, place % BLOCK_N, axis=1)
+        # Each row is rotated by its index, so that diagonals become columns; elements that wrap around belong to the
+        # diagonal BLOCK_N before.
+        column = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+        rotated = tl.gather(weights, column % BLOCK_N, axis=1)
         offset = first_offset + tl.arange(0, BLOCK_N)
-        ahead = tl.sum(tl.where(place < BLOCK_N, turned, 0.0), 0)
+        ahead = tl.sum(tl.where(column < BLOCK_N, rotated, 0.0), 0)
         tl.atomic_add(ptr_offsets + offset_bin(offset), ahead, sem="relaxed")
-        round_the_end = tl.sum(tl.where(place < BLOCK_N, 0.0, turned), 0)
-        tl.atomic_add(ptr_offsets + offset_bin(offset - BLOCK_N), round_the_end, sem="relaxed")
+        wrapped = tl.sum(tl.where(column < BLOCK_N, 0.0, rotated), 0)
+        tl.atomic_add(ptr_offsets + offset_bin(offset - BLOCK_N), wrapped, sem="relaxed")

@@ -1,4 +1,4 @@
-"""What the kernels of the profile are handed: the problem in plain numbers and tensors, the log-sum-exp in base 2."""
+"""Kernel arguments of the profile: tensors, strides and scalars, with the log-sum-exp in base 2."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from polyhead.ops.common.kernels.resources import Blocks
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 
 _LOG2_E = 1.4426950408889634
-LARGEST_TILE = 128
+MAX_TILE = 128
 
 
 class Problem(NamedTuple):
-    """Queries, keys and the window of them that is looked at; the last axis of both lies together in memory."""
+    """Queries, keys and the window of them that is profiled; the last axis of both is contiguous."""
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]
-    shift: (
-        Tensor  # [batch * heads, shift_rows]: the log-sum-exp of the window in base 2, +inf for empty rows and padding
-    )
-    shift_rows: int  # a multiple of every tile's height
-    factors: Tensor | None  # [heads]: what the products are multiplied by; None: `factor` in every head
-    factor: float
-    cap: float | None  # the softcap in base 2
+    lse: Tensor  # [batch * heads, lse_rows]: log-sum-exp of the window in base 2, +inf for empty rows and padding
+    lse_rows: int  # a multiple of every tile's height
+    head_sm_scales: Tensor | None  # [heads]: factors of the dot products; None: `sm_scale` for every head
+    sm_scale: float
+    softcap_log2: float | None  # the softcap in base 2
     query_batch: int  # strides
     query_head: int
     query_token: int
@@ -55,10 +53,10 @@ class Problem(NamedTuple):
     def columns(self) -> int:
         return self.column_stop - self.column_start
 
-    def kind(self, mask: MaskArguments) -> tuple[Hashable, ...]:
-        """What kernels are compiled for, beside what they are asked."""
-        there = tuple(x is not None for x in (*mask, self.factors, self.cap))
-        return self.query.get_device(), self.query.dtype, self.query.shape[3], there
+    def compile_key(self, mask: MaskArguments) -> tuple[Hashable, ...]:
+        """Return the properties of the problem that kernels are specialised for."""
+        present = tuple(x is not None for x in (*mask, self.head_sm_scales, self.softcap_log2))
+        return self.query.get_device(), self.query.dtype, self.query.shape[3], present
 
 
 def prepare(
@@ -70,33 +68,35 @@ def prepare(
     rows: tuple[int, int],
     columns: tuple[int, int],
 ) -> Problem:
-    """In base 2 a logit is the product times a rounded scale * log2(e). The log-sum-exp is multiplied by that same
-    number over the scale, so that the two agree however large the logits are.
+    """Return the kernel arguments of a window of queries and keys.
+
+    In base 2 a logit is the dot product times a rounded scale * log2(e). The log-sum-exp is multiplied by that same
+    rounded number divided by the scale, so that the two agree however large the logits are.
     """
-    query, key = _readable(query), _readable(key)
+    query, key = _with_supported_strides(query), _with_supported_strides(key)
     batch, heads = query.shape[:2]
     row_count = rows[1] - rows[0]
-    padded = blocks_of(row_count, LARGEST_TILE) * LARGEST_TILE
-    shift = torch.empty(batch * heads, padded, device=query.device, dtype=torch.float32)
+    padded = blocks_of(row_count, MAX_TILE) * MAX_TILE
+    lse = torch.empty(batch * heads, padded, device=query.device, dtype=torch.float32)
     inner = _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
-    factors, ratios, factor, ratio = None, None, 0.0, _LOG2_E
+    head_sm_scales, ratios, sm_scale, ratio = None, None, 0.0, _LOG2_E
     if isinstance(scale, Tensor):
         exact = scale.double()
-        factors = (exact * inner).float()
+        head_sm_scales = (exact * inner).float()
         ratios = torch.full_like(exact, _LOG2_E)
         if softcap is None:
-            ratios = torch.where(exact == 0, ratios, factors.double() / exact)
+            ratios = torch.where(exact == 0, ratios, head_sm_scales.double() / exact)
     else:
-        factor = _rounded(scale * inner)
+        sm_scale = _round_to_float32(scale * inner)
         if softcap is None and scale != 0:
-            ratio = factor / scale
-    high = _rounded(ratio)
-    if shift.numel():
+            ratio = sm_scale / scale
+    high = _round_to_float32(ratio)
+    if lse.numel():
         block = min(1024, power_of_two(padded))
         with torch.cuda.device_of(query):
-            _shift_kernel[(batch * heads * blocks_of(padded, block),)](
+            _lse_kernel[(batch * heads * blocks_of(padded, block),)](
                 logsumexp,
-                shift,
+                lse,
                 ratios,
                 high,
                 ratio - high,
@@ -112,10 +112,10 @@ def prepare(
     return Problem(
         query,
         key,
-        shift,
+        lse,
         padded,
-        factors,
-        factor,
+        head_sm_scales,
+        sm_scale,
         None if softcap is None else softcap * _LOG2_E,
         query_batch,
         query_head,
@@ -133,9 +133,9 @@ def prepare(
 
 
 @triton.jit
-def _shift_kernel(
+def _lse_kernel(
     ptr_logsumexp,
-    ptr_shift,
+    ptr_lse,
     ptr_ratios,
     ratio_high,
     ratio_low,
@@ -148,8 +148,10 @@ def _shift_kernel(
     heads,
     BLOCK: tl.constexpr,
 ):
-    """The log-sum-exp times the ratio. The product is of the logits' size and its error is the relative error of every
-    weight of the row, so it is rounded once.
+    """Multiply the log-sum-exp by the ratio, in float64.
+
+    The product is as large as the logits, and its absolute error is the relative error of every weight of the row, so
+    it is rounded only once.
     """
     blocks = tl.cdiv(padded, BLOCK)
     i_pair = (tl.program_id(0) // blocks).to(tl.int64)
@@ -159,23 +161,24 @@ def _shift_kernel(
     pointers = ptr_logsumexp + i_batch * stride_batch + i_head * stride_head + (row_start + offs) * stride_row
     logsumexp = tl.load(pointers, mask=offs < rows, other=-float("inf")).to(tl.float64)
     if ptr_ratios is not None:
-        shift = logsumexp * tl.load(ptr_ratios + i_head)
+        lse = logsumexp * tl.load(ptr_ratios + i_head)
     else:
-        shift = logsumexp * ratio_high + logsumexp * ratio_low
-    shift = tl.where(logsumexp == -float("inf"), float("inf"), shift)
-    tl.store(ptr_shift + i_pair * padded + offs, shift.to(tl.float32), mask=offs < padded)
+        lse = logsumexp * ratio_high + logsumexp * ratio_low
+    lse = tl.where(logsumexp == -float("inf"), float("inf"), lse)
+    tl.store(ptr_lse + i_pair * padded + offs, lse.to(tl.float32), mask=offs < padded)
 
 
-def tiles_for(query: Tensor, *, by_columns: bool, busy: bool = False, heads_at_once: int = 1) -> Blocks:
-    """Tile sizes by head dim and dtype, made smaller until they fit into the device's shared memory.
+def tiles_for(query: Tensor, *, by_columns: bool, register_heavy: bool = False, heads_at_once: int = 1) -> Blocks:
+    """Return tile sizes by head dim and dtype, reduced until they fit into the device's shared memory.
 
-    Of the walk down the columns, two share a multiprocessor up to head dim 128 (97 KiB and 128 registers a thread): one
-    multiplies while the other takes exponentials. `busy` says that a tile must be held while much is done with it.
+    Two programs of the column kernel share a multiprocessor up to head dim 128 (97 KiB and 128 registers per thread):
+    one multiplies while the other computes exponentials. `register_heavy`: a tile of weights stays in registers for
+    further work, so tiles are smaller.
     """
     dim = block_dim(query)
     if query.dtype is torch.float32:
         tiles = Blocks(32, 32, 4, 1 if heads_at_once > 1 else 2)
-    elif heads_at_once > 1 or busy:
+    elif heads_at_once > 1 or register_heavy:
         tiles = Blocks(64, 64, 4, 2) if dim <= 128 else Blocks(32, 32, 4, 2)
     elif dim <= 128:
         tiles = Blocks(128, 128, 8, 3 if dim <= 64 else 2, 128 if by_columns else None)
@@ -184,26 +187,28 @@ def tiles_for(query: Tensor, *, by_columns: bool, busy: bool = False, heads_at_o
     if query.device.type != "cuda":
         return tiles
     properties = torch.cuda.get_device_properties(query.device)
-    room = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    while _shared_bytes(tiles, dim * query.element_size() * heads_at_once, by_columns) > room and tiles.columns > 16:
+    available = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    while (
+        _shared_bytes(tiles, dim * query.element_size() * heads_at_once, by_columns) > available and tiles.columns > 16
+    ):
         tiles = Blocks(max(16, tiles.rows // 2), max(16, tiles.columns // 2), 4, tiles.stages)
     return tiles
 
 
 def _shared_bytes(tiles: Blocks, row_bytes: int, by_columns: bool) -> int:
-    held, passing = (tiles.columns, tiles.rows) if by_columns else (tiles.rows, tiles.columns)
-    return (held + passing * tiles.stages) * row_bytes + 4096  # with room for what reductions exchange
+    resident, streamed = (tiles.columns, tiles.rows) if by_columns else (tiles.rows, tiles.columns)
+    return (resident + streamed * tiles.stages) * row_bytes + 4096  # for reductions across warps
 
 
 def block_dim(query: Tensor) -> int:
     return max(16, power_of_two(query.shape[3]))
 
 
-def _readable(x: Tensor) -> Tensor:
-    """With a last axis that lies together, and the rows of a tile within 2**31 elements of each other."""
+def _with_supported_strides(x: Tensor) -> Tensor:
+    """Return `x` with a contiguous last axis, and the rows of a tile within 2**31 elements of each other."""
     return x if x.stride(3) == 1 and x.stride(2) < 1 << 24 else x.contiguous()
 
 
-def _rounded(x: float) -> float:
-    """To float32, as which a kernel gets its numbers."""
+def _round_to_float32(x: float) -> float:
+    """Round to float32, the type of a kernel's scalar arguments."""
     return float(torch.tensor(x, dtype=torch.float32))

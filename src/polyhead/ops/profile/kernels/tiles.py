@@ -1,7 +1,7 @@
-"""One tile of the second pass: the weights again from Q K^T and the log-sum-exp, and what a tile adds to its columns.
+"""One tile of the second pass: recompute its weights and add them to column results.
 
-All functions here are inlined into kernels. `problem` is a `Problem`, `columns` a `ColumnResults` (both in
-`profile_prepare`); what they lack compiles to nothing.
+All functions here are inlined into kernels. `problem` is a `prepare.Problem`, `columns` a `second_pass.ColumnResults`;
+branches for fields that are None are removed at compile time.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ import triton
 import triton.language as tl
 
 from polyhead.ops.common.kernels import mask_tiles
-from polyhead.ops.profile.kernels.offsets import OFFSET_BINS, add_tile, add_whole_tile
+from polyhead.ops.profile.kernels.offsets import OFFSET_BINS, add_tile, add_tile_in_one_bin
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def load_rows(
-    ptr, stride, first, stop, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr
+    ptr, stride, first, stop, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Rows `first` and on of one head, [BLOCK, BLOCK_DIM]. CUT: some may lie past `stop`; they are zeros."""
+    """Load rows from `first` on of one head, [BLOCK, BLOCK_DIM]. MASKED: rows past `stop` become zeros."""
     offs = tl.arange(0, BLOCK)
     offs_dim = tl.arange(0, BLOCK_DIM)
-    # The first row is widened by itself; within a tile 32 bits are enough (`profile_prepare.prepare` sees to it).
-    wide = tl.full([], 0, tl.int64) + first
-    pointers = ptr + wide * stride + (offs[:, None] * stride + offs_dim[None, :])
-    if CUT:
-        there = (first + offs < stop)[:, None] & (offs_dim < DIM)[None, :]
-        tile = tl.load(pointers, mask=there, other=0.0)
+    # The first row is widened to 64 bits; within a tile 32 bits are enough, which `prepare.prepare` ensures.
+    first_wide = tl.full([], 0, tl.int64) + first
+    ptr_tile = ptr + first_wide * stride + (offs[:, None] * stride + offs_dim[None, :])
+    if MASKED:
+        mask_tile = (first + offs < stop)[:, None] & (offs_dim < DIM)[None, :]
+        tile = tl.load(ptr_tile, mask=mask_tile, other=0.0)
     elif DIM != BLOCK_DIM:
-        tile = tl.load(pointers, mask=(offs_dim < DIM)[None, :], other=0.0)
+        tile = tl.load(ptr_tile, mask=(offs_dim < DIM)[None, :], other=0.0)
     else:
-        tile = tl.load(pointers)
+        tile = tl.load(ptr_tile)
     return tile
 
 
 @triton.jit
-def head_factor(problem, i_head):
-    """What the products of a head are multiplied by."""
-    if problem.factors is not None:
-        factor = tl.load(problem.factors + i_head)
+def head_sm_scale(problem, i_head):
+    """Return the factor of a head's dot products."""
+    if problem.head_sm_scales is not None:
+        sm_scale = tl.load(problem.head_sm_scales + i_head)
     else:
-        factor = problem.factor
-    return factor
+        sm_scale = problem.sm_scale
+    return sm_scale
 
 
 @triton.jit
@@ -51,8 +51,8 @@ def log2_weights(
     mask,
     tile_q,
     tile_k,
-    shift,
-    factor,
+    lse,
+    sm_scale,
     i_batch,
     i_head,
     offs_m,
@@ -60,17 +60,17 @@ def log2_weights(
     MASKED: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
 ):
-    """log2 of the weights, -inf where hidden, [BLOCK_M, BLOCK_N]; `shift` [BLOCK_M] is the log-sum-exp in base 2."""
+    """Return log2 of the weights, -inf where masked, [BLOCK_M, BLOCK_N]; `lse` [BLOCK_M] is in base 2."""
     if BY_COLUMNS:
-        # Multiplied the other way round, the queries lie along the registers of a thread.
+        # In the transposed product, the queries are along the registers of a thread.
         tile = tl.trans(tl.dot(tile_k, tl.trans(tile_q), input_precision="ieee"))
     else:
         tile = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
-    if problem.cap is not None:
-        # cap * tanh(x): the factor brings 2 x log2(e), and an infinite exponential ends at 1 or -1 as it should.
-        tile = problem.cap * (1.0 - 2.0 / (tl.exp2(tile * factor) + 1.0)) - shift[:, None]
+    if problem.softcap_log2 is not None:
+        # softcap * tanh(x): the scale includes 2 * log2(e), and an infinite exponential gives the limits 1 or -1.
+        tile = problem.softcap_log2 * (1.0 - 2.0 / (tl.exp2(tile * sm_scale) + 1.0)) - lse[:, None]
     else:
-        tile = tile * factor - shift[:, None]
+        tile = tile * sm_scale - lse[:, None]
     if MASKED:
         queries, keys = problem.row_stop, problem.column_stop
         query_position = mask_tiles.query_positions(mask, i_batch, offs_m, queries)
@@ -85,24 +85,24 @@ def log2_weights(
 
 @triton.jit
 def column_span(problem, mask, i_batch, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The columns of the window that a block of rows may see: how many tiles of kept keys, then from start to stop."""
-    kept, start, stop = mask_tiles.key_spans(
+    """Return the number of sink tiles of a block of rows, and its range of other visible columns."""
+    sink_stop, start, stop = mask_tiles.key_spans(
         mask, i_batch, first_row, problem.row_stop, problem.column_stop, BLOCK_M, BLOCK_N
     )
     left = problem.column_start
     start = left + tl.maximum(start - left, 0) // BLOCK_N * BLOCK_N
     stop = tl.maximum(tl.minimum(stop, problem.column_stop), start)
-    count_kept = tl.minimum(tl.cdiv(tl.maximum(kept - left, 0), BLOCK_N), (start - left) // BLOCK_N)
-    return count_kept, start, stop
+    sink_tiles = tl.minimum(tl.cdiv(tl.maximum(sink_stop - left, 0), BLOCK_N), (start - left) // BLOCK_N)
+    return sink_tiles, start, stop
 
 
 @triton.jit
-def whole_span(start, stop, first, last, BLOCK: tl.constexpr):
-    """The blocks from `start` that lie between `first` and `last`; `start` twice where none does."""
-    whole_start = start + tl.cdiv(tl.maximum(first - start, 0), BLOCK) * BLOCK
-    whole_stop = start + tl.maximum(tl.minimum(stop, last) - start, 0) // BLOCK * BLOCK
-    none = whole_stop <= whole_start
-    return tl.where(none, start, whole_start), tl.where(none, start, whole_stop)
+def full_tiles(start, stop, first, last, BLOCK: tl.constexpr):
+    """Return the range of blocks between `first` and `last`; `start` twice if there are none."""
+    full_start = start + tl.cdiv(tl.maximum(first - start, 0), BLOCK) * BLOCK
+    full_stop = start + tl.maximum(tl.minimum(stop, last) - start, 0) // BLOCK * BLOCK
+    is_empty = full_stop <= full_start
+    return tl.where(is_empty, start, full_start), tl.where(is_empty, start, full_stop)
 
 
 # ---- the block map
@@ -119,7 +119,7 @@ def _pool(tile, axis: tl.constexpr, BY_MAX: tl.constexpr):
 
 @triton.jit
 def _pool_rows(tile, POOL_M: tl.constexpr, BY_MAX: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] to [POOL_M, BLOCK_N]; the tile itself where POOL_M is 0."""
+    """Pool [BLOCK_M, BLOCK_N] to [POOL_M, BLOCK_N]; returns the tile itself if POOL_M is 0."""
     if POOL_M == 0:
         result = tile
     elif POOL_M == 1:
@@ -130,15 +130,15 @@ def _pool_rows(tile, POOL_M: tl.constexpr, BY_MAX: tl.constexpr):
 
 
 @triton.jit
-def _add_blocks(columns, ptr_map, tile, row_block, column_block, BY_MAX: tl.constexpr, ALONE: tl.constexpr):
-    pointers = ptr_map + row_block.to(tl.int64)[:, None] * columns.map_columns + column_block[None, :]
-    there = (row_block < columns.map_rows)[:, None] & (column_block < columns.map_columns)[None, :]
-    if ALONE:
-        tl.store(pointers, tile, mask=there)
+def _add_blocks(columns, ptr_map, tile, row_block, column_block, BY_MAX: tl.constexpr, EXCLUSIVE: tl.constexpr):
+    ptr_tile = ptr_map + row_block.to(tl.int64)[:, None] * columns.map_columns + column_block[None, :]
+    mask_tile = (row_block < columns.map_rows)[:, None] & (column_block < columns.map_columns)[None, :]
+    if EXCLUSIVE:
+        tl.store(ptr_tile, tile, mask=mask_tile)
     elif BY_MAX:
-        tl.atomic_max(pointers, tile, mask=there, sem="relaxed")
+        tl.atomic_max(ptr_tile, tile, mask=mask_tile, sem="relaxed")
     else:
-        tl.atomic_add(pointers, tile, mask=there, sem="relaxed")
+        tl.atomic_add(ptr_tile, tile, mask=mask_tile, sem="relaxed")
 
 
 @triton.jit
@@ -153,9 +153,9 @@ def _add_to_map(
     POOL_M: tl.constexpr,
     POOL_N: tl.constexpr,
     BY_MAX: tl.constexpr,
-    ALONE: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
 ):
-    """Add a tile that stands at `row` and `column` of the window; `pooled` comes from `_pool_rows`."""
+    """Add the tile at `row` and `column` of the window to the map; `pooled` is from `_pool_rows`."""
     if POOL_M == 0:
         row_block = (row + tl.arange(0, BLOCK_M)) // columns.block_height
     else:
@@ -163,28 +163,30 @@ def _add_to_map(
     first_block = column // columns.block_width
     if POOL_N == 0:
         column_block = (column + tl.arange(0, BLOCK_N)) // columns.block_width
-        _add_blocks(columns, ptr_map, pooled, row_block, column_block, BY_MAX, ALONE)
+        _add_blocks(columns, ptr_map, pooled, row_block, column_block, BY_MAX, EXCLUSIVE)
     elif POOL_N == -1:
         column_block = (column + tl.arange(0, BLOCK_N)) // columns.block_width
         for part in tl.static_range(2):
-            mine = tl.where((column_block == first_block + part)[None, :], pooled, 0.0)
-            mine = _pool(mine, 1, BY_MAX)[:, None]
-            _add_blocks(columns, ptr_map, mine, row_block, first_block + part + tl.arange(0, 1), BY_MAX, ALONE)
+            pooled_part = tl.where((column_block == first_block + part)[None, :], pooled, 0.0)
+            pooled_part = _pool(pooled_part, 1, BY_MAX)[:, None]
+            _add_blocks(
+                columns, ptr_map, pooled_part, row_block, first_block + part + tl.arange(0, 1), BY_MAX, EXCLUSIVE
+            )
     elif POOL_N == 1:
         pooled = _pool(pooled, 1, BY_MAX)[:, None]
-        _add_blocks(columns, ptr_map, pooled, row_block, first_block + tl.arange(0, 1), BY_MAX, ALONE)
+        _add_blocks(columns, ptr_map, pooled, row_block, first_block + tl.arange(0, 1), BY_MAX, EXCLUSIVE)
     else:
         pooled = _pool(tl.reshape(pooled, [pooled.shape[0], POOL_N, BLOCK_N // POOL_N]), 2, BY_MAX)
-        _add_blocks(columns, ptr_map, pooled, row_block, first_block + tl.arange(0, POOL_N), BY_MAX, ALONE)
+        _add_blocks(columns, ptr_map, pooled, row_block, first_block + tl.arange(0, POOL_N), BY_MAX, EXCLUSIVE)
 
 
 @triton.jit
-def take_columns(
+def accumulate_columns(
     problem,
     mask,
     columns,
     i_pair,
-    logs,
+    log2_p,
     received,
     first_row,
     first_column,
@@ -193,31 +195,31 @@ def take_columns(
     POOL_M: tl.constexpr,
     POOL_N: tl.constexpr,
     BY_MAX: tl.constexpr,
-    ALONE: tl.constexpr,
-    WHOLE: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    ONE_BIN_ONLY: tl.constexpr,
 ):
-    """Add a tile to the map and the offsets in memory; returns `received` [BLOCK_N] with the tile's sums added.
+    """Add a tile to map and offsets in memory; returns `received` [BLOCK_N] with its sums added.
 
-    POOL_M and POOL_N say into how many blocks of the map a tile falls: 1 or more, evenly; 0, anyhow, and each element
-    finds its own; -1 (of the columns alone), into two at most. ALONE: no other tile adds to them. WHOLE: to the offsets
-    a tile adds only if it lies in one bin; `profile_crossing` takes the others.
+    POOL_M and POOL_N are the numbers of blocks of the map that a tile covers: 1 or more if it covers them evenly, 0 if
+    each element must compute its block, -1 (columns only) if there are at most two. EXCLUSIVE: no other tile adds to
+    these blocks. ONE_BIN_ONLY: add to the offsets only tiles within one bin; `crossing` adds the others.
     """
-    weights = tl.exp2(logs)
+    weights = tl.exp2(log2_p)
     pooled = weights
     if columns.map is not None:
         pooled = _pool_rows(weights, POOL_M, BY_MAX)
         ptr_map = columns.map + i_pair * columns.map_rows * columns.map_columns
         row, column = first_row - problem.row_start, first_column - problem.column_start
-        _add_to_map(columns, ptr_map, pooled, row, column, BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX, ALONE)
-    # Sums over blocks of rows need only be added once more.
+        _add_to_map(columns, ptr_map, pooled, row, column, BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX, EXCLUSIVE)
+    # Sums over blocks of rows are reused: only they remain to be added.
     sums = weights if BY_MAX else pooled
     if columns.received is not None:
         received += tl.sum(sums, 0)
     if columns.offsets is not None:
         ptr_offsets = columns.offsets + i_pair * OFFSET_BINS
         first_offset = first_column - first_row - mask.offset
-        if WHOLE:
-            add_whole_tile(ptr_offsets, sums, first_offset, BLOCK_M, BLOCK_N)
+        if ONE_BIN_ONLY:
+            add_tile_in_one_bin(ptr_offsets, sums, first_offset, BLOCK_M, BLOCK_N)
         else:
             add_tile(ptr_offsets, weights, first_offset, BLOCK_M, BLOCK_N)
     return received

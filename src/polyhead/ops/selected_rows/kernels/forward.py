@@ -1,9 +1,9 @@
-"""The forward of chosen rows: what `forward` does for blocks of all queries, done for blocks of those that were chosen.
+"""Forward kernel for selected rows: `attention.kernels.forward` over blocks of selected queries.
 
-The rows of a (batch, head) pair lie together, so a block of them is loaded as ever; only the queries they are, and with
-them their places under the mask, are looked up. As they ascend, the first and the last of a block bound the keys that
-it may see. Bound by what bounds `forward`. The number of programs follows from sizes alone, and each finds its rows by
-itself, so that nothing waits for a device.
+The rows of a (batch, head) pair are adjacent in memory, so a block of them is loaded as usual; only their query
+indices, which determine the mask, are looked up. They ascend, so the first and the last of a block bound its visible
+keys. It has the same bottleneck as `forward`. The number of programs depends on sizes alone, and each program searches
+its own rows, so nothing synchronises with the device.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from polyhead.ops.selected_rows.kernels.tiles import (
     Rows,
     find_rows,
     first_and_last,
-    queries_of,
+    load_queries,
     sequence_and_head,
-    spans_of_keys,
+    visible_keys_span,
 )
 
 
@@ -52,7 +52,7 @@ def _ragged_kernel(
     ptr_output,
     ptr_logsumexp,
     rows,
-    told,
+    stat_pointers,
     ptr_head_scale,
     ptr_sinks,
     mask,
@@ -77,7 +77,7 @@ def _ragged_kernel(
 ):
     i_program = tl.program_id(0)
     if HEAVY_LAST:
-        # Under a causal edge the last rows have the most to do; begun first, they do not keep everybody waiting.
+        # Under a causal mask the last rows have the most work; they start first, to avoid a long tail.
         i_program = tl.num_programs(0) - 1 - i_program
     i_pair, first_row, stop_row = find_rows(rows, i_program, BLOCK_M)
     if first_row >= stop_row:
@@ -88,7 +88,7 @@ def _ragged_kernel(
     offs_row = first_row + tl.arange(0, BLOCK_M)
     mask_m = offs_row < stop_row
     # Padding is not read.
-    offs_m = queries_of(rows, offs_row, tl.where(is_padding, first_row, stop_row), sizes.queries)
+    offs_m = load_queries(rows, offs_row, tl.where(is_padding, first_row, stop_row), sizes.queries)
     positions = query_positions(mask, i_batch, offs_m, sizes.queries)
     first, last = first_and_last(offs_m, sizes.queries)
 
@@ -96,57 +96,69 @@ def _ragged_kernel(
     offs_dim = tl.arange(0, BLOCK_KEY)
     ptr_rows = ptr_query + (offs_row.to(tl.int64) * stride_query)[:, None] + offs_dim[None, :]
     tile_q = tl.load(ptr_rows, mask=(offs_m < sizes.queries)[:, None] & (offs_dim < DIM_KEY)[None, :], other=0.0)
-    factor = scale
+    qk_scale = scale
     if ptr_head_scale is not None:
-        factor = factor * tl.load(ptr_head_scale + i_head).to(tl.float32)
+        qk_scale = qk_scale * tl.load(ptr_head_scale + i_head).to(tl.float32)
     if SIGNED:
-        # The largest product gives the largest logit only under a positive factor: the sign goes to the queries.
-        sign = tl.where(factor > 0, 1.0, tl.where(factor < 0, -1.0, 0.0))
+        # The row max of the products is that of the logits only for a positive scale: the sign is moved to the queries.
+        sign = tl.where(qk_scale > 0, 1.0, tl.where(qk_scale < 0, -1.0, 0.0))
         tile_q = (tile_q * sign).to(tile_q.dtype)
-        factor = tl.abs(factor)
-    bend, gain = factor, factor
+        qk_scale = tl.abs(qk_scale)
+    tanh_scale, sm_scale = qk_scale, qk_scale
     if SOFTCAP:
-        bend, gain = factor / softcap, softcap
+        tanh_scale, sm_scale = qk_scale / softcap, softcap
     EXACT: tl.constexpr = tile_q.dtype == tl.float32
-    BASE_TWO: tl.constexpr = not (ADDED or EXACT)  # shift, sink and gain are those of logits in base 2
+    BASE_TWO: tl.constexpr = not (ADDED or EXACT)  # row max, sink and sm_scale are those of logits in base 2
     if BASE_TWO:
-        gain = gain * LOG2E
+        sm_scale = sm_scale * LOG2E
 
     sink = None
     if ptr_sinks is not None:
-        # Padding has no head, and so no sink.
+        # Padding rows have no head, hence no sink.
         sink = tl.where(is_padding, -float("inf"), tl.load(ptr_sinks + i_head).to(tl.float32))
     state = _first_state(sink, ADDED, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
 
-    kept, start, stop = spans_of_keys(mask, rows, i_batch, offs_m, first, last, sizes.queries, sizes.keys, BLOCK_N)
-    kept_tiles, first_tile, last_tile = kept // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+    sink_stop, start, stop = visible_keys_span(
+        mask, rows, i_batch, offs_m, first, last, sizes.queries, sizes.keys, BLOCK_N
+    )
+    sink_tiles, first_tile, last_tile = sink_stop // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
     full_from, full_to, near_from, near_to = first_tile, first_tile, first_tile, first_tile
     if BAND:
         full_from, full_to, near_from, near_to = _full_tiles(
-            mask, told, sizes, first, last - first + 1, BLOCK_N, first_tile, last_tile
+            mask, stat_pointers, sizes, first, last - first + 1, BLOCK_N, first_tile, last_tile
         )
         for i in tl.range(0, full_to - full_from - (near_to - near_from)):
             i_tile = full_from + i
             i_tile = tl.where(i_tile >= near_from, i_tile + (near_to - near_from), i_tile)
             state = _absorb(
-                state, tile_q, source_key, source_value, strides_key, strides_value, mask, told, sizes, None, 0,
-                gain, bend, i_batch, i_head, offs_m, positions, i_tile, True, ADDED, SOFTCAP, DIM_KEY,
+                state, tile_q, source_key, source_value, strides_key, strides_value, mask, stat_pointers, sizes, None,
+                0, sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, True, ADDED, SOFTCAP, DIM_KEY,
                 DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
             )  # fmt: skip
-    edges = kept_tiles + (full_from - first_tile) + (near_to - near_from) + (last_tile - full_to)
-    for i in tl.range(0, edges):
-        # The edge tiles in their order: kept ones, those before the full ones, those near, those behind.
-        i_tile = tl.where(i >= kept_tiles, i + (first_tile - kept_tiles), i)
+    partial_tiles = sink_tiles + (full_from - first_tile) + (near_to - near_from) + (last_tile - full_to)
+    for i in tl.range(0, partial_tiles):
+        # Partial tiles in order: of sink keys, before the full tiles, near the diagonal, after the full tiles.
+        i_tile = tl.where(i >= sink_tiles, i + (first_tile - sink_tiles), i)
         i_tile = tl.where(i_tile >= full_from, i_tile + (near_from - full_from), i_tile)
         i_tile = tl.where(i_tile >= near_to, i_tile + (full_to - near_to), i_tile)
         state = _absorb(
-            state, tile_q, source_key, source_value, strides_key, strides_value, mask, told, sizes, None, 0,
-            gain, bend, i_batch, i_head, offs_m, positions, i_tile, False, ADDED, SOFTCAP, DIM_KEY,
+            state, tile_q, source_key, source_value, strides_key, strides_value, mask, stat_pointers, sizes, None, 0,
+            sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, False, ADDED, SOFTCAP, DIM_KEY,
             DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
         )  # fmt: skip
     # [BLOCK_M, BLOCK_VALUE]
     tile_o = _store_rows(
-        state, sink, mask.poison is not None, told, ptr_logsumexp, offs_row, mask_m, gain, ADDED, BASE_TWO, EXACT
+        state,
+        sink,
+        mask.poison is not None,
+        stat_pointers,
+        ptr_logsumexp,
+        offs_row,
+        mask_m,
+        sm_scale,
+        ADDED,
+        BASE_TWO,
+        EXACT,
     )
     offs_value = tl.arange(0, BLOCK_VALUE)
     ptr_rows = ptr_output + (offs_row.to(tl.int64) * DIM_VALUE)[:, None] + offs_value[None, :]
@@ -154,13 +166,13 @@ def _ragged_kernel(
     tl.store(ptr_rows, tile_o.to(ptr_output.dtype.element_ty), mask=mask_output)
 
 
-def programs_of(total: int, pairs: int, rows: int) -> int:
-    """How many programs of so many rows serve all pairs and the padding, wherever the pairs begin."""
+def num_programs(total: int, pairs: int, rows: int) -> int:
+    """Return the number of programs that cover all pairs and the padding, for any offsets."""
     return total // rows + pairs + 1
 
 
-def rows_of(positions: Tensor, offsets: Tensor, mask: MaskArguments, batch: int, by_head: bool) -> Rows:
-    """The rows as kernels read them."""
+def pack_rows(positions: Tensor, offsets: Tensor, mask: MaskArguments, batch: int, by_head: bool) -> Rows:
+    """Return the rows as kernels read them."""
     pairs = offsets.shape[0] - 1
     return Rows(
         positions,
@@ -194,12 +206,12 @@ def ragged_forward(
     window: int,
     descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output [total, value_dim], log-sum-exp [total] and the statistics that `names` asks for, [total] each.
+    """Return output [total, value_dim], log-sum-exp [total] and the statistics in `names`, [total] each.
 
     query is [total, head_dim], key and value [batch, kv_heads, keys, head_dim or value_dim]; the last axis of each must
-    lie together in memory. `positions` and `offsets` are int32 and contiguous. `mask` is that of all `num_queries`
-    queries. `descriptors` says whether keys and values are fetched through tensor descriptors (TMA); None takes them
-    where the machine has them and the tensors allow it.
+    be contiguous. `positions` and `offsets` are int32 and contiguous. `mask` is that of all `num_queries` queries.
+    `descriptors`: load keys and values through tensor descriptors (TMA); None: if the device and the tensors support
+    it.
     """
     total, dim_key = query.shape
     batch, kv_heads, keys, dim_value = value.shape
@@ -213,17 +225,19 @@ def ragged_forward(
 
     block_key, block_value = (max(16, power_of_two(dim)) for dim in (dim_key, dim_value))
     device = query.get_device() if query.is_cuda else None
-    machine = (9, 0) if device is None else capability(device)
-    size = query.element_size()
-    # Pairs are seldom alike; the middle one is what tiles are made for.
-    blocks = choose_blocks(max(block_key, block_value), size, -(-total // pairs), len(statistics), machine)
-    blocks = fit_blocks(blocks, (block_key, block_value), size, mask, machine, shared_memory(device))
+    compute_capability = (9, 0) if device is None else capability(device)
+    itemsize = query.element_size()
+    # Pairs usually have different numbers of rows; the tile sizes are chosen for the mean.
+    blocks = choose_blocks(
+        max(block_key, block_value), itemsize, -(-total // pairs), len(statistics), compute_capability
+    )
+    blocks = fit_blocks(blocks, (block_key, block_value), itemsize, mask, compute_capability, shared_memory(device))
     if descriptors is None:
-        descriptors = query.is_cuda and machine >= (9, 0) and all(_fits_descriptor(x) for x in (key, value))
-    by_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
-    rows = rows_of(positions, offsets, mask, batch, by_head)
+        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(_fits_descriptor(x) for x in (key, value))
+    token_tensors = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
+    rows = pack_rows(positions, offsets, mask, batch, by_head)
     plain_mask = mask._replace(first_key=None, last_key=None, first_query=None, last_query=None)
-    told = RowPointers(**statistics)
+    stat_pointers = RowPointers(**statistics)
 
     def launch(blocks: Blocks) -> None:
         sources: list[Any] = [key, value]
@@ -232,13 +246,13 @@ def ragged_forward(
                 _descriptor(key, blocks.columns, block_key),
                 _descriptor(value, blocks.columns, block_value),
             ]
-        _ragged_kernel[(programs_of(total, pairs, blocks.rows),)](
+        _ragged_kernel[(num_programs(total, pairs, blocks.rows),)](
             query,
             *sources,
             output,
             logsumexp,
             rows,
-            told,
+            stat_pointers,
             head_scale,
             sinks,
             plain_mask,
@@ -250,7 +264,7 @@ def ragged_forward(
             softcap or 0.0,
             SOFTCAP=softcap is not None,
             ADDED=mask.bias is not None or mask.table is not None,
-            BAND=all(x is None for x in by_token),
+            BAND=all(x is None for x in token_tensors),
             SIGNED=head_scale is not None or scale <= 0,
             HEAVY_LAST=mask.right is not None and mask.left is None,
             DIM_KEY=dim_key,
@@ -263,10 +277,10 @@ def ragged_forward(
             **blocks.options,
         )
 
-    def kind() -> Hashable:
-        there = tuple(x is not None for x in (*told, *mask, head_scale, sinks, softcap))
-        return "ragged", device, query.dtype, dim_key, dim_value, blocks, there, descriptors
+    def compile_key() -> Hashable:
+        present = tuple(x is not None for x in (*stat_pointers, *mask, head_scale, sinks, softcap))
+        return "ragged", device, query.dtype, dim_key, dim_value, blocks, present, descriptors
 
     with torch.cuda.device_of(query):
-        launch_fitting(launch, blocks, Blocks.smaller, kind)
+        launch_fitting(launch, blocks, Blocks.smaller, compile_key)
     return output, logsumexp, statistics

@@ -1,8 +1,10 @@
-"""Attention of chosen rows on Hopper's own units, in Gluon: the faster twin of `ragged` for bands of keys.
+"""Forward kernel for selected rows on Hopper, in Gluon.
 
-What `forward_hopper` does for 128 rows of a head that follow one another, done for 128 chosen ones. They lie together
-in memory, so that one copy fetches them, and ascend, so that the first and the last of them bound the tiles they see;
-what is hidden from a row is asked by where its query stands. Bound as its pattern is.
+It is faster than `forward` for causal and window masks.
+
+`attention.kernels.forward_hopper` for 128 selected rows instead of 128 consecutive ones. They are adjacent in memory,
+so one copy loads them, and ascending, so the first and the last of them bound the visible tiles; the mask of a row
+follows from the position of its query. It has the same bottleneck as `attention.kernels.forward_hopper`.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ from polyhead.ops.common.kernels.sizes import power_of_two
 
 STATISTICS = ("max_logit", "entropy", "confidence", "visible_keys")
 
-_GIVEN = frozenset(STATISTICS)
+_SUPPORTED_STATISTICS = frozenset(STATISTICS)
 
 
 @gluon.jit
-def _find(ptr_offsets, pairs, total, index):
-    """The pair of a block, the first of its rows and the end of the pair's; pair `pairs` is the padding.
+def _find_rows(ptr_offsets, pairs, total, index):
+    """Return the pair of a block, its first row and the end of the pair's rows.
 
-    As `ragged_tiles.find_rows` has it, by halves.
+    Pair `pairs` is the padding.
+
+    The same as `tiles.find_rows`, by binary search.
     """
     low = index * 0
     high = low + pairs
@@ -55,13 +59,16 @@ def _producer(
     i_batch, i_kv_head, first_row, first_tile, last_tile,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies queries; and with each tile of keys the values of the tile before it, which one step needs together."""
+    """Load queries, and with each tile of keys the values of the previous tile.
+
+    One step needs both.
+    """
     count = last_tile - first_tile + 1
     if count > 0:
-        for which in gl.static_range(2):
-            mbarrier.expect(q_ready.index(which), desc_q.block_type.nbytes)
+        for i_warpgroup in gl.static_range(2):
+            mbarrier.expect(q_ready.index(i_warpgroup), desc_q.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                desc_q, [0, 0, first_row + which * 64, 0], q_ready.index(which), q_smem.index(which)
+                desc_q, [0, 0, first_row + i_warpgroup * 64, 0], q_ready.index(i_warpgroup), q_smem.index(i_warpgroup)
             )
         for i in range(count + 1):
             stage = i % STAGES
@@ -83,65 +90,65 @@ def _producer(
 
 @gluon.jit
 def _store_output(ptr_output, o, row, stop_row, DIM_VALUE: gl.constexpr):
-    """Rows of the output, each only if it is one of the pair's."""
+    """Store rows of the output that belong to the pair."""
     LAYOUT: gl.constexpr = o.type.layout
     offs_row = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     offs_dim = gl.arange(0, o.type.shape[1], gl.SliceLayout(0, LAYOUT))
-    pointers = ptr_output + gl.expand_dims(offs_row.to(gl.int64) * DIM_VALUE, 1) + gl.expand_dims(offs_dim, 0)
-    inside = gl.expand_dims(offs_row < stop_row, 1) & gl.expand_dims(offs_dim < DIM_VALUE, 0)
-    gl.store(pointers, o.to(ptr_output.dtype.element_ty), mask=inside)
+    ptr_rows = ptr_output + gl.expand_dims(offs_row.to(gl.int64) * DIM_VALUE, 1) + gl.expand_dims(offs_dim, 0)
+    mask_row = gl.expand_dims(offs_row < stop_row, 1) & gl.expand_dims(offs_dim < DIM_VALUE, 0)
+    gl.store(ptr_rows, o.to(ptr_output.dtype.element_ty), mask=mask_row)
 
 
 @gluon.jit
 def _consumer(
-    which: gl.constexpr, ptr_output, q_smem, k_smem, v_smem, q_ready, ready, free,
+    i_warpgroup: gl.constexpr, ptr_output, q_smem, k_smem, v_smem, q_ready, ready, free,
     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_visible, ptr_poison, ptr_positions,
     i_kv_pair, first_row, stop_row, first_tile, last_tile,
-    num_queries, num_keys, offset, left, right, scale2,
+    num_queries, num_keys, offset, left, right, sm_scale_log2,
     D: gl.constexpr, DV: gl.constexpr, DIM_VALUE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, ENTROPY: gl.constexpr,
 ):  # fmt: skip
-    """64 rows: logits, softmax and sums, tile after tile, from the right end of what they see to the left."""
+    """Compute 64 rows, tile by tile from the last visible key to the first."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     DTYPE: gl.constexpr = q_smem.dtype
-    row = first_row + which * 64
+    row = first_row + i_warpgroup * 64
     offs = row + gl.arange(0, 64, ROWS)
-    inside = offs < stop_row
+    mask_row = offs < stop_row
     if first_tile > last_tile:
-        # Padding, or a block that is one too many and has no rows.
-        nothing = gl.full([64], -float("inf"), gl.float32, ROWS)
+        # Padding, or a surplus block without rows.
+        minus_inf = gl.full([64], -float("inf"), gl.float32, ROWS)
         zeros = gl.full([64], 0.0, gl.float32, ROWS)
-        gl.store(ptr_lse + offs, nothing, mask=inside)
+        gl.store(ptr_lse + offs, minus_inf, mask=mask_row)
         if ptr_max is not None:
-            gl.store(ptr_max + offs, nothing, mask=inside)
+            gl.store(ptr_max + offs, minus_inf, mask=mask_row)
         if ptr_entropy is not None:
-            gl.store(ptr_entropy + offs, zeros, mask=inside)
+            gl.store(ptr_entropy + offs, zeros, mask=mask_row)
         if ptr_confidence is not None:
-            gl.store(ptr_confidence + offs, zeros, mask=inside)
+            gl.store(ptr_confidence + offs, zeros, mask=mask_row)
         if ptr_visible is not None:
-            gl.store(ptr_visible + offs, zeros, mask=inside)
+            gl.store(ptr_visible + offs, zeros, mask=mask_row)
         _store_output(ptr_output, gl.full([64, DV], 0.0, gl.float32, O_LAYOUT), row, stop_row, DIM_VALUE)
     else:
-        q = q_smem.index(which).reshape([64, D])
-        # Rows past the end are taken for the last one, and not stored.
+        q = q_smem.index(i_warpgroup).reshape([64, D])
+        # Rows past the end repeat the last one and are not stored.
         query = gl.load(ptr_positions + gl.minimum(offs, stop_row - 1))
-        first_place = gl.load(ptr_positions + gl.minimum(row, stop_row - 1)) + offset
-        last_place = gl.load(ptr_positions + gl.minimum(row + 63, stop_row - 1)) + offset
-        # What a row of a block that follows one another would begin with, to stand where this one does.
-        begin = query - gl.arange(0, 64, ROWS)
+        first_position = gl.load(ptr_positions + gl.minimum(row, stop_row - 1)) + offset
+        last_position = gl.load(ptr_positions + gl.minimum(row + 63, stop_row - 1)) + offset
+        # First row of a block of consecutive queries in which this row would have its query index.
+        first_query = query - gl.arange(0, 64, ROWS)
 
-        mbarrier.wait(q_ready.index(which), 0)
+        mbarrier.wait(q_ready.index(i_warpgroup), 0)
         zero = gl.full([64, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
         m = gl.full([64], _LOWEST, gl.float32, ROWS)
         sums = row_sums(zero, BLOCK_N)
-        mixed = sums
-        far = sums
-        signed = sums
+        acc_entropy = sums
+        acc_distance = sums
+        acc_offset = sums
 
-        # The last tile, always with care: the end of the keys may cross it.
+        # The last tile is always masked, because the end of the keys may be inside it.
         mbarrier.wait(ready.index(0), 0)
         k = k_smem.index(0).reshape([BLOCK_N, D])
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -149,31 +156,34 @@ def _consumer(
         mbarrier.arrive(free.index(0), count=1)
         step = first_row * 0 + 1
         o = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
-        weights, _, m, sums, mixed, far, signed = _weigh(
-            s, m, sums, mixed, far, signed, begin, last_tile * BLOCK_N, num_keys, offset, left, right, scale2,
-            BLOCK_N, True, ENTROPY, False, False,
+        weights, _, m, sums, acc_entropy, acc_distance, acc_offset = _weigh(
+            s, m, sums, acc_entropy, acc_distance, acc_offset, first_query, last_tile * BLOCK_N, num_keys, offset,
+            left, right, sm_scale_log2, BLOCK_N, True, ENTROPY, False, False,
         )  # fmt: skip
         p = _packed(weights, DTYPE)
 
-        # Tiles that an edge of the band crosses for some row, and between them those that every row sees.
-        full_to = gl.minimum(gl.maximum(first_place + right + 1, 0), num_keys) // BLOCK_N
+        # Partial tiles, crossed by an edge of the band for some row, and between them the full ones.
+        full_to = gl.minimum(gl.maximum(first_position + right + 1, 0), num_keys) // BLOCK_N
         full_to = gl.minimum(gl.maximum(full_to, first_tile), last_tile)
         full_from = first_tile
         if WINDOW:
-            full_from = (gl.maximum(last_place - left, 0) + BLOCK_N - 1) // BLOCK_N
+            full_from = (gl.maximum(last_position - left, 0) + BLOCK_N - 1) // BLOCK_N
             full_from = gl.minimum(gl.maximum(full_from, first_tile), full_to)
-        o, p, m, sums, mixed, far, signed, step = _tiles(
-            o, p, m, sums, mixed, far, signed, step, last_tile - 1, full_to, q, k_smem, v_smem, ready, free,
-            begin, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, False, False,
+        o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = _tiles(
+            o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, last_tile - 1, full_to, q, k_smem, v_smem,
+            ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
+            BLOCK_N, STAGES, True, ENTROPY, False, False,
         )  # fmt: skip
-        o, p, m, sums, mixed, far, signed, step = _tiles(
-            o, p, m, sums, mixed, far, signed, step, full_to - 1, full_from, q, k_smem, v_smem, ready, free,
-            begin, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, False, False,
+        o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = _tiles(
+            o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, full_to - 1, full_from, q, k_smem, v_smem,
+            ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
+            BLOCK_N, STAGES, False, ENTROPY, False, False,
         )  # fmt: skip
         if WINDOW:
-            o, p, m, sums, mixed, far, signed, step = _tiles(
-                o, p, m, sums, mixed, far, signed, step, full_from - 1, first_tile, q, k_smem, v_smem, ready, free,
-                begin, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, False, False,
+            o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = _tiles(
+                o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, full_from - 1, first_tile, q, k_smem,
+                v_smem, ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
+                BLOCK_N, STAGES, True, ENTROPY, False, False,
             )  # fmt: skip
 
         stage = step % STAGES
@@ -181,28 +191,28 @@ def _consumer(
         v = v_smem.index(stage).reshape([BLOCK_N, DV])
         o = warpgroup_mma(_unpacked(p, DTYPE, OPERAND), v, o, is_async=True)
 
-        all_sums = gl.convert_layout(gl.sum(sums, axis=1), ROWS)
+        l_i = gl.convert_layout(gl.sum(sums, axis=1), ROWS)
         if ptr_poison is not None:
-            # NaN for a row that sees a key whose NaN or Inf was taken out, 0 for any other.
+            # NaN for a row that sees a key with a removed NaN or Inf, 0 for any other.
             poison = gl.load(ptr_poison + i_kv_pair.to(gl.int64) * num_queries + query)
-            all_sums += poison
+            l_i += poison
             m += poison
-        log_sums = gl.log2(all_sums)
-        gl.store(ptr_lse + offs, (m + log_sums) * LN2, mask=inside)
+        log_l = gl.log2(l_i)
+        gl.store(ptr_lse + offs, (m + log_l) * LN2, mask=mask_row)
         if ptr_max is not None:
-            gl.store(ptr_max + offs, m * LN2, mask=inside)
+            gl.store(ptr_max + offs, m * LN2, mask=mask_row)
         if ptr_confidence is not None:
-            gl.store(ptr_confidence + offs, 1.0 / all_sums, mask=inside)  # the largest weight is exp(m - m) / sums
+            gl.store(ptr_confidence + offs, 1.0 / l_i, mask=mask_row)  # the largest weight is exp(m - m) / sums
         if ptr_visible is not None:
             from_key = gl.maximum(query + (offset - left), 0)
             to_key = gl.minimum(query + (offset + right), num_keys - 1)
-            gl.store(ptr_visible + offs, (to_key - from_key + 1).to(gl.float32), mask=inside)
+            gl.store(ptr_visible + offs, (to_key - from_key + 1).to(gl.float32), mask=mask_row)
         if ENTROPY:
-            mean = gl.convert_layout(gl.sum(mixed, axis=1), ROWS) / all_sums
-            gl.store(ptr_entropy + offs, (log_sums - mean) * LN2, mask=inside)
-        share = gl.convert_layout(1.0 / all_sums, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+            mean = gl.convert_layout(gl.sum(acc_entropy, axis=1), ROWS) / l_i
+            gl.store(ptr_entropy + offs, (log_l - mean) * LN2, mask=mask_row)
+        normalizer = gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-        _store_output(ptr_output, o * gl.expand_dims(share, 1), row, stop_row, DIM_VALUE)
+        _store_output(ptr_output, o * gl.expand_dims(normalizer, 1), row, stop_row, DIM_VALUE)
 
 
 @gluon.jit(
@@ -224,33 +234,33 @@ def ragged_kernel(
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(2):
-        mbarrier.init(q_ready.index(which), count=1)
+    for i_warpgroup in gl.static_range(2):
+        mbarrier.init(q_ready.index(i_warpgroup), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     gl.thread_barrier()
 
-    # Rows with the most keys first, so that no long block is left for the end.
-    i_pair, first_row, stop_row = _find(ptr_offsets, pairs, total, gl.num_programs(0) - 1 - gl.program_id(0))
-    own_pair = gl.where(i_pair == pairs, 0, i_pair)
+    # Rows with the most keys start first, to avoid a long tail.
+    i_pair, first_row, stop_row = _find_rows(ptr_offsets, pairs, total, gl.num_programs(0) - 1 - gl.program_id(0))
+    safe_pair = gl.where(i_pair == pairs, 0, i_pair)
     if BY_HEAD:
-        i_batch, i_head = own_pair % batch, own_pair // batch
+        i_batch, i_head = safe_pair % batch, safe_pair // batch
     else:
-        i_batch, i_head = own_pair // heads, own_pair % heads
+        i_batch, i_head = safe_pair // heads, safe_pair % heads
     i_kv_head = i_head // group
     i_kv_pair = i_batch * (heads // group) + i_kv_head
-    # The tiles that its rows see; none where it has no rows, and none for padding.
+    # The tiles visible to its rows; none without rows, and none for padding.
     first_tile = first_row * 0
     last_tile = first_tile - 1
     if (first_row < stop_row) & (i_pair < pairs):
-        first_place = gl.load(ptr_positions + first_row) + offset
-        last_place = gl.load(ptr_positions + gl.minimum(first_row + 127, stop_row - 1)) + offset
-        first_tile = gl.maximum(first_place - left, 0) // BLOCK_N
-        last_tile = gl.minimum(last_place + right, num_keys - 1) // BLOCK_N
+        first_position = gl.load(ptr_positions + first_row) + offset
+        last_position = gl.load(ptr_positions + gl.minimum(first_row + 127, stop_row - 1)) + offset
+        first_tile = gl.maximum(first_position - left, 0) // BLOCK_N
+        last_tile = gl.minimum(last_position + right, num_keys - 1) // BLOCK_N
 
-    scale2 = scale * LOG2E
+    sm_scale_log2 = scale * LOG2E
     gl.warp_specialize(
         [
             (
@@ -259,7 +269,7 @@ def ragged_kernel(
                     0, ptr_output, q_smem, k_smem, v_smem, q_ready, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_visible, ptr_poison, ptr_positions,
                     i_kv_pair, first_row, stop_row, first_tile, last_tile,
-                    num_queries, num_keys, offset, left, right, scale2,
+                    num_queries, num_keys, offset, left, right, sm_scale_log2,
                     D, DV, DIM_VALUE, BLOCK_N, STAGES, WINDOW, ENTROPY,
                 ),
             ),
@@ -269,7 +279,7 @@ def ragged_kernel(
                     1, ptr_output, q_smem, k_smem, v_smem, q_ready, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_visible, ptr_poison, ptr_positions,
                     i_kv_pair, first_row, stop_row, first_tile, last_tile,
-                    num_queries, num_keys, offset, left, right, scale2,
+                    num_queries, num_keys, offset, left, right, sm_scale_log2,
                     D, DV, DIM_VALUE, BLOCK_N, STAGES, WINDOW, ENTROPY,
                 ),
             ),
@@ -295,9 +305,9 @@ def can_serve(
     mask: MaskArguments,
     names: tuple[str, ...],
 ) -> bool:
-    """Whether this kernel takes such tensors and this mask; what it does not ask about, it does not have.
+    """Return True if this kernel supports the tensors, the mask and the statistics.
 
-    Pairs that do not fill half a block of 128 rows are better off with the smaller ones of `ragged`.
+    Pairs that do not fill half a block of 128 rows are faster with the smaller blocks of `forward`.
     """
     keys = key.shape[2]
     return (
@@ -309,7 +319,7 @@ def can_serve(
         and 0 < num_queries <= keys
         and mask.offset == keys - num_queries
         and mask.is_band
-        and _GIVEN.issuperset(names)
+        and _SUPPORTED_STATISTICS.issuperset(names)
     )
 
 
@@ -328,9 +338,9 @@ def ragged_forward(
     row_poison: Tensor | None,
     names: tuple[str, ...],
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """What `ragged.ragged_forward` gives, for a band of keys; `scale` must be positive.
+    """`forward.ragged_forward` for a band of keys; `scale` must be positive.
 
-    `row_poison` [batch, kv_heads, num_queries] is added to what a row gives: NaN for one that sees a broken key.
+    `row_poison` [batch, kv_heads, num_queries] is added to the results of a row: NaN if it sees a non-finite key.
     """
     total, dim = query.shape
     batch, kv_heads, keys, dim_value = value.shape
@@ -338,7 +348,7 @@ def ragged_forward(
     heads = pairs // batch
     output = query.new_empty(total, dim_value)
     logsumexp = query.new_empty(total, dtype=torch.float32)
-    found = {name: torch.empty_like(logsumexp) for name in names}
+    statistics = {name: torch.empty_like(logsumexp) for name in names}
     width, value_width = max(64, power_of_two(dim)), max(64, power_of_two(dim_value))
     with torch.cuda.device_of(query):
         ragged_kernel[(total // 128 + pairs + 1,)](
@@ -349,10 +359,10 @@ def ragged_forward(
             positions,
             offsets,
             logsumexp,
-            found.get("max_logit"),
-            found.get("entropy"),
-            found.get("confidence"),
-            found.get("visible_keys"),
+            statistics.get("max_logit"),
+            statistics.get("entropy"),
+            statistics.get("confidence"),
+            statistics.get("visible_keys"),
             row_poison,
             pairs,
             total,
@@ -375,4 +385,4 @@ def ragged_forward(
             ENTROPY="entropy" in names,
             num_warps=4,
         )
-    return output, logsumexp, found
+    return output, logsumexp, statistics

@@ -1,11 +1,11 @@
-"""Products of rows with the matrix that each has chosen: rows are gathered where they are multiplied, and nowhere else.
+"""Grouped matrix product kernels, which gather rows on the fly.
 
-Rows come sorted by matrix; `order` says which row stands where, and `ends` where the rows of each matrix end. The
-number of programs follows from sizes alone and each finds its rows by itself, so that nothing waits for a device.
-Neighbouring programs take blocks of the same rank in different groups: as rows of a group keep the order of their
-tokens, they gather from the same tokens, which one of them has brought into the cache.
+Rows are sorted by matrix; `order` is the sorted order, and `ends` the end of the rows of each matrix. The number of
+programs depends on sizes alone and each program searches its own rows, so nothing synchronises with the device.
+Neighbouring programs process blocks of the same rank in different groups: rows of a group keep the order of their
+tokens, so these programs gather from the same tokens, which are then in the L2 cache.
 
-Bound by the matrix units where the inner axis is long, by writing the rows where it is short.
+Compute-bound if the inner axis is long, bound by writing the rows if it is short.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from polyhead.ops.common.kernels.resources import launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 from polyhead.ops.common.kernels.softmax_tiles import add_product
 
-# Up to so many channels an inner axis is one block, and a program goes along the outer axis instead.
-_SHORT = 256
-_WAVES = 4  # programs for each multiprocessor, where there are so many: fewer and longer ones bring fewer rows
+# Up to this many channels the inner axis is one block, and a program loops over the outer axis instead.
+_SHORT_INNER = 256
+_WAVES = 4  # programs per multiprocessor, if there are enough: fewer and longer programs load rows less often
 
 
 class Groups(NamedTuple):
-    """Which rows meet which matrix, as kernels read it."""
+    """Assignment of rows to matrices, as kernels read it."""
 
     order: Any  # int64 [rows]
     ends: Any  # int32 [matrices]
     matrices: Any
-    slots: Any  # rows of a token
+    slots: Any  # rows per token
 
 
 class Matrix(NamedTuple):
-    """Where a stack of matrices, or rows, lie; a stack of one has no first stride."""
+    """Pointer and strides of a stack of matrices, or of rows, whose first stride is 0."""
 
     pointer: Any
     stride: Any
@@ -46,7 +46,7 @@ class Matrix(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows, columns and inner channels of a tile, warps, and stages of loading."""
+    """Rows, columns and inner channels of a tile, warps, and pipeline stages."""
 
     rows: int
     columns: int
@@ -64,29 +64,32 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _find_rows(groups, i_program, BLOCK_M: tl.constexpr, BLOCK_GROUPS: tl.constexpr, STEPS: tl.constexpr):
-    """The group of a program and its rows in the order: block 0 of every group, then block 1 of every group, ..."""
+    """Return the group of a program and its rows.
+
+    Programs take block 0 of every group, then block 1, and so on.
+    """
     # [BLOCK_GROUPS]
     offs_group = tl.arange(0, BLOCK_GROUPS)
     mask_group = offs_group < groups.matrices
     stops = tl.load(groups.ends + offs_group, mask=mask_group, other=0)
     starts = tl.load(groups.ends + offs_group - 1, mask=mask_group & (offs_group > 0), other=0)
     blocks = (stops - starts + BLOCK_M - 1) // BLOCK_M
-    # The last rank before which no more than i_program blocks stand.
-    rank, beyond = 0, 1 << STEPS
+    # Binary search for the last rank with no more than i_program blocks before it.
+    rank, upper = 0, 1 << STEPS
     for _ in range(STEPS):
-        middle = (rank + beyond) // 2
+        middle = (rank + upper) // 2
         before = tl.sum(tl.minimum(blocks, middle), 0)
         rank = tl.where(before <= i_program, middle, rank)
-        beyond = tl.where(before <= i_program, beyond, middle)
-    place = i_program - tl.sum(tl.minimum(blocks, rank), 0)
+        upper = tl.where(before <= i_program, upper, middle)
+    index = i_program - tl.sum(tl.minimum(blocks, rank), 0)
     has_rank = (blocks > rank).to(tl.int32)
-    is_this = (has_rank > 0) & (tl.cumsum(has_rank, 0) == place + 1)
-    i_group = tl.sum(tl.where(is_this, offs_group, 0), 0)
-    first = tl.sum(tl.where(is_this, starts, 0), 0) + rank * BLOCK_M
-    stop = tl.sum(tl.where(is_this, stops, 0), 0)
-    # Where no group has the place, there are fewer blocks than programs, and nothing to do.
-    found = tl.sum(is_this.to(tl.int32), 0) > 0
-    return i_group, tl.where(found, first, 0), tl.where(found, stop, 0)
+    is_group = (has_rank > 0) & (tl.cumsum(has_rank, 0) == index + 1)
+    i_group = tl.sum(tl.where(is_group, offs_group, 0), 0)
+    first = tl.sum(tl.where(is_group, starts, 0), 0) + rank * BLOCK_M
+    stop = tl.sum(tl.where(is_group, stops, 0), 0)
+    # Without such a group there are fewer blocks than programs, and this program has nothing to do.
+    has_block = tl.sum(is_group.to(tl.int32), 0) > 0
+    return i_group, tl.where(has_block, first, 0), tl.where(has_block, stop, 0)
 
 
 @triton.jit
@@ -105,7 +108,7 @@ def _long_kernel(
     BLOCK_GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """A block of rows and a block of columns, along a long inner axis."""
+    """Multiply a block of rows with a block of columns, with a loop over a long inner axis."""
     tiles_n = tl.cdiv(columns, BLOCK_N)
     i_program = tl.program_id(0)
     i_group, first, stop = _find_rows(groups, i_program // tiles_n, BLOCK_M, BLOCK_GROUPS, STEPS)
@@ -114,16 +117,16 @@ def _long_kernel(
     # [BLOCK_M]
     offs_m = first + tl.arange(0, BLOCK_M)
     mask_m = offs_m < stop
-    rows = tl.load(groups.order + offs_m, mask=mask_m, other=0).to(tl.int32)  # dividing 64 bits takes its time
-    given = rows // groups.slots if BY_TOKEN else rows
+    rows = tl.load(groups.order + offs_m, mask=mask_m, other=0).to(tl.int32)  # 64-bit division is slow
+    source_rows = rows // groups.slots if BY_TOKEN else rows
     offs_n = (i_program % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < columns
     offs_k = tl.arange(0, BLOCK_K)
     # [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N]
-    ptr_left = left.pointer + (given.to(tl.int64) * left.stride_row)[:, None] + offs_k[None, :]
+    ptr_left = left.pointer + (source_rows.to(tl.int64) * left.stride_row)[:, None] + offs_k[None, :]
     ptr_matrix = stack.pointer + i_group.to(tl.int64) * stack.stride
     ptr_matrix += offs_k.to(tl.int64)[:, None] * stack.stride_row + offs_n.to(tl.int64)[None, :] * stack.stride_column
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, inner, BLOCK_K):
         if EVEN:
             tile_left = tl.load(ptr_left, mask=mask_m[:, None], other=0.0)
@@ -132,12 +135,12 @@ def _long_kernel(
             mask_k = start + offs_k < inner
             tile_left = tl.load(ptr_left, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             tile_matrix = tl.load(ptr_matrix, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
-        total = add_product(total, tile_left, tile_matrix)
+        acc = add_product(acc, tile_left, tile_matrix)
         ptr_left += BLOCK_K
         ptr_matrix += BLOCK_K * stack.stride_row
     ptr_result = result.pointer + (rows.to(tl.int64) * result.stride_row)[:, None] + offs_n[None, :]
     mask_result = mask_m[:, None] if EVEN else mask_m[:, None] & mask_n[None, :]
-    tl.store(ptr_result, total.to(result.pointer.dtype.element_ty), mask=mask_result)
+    tl.store(ptr_result, acc.to(result.pointer.dtype.element_ty), mask=mask_result)
 
 
 @triton.jit
@@ -149,7 +152,7 @@ def _short_kernel(
     ptr_factors,
     inner,
     columns,
-    span,
+    columns_per_program,
     BY_TOKEN: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -158,28 +161,31 @@ def _short_kernel(
     BLOCK_GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """A block of rows with the whole of a short inner axis, along `span` columns; each row times its factor, if any."""
-    spans = tl.cdiv(columns, span)
+    """Multiply a block of rows over a short inner axis, with a loop over columns.
+
+    Each row is multiplied by its factor, if any.
+    """
+    programs_per_block = tl.cdiv(columns, columns_per_program)
     i_program = tl.program_id(0)
-    i_group, first, stop = _find_rows(groups, i_program // spans, BLOCK_M, BLOCK_GROUPS, STEPS)
+    i_group, first, stop = _find_rows(groups, i_program // programs_per_block, BLOCK_M, BLOCK_GROUPS, STEPS)
     if first >= stop:
         return
     # [BLOCK_M]
     offs_m = first + tl.arange(0, BLOCK_M)
     mask_m = offs_m < stop
-    rows = tl.load(groups.order + offs_m, mask=mask_m, other=0).to(tl.int32)  # dividing 64 bits takes its time
-    given = rows // groups.slots if BY_TOKEN else rows
+    rows = tl.load(groups.order + offs_m, mask=mask_m, other=0).to(tl.int32)  # 64-bit division is slow
+    source_rows = rows // groups.slots if BY_TOKEN else rows
     offs_k = tl.arange(0, BLOCK_K)
     # [BLOCK_M, BLOCK_K]
-    ptr_left = left.pointer + (given.to(tl.int64) * left.stride_row)[:, None] + offs_k[None, :]
+    ptr_left = left.pointer + (source_rows.to(tl.int64) * left.stride_row)[:, None] + offs_k[None, :]
     tile_left = tl.load(ptr_left, mask=mask_m[:, None] & (offs_k < inner)[None, :], other=0.0)
     if ptr_factors is not None:
         factors = tl.load(ptr_factors + rows, mask=mask_m, other=0.0).to(tl.float32)
         tile_left = (tile_left.to(tl.float32) * factors[:, None]).to(tile_left.dtype)
-    start = (i_program % spans) * span
+    start = (i_program % programs_per_block) * columns_per_program
     ptr_matrix = stack.pointer + i_group.to(tl.int64) * stack.stride + offs_k.to(tl.int64)[:, None] * stack.stride_row
     ptr_result = result.pointer + (rows.to(tl.int64) * result.stride_row)[:, None]
-    for first_column in range(start, tl.minimum(start + span, columns), BLOCK_N):
+    for first_column in range(start, tl.minimum(start + columns_per_program, columns), BLOCK_N):
         offs_n = first_column + tl.arange(0, BLOCK_N)
         # [BLOCK_K, BLOCK_N]
         ptr_tile = ptr_matrix + offs_n.to(tl.int64)[None, :] * stack.stride_column
@@ -190,18 +196,18 @@ def _short_kernel(
             mask_n = offs_n < columns
             tile_matrix = tl.load(ptr_tile, mask=(offs_k < inner)[:, None] & mask_n[None, :], other=0.0)
             mask_result = mask_m[:, None] & mask_n[None, :]
-        total = tl.dot(tile_left, tile_matrix)
-        tl.store(ptr_result + offs_n[None, :], total.to(result.pointer.dtype.element_ty), mask=mask_result)
+        acc = tl.dot(tile_left, tile_matrix)
+        tl.store(ptr_result + offs_n[None, :], acc.to(result.pointer.dtype.element_ty), mask=mask_result)
 
 
 @triton.jit
 def _sum_kernel(ptr_products, ptr_used, ptr_result, slots, columns, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Adds up the rows of a token, those that met a matrix."""
+    """Sum the rows of each token that have a matrix."""
     blocks = tl.cdiv(columns, BLOCK_N)
     i_token = (tl.program_id(0) // blocks).to(tl.int64)
     offs_n = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < columns
-    total = tl.zeros([BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, slots, BLOCK_S):
         # [BLOCK_S]
         offs_s = start + tl.arange(0, BLOCK_S)
@@ -209,11 +215,11 @@ def _sum_kernel(ptr_products, ptr_used, ptr_result, slots, columns, BLOCK_S: tl.
         rows = i_token * slots + offs_s
         if ptr_used is not None:
             mask_s = tl.load(ptr_used + rows, mask=mask_s, other=0) != 0
-        # [BLOCK_S, BLOCK_N]; a thread has all rows of its columns, and so many loads on their way
+        # [BLOCK_S, BLOCK_N]; a thread has all rows of its columns, and so many loads in flight
         ptr_tile = ptr_products + (rows * columns)[:, None] + offs_n[None, :]
         tile = tl.load(ptr_tile, mask=mask_s[:, None] & mask_n[None, :], other=0.0)
-        total += tl.sum(tile.to(tl.float32), 0)
-    tl.store(ptr_result + i_token * columns + offs_n, total.to(ptr_result.dtype.element_ty), mask=mask_n)
+        acc += tl.sum(tile.to(tl.float32), 0)
+    tl.store(ptr_result + i_token * columns + offs_n, acc.to(ptr_result.dtype.element_ty), mask=mask_n)
 
 
 @triton.jit
@@ -229,7 +235,7 @@ def _outer_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """left^T right over the rows of one group: a block of the result, along the rows."""
+    """Compute a block of left^T right over the rows of one group, with a loop over the rows."""
     tiles_n = tl.cdiv(right_columns, BLOCK_N)
     tiles = tl.cdiv(left_columns, BLOCK_M) * tiles_n
     i_group = tl.program_id(0) // tiles
@@ -238,7 +244,7 @@ def _outer_kernel(
     stop = tl.load(groups.ends + i_group)
     offs_m = (i_tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (i_tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(first, stop, BLOCK_K):
         # [BLOCK_K]
         offs_k = start + tl.arange(0, BLOCK_K)
@@ -253,18 +259,21 @@ def _outer_kernel(
         else:
             tile_left = tl.load(ptr_left, mask=mask_k & (offs_m < left_columns)[None, :], other=0.0)
             tile_right = tl.load(ptr_right, mask=mask_k & (offs_n < right_columns)[None, :], other=0.0)
-        total = add_product(total, tl.trans(tile_left), tile_right)
+        acc = add_product(acc, tl.trans(tile_left), tile_right)
     ptr_result = result.pointer + i_group.to(tl.int64) * result.stride
     ptr_result += (offs_m.to(tl.int64) * result.stride_row)[:, None]
     ptr_result += (offs_n.to(tl.int64) * result.stride_column)[None, :]
     mask_result = (offs_m < left_columns)[:, None] & (offs_n < right_columns)[None, :]
-    tl.store(ptr_result, total.to(result.pointer.dtype.element_ty), mask=mask_result)
+    tl.store(ptr_result, acc.to(result.pointer.dtype.element_ty), mask=mask_result)
 
 
 def spread(x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool) -> Tensor:
-    """Row r is x[r // slots] @ matrices[i]; `complete` says that every row meets a matrix, else some are zero."""
-    fresh = x.new_empty if complete else x.new_zeros
-    result = fresh(order.shape[0], matrices.shape[2])
+    """Return x[r // slots] @ matrices[i] for each row r.
+
+    Rows without a matrix are zero; `complete` means that there are none.
+    """
+    allocate = x.new_empty if complete else x.new_zeros
+    result = allocate(order.shape[0], matrices.shape[2])
     _multiply(x, matrices, order, ends, slots, result, by_token=True)
     return result
 
@@ -278,39 +287,42 @@ def summed(
     complete: bool,
     factors: Tensor | None = None,
 ) -> Tensor:
-    """Each token's sum of rows[r] @ matrices[i] over its rows, added up in float32; row r times factors[r], if any."""
+    """Return each token's sum of rows[r] @ matrices[i], accumulated in float32.
+
+    Row r is multiplied by factors[r], if any.
+    """
     tokens, columns = order.shape[0] // slots, matrices.shape[2]
-    found = rows.new_empty(order.shape[0], columns)
-    _multiply(rows, matrices, order, ends, slots, found, by_token=False, factors=factors)
+    products = rows.new_empty(order.shape[0], columns)
+    _multiply(rows, matrices, order, ends, slots, products, by_token=False, factors=factors)
     result = rows.new_empty(tokens, columns)
     if not result.numel():
         return result
     used = None
     if not complete:
-        is_met = (torch.arange(order.shape[0], device=order.device) < ends[-1]).to(torch.uint8)
-        used = torch.empty_like(is_met).scatter_(0, order, is_met)
+        is_assigned = (torch.arange(order.shape[0], device=order.device) < ends[-1]).to(torch.uint8)
+        used = torch.empty_like(is_assigned).scatter_(0, order, is_assigned)
     block = min(power_of_two(columns), 2048)
     _sum_kernel[(tokens * blocks_of(columns, block),)](
-        found, used, result, slots, columns, BLOCK_S=min(power_of_two(slots), 8), BLOCK_N=block
+        products, used, result, slots, columns, BLOCK_S=min(power_of_two(slots), 8), BLOCK_N=block
     )
     return result
 
 
 def outer(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, result: Tensor) -> Tensor:
-    """Write the sum of x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width]."""
+    """Write the sum of x[r // slots]^T rows[r] over each group: [groups, x's width, rows' width]."""
     if not result.numel():
         return result
     x, rows = _with_dense_rows(x), _with_dense_rows(rows)
     left_columns, right_columns = x.shape[1], rows.shape[1]
     groups = Groups(order, ends, ends.shape[0], slots)
-    wide = Tile(32, 32, 32, 4, 2) if x.dtype is torch.float32 else Tile(128, 128, 64, 8, 6)
-    wide = _cut(wide, rows=left_columns, columns=right_columns)
+    largest_tile = Tile(32, 32, 32, 4, 2) if x.dtype is torch.float32 else Tile(128, 128, 64, 8, 6)
+    largest_tile = _fit_tile(largest_tile, rows=left_columns, columns=right_columns)
 
     def launch(tile: Tile) -> None:
         tiles = blocks_of(left_columns, tile.rows) * blocks_of(right_columns, tile.columns)
         _outer_kernel[(ends.shape[0] * tiles,)](
-            _lying(x),
-            _lying(rows),
+            _as_matrix(x),
+            _as_matrix(rows),
             Matrix(result, *result.stride()),
             groups,
             left_columns,
@@ -323,7 +335,7 @@ def outer(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, resu
             num_stages=tile.stages,
         )
 
-    launch_fitting(launch, wide, Tile.smaller, lambda: ("outer", x.device.index, x.dtype, wide))
+    launch_fitting(launch, largest_tile, Tile.smaller, lambda: ("outer", x.device.index, x.dtype, largest_tile))
     return result
 
 
@@ -338,24 +350,27 @@ def _multiply(
     by_token: bool,
     factors: Tensor | None = None,
 ) -> None:
-    """Write left[r // slots] @ matrices[i] (or left[r] @ ..., if not `by_token`) into the rows that meet a matrix."""
+    """Write left[r // slots] @ matrices[i] to the rows that have a matrix.
+
+    It is left[r] @ matrices[i] if not `by_token`.
+    """
     rows, inner, columns = order.shape[0], matrices.shape[1], matrices.shape[2]
     if not (rows and columns):
         return
     left = _with_dense_rows(left)
     stack = Matrix(matrices, *matrices.stride())
     groups = Groups(order, ends, ends.shape[0], slots)
-    # In float32 the tile of a whole inner axis takes more registers than there are.
-    short = inner <= _SHORT and left.dtype is not torch.float32
+    # In float32 a tile over the full inner axis would need too many registers.
+    is_short = inner <= _SHORT_INNER and left.dtype is not torch.float32
     if factors is not None:
-        left, factors = (left, factors.contiguous()) if short else (left * factors[:, None], None)
-    wide = _choose_tile(left.dtype, short, inner, columns)
+        left, factors = (left, factors.contiguous()) if is_short else (left * factors[:, None], None)
+    largest_tile = _choose_tile(left.dtype, is_short, inner, columns)
 
     def launch(tile: Tile) -> None:
         blocks = rows // tile.rows + min(ends.shape[0], rows)
-        # No group has more blocks than there are rows of a tile in all.
+        # No group has more blocks than all rows together would fill.
         steps = blocks_of(rows, tile.rows).bit_length()
-        shared: dict[str, Any] = {
+        constants: dict[str, Any] = {
             "BY_TOKEN": by_token,
             "EVEN": inner % tile.inner == 0 and columns % tile.columns == 0,
             "BLOCK_M": tile.rows,
@@ -366,45 +381,51 @@ def _multiply(
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
-        given = (_lying(left), stack, Matrix(result, 0, result.stride(0), 1), groups)
-        if short:
-            span = _span(columns, tile.columns, blocks, _WAVES * multiprocessors(left.get_device()))
-            _short_kernel[(blocks * blocks_of(columns, span),)](*given, factors, inner, columns, span, **shared)
+        operands = (_as_matrix(left), stack, Matrix(result, 0, result.stride(0), 1), groups)
+        if is_short:
+            columns_per_program = _columns_per_program(
+                columns, tile.columns, blocks, _WAVES * multiprocessors(left.get_device())
+            )
+            _short_kernel[(blocks * blocks_of(columns, columns_per_program),)](
+                *operands, factors, inner, columns, columns_per_program, **constants
+            )
         else:
-            _long_kernel[(blocks * blocks_of(columns, tile.columns),)](*given, inner, columns, **shared)
+            _long_kernel[(blocks * blocks_of(columns, tile.columns),)](*operands, inner, columns, **constants)
 
-    launch_fitting(launch, wide, Tile.smaller, lambda: ("grouped", left.device.index, left.dtype, short, wide))
+    launch_fitting(
+        launch, largest_tile, Tile.smaller, lambda: ("grouped", left.device.index, left.dtype, is_short, largest_tile)
+    )
 
 
-def _choose_tile(dtype: torch.dtype, short: bool, inner: int, columns: int) -> Tile:
+def _choose_tile(dtype: torch.dtype, is_short: bool, inner: int, columns: int) -> Tile:
     if dtype is torch.float32:
         tile = Tile(64, 64, 32, 4, 2)
-    elif short:
+    elif is_short:
         tile = Tile(128, 64, max(16, power_of_two(inner)), 8, 3)
     else:
         tile = Tile(128, 128, 64, 8, 3) if columns >= 128 else Tile(128, 64, 64, 4, 4)
-    return _cut(tile, columns=columns)
+    return _fit_tile(tile, columns=columns)
 
 
-def _span(columns: int, least: int, blocks: int, wanted: int) -> int:
-    """How many columns a program goes along: all, or fewer where there would be too few programs.
+def _columns_per_program(columns: int, tile_columns: int, blocks: int, min_programs: int) -> int:
+    """Return the columns per program: all, or fewer if there would be too few programs.
 
-    >>> _span(4096, 128, 544, 528), _span(4096, 128, 48, 528)
+    >>> _columns_per_program(4096, 128, 544, 528), _columns_per_program(4096, 128, 48, 528)
     (4096, 256)
     """
-    span = blocks_of(columns, least) * least
-    while span > least and blocks * blocks_of(columns, span) < wanted:
-        span = blocks_of(span // 2, least) * least
-    return span
+    columns_per_program = blocks_of(columns, tile_columns) * tile_columns
+    while columns_per_program > tile_columns and blocks * blocks_of(columns, columns_per_program) < min_programs:
+        columns_per_program = blocks_of(columns_per_program // 2, tile_columns) * tile_columns
+    return columns_per_program
 
 
-def _cut(tile: Tile, *, columns: int, rows: int | None = None) -> Tile:
-    """No larger than what there is, and no smaller than the matrix units take."""
+def _fit_tile(tile: Tile, *, columns: int, rows: int | None = None) -> Tile:
+    """Limit a tile to the size of the problem, but not below the minimum of the tensor cores."""
     tile = tile._replace(columns=max(16, min(tile.columns, power_of_two(columns))))
     return tile if rows is None else tile._replace(rows=max(16, min(tile.rows, power_of_two(rows))))
 
 
-def _lying(rows: Tensor) -> Matrix:
+def _as_matrix(rows: Tensor) -> Matrix:
     return Matrix(rows, 0, rows.stride(0), 1)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of talking heads: a pass that knows the log-sum-exp and never touches the values.
+"""Statistics kernel of talking heads: a pass that uses the log-sum-exp and never reads the values.
 
 Computes the `RowStatistics` of every softmax map, and the sum and the maximum of the mixed weights.
 """
@@ -15,23 +15,23 @@ from polyhead.ops.common.kernels.mask_tiles import key_ordinals, key_positions, 
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.ops.talking_heads.kernels.tiles import (
     batched_dot,
-    broken_pairs,
-    by_head,
-    by_pair,
     columns_by_head,
+    load_nan_pairs,
+    mix_heads,
     mix_matrix,
-    mixed,
     mixed_logits,
     row_logsumexp,
     rows_by_head,
-    seen,
+    softmax_weights,
     store_row_values,
-    weights_of,
+    to_heads,
+    to_pairs,
+    visible_pairs,
 )
 
 
 class Results(NamedTuple):
-    """Where each statistic goes, float32 [batch, heads, queries]; None is not computed."""
+    """Output tensor of each statistic, float32 [batch, heads, queries]; None: not computed."""
 
     max_logit: Tensor | None = None
     max_abs_logit: Tensor | None = None
@@ -52,13 +52,13 @@ class Results(NamedTuple):
 
 
 @triton.jit
-def _sums(tile):
-    """[HEADS, BLOCK_M, BLOCK_N] added up two columns at a time."""
+def _pair_sums(tile):
+    """Sum pairs of neighbouring columns of [HEADS, BLOCK_M, BLOCK_N]."""
     return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1], tile.shape[2] // 2, 2]), 3)
 
 
 @triton.jit
-def _maxima(tile):
+def _pair_maxima(tile):
     return tl.max(tl.reshape(tile, [tile.shape[0], tile.shape[1], tile.shape[2] // 2, 2]), 3)
 
 
@@ -96,69 +96,73 @@ def statistics_kernel(
     weights_mix = mix_matrix(ptr_weights_mix, False, HEADS)
     positions_m = query_positions(mask, i_batch, offs_m, shape.queries)
     logsumexp = row_logsumexp(ptr_logsumexp, i_batch, offs_m, shape, HEADS)
-    # Apart by two neighbouring columns, as the log-sum-exp is found, until all is added up in the end.
-    nothing = tl.zeros([HEADS, BLOCK_M, BLOCK_N // 2], tl.float32)
-    largest, size = nothing - float("inf"), nothing
-    entropy, mean_distance, mean_offset, mean_squared_distance = nothing, nothing, nothing, nothing
-    sink_mass, self_mass, previous_mass, next_mass, window_mass = nothing, nothing, nothing, nothing, nothing
-    signed_mass, absolute_mass, largest_weight, visible_keys = nothing, nothing, nothing, nothing
-    kept, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
-    for step in tl.range(0, kept + stop - start, BLOCK_N):
-        offs_n = tl.where(step < kept, step, step - kept + start) + tl.arange(0, BLOCK_N)
+    # One accumulator per pair of neighbouring columns, as for the log-sum-exp; reduced at the end.
+    zeros = tl.zeros([HEADS, BLOCK_M, BLOCK_N // 2], tl.float32)
+    max_logit_acc, max_abs_acc = zeros - float("inf"), zeros
+    entropy, mean_distance, mean_offset, mean_squared_distance = zeros, zeros, zeros, zeros
+    sink_mass, self_mass, previous_mass, next_mass, window_mass = zeros, zeros, zeros, zeros, zeros
+    signed_mass, absolute_mass, largest_weight, visible_keys = zeros, zeros, zeros, zeros
+    sink_stop, start, stop = key_spans(mask, i_batch, first_row, shape.queries, shape.keys, BLOCK_M, BLOCK_N)
+    for step in tl.range(0, sink_stop + stop - start, BLOCK_N):
+        offs_n = tl.where(step < sink_stop, step, step - sink_stop + start) + tl.arange(0, BLOCK_N)
         tile_key = columns_by_head(
             ptr_key, strides_key, i_batch, offs_n, shape.keys, shape.heads, shape.group, DIM_KEY, BLOCK_KEY, HEADS
         )
         scores = batched_dot(tile_query, tile_key) * (scale * LOG2E)
         positions_n = key_positions(mask, i_batch, offs_n, shape.keys)
-        visible = seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
-        there = visible[None, :, :]
-        broken = broken_pairs(poison, i_batch, offs_m, offs_n, shape)
-        logits = mixed_logits(scores, logits_mix, visible, broken, DTYPE, True)
-        weights = weights_of(logits, logsumexp[:, :, None], visible, poison)
+        visible = visible_pairs(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape)
+        visible_heads = visible[None, :, :]
+        nan_pairs = load_nan_pairs(poison, i_batch, offs_m, offs_n, shape)
+        logits = mixed_logits(scores, logits_mix, visible, nan_pairs, DTYPE, True)
+        weights = softmax_weights(logits, logsumexp[:, :, None], visible, poison)
         distance = positions_n[None, :] - positions_m[:, None]
-        away = distance.to(tl.float32)[None, :, :]
+        offset = distance.to(tl.float32)[None, :, :]
         if (results.max_logit is not None) or (results.confidence is not None):
-            largest = tl.maximum(largest, _maxima(logits))
+            max_logit_acc = tl.maximum(max_logit_acc, _pair_maxima(logits))
         if results.max_abs_logit is not None:
-            size = tl.maximum(size, _maxima(tl.where(there, tl.abs(logits), 0.0)))
+            max_abs_acc = tl.maximum(max_abs_acc, _pair_maxima(tl.where(visible_heads, tl.abs(logits), 0.0)))
         if results.entropy is not None:
-            entropy += _sums(tl.where(there, weights * (logsumexp[:, :, None] - logits), 0.0))
+            entropy += _pair_sums(tl.where(visible_heads, weights * (logsumexp[:, :, None] - logits), 0.0))
         if results.mean_distance is not None:
-            mean_distance += _sums(weights * tl.abs(away))
+            mean_distance += _pair_sums(weights * tl.abs(offset))
         if results.mean_offset is not None:
-            mean_offset += _sums(weights * away)
+            mean_offset += _pair_sums(weights * offset)
         if results.mean_squared_distance is not None:
-            mean_squared_distance += _sums(weights * away * away)
+            mean_squared_distance += _pair_sums(weights * offset * offset)
         if results.sink_mass is not None:
-            first = key_ordinals(mask, i_batch, offs_n, shape.keys) < sink_keys
-            sink_mass += _sums(tl.where(first[None, None, :], weights, 0.0))
+            is_sink = key_ordinals(mask, i_batch, offs_n, shape.keys) < sink_keys
+            sink_mass += _pair_sums(tl.where(is_sink[None, None, :], weights, 0.0))
         if results.self_mass is not None:
-            self_mass += _sums(tl.where((distance == 0)[None, :, :], weights, 0.0))
+            self_mass += _pair_sums(tl.where((distance == 0)[None, :, :], weights, 0.0))
         if results.previous_mass is not None:
-            previous_mass += _sums(tl.where((distance == -1)[None, :, :], weights, 0.0))
+            previous_mass += _pair_sums(tl.where((distance == -1)[None, :, :], weights, 0.0))
         if results.next_mass is not None:
-            next_mass += _sums(tl.where((distance == 1)[None, :, :], weights, 0.0))
+            next_mass += _pair_sums(tl.where((distance == 1)[None, :, :], weights, 0.0))
         if results.window_mass is not None:
-            window_mass += _sums(tl.where((tl.abs(distance) <= window)[None, :, :], weights, 0.0))
+            window_mass += _pair_sums(tl.where((tl.abs(distance) <= window)[None, :, :], weights, 0.0))
         if results.visible_keys is not None:
-            visible_keys += _sums(tl.where(there, 1.0, tl.zeros_like(weights)))
+            visible_keys += _pair_sums(tl.where(visible_heads, 1.0, tl.zeros_like(weights)))
         if results.absolute_mass is not None:
-            # What rounding the weights to 16 bits leaves is mixed as well.
-            high = by_pair(weights, DTYPE)
-            rest = by_pair(weights - weights.to(DTYPE).to(tl.float32), DTYPE)
-            heads = by_head(mixed(weights_mix, high) + mixed(weights_mix, rest), BLOCK_M, BLOCK_N)
-            signed_mass += _sums(heads)
-            absolute_mass += _sums(tl.abs(heads))
-            largest_weight = tl.maximum(largest_weight, _maxima(tl.abs(heads)))
-    largest, size, largest_weight = tl.max(largest, 2), tl.max(size, 2), tl.max(largest_weight, 2)
-    broken = logsumexp - logsumexp  # NaN in rows that are, which a maximum may have passed over
+            # The residual of rounding the weights to 16 bits is mixed as well.
+            high = to_pairs(weights, DTYPE)
+            residual = to_pairs(weights - weights.to(DTYPE).to(tl.float32), DTYPE)
+            mixed_tile = to_heads(mix_heads(weights_mix, high) + mix_heads(weights_mix, residual), BLOCK_M, BLOCK_N)
+            signed_mass += _pair_sums(mixed_tile)
+            absolute_mass += _pair_sums(tl.abs(mixed_tile))
+            largest_weight = tl.maximum(largest_weight, _pair_maxima(tl.abs(mixed_tile)))
+    max_logit_acc, max_abs_acc, largest_weight = (
+        tl.max(max_logit_acc, 2),
+        tl.max(max_abs_acc, 2),
+        tl.max(largest_weight, 2),
+    )
+    nan_pairs = logsumexp - logsumexp  # NaN in rows that are NaN, which a maximum may have ignored
     if results.max_logit is not None:
-        store_row_values(results.max_logit, largest * LN2 + broken, i_batch, offs_m, shape, HEADS)
+        store_row_values(results.max_logit, max_logit_acc * LN2 + nan_pairs, i_batch, offs_m, shape, HEADS)
     if results.confidence is not None:
-        confidence = tl.exp2(largest - logsumexp)
-        store_row_values(results.confidence, confidence + broken, i_batch, offs_m, shape, HEADS)
+        confidence = tl.exp2(max_logit_acc - logsumexp)
+        store_row_values(results.confidence, confidence + nan_pairs, i_batch, offs_m, shape, HEADS)
     if results.max_abs_logit is not None:
-        store_row_values(results.max_abs_logit, size * LN2 + broken, i_batch, offs_m, shape, HEADS)
+        store_row_values(results.max_abs_logit, max_abs_acc * LN2 + nan_pairs, i_batch, offs_m, shape, HEADS)
     if results.entropy is not None:
         store_row_values(results.entropy, tl.sum(entropy, 2) * LN2, i_batch, offs_m, shape, HEADS)
     if results.mean_distance is not None:
@@ -182,4 +186,4 @@ def statistics_kernel(
     if results.absolute_mass is not None:
         store_row_values(results.signed_mass, tl.sum(signed_mass, 2), i_batch, offs_m, shape, HEADS)
         store_row_values(results.absolute_mass, tl.sum(absolute_mass, 2), i_batch, offs_m, shape, HEADS)
-        store_row_values(results.largest_weight, largest_weight + broken, i_batch, offs_m, shape, HEADS)
+        store_row_values(results.largest_weight, largest_weight + nan_pairs, i_batch, offs_m, shape, HEADS)

@@ -1,9 +1,9 @@
-"""Tiles of talking heads: a program holds rows and columns of every head at once, so that mixing heads is a product.
+"""Tiles of talking heads: a program processes all heads at once, so that mixing is a product.
 
 A tile of logits or weights is [HEADS, BLOCK_M, BLOCK_N] for products with queries, keys and values, head by head, and
-[HEADS, pairs] where heads are mixed, from the left; nothing moves between the two. HEADS is a power of two of at least
-16; heads that are only there to fill it are zeros, in every tensor and in both mixes. Logits are in powers of two: they
-carry a factor of log2(e), and an exponential is `exp2`.
+[HEADS, pairs] where heads are mixed, from the left; the reshape between the two moves no data. HEADS is a power of two
+of at least 16; padding heads are zeros, in every tensor and in both mixes. Logits are in base 2: they include a factor
+of log2(e), and an exponential is `exp2`.
 
 Functions here are inlined into kernels.
 """
@@ -21,7 +21,7 @@ from polyhead.ops.common.kernels.softmax_tiles import LOG2E
 
 
 class Shape(NamedTuple):
-    """The sizes of one call, as a kernel takes them."""
+    """Sizes of one call."""
 
     heads: int
     group: int  # query heads that share one head of keys and values
@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
 
 class Poison(NamedTuple):
-    """NaN for tokens whose NaN or Inf was taken out, 0 for others; None where all are known to be finite."""
+    """NaN for tokens whose NaN or Inf was removed, 0 for others; None if all are known to be finite."""
 
     query: Tensor | None  # float32 [batch, queries]
     key: Tensor | None  # float32 [batch, keys]
@@ -40,26 +40,29 @@ class Poison(NamedTuple):
 def rows_by_head(
     ptr, strides, i_batch, offs_m, limit, num_heads, group, DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr
 ):
-    """Some tokens of every head, [HEADS, tokens, BLOCK], zeros where there are none; `group` heads read the same."""
+    """Load tokens of every head, [HEADS, tokens, BLOCK]; `group` heads share a KV head.
+
+    Elements out of bounds are zeros.
+    """
     offs_h = tl.arange(0, HEADS)[:, None, None]
     offs_d = tl.arange(0, BLOCK)[None, None, :]
     offs = i_batch.to(tl.int64) * strides[0] + (offs_h // group).to(tl.int64) * strides[1]
     offs = offs + offs_m.to(tl.int64)[None, :, None] * strides[2] + offs_d
-    there = (offs_h < num_heads) & (offs_m < limit)[None, :, None] & (offs_d < DIM)
-    return tl.load(ptr + offs, mask=there, other=0.0)
+    mask_tile = (offs_h < num_heads) & (offs_m < limit)[None, :, None] & (offs_d < DIM)
+    return tl.load(ptr + offs, mask=mask_tile, other=0.0)
 
 
 @triton.jit
 def columns_by_head(
     ptr, strides, i_batch, offs_n, limit, num_heads, group, DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr
 ):
-    """The same turned, [HEADS, BLOCK, tokens]."""
+    """Load the transpose of `rows_by_head`, [HEADS, BLOCK, tokens]."""
     offs_h = tl.arange(0, HEADS)[:, None, None]
     offs_d = tl.arange(0, BLOCK)[None, :, None]
     offs = i_batch.to(tl.int64) * strides[0] + (offs_h // group).to(tl.int64) * strides[1]
     offs = offs + offs_n.to(tl.int64)[None, None, :] * strides[2] + offs_d
-    there = (offs_h < num_heads) & (offs_n < limit)[None, None, :] & (offs_d < DIM)
-    return tl.load(ptr + offs, mask=there, other=0.0)
+    mask_tile = (offs_h < num_heads) & (offs_n < limit)[None, None, :] & (offs_d < DIM)
+    return tl.load(ptr + offs, mask=mask_tile, other=0.0)
 
 
 @triton.jit
@@ -71,45 +74,45 @@ def store_by_head(
     offs_d = tl.arange(0, BLOCK)[None, None, :]
     offs = i_batch.to(tl.int64) * strides[0] + offs_h.to(tl.int64) * strides[1]
     offs = offs + offs_m.to(tl.int64)[None, :, None] * strides[2] + offs_d
-    there = (offs_h < num_heads) & (offs_m < limit)[None, :, None] & (offs_d < DIM)
-    tl.store(ptr + offs, tile.to(ptr.dtype.element_ty), mask=there)
+    mask_tile = (offs_h < num_heads) & (offs_m < limit)[None, :, None] & (offs_d < DIM)
+    tl.store(ptr + offs, tile.to(ptr.dtype.element_ty), mask=mask_tile)
 
 
 @triton.jit
 def row_values(ptr, i_batch, offs_m, shape, other, HEADS: tl.constexpr):
-    """Numbers of rows from [batch, heads, queries], as [HEADS, rows]."""
+    """Load one number per row from [batch, heads, queries], as [HEADS, rows]."""
     offs_h = tl.arange(0, HEADS)[:, None]
     offs = (i_batch * shape.heads + offs_h).to(tl.int64) * shape.queries + offs_m[None, :]
-    there = (offs_h < shape.heads) & (offs_m < shape.queries)[None, :]
-    return tl.load(ptr + offs, mask=there, other=other)
+    mask_tile = (offs_h < shape.heads) & (offs_m < shape.queries)[None, :]
+    return tl.load(ptr + offs, mask=mask_tile, other=other)
 
 
 @triton.jit
 def row_logsumexp(ptr, i_batch, offs_m, shape, HEADS: tl.constexpr):
-    """The log-sum-exp of rows in powers of two, 0 where a row sees nothing: [HEADS, rows]."""
-    return in_powers_of_two(row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS))
+    """Load the log-sum-exp of rows in base 2, 0 for rows without visible keys: [HEADS, rows]."""
+    return to_base_two(row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS))
 
 
 @triton.jit
-def in_powers_of_two(logsumexp):
-    """A log-sum-exp as weights are taken with it, 0 where a row sees nothing."""
+def to_base_two(logsumexp):
+    """Convert a log-sum-exp to base 2, with 0 for rows without visible keys."""
     return tl.where(logsumexp == -float("inf"), 0.0, logsumexp * LOG2E)
 
 
 @triton.jit
-def whole_logsumexp(ptr_parts, parts, stride_part, i_batch, offs_m, shape, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
-    """The log-sum-exp of rows over all parts of their keys, [HEADS, rows]; -inf where a row sees nothing."""
-    # Two passes and no running sum: a single part comes back as it is.
-    top = tl.full([HEADS, BLOCK_M], -float("inf"), tl.float32)
+def reduce_logsumexp(ptr_parts, parts, stride_part, i_batch, offs_m, shape, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
+    """Reduce the log-sum-exps of parts of the keys, [HEADS, rows]; -inf for rows without visible keys."""
+    # Two passes instead of a running sum: a single part is returned unchanged.
+    m_i = tl.full([HEADS, BLOCK_M], -float("inf"), tl.float32)
     for i_part in range(parts):
         ptr = ptr_parts + i_part * stride_part
-        top = tl.maximum(top, row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS))
-    top = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.zeros([HEADS, BLOCK_M], tl.float32)
+        m_i = tl.maximum(m_i, row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS))
+    m_i = tl.where(m_i == -float("inf"), 0.0, m_i)
+    l_i = tl.zeros([HEADS, BLOCK_M], tl.float32)
     for i_part in range(parts):
         ptr = ptr_parts + i_part * stride_part
-        total += tl.exp(row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS) - top)
-    return top + tl.log(total)
+        l_i += tl.exp(row_values(ptr, i_batch, offs_m, shape, 0.0, HEADS) - m_i)
+    return m_i + tl.log(l_i)
 
 
 @triton.jit
@@ -120,10 +123,10 @@ def store_row_values(ptr, tile, i_batch, offs_m, shape, HEADS: tl.constexpr):
 
 
 @triton.jit
-def mix_matrix(ptr, BACK: tl.constexpr, HEADS: tl.constexpr):
-    """What stands to the left of heads to mix them by [HEADS, HEADS] (from the first axis to the second), or BACK."""
+def mix_matrix(ptr, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr):
+    """Load the left operand that mixes heads by [HEADS, HEADS] (first axis to second), or its transpose."""
     first, second = tl.arange(0, HEADS)[:, None], tl.arange(0, HEADS)[None, :]
-    if BACK:
+    if TRANSPOSED:
         offs = first * HEADS + second
     else:
         offs = second * HEADS + first
@@ -132,69 +135,77 @@ def mix_matrix(ptr, BACK: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def batched_dot(tile_a, tile_b):
-    """[HEADS, m, k] times [HEADS, k, n], each head by itself, float32."""
+    """Return [HEADS, m, k] @ [HEADS, k, n], batched over heads, float32."""
     return tl.dot(tile_a, tile_b, input_precision="ieee")
 
 
 @triton.jit
-def by_pair(tile, DTYPE: tl.constexpr):
-    """[HEADS, BLOCK_M, BLOCK_N] as [HEADS, pairs], rounded to the dtype in which it is multiplied next."""
+def to_pairs(tile, DTYPE: tl.constexpr):
+    """Reshape [HEADS, BLOCK_M, BLOCK_N] to [HEADS, pairs], rounded to the dtype of the next product."""
     return tl.reshape(tile.to(DTYPE), [tile.shape[0], tile.shape[1] * tile.shape[2]])
 
 
 @triton.jit
-def by_head(pairs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The way back: [HEADS, pairs] as [HEADS, BLOCK_M, BLOCK_N]."""
+def to_heads(pairs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Reshape [HEADS, pairs] back to [HEADS, BLOCK_M, BLOCK_N]."""
     return tl.reshape(pairs, [pairs.shape[0], BLOCK_M, BLOCK_N])
 
 
 @triton.jit
-def mixed(mix, pairs):
-    """[HEADS, HEADS] times [HEADS, pairs], float32."""
+def mix_heads(mix, pairs):
+    """Return [HEADS, HEADS] @ [HEADS, pairs], float32."""
     return tl.dot(mix, pairs, input_precision="ieee")
 
 
 @triton.jit
-def mixed_logits(tile_scores, mix, visible, broken, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
-    """The logits of every softmax, float32 of the scores' shape, -inf where hidden, `broken` (if not None) added.
+def mixed_logits(tile_scores, mix, visible, nan_pairs, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
+    """Return the logits of every softmax, float32 in the shape of the scores.
 
-    SPLIT mixes what rounding the scores to 16 bits leaves as well, for who reads the logits themselves.
+    They are -inf where masked; `nan_pairs` is added if not None.
+
+    SPLIT also mixes the residual of rounding the scores to 16 bits, for accurate logits.
     """
-    logits = mixed(mix, by_pair(tile_scores, DTYPE))
+    logits = mix_heads(mix, to_pairs(tile_scores, DTYPE))
     if SPLIT:
-        logits += mixed(mix, by_pair(tile_scores - tile_scores.to(DTYPE).to(tl.float32), DTYPE))
-    logits = by_head(logits, tile_scores.shape[1], tile_scores.shape[2])
-    if broken is not None:
-        logits += broken[None, :, :]
+        logits += mix_heads(mix, to_pairs(tile_scores - tile_scores.to(DTYPE).to(tl.float32), DTYPE))
+    logits = to_heads(logits, tile_scores.shape[1], tile_scores.shape[2])
+    if nan_pairs is not None:
+        logits += nan_pairs[None, :, :]
     return tl.where(visible[None, :, :], logits, -float("inf"))
 
 
 @triton.jit
-def broken_pairs(poison, i_batch, offs_m, offs_n, shape):
-    """NaN where a row or a column had NaN or Inf, else 0: [BLOCK_M, BLOCK_N], the same for all heads. Or None."""
-    broken = None
+def load_nan_pairs(poison, i_batch, offs_m, offs_n, shape):
+    """Load the NaN flags of pairs, [BLOCK_M, BLOCK_N] for all heads, or None.
+
+    NaN for rows and columns that had NaN or Inf, else 0.
+    """
+    nan_pairs = None
     if poison.key is not None:
         ptr = poison.key + i_batch.to(tl.int64) * shape.keys + offs_n
-        broken = tl.load(ptr, mask=offs_n < shape.keys, other=0.0)[None, :]
+        nan_pairs = tl.load(ptr, mask=offs_n < shape.keys, other=0.0)[None, :]
     if poison.query is not None:
         ptr = poison.query + i_batch.to(tl.int64) * shape.queries + offs_m
-        of_rows = tl.load(ptr, mask=offs_m < shape.queries, other=0.0)[:, None]
-        broken = of_rows if broken is None else broken + of_rows
-    return broken
+        nan_rows = tl.load(ptr, mask=offs_m < shape.queries, other=0.0)[:, None]
+        nan_pairs = nan_rows if nan_pairs is None else nan_pairs + nan_rows
+    return nan_pairs
 
 
 @triton.jit
-def weights_of(logits, logsumexp, visible, poison):
-    """The weights of every softmax, float32, 0 where hidden; the log-sum-exp has an axis of 1 for the columns."""
+def softmax_weights(logits, logsumexp, visible, poison):
+    """Return the weights of every softmax, float32, 0 where masked.
+
+    The log-sum-exp has an axis of 1 for columns.
+    """
     weights = tl.exp2(logits - logsumexp)
     if (poison.key is not None) or (poison.query is not None):
-        weights = tl.where(visible[None, :, :], weights, 0.0)  # a row that is NaN hides nothing from itself
+        weights = tl.where(visible[None, :, :], weights, 0.0)  # in a NaN row, masked weights would be NaN as well
     return weights
 
 
 @triton.jit
-def grad_logits_of(weights, grad_weights, delta, visible, poison):
-    """W (dW - delta), and 0 where hidden; `delta` as the log-sum-exp."""
+def softmax_backward(weights, grad_weights, delta, visible, poison):
+    """Return W (dW - delta), 0 where masked; `delta` has the shape of the log-sum-exp."""
     grad = weights * (grad_weights - delta)
     if (poison.key is not None) or (poison.query is not None):
         grad = tl.where(visible[None, :, :], grad, 0.0)
@@ -202,7 +213,7 @@ def grad_logits_of(weights, grad_weights, delta, visible, poison):
 
 
 @triton.jit
-def seen(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape):
-    """Which of the columns each row sees, boolean [BLOCK_M, BLOCK_N]; all heads see the same."""
+def visible_pairs(mask, i_batch, offs_m, offs_n, positions_m, positions_n, shape):
+    """Return the visibility of columns per row, boolean [BLOCK_M, BLOCK_N], shared by all heads."""
     distance = positions_n[None, :] - positions_m[:, None]
     return visible_tile(mask, i_batch, i_batch, offs_m, offs_n, distance, shape.queries, shape.keys)
