@@ -52,11 +52,13 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, KeyError):
-        return f"it has no {words}"
-    self_explanatory = isinstance(error, PolyheadError | OSError | ValueError) or type(error).__name__ == "SafetensorError"
+        return f"it has no {message}"
+    self_explanatory = (
+        isinstance(error, PolyheadError | OSError | ValueError) or type(error).__name__ == "SafetensorError"
+    )
     if message and self_explanatory:
         return message
-    return f"{type(error).__name__}: {words}" if message else type(error).__name__
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def check_regular(path: str | os.PathLike[str], most: int | None = None) -> None:

@@ -94,7 +94,9 @@ class HeadLayout:
     def group_size(self) -> int:
         """Number of query heads per KV head; defined for even groups only."""
         if self.key_heads is not None:
-            raise ShapeError(f"uneven groups have no single group_size, got key_heads {self.key_heads}; use key_head(i)")
+            raise ShapeError(
+                f"uneven groups have no single group_size, got key_heads {self.key_heads}; use key_head(i)"
+            )
         return self.num_heads // self.num_kv_heads
 
     def key_head(self, head: int) -> int:
@@ -190,7 +192,7 @@ class HeadOrigins:
         try:
             return cls(tuple(tuple(parts) for parts in data["heads"]), data["total"])
         except (KeyError, TypeError) as error:
-            raise ShapeError(f"origins must have heads (lists of integers) and a total, got {found!r}") from error
+            raise ShapeError(f"origins must have heads (lists of integers) and a total, got {data!r}") from error
 
 
 def checked_key_heads(key_heads: Sequence[int], num_heads: int, num_kv_heads: int = 0) -> tuple[int, ...]:

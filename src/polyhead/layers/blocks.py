@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.layers.multi_head.layer import Memory, MultiHeadAttention
-from polyhead.layers.steps import keeps_cache
+from polyhead.layers.steps import restores_cache_on_error
 from polyhead.masks import Mask
 
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -110,7 +110,7 @@ class DecoderBlock(Block):
             )
             self.cross_attention_norm = _NORMS[options.get("norm", "layer")](embed_dim)
 
-    @keeps_cache
+    @restores_cache_on_error
     def forward(
         self,
         x: Tensor,

@@ -86,7 +86,7 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
         )
 
 
-def statistics_of(requested: object, *, cross: bool) -> Statistics | None:
+def resolve_statistics(requested: object, *, cross: bool) -> Statistics | None:
     """Return the requested row statistics; with `cross`, without those that compare query and key positions."""
     statistics = as_statistics(requested)
     if statistics is None or statistics.cross or not cross:
@@ -130,13 +130,13 @@ def check_heads(heads: Any, output_bias: Tensor | None) -> None:
         raise ShapeError(f"output_bias must be [{width}], got {list(output_bias.shape)}")
 
 
-class NamedSizes(Protocol):
+class AnyLayout(Protocol):
     """Head layout of any attention layer."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
-def numbers_of(layout: NamedSizes) -> dict[str, int]:
+def layout_integers(layout: AnyLayout) -> dict[str, int]:
     """Return a layout as named integers, with a map of heads one entry at a time, as stored in checkpoints."""
     numbers: dict[str, int] = {}
     for name, size in layout.to_dict().items():
@@ -144,19 +144,19 @@ def numbers_of(layout: NamedSizes) -> dict[str, int]:
     return numbers
 
 
-def check_saved_layout(state: Any, layout: NamedSizes) -> None:
+def check_saved_layout(state: Any, layout: AnyLayout) -> None:
     """Raise a CheckpointError unless the layout in a checkpoint is the layer's."""
-    expected = numbers_of(layout)
+    expected = layout_integers(layout)
     if not isinstance(state, Tensor) or state.shape != (len(expected),):
         raise CheckpointError(
-            f"a layer's extra state must be its head layout, {len(ours)} integers; got {type(state).__name__}"
+            f"a layer's extra state must be its head layout, {len(expected)} integers; got {type(state).__name__}"
             + (f" of shape {list(state.shape)}" if isinstance(state, Tensor) else "")
         )
     saved = dict(zip(expected, state.tolist(), strict=True))
     different = [name for name in expected if saved[name] != expected[name]]
     if different:
-        differences = ", ".join(f"{name} {saved[name]} where the layer has {ours[name]}" for name in different)
-        raise CheckpointError(f"the checkpoint was saved by a layer with a different head layout: it has {words}")
+        differences = ", ".join(f"{name} {saved[name]} where the layer has {expected[name]}" for name in different)
+        raise CheckpointError(f"the checkpoint was saved by a layer with a different head layout: it has {differences}")
 
 
 def _is_number(x: object) -> bool:

@@ -24,7 +24,7 @@ from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions.base import Positions
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
 from polyhead.layers.registry import Registry, check_flags
-from polyhead.layers.steps import own_mask
+from polyhead.layers.steps import layer_mask
 from polyhead.masks import Mask
 
 
@@ -175,7 +175,7 @@ class HeadsConfig(AttentionConfig):
 
     @property
     def mask(self) -> Mask | None:
-        return own_mask(self.causal, self.window)
+        return layer_mask(self.causal, self.window)
 
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -194,7 +194,7 @@ class HeadsConfig(AttentionConfig):
     def _read(cls, layer: Any) -> dict[str, Any]:
         """Return the fields read from a layer; subclasses add their own."""
         gate, layout = layer.gate_proj, layer.layout
-        causal, window = edges(layer.mask)
+        causal, window = causal_and_window(layer.mask)
         return {
             **layout.to_dict(),
             "bias": layer.q_proj.bias is not None,
@@ -255,7 +255,7 @@ def check_options(config: Any) -> None:
     checks.check_positive("softcap", config.softcap)
     checks.check_finite("scale", config.scale)
     checks.check_backend(config.backend)
-    own_mask(config.causal, config.window)
+    layer_mask(config.causal, config.window)
 
 
 def checked_positions(positions: object) -> PositionsConfig:
@@ -269,7 +269,7 @@ def checked_positions(positions: object) -> PositionsConfig:
     return positions
 
 
-def edges(mask: Mask | None) -> tuple[bool, int | None]:
+def causal_and_window(mask: Mask | None) -> tuple[bool, int | None]:
     """Return the `causal` and `window` options that a layer's mask corresponds to."""
     if mask is None:
         return False, None

@@ -104,5 +104,5 @@ def write_heads(target: Heads, heads: Sequence[HeadMatrices]) -> None:
             if source is None or destination is None:
                 raise OptionError(f"either all heads or none must have a {name}, got head {index} without one")
             if source.shape != destination.shape:
-                raise ShapeError(f"{name} of head {index} must be {list(ours.shape)}, got {list(theirs.shape)}")
+                raise ShapeError(f"{name} of head {index} must be {list(destination.shape)}, got {list(source.shape)}")
             destination.copy_(source)

@@ -73,7 +73,7 @@ class Registry(Generic[T]):
         """Return the value described by `to_dict`; missing fields take their defaults."""
         if not isinstance(data, Mapping) or "kind" not in data:
             known = f"kind is one of {', '.join(self.names)}"
-            raise OptionError(f"{self.noun} must be a dictionary with a kind, got {found!r}; {known}")
+            raise OptionError(f"{self.noun} must be a dictionary with a kind, got {data!r}; {known}")
         kind = data["kind"]
         member = self._classes.get(kind) if isinstance(kind, str) else None
         if member is None:
@@ -87,7 +87,7 @@ class Registry(Generic[T]):
             )
         missing = [name for name, field in fields.items() if _is_required(field) and name not in data]
         if missing:
-            raise OptionError(f"{self.noun} of kind {kind!r} needs {', '.join(needed)}, got {found!r}")
+            raise OptionError(f"{self.noun} of kind {kind!r} needs {', '.join(missing)}, got {data!r}")
         values = {}
         for name, value in data.items():
             registry = None if name == "kind" else fields[name].metadata.get("kinds")
@@ -102,7 +102,7 @@ def check_flags(value: object) -> None:
         field_value = getattr(value, field.name)
         optional = field.type == "bool | None" and field_value is None
         if field.type in ("bool", "bool | None") and not (isinstance(field_value, bool) or optional):
-            raise OptionError(f"{field.name} must be True or False, got {held!r}")
+            raise OptionError(f"{field.name} must be True or False, got {field_value!r}")
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

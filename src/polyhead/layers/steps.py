@@ -42,7 +42,7 @@ class CallOptions:
         return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
 
 
-def keeps_cache(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def restores_cache_on_error(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorate a layer's `forward` to restore its cache when it raises, so that the call can be retried."""
 
     @functools.wraps(forward)
@@ -57,7 +57,7 @@ def keeps_cache(forward: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
 
 def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, caller_mask: Mask | None) -> Mask:
-    """Return the bias of a layer's positions, up to the largest distance that the caller's mask `given` allows."""
+    """Return the bias of a layer's positions, up to the largest distance that `caller_mask` allows."""
     options: dict[str, Any] = {"device": like.device, "dtype": torch.float64 if like.dtype is torch.float64 else None}
     if caller_mask is not None and caller_mask.placed is not None and isinstance(positions, BiasesByDistance):
         options["max_distance"] = _max_distance(*caller_mask.placed)
@@ -77,7 +77,7 @@ def _max_distance(queries: Tensor, keys: Tensor) -> int:
     return max(last - first_key, last_key - first, 0)
 
 
-def own_mask(causal: bool, window: int | None) -> Mask | None:
+def layer_mask(causal: bool, window: int | None) -> Mask | None:
     """Return the mask of a layer's `causal` and `window` options, None without either."""
     mask = Mask.causal() if causal else None
     if window is None:
@@ -90,7 +90,7 @@ def own_mask(causal: bool, window: int | None) -> Mask | None:
     return Mask.window(window)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
+def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """Apply a norm in the dtype of its weight, which under autocast differs from that of the heads."""
     return norm(x.to(norm.get_parameter("weight").dtype)).to(x.dtype)
 
@@ -109,7 +109,7 @@ def first_position(cache: KVCache | None, queries: int, device: torch.device) ->
     return cache.next_positions(queries, device=device) if cache.is_ragged else cache.lengths[0]
 
 
-def decoded(
+def decode_over_cache(
     q: Tensor,
     view: CacheView,
     mask: Mask | None,

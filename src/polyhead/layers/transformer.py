@@ -150,7 +150,9 @@ class LanguageModel(_Trunk):
             mask, lengths = padding if mask is None else mask & padding, None
         source_mask = None
         if source_lengths is not None:
-            every = torch.full((batch,), count)  # explicit, because with equal lengths queries would be padded like keys
+            every = torch.full(
+                (batch,), count
+            )  # explicit, because with equal lengths queries would be padded like keys
             source_mask = Mask.lengths(source_lengths, queries=every).to(tokens.device)
         start: int | Tensor = 0
         if token_positions is not None:
@@ -239,7 +241,7 @@ class LanguageModel(_Trunk):
         batch, width = tokens.shape
         prompt_lengths = [width] * batch if lengths is None else list(lengths)
         if len(prompt_lengths) != batch or not all(1 <= length <= width for length in prompt_lengths):
-            raise OptionError(f"lengths must be 1 to {width} for each of {batch} prompts, got {real}")
+            raise OptionError(f"lengths must be 1 to {width} for each of {batch} prompts, got {prompt_lengths}")
         rows, ends = (
             torch.arange(batch, device=tokens.device),
             torch.tensor(prompt_lengths, dtype=torch.long, device=tokens.device),

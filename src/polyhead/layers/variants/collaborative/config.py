@@ -1,4 +1,4 @@
-"""Collaborative heads as a value."""
+"""Config of `CollaborativeAttention`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyhead.layers.variants.collaborative.layer import CollaborativeAttention,
 @register_config("collaborative", CollaborativeAttention)
 @dataclass(frozen=True)
 class CollaborativeConfig(HeadsConfig):
-    """`CollaborativeAttention` as a value.
+    """Config of `CollaborativeAttention`.
 
     >>> CollaborativeConfig(512, 8).shared_dim
     512
