@@ -45,7 +45,7 @@ def refusing(path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] 
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, prefixed by its type where the message alone is unclear."""
+    """Return the first line of an error's message, with its type where that alone is unclear."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_MAX_MESSAGE]
@@ -83,7 +83,7 @@ def read_json(path: Path, rule: str, kind: type[PolyheadError] = OptionError, mo
 def read_tensors(
     path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] = OptionError
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and metadata of a safetensors file; its header is checked against the file size first."""
+    """Return the tensors and metadata of a safetensors file, checked against the file size first."""
     from safetensors import safe_open
 
     with refusing(path, rule, kind):
@@ -150,7 +150,7 @@ def build(cls: type[T], found: object) -> T:
 
 
 def as_type(value: Any, wanted: Any, what: str) -> Any:
-    """Convert a JSON value to an annotated type: lists to tuples, integers to floats; raise on anything else."""
+    """Convert a JSON value to an annotated type (list to tuple, int to float), or raise."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted is Any:
         return value

@@ -1,4 +1,4 @@
-"""Attention masks as conjunctions of terms: one type, one polarity (True = may attend), materialised only on use."""
+"""Attention masks as conjunctions of terms, with one polarity: True = may attend."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Mask:
     def window(
         cls, size: int | None = None, *, left: int | None = None, right: int | None = None, sinks: int = 0
     ) -> Mask:
-        """Sliding window: `window(n)` is the query's own key and the n - 1 before; or `left` before and `right` after.
+        """Sliding window of `size` keys ending at the query, or of `left` before and `right` after it.
 
         `sinks` keeps the first keys of each sequence (attention sinks) visible at any distance.
 
@@ -124,7 +124,7 @@ class Mask:
 
     @classmethod
     def documents(cls, queries: Tensor | Sequence[int], keys: Tensor | Sequence[int] | None = None) -> Mask:
-        """Mask of packed documents: a query sees the keys with its own document id. A negative id marks padding.
+        """Mask of packed documents: a query sees the keys of its document; a negative id is padding.
 
         Ids are [sequence] or [batch, sequence]. Without `keys`, queries and keys are the same tokens. Combined
         with `Mask.causal()`, queries and keys are aligned at the end of each document.
@@ -142,7 +142,10 @@ class Mask:
 
     @classmethod
     def dense(cls, allowed: Tensor) -> Mask:
-        """Boolean mask tensor, True = may attend: [queries, keys] or [batch or 1, heads or 1, queries or 1, keys]."""
+        """Boolean mask tensor, True = may attend.
+
+        Its shape is [queries, keys] or [batch or 1, heads or 1, queries or 1, keys].
+        """
         if not isinstance(allowed, Tensor):
             raise MaskError(f"Mask.dense takes a boolean tensor, got {type(allowed).__name__}")
         if allowed.dtype is not torch.bool:
@@ -190,7 +193,7 @@ class Mask:
     def from_torch(
         cls, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, num_heads: int | None = None
     ) -> Mask:
-        """Convert masks in the convention of `torch.nn.MultiheadAttention`: True means *masked*, floats are added.
+        """Convert masks of `torch.nn.MultiheadAttention`, where True means *masked* and floats are added.
 
         `attn_mask` is [queries, keys] or [batch * num_heads, queries, keys], which requires `num_heads`;
         `key_padding_mask` is [batch, keys] or [keys].
@@ -288,7 +291,10 @@ class Mask:
         return (*padding, *packed, *(self.placed or ()), *self.allowed, *self.biases, *tables)
 
     def to(self, device: torch.device | str) -> Mask:
-        """Return the mask with its tensors on `device`; call once for a mask built from lists and used by many layers."""
+        """Return the mask with its tensors on `device`.
+
+        Call it once for a mask built from lists and used by many layers, to avoid a copy per layer.
+        """
 
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)

@@ -18,9 +18,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F
 
 
 class FeedForward(nn.Module):
-    """Position-wise feed-forward network: down(act(up(x))); with "swiglu" down(silu(gate(x)) * up(x)) (Shazeer 2020).
+    """Position-wise feed-forward network: down(act(up(x))), or down(silu(gate(x)) * up(x)) for "swiglu".
 
-    `hidden_dim` is 4 * embed_dim by default, two thirds of that with "swiglu", which has a third matrix.
+    "swiglu" is from Shazeer 2020, "GLU Variants Improve Transformer". `hidden_dim` is 4 * embed_dim by default, two
+    thirds of that with "swiglu", which has a third matrix.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Base of encoder and decoder blocks: self-attention and a feed-forward network with residual connections."""
+    """Base of encoder and decoder blocks: self-attention, feed-forward network and residuals."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Block(nn.Module):
 
 
 class EncoderBlock(Block):
-    """Self-attention, then a feed-forward network, each with a residual connection and pre-norm (or post-norm).
+    """Self-attention, then a feed-forward network, each with a residual and pre-norm (or post-norm).
 
     `attention` options are passed to `MultiHeadAttention`; `dropout` applies to residuals and feed-forward network.
     """
@@ -89,7 +90,7 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """Causal self-attention, cross-attention to a source of width `source_dim` if given, a feed-forward network.
+    """Causal self-attention, cross-attention if `source_dim` is given, and a feed-forward network.
 
     Cross-attention has the same heads, dropout and backend; positions and window apply to the self-attention only.
     """

@@ -87,7 +87,7 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
 
 
 def resolve_statistics(requested: object, *, cross: bool) -> Statistics | None:
-    """Return the requested row statistics; with `cross`, without those that compare query and key positions."""
+    """Return the requested row statistics; `cross` excludes those that compare positions."""
     statistics = as_statistics(requested)
     if statistics is None or statistics.cross or not cross:
         return statistics
@@ -137,7 +137,7 @@ class AnyLayout(Protocol):
 
 
 def layout_integers(layout: AnyLayout) -> dict[str, int]:
-    """Return a layout as named integers, with a map of heads one entry at a time, as stored in checkpoints."""
+    """Return a layout as named integers, as stored in checkpoints; a map of heads entry by entry."""
     numbers: dict[str, int] = {}
     for name, size in layout.to_dict().items():
         numbers |= {name: size} if isinstance(size, int) else {f"{name}[{i}]": x for i, x in enumerate(size)}

@@ -11,7 +11,7 @@ from polyhead.geometry import HeadLayout
 
 
 class CombinesHeads(nn.Module, ABC):
-    """Base class of modules that replace Concat(heads) between the heads' outputs and the output projection.
+    """Base class of modules that replace Concat(heads) before the output projection.
 
     The layer calls it with the gated heads, and its output projection reads `width` channels. Each position is
     combined independently, so masks and caches are unaffected.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadMatrices:
-    """Matrices of one head in the orientation of the formula: head = softmax(X Wq (X Wk)^T) X Wv, then Wo.
+    """Matrices of one head, oriented as in head = softmax(X Wq (X Wk)^T) X Wv, then Wo.
 
     `query` and `key` are [embed_dim, head_dim], `value` is [embed_dim, value_dim], `output` is
     [value_dim, embed_dim]; biases have one entry per column, or are None.
@@ -45,7 +45,7 @@ class HeadMatrices:
 
 
 class Heads(Sequence[HeadMatrices]):
-    """Sequence of a layer's heads (`layer.heads`) as views of its parameters; writing to them changes the layer.
+    """Heads of a layer (`layer.heads`) as views of its parameters; writes change the layer.
 
     Heads that share a KV head (GQA, MQA) have the same key and value matrices.
     """

@@ -1,4 +1,4 @@
-"""Several linear projections of one input as a single matrix product, while each remains a module of its own.
+"""Several linear projections of one input as a single matrix product; each remains a module.
 
 A layer's `q_proj`, `k_proj` and `v_proj` stay ordinary `nn.Linear` modules, so that checkpoints, sharding and adapters
 find them. A `JointProjection` stores their parameters contiguously and views them as one stacked matrix without
@@ -108,7 +108,7 @@ def has_global_hooks() -> bool:
 
 @torch.no_grad()
 def _stack_parameters(parameters: Sequence[Tensor | None]) -> Tensor | None:
-    """Move parameters into one contiguous block, stacked by rows, and return it; None if they cannot be stacked."""
+    """Move parameters into one block, stacked by rows, and return it; None if not possible."""
     plain = [p for p in parameters if type(p) is nn.Parameter and p.is_contiguous() and not p.is_meta]
     if len(plain) != len(parameters) or is_transformed():
         return None

@@ -1,4 +1,4 @@
-"""Steps shared by all attention layers: masks, token positions, head reshapes and decoding over a cache."""
+"""Steps shared by all attention layers: masks, positions, head reshapes, decoding over a cache."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def decode_over_cache(
     storage: CacheArguments | None = None,
     key_heads: tuple[int, ...] | None = None,
 ) -> AttentionOutput | None:
-    """Attend over a cache's storage, or over `storage`, with the decode kernels; None where they do not apply."""
+    """Attend over a cache's storage with the decode kernels; None where they do not apply."""
     arguments = (q, view.storage if storage is None else storage, view.num_keys)
     if key_heads is not None:
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "statistics": statistics}

@@ -185,7 +185,7 @@ class LanguageModel(_Trunk):
     def new_caches(
         self, kind: str | type[KVCache], batch_size: int, *, capacity: int | None = None, **options: Any
     ) -> list[KVCache]:
-        """Return an empty cache for each block: "growing", "preallocated", "rolling", "paged", "quantized" or a class.
+        """Return a cache per block: "growing", "preallocated", "rolling", "paged", "quantized" or a class.
 
         `capacity` is in tokens, for the kinds that need one; a rolling cache takes the blocks' window unless `window`
         is given. `options` are passed to the cache's constructor.
@@ -283,7 +283,7 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
 
 
 class SequenceToSequence(nn.Module):
-    """Encoder-decoder model: an `Encoder` of source tokens and a `LanguageModel` with cross-attention to its output.
+    """Encoder-decoder model: an `Encoder`, and a `LanguageModel` with cross-attention to its output.
 
     Options are those of `Encoder` and `LanguageModel`; `target_positions` are the decoder's where they differ.
 
@@ -350,7 +350,7 @@ class SequenceToSequence(nn.Module):
         source_lengths: Sequence[int] | Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Generate target tokens [batch, at most max_new_tokens] from the token `start`; see `LanguageModel.generate`."""
+        """Generate target tokens from the token `start`; see `LanguageModel.generate`."""
         memories = self.decoder.remember(self.encode(source, source_lengths))
         first = torch.full((source.shape[0], 1), start, device=source.device)
         return self.decoder.generate(first, max_new_tokens, source=memories, source_lengths=source_lengths, **options)

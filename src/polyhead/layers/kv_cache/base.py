@@ -94,7 +94,7 @@ class KVCache(ABC):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> Self:
-        """Build a cache for a head layout; `options` are those of the class (capacity, window, num_pages, ...)."""
+        """Build a cache for a head layout; `options` are those of the class (capacity, window, ...)."""
         build: Any = cls  # constructors differ between the classes
         cache: Self = build(
             batch_size=batch_size,
@@ -129,7 +129,7 @@ class KVCache(ABC):
         """Bytes of memory used by this cache."""
 
     def next_positions(self, num_tokens: int, *, device: torch.device | str | None = None) -> Tensor:
-        """Return the absolute positions of the next tokens, [batch, num_tokens], or [1, num_tokens] if not ragged.
+        """Return the positions of the next tokens, [batch, num_tokens], or [1, num_tokens] if not ragged.
 
         Rotary and learned positions need them before `append`.
         """
@@ -152,7 +152,7 @@ class KVCache(ABC):
         return self._append(key, value, new_lengths, layout)
 
     def view(self) -> CacheView:
-        """Return a view of the whole cache for queries outside the sequences (cross-attention to cached keys).
+        """Return a view of the whole cache, for queries outside the sequences (cross-attention).
 
         Its mask covers empty slots only and does not align a causal mask; the one returned by `append` does.
         """

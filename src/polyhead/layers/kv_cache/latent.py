@@ -1,4 +1,4 @@
-"""KV caches of latent attention: values are the first channels of the keys and are not stored separately."""
+"""KV caches of latent attention, whose values are the first channels of the keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LatentStorage(SlotCache):
     def append(
         self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None
     ) -> CacheView:
-        """Append new tokens [batch, kv_heads, tokens, head_dim] and return the view that their queries attend to."""
+        """Append new tokens [batch, kv_heads, tokens, head_dim] and return the view to attend to."""
         if value is not None:
             raise CacheError(
                 f"a latent cache reads values from the first {self._value_dim} channels of its keys and stores no "
@@ -49,9 +49,10 @@ class LatentStorage(SlotCache):
 
 
 class LatentCache(LatentStorage, GrowingCache):
-    """Growing latent cache: batch, width, dtype and device come from the first block; capacity doubles when full.
+    """Growing latent cache; sizes, dtype and device come from the first block.
 
-    A token takes head_dim numbers, shared by all heads: kv_lora_rank + qk_rope_head_dim of a `LatentAttention`.
+    The capacity doubles when full. A token takes head_dim numbers, shared by all heads: kv_lora_rank + qk_rope_head_dim
+    of a `LatentAttention`.
     Build one for a layer with `LatentCache.for_layout(layer.layout.absorbed, batch_size=2)`.
 
     >>> cache = LatentCache(value_dim=5)

@@ -1,4 +1,4 @@
-"""Paged KV cache with copy-on-write sharing between forks, beams and prefixes (PagedAttention, Kwon et al. 2023)."""
+"""Paged KV cache with copy-on-write sharing of pages (PagedAttention, Kwon et al. 2023)."""
 
 from __future__ import annotations
 

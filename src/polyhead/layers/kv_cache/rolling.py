@@ -15,14 +15,14 @@ from polyhead.masks import Mask
 
 
 class RollingCache(SlotCache):
-    """Cache of the first `sinks` and the last `window` tokens of each sequence (StreamingLLM, Xiao et al. 2023).
+    """Cache of the first `sinks` and last `window` tokens (StreamingLLM, Xiao et al. 2023).
 
     Generation equals the full forward with `Mask.window(window, sinks=sinks)` for any chunking of the tokens: views
     include that mask, and a chunk sees the old tokens that its first query needs before they are dropped. Memory is
     `sinks + window + rollback` tokens, plus the chunk while it is appended. Unlike StreamingLLM, positions are those of
     the full sequence.
 
-    `rollback` keeps that many older tokens, so that `crop` can remove up to `rollback + 1` tokens, or all but the sinks.
+    `rollback` keeps that many older tokens, so that `crop` can remove up to `rollback + 1` tokens, or crop to `sinks`.
 
     Token p is in slot p if p < sinks, otherwise in a ring buffer after the sinks. Slots are out of order once the ring
     has wrapped around; the view's mask accounts for it.
@@ -165,7 +165,7 @@ class RollingCache(SlotCache):
             write(buffer, block)
 
     def _windowed(self, mask: Mask | None, num_tokens: int, all_real: bool) -> Mask | None:
-        """Return `mask` and the window; the window is omitted if the slots contain only that of a single query."""
+        """Return `mask` & window; omits the window if the slots contain exactly that of a single query."""
         if num_tokens <= 1 and self.rollback == 0 and all_real:
             return mask
         window = Mask.window(self.window, sinks=self.sinks)

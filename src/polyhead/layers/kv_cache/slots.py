@@ -111,7 +111,7 @@ class SlotCache(KVCache):
 
 
 class TokenWriter:
-    """Write the non-padding tokens of a block after each sequence's last one; the index is shared by all buffers."""
+    """Writer of a block's non-padding tokens after each sequence's last one, for all buffers."""
 
     def __init__(self, start: int, num_tokens: int, index: Tensor | None) -> None:
         self._start = start
@@ -140,7 +140,7 @@ class TokenWriter:
 
 
 class PreallocatedCache(SlotCache):
-    """Cache with memory for `capacity` tokens per sequence, allocated once; appends write in place, views copy nothing.
+    """Cache with memory for `capacity` tokens per sequence, allocated once; views copy nothing.
 
     >>> cache = PreallocatedCache(capacity=5, batch_size=1, num_kv_heads=2, head_dim=3)
     >>> key = value = torch.ones(1, 2, 4, 3)
@@ -168,7 +168,7 @@ larger capacity, crop it, or use a growing or rolling cache
 
 
 class GrowingCache(SlotCache):
-    """Growing cache: batch, layout, dtype and device come from the first block; capacity doubles when full.
+    """Growing cache; layout, dtype and device come from the first block, capacity doubles when full.
 
     Growing costs less than two copies per token in total, for any sequence length. `reset` frees the memory and takes
     the layout of the next block. Arguments of the constructor are checked against the first block.

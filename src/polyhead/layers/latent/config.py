@@ -27,7 +27,7 @@ from polyhead.masks import Mask
 @register_config("latent", LatentAttention)
 @dataclass(frozen=True)
 class LatentConfig(AttentionConfig):
-    """Config of `LatentAttention`. `qk_rope_head_dim` is required with rotary positions, and 0 or None without.
+    """Config of `LatentAttention`; `qk_rope_head_dim` is required with rotary positions, else 0 or None.
 
     >>> config = LatentConfig(512, 8, kv_lora_rank=128, qk_rope_head_dim=32, positions=RotaryConfig(interleaved=True))
     >>> config.qk_nope_head_dim, config.layout.cache_width

@@ -42,7 +42,7 @@ class LatentLayout:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head's query and key, rotary ones included; logits are scaled by its inverse square root."""
+        """Channels of a head's query and key, rotary ones included; sets the scale of the logits."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -119,7 +119,7 @@ def form_products(layout: LatentLayout, form: str, queries: int, keys: int) -> i
 
 
 def absorbing_is_cheaper(layout: LatentLayout, queries: int, keys: int | None) -> bool:
-    """Return True if the absorbed form takes fewer multiply-adds; `keys` None means self-attention without a cache.
+    """Return True if the absorbed form is cheaper; `keys` None is self-attention without a cache.
 
     Self-attention is a separate case, so that a traced graph has no guard on a symbolic sequence length.
     """

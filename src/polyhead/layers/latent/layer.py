@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are projected from one cached latent per token."""
+"""Multi-head latent attention: keys and values are projected from one cached latent per token."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _CallOptions:
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1) over [batch, sequence, embed_dim].
+    """Multi-head latent attention (MLA; DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
     For a token x at position t, R_t its rotation and N an RMS norm, head i has
 
@@ -309,7 +309,7 @@ class LatentAttention(nn.Module):
         return Memory(latents, latents[..., : self.layout.kv_lora_rank])
 
     def explain(self, queries: int, keys: int | None = None, *, form: Form | None = None) -> FormChoice:
-        """Return the form chosen for these numbers of queries and keys (equal by default), and the cost of both.
+        """Return the form chosen for these numbers of queries and keys, and the cost of both forms.
 
         The result also lists why the decode kernels would not read a `LatentCache` of that length, if so.
         """
@@ -320,7 +320,7 @@ class LatentAttention(nn.Module):
         if form != "auto":
             reason = f"form={form!r} was requested"
         elif self._kv_b_proj_issue():
-            reason = f"kv_b_proj {self._unreadable()}"
+            reason = f"kv_b_proj {self._kv_b_proj_issue()}"
         else:
             reason = "equal multiply-adds" if expanded_cost == absorbed_cost else "fewer multiply-adds"
         refusals = decode_refusals(self.layout, self.kv_a_proj.weight, queries, keys, self.mask)
@@ -361,7 +361,7 @@ class LatentAttention(nn.Module):
         return self.layout.head_dim**-0.5 if self.scale is None else self.scale
 
     def _project_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries without and with rotary channels, [batch, heads, queries, qk_nope_head_dim or _rope_]."""
+        """Return non-rotary and rotary queries, [batch, heads, queries, qk_nope_head_dim or qk_rope_...]."""
         if self.q_proj is not None:
             q = self.q_proj(x)
         else:

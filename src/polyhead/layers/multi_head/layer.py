@@ -82,8 +82,8 @@ class MultiHeadAttention(nn.Module):
         dropout: attention dropout rate in training.
         finite, backend: as in `polyhead.attention`.
         init: initialisation: "xavier", or "conv" for a freshly initialised convolution with one head per tap. "conv"
-            requires quadratic relative positions, value_dim=embed_dim, and no mask, gate or combine module; 2D positions
-            require K * K heads. See `polyhead.layers.variants.convolutional_heads`.
+            requires quadratic relative positions, value_dim=embed_dim, and no mask, gate or combine module; 2D
+            positions require K * K heads. See `polyhead.layers.variants.convolutional_heads`.
 
     >>> layer = MultiHeadAttention(512, 8, num_kv_heads=2, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape
@@ -185,7 +185,7 @@ class MultiHeadAttention(nn.Module):
         self._join_projections()
 
     def reset_parameters(self) -> None:
-        """Initialise projections Glorot-uniformly, biases and sinks with zeros; the output gate starts at 1/2.
+        """Initialise projections Glorot-uniformly, biases and sinks with zeros; gates start at 1/2.
 
         With init="conv" everything but the key projection, positions included, is set to compute a fresh convolution.
         """
@@ -385,7 +385,7 @@ class MultiHeadAttention(nn.Module):
         return attention(q, k, v, **options)
 
     def _forward_plain(self, x: Tensor, causal: bool) -> Tensor | None:
-        """Fast path of plain self-attention: the same result with less Python overhead; None where it does not apply.
+        """Fast path of plain self-attention with less Python overhead; None where it does not apply.
 
         At short sequences the checks that it skips cost more than the matrix products.
         """
@@ -509,7 +509,7 @@ class MultiHeadAttention(nn.Module):
         return rotary(x) if rotation is None else rotary.rotate(x, rotation)
 
     def _gated(self, heads: Tensor, x: Tensor, head_gate: Tensor | None) -> Tensor:
-        """Multiply the heads' outputs [batch, queries, heads, value_dim] by the output gate and the head gates."""
+        """Multiply the heads' outputs [batch, queries, heads, value_dim] by the output and head gates."""
         if self.gate_proj is not None:
             heads = heads * torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.layout.num_heads, -1))
         for gate in (self.head_gate, head_gate):

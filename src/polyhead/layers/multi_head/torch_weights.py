@@ -13,7 +13,7 @@ from polyhead.geometry import HeadLayout
 
 
 class AttentionLayer(Protocol):
-    """Attributes of a polyhead layer that decide whether an equivalent `torch.nn.MultiheadAttention` exists."""
+    """Attributes of a polyhead layer read for the conversion to `torch.nn.MultiheadAttention`."""
 
     layout: HeadLayout
     q_proj: nn.Linear

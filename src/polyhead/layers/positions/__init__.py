@@ -1,4 +1,4 @@
-"""Position modules, applied to the heads (rotary), the logits (biases) or the input (additive embeddings).
+"""Position modules, applied to the heads (rotary), the logits (biases) or the input (additive).
 
 A layer distinguishes them only by `isinstance(positions, RotatesHeads | BiasesLogits | AddsToInput)`.
 """

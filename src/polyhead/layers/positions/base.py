@@ -27,7 +27,10 @@ class Positions(nn.Module, ABC):
 
 
 class Rotation(NamedTuple):
-    """Rotation of a block of tokens: cos and signed sin, [sequence, rotary_dim] or [batch, 1, sequence, rotary_dim]."""
+    """Rotation of a block of tokens: cos and signed sin.
+
+    Both are [sequence, rotary_dim] or [batch, 1, sequence, rotary_dim].
+    """
 
     cos: Tensor
     sin: Tensor
@@ -61,12 +64,12 @@ class RotatesHeads(Positions):
 
 
 class BiasesLogits(Positions):
-    """Base of positions that add a bias to the logits, returned as a Mask to be combined with others by `&`."""
+    """Base of positions that add a bias to the logits, returned as a Mask."""
 
     num_heads: int
 
     def mask(self, query_length: int, key_length: int, **options: Any) -> Mask:
-        """Return the bias as a Mask, as calling the module does; query i is at position i + key_length - query_length.
+        """Return the bias as a Mask; query i is at key position i + key_length - query_length.
 
         Options are `device` (that of the parameters by default), `dtype` (float32 by default, or float64 for float64
         parameters) and those of the class.
@@ -96,7 +99,8 @@ class AddsToInput(Positions):
         if layout.embed_dim != self.embed_dim:
             raise ShapeError(
                 f"additive positions must have the layer's embed_dim, got {type(self).__name__}(embed_dim="
-                f"{self.embed_dim}) for an embed_dim of {layout.embed_dim}; build them with embed_dim={layout.embed_dim}"
+                f"{self.embed_dim}) for an embed_dim of {layout.embed_dim}; "
+                f"build them with embed_dim={layout.embed_dim}"
             )
 
     def _check_input(self, x: Tensor) -> None:

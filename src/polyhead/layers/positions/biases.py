@@ -17,7 +17,7 @@ from polyhead.masks import Mask
 
 
 class BiasesByDistance(BiasesLogits):
-    """Base of biases that depend on key position - query position only, stored as a table [heads, distances]."""
+    """Base of biases by key position - query position, stored as a table [heads, distances]."""
 
     @abstractmethod
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -52,7 +52,7 @@ class BiasesByDistance(BiasesLogits):
 
 
 class ALiBi(BiasesByDistance):
-    """ALiBi, attention with linear biases (Press et al. 2022): -slope * |key - query|, one slope per head.
+    """Attention with linear biases (Press et al. 2022): -slope * |key - query|, one slope per head.
 
     The slopes are the paper's geometric sequence; for head counts that are not a power of two, the remaining heads take
     slopes of the next power of two, as in the paper. `learnable` makes them a parameter with these initial values.
@@ -101,7 +101,7 @@ class _LinearBias(Recipe):
 
 
 def alibi_slopes(num_heads: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return 2 ** (-8 i / h) for i = 1 .. h; heads beyond a power of two take every other slope of the next one."""
+    """Return 2 ** (-8 i / h), i = 1 .. h; heads beyond a power of two interpolate between these slopes."""
     power = 1 << (num_heads.bit_length() - 1)
     base = torch.arange(1, power + 1, device=device).to(dtype) * (-8.0 / power)
     interpolated = (2 * torch.arange(num_heads - power, device=device) + 1).to(dtype) * (-4.0 / power)
@@ -193,7 +193,7 @@ def bias_device(module: nn.Module, device: torch.device | str | None) -> torch.d
 
 
 def bias_dtype(module: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype to compute in, at least float32: half precision cannot distinguish large distances."""
+    """Return the dtype to compute in, at least float32: half precision merges large distances."""
     if dtype is None:
         dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     return torch.promote_types(dtype, torch.float32)

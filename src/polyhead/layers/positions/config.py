@@ -37,7 +37,7 @@ SCALINGS.register("llama3")(Llama3Scaling)
 
 @dataclass(frozen=True)
 class PositionsConfig(ABC):
-    """Base class of position configs. Register a new kind as a dataclass with `@describes` and these methods."""
+    """Base class of position configs; register a new kind as a dataclass with `@describes`."""
 
     @abstractmethod
     def build(self, layout: HeadLayout) -> Positions:
@@ -217,7 +217,7 @@ class QuadraticRelative1DConfig(PositionsConfig):
 @describes(QuadraticRelative2D, "quadratic_2d")
 @dataclass(frozen=True)
 class QuadraticRelative2DConfig(PositionsConfig):
-    """Config of `QuadraticRelative2D` over a grid; `alpha` and `center_std` are initial values, not learned ones."""
+    """Config of `QuadraticRelative2D`; `alpha` and `center_std` are initial values, not learned ones."""
 
     height: int
     width: int

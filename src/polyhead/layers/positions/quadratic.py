@@ -44,7 +44,7 @@ class _Gaussian(BiasesLogits):
 
     @torch.no_grad()
     def attend_to(self, shifts: Sequence[float] | Sequence[Sequence[float]], *, alpha: float = 32.0) -> None:
-        """Centre head h on the token at offset `shifts[h]` from the query; a large alpha makes it nearly one-hot."""
+        """Centre head h at offset `shifts[h]` from the query; a large alpha makes it nearly one-hot."""
         check_positive("alpha", alpha)
         center = torch.tensor(shifts, dtype=torch.float64).reshape(len(shifts), -1)
         if center.shape != self.center.shape:
@@ -56,7 +56,7 @@ class _Gaussian(BiasesLogits):
         self.log_alpha.fill_(math.log(alpha))
 
     def _squares(self, axis: int, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return -alpha * (distance - center)**2 along an axis for distances -before .. after, [heads, distances]."""
+        """Return -alpha * (distance - center)**2 along an axis, [heads, distances -before .. after]."""
         distance = torch.arange(-before, after + 1, device=device).to(dtype)
         center = self.center[:, axis, None].to(device, dtype)
         return -self.alpha.to(device, dtype).unsqueeze(1) * (distance - center).square()

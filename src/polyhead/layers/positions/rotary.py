@@ -1,4 +1,4 @@
-"""Rotary position embedding: queries and keys are rotated, so that logits depend on relative positions only."""
+"""Rotary position embedding: rotated queries and keys make logits depend on relative positions."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Rotary(RotatesHeads):
         return Rotation(*rows_of(self._table, positions, count, device, dtype))
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Apply a rotation to x [batch, heads, sequence, head_dim]; heads may be fewer than those of the queries."""
+        """Apply a rotation to x [batch, heads, sequence, head_dim], with any number of heads."""
         cos, sin = rotation
         # A rotation of one token would silently broadcast over any number of them.
         if x.shape[-1] != self.head_dim or x.shape[-2] != cos.shape[-2]:

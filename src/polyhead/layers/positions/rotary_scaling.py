@@ -16,7 +16,7 @@ from polyhead.layers.positions.row_tables import powers
 
 
 def inverse_frequencies(base: float, rotary_dim: int, device: torch.device) -> Tensor:
-    """Return base ** (-2 i / rotary_dim) for channel pairs i = 0, 1, ...: radians per token, [rotary_dim / 2]."""
+    """Return radians per token of each channel pair i, base ** (-2 i / rotary_dim), [rotary_dim / 2]."""
     return powers(base, rotary_dim // 2, rotary_dim, device)
 
 
@@ -52,7 +52,7 @@ class RotaryScaling(ABC):
         """Raise if the scaling is not defined for this base and width."""
         if rotary_dim < self.min_rotary_dim:
             raise OptionError(
-                f"{type(self).__name__} needs a rotary_dim of at least {self.least_rotary_dim}, got {rotary_dim}"
+                f"{type(self).__name__} needs a rotary_dim of at least {self.min_rotary_dim}, got {rotary_dim}"
             )
 
 
@@ -80,7 +80,7 @@ class NTKScaling(RotaryScaling):
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(RotaryScaling):
-    """NTK-aware scaling whose base depends on the current length (emozilla 2023; "dynamic" in transformers).
+    """NTK-aware scaling that depends on the current length (emozilla 2023; "dynamic" in transformers).
 
     Frequencies are unchanged up to `original_length`; at a length n beyond it the base is multiplied by
     (factor * n / original_length - (factor - 1)) ** (d / (d - 2)). The current length is offset + sequence, or the
@@ -108,7 +108,7 @@ class DynamicNTKScaling(RotaryScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RotaryScaling):
-    """YaRN (Peng et al. 2023): high frequencies unchanged, low frequencies interpolated, a ramp between them.
+    """YaRN (Peng et al. 2023): high frequencies unchanged, low ones interpolated, a ramp between.
 
     A pair with more than `beta_fast` rotations in `original_length` tokens is unchanged; the frequency of one with
     fewer than `beta_slow` is divided by `factor`. Rotated vectors are multiplied by `attention_factor`, by default

@@ -1,4 +1,4 @@
-"""Tables with one row per position, cached per device and shared by all layers with the same parameters.
+"""Tables with one row per position, cached per device and shared by layers of equal parameters.
 
 They are not module buffers, because a buffer would follow `.half()`, be lost by `to_empty()` after construction on the
 meta device, be copied by `deepcopy`, and be stored once per layer instead of once per process.
@@ -60,7 +60,7 @@ class RowTable:
         return rows
 
     def _grown_to(self, stop: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return all tables stacked, [tables, at least `stop`, width]; a power of two, so that growth is rare."""
+        """Return the stacked tables, [tables, at least `stop`, width]; grows by powers of two."""
         full = self._grown.get((device, dtype))
         if full is None or full.shape[1] < stop:
             capacity = max(FIRST_CAPACITY, 1 << (stop - 1).bit_length())
@@ -95,7 +95,7 @@ def rows_of(table: RowTable, start: int, count: int, device: torch.device, dtype
 
 
 def materialise_rows(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the rows, materialised in a compiled graph, which would else recompute sines per batch and head."""
+    """Materialise rows in a compiled graph, which would else recompute sines per batch and head."""
     if torch.compiler.is_compiling() and not is_exporting():
         # Inductor fuses a formula into each of its users, but as_strided requires a buffer.
         return tuple(row.as_strided(row.size(), row.stride()) for row in rows)
@@ -115,20 +115,20 @@ def angle_dtype(device: torch.device) -> torch.dtype:
 
 
 def powers(base: float, count: int, dim: int, device: torch.device) -> Tensor:
-    """Return base ** (-2 i / dim) for i = 0 .. count - 1: radians per token of rotary and sinusoidal positions."""
+    """Return base ** (-2 i / dim) for i = 0 .. count - 1, in radians per token."""
     pair = torch.arange(count, device=device).to(angle_dtype(device))
     return torch.exp(times(pair, -2.0 * math.log(base) / dim))
 
 
 def times(x: Tensor, number: float) -> Tensor:
-    """Return x * number with the number split into two of few bits: ONNX stores 24 bits of a Python float."""
+    """Return x * number, split into two products: ONNX stores only 24 bits of a Python float."""
     shifted = number * (2**29 + 1)
     coarse = shifted - (shifted - number)
     return x * coarse + x * (number - coarse)
 
 
 def sine_and_cosine(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return sin and cos in `dtype` of an angle, which is first reduced to [-pi, pi] in its own precision."""
+    """Return sin and cos in `dtype` of an angle, first reduced to [-pi, pi] in its own precision."""
     if angle.dtype != dtype:
         turns = (angle * (0.5 / math.pi)).round()
         angle = (angle - times(turns, 2.0 * math.pi)).to(dtype)

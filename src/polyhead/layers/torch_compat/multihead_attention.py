@@ -36,7 +36,7 @@ _ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def _renamed(function: Any, name: str) -> types.FunctionType:
-    """Return a copy of a function under another name: TorchScript compiles a method under its function's name."""
+    """Return a copy of a function under another name, by which TorchScript compiles a method."""
     copy = types.FunctionType(
         function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
     )
@@ -211,7 +211,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         needs_mask: bool,
         mask_unread: bool,
     ) -> bool:
-        """Return True for a call with plain tensors that PyTorch would accept; otherwise PyTorch raises the error."""
+        """Return True for a call with plain tensors that PyTorch would accept."""
         weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
         if weight is None or (self.bias_k is None) != (self.bias_v is None) or not 0.0 <= self.dropout <= 1.0:
             return False
@@ -375,7 +375,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _zero_nonfinite_padding(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Replace NaN and Inf by zeros in tokens masked for every query: they would enter the projections' gradients."""
+        """Zero non-finite tokens masked for every query, which would enter the projections' gradients."""
         if not is_readable(key) and (key_padding_mask is None or not torch.is_grad_enabled()):
             return query, key, value  # the attention itself keeps them out of the output
         fully_masked = masked_keys(attn_mask, key_padding_mask, self.num_heads)  # [batch or 1, keys]

@@ -1,4 +1,4 @@
-"""Steps of `torch.nn.MultiheadAttention` that need no module: attention with weights, masks, tensor predicates."""
+"""Functions of the `torch.nn.MultiheadAttention` replacement: weights, masks, tensor predicates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyhead.ops.common.nonfinite import without_broken
 def with_weights(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, finite: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return output and weights [batch, heads, queries, keys] as PyTorch computes them: weights after dropout.
+    """Return output and weights [batch, heads, queries, keys] as PyTorch does, weights after dropout.
 
     `finite` asserts that keys and values contain no NaN or Inf, and that the values of a mask can be read.
     """
@@ -112,7 +112,7 @@ def masked_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_h
 
 
 def is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if PyTorch accepts this mask with inputs of `dtype`; autocast casts floating-point masks."""
+    """Return True if PyTorch accepts this mask with inputs of `dtype`; autocast casts float masks."""
     if not isinstance(mask, Tensor) or mask.is_nested:
         return False
     if mask.dtype is torch.bool or mask.dtype is dtype:
@@ -124,7 +124,7 @@ def is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_overridden(*tensors: Tensor) -> bool:
-    """Return True if a tensor subclass overrides `__torch_function__`; modes, e.g. a default device, do not count."""
+    """Return True if a tensor subclass overrides `__torch_function__`; modes do not count."""
     if not torch.overrides.has_torch_function(tensors):
         return False
     plain = torch._C._disabled_torch_function_impl

@@ -1,4 +1,4 @@
-"""Collaborative attention (Cordonnier et al. 2020): half of MHA's parameters and cache, no gain or loss seen.
+"""Collaborative attention (Cordonnier et al. 2020): half the weights and cache of MHA, equal loss.
 
 All heads share queries and keys, whose channels each head weights. Against multi-head attention of the same width
 (2 x 4,096 causal tokens of width 2,048, 16 heads, bfloat16, H200) a layer with 128 shared channels has 8.9M instead of

@@ -84,7 +84,7 @@ def _alternating_least_squares(q: Tensor, k: Tensor, start: Factors, rounds: int
 
 
 def _start(q: Tensor, k: Tensor, shared_dim: int, common: int) -> Factors:
-    """Return a start with `common` channels shared by all heads, and the largest single-head ones of the residual."""
+    """Return a start: `common` channels shared by all heads, the rest from single heads' residuals."""
     if not common:
         return _largest_singular(q, k, shared_dim)
     shared_q, shared_k, mixing = _simultaneous_diagonalisation(q, k, common)
@@ -111,7 +111,7 @@ def _largest_singular(q: Tensor, k: Tensor, shared_dim: int) -> Factors:
 
 
 def _simultaneous_diagonalisation(q: Tensor, k: Tensor, shared_dim: int) -> Factors:
-    """Return common factors by simultaneous diagonalisation of two random sums of heads (Jennrich's algorithm).
+    """Return common factors by simultaneous diagonalisation of two random sums of heads (Jennrich).
 
     With S_a = Q diag(a) K^T and S_b = Q diag(b) K^T, the columns of Q are eigenvectors of S_a S_b^-1. Exact if the
     heads do share that many channels.
@@ -134,7 +134,7 @@ def _principal(left: Tensor, right: Tensor, count: int) -> Tensor:
 
 
 def _inner_products(q: Tensor, k: Tensor, shared_q: Tensor, shared_k: Tensor) -> Tensor:
-    """Return the inner products of every W_Q_i W_K_i^T with each shared rank-one channel, [heads, shared_dim]."""
+    """Return inner products of every W_Q_i W_K_i^T with each shared channel, [heads, shared_dim]."""
     return ((q.mT @ shared_q) * (k.mT @ shared_k)).sum(1)
 
 

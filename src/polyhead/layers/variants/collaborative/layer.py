@@ -74,7 +74,7 @@ class CollaborativeAttention(MultiHeadAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as `MultiHeadAttention`, and the mixing to one block of channels per head if shared_dim allows.
+        """Initialise as `MultiHeadAttention`; the mixing is one block per head if shared_dim allows.
 
         Otherwise the mixing is drawn from a normal distribution scaled so that logits have the variance of plain heads.
         """

@@ -70,7 +70,8 @@ def convolutional_heads(
     determined = [name for name in ("embed_dim", "num_heads", "positions", "sinks", "init") if name in options]
     if determined:
         raise OptionError(
-            f"the convolution determines {', '.join(determined)}, got {determined[0]}={options[determined[0]]!r}; leave it out"
+            f"the convolution determines {', '.join(determined)}, "
+            f"got {determined[0]}={options[determined[0]]!r}; leave it out"
             + (", and pass outside='sink' for sinks" if "sinks" in determined else "")
         )
     heads, width = len(shifts), max(conv.in_channels, conv.out_channels)
@@ -93,7 +94,7 @@ def convolutional_heads(
 def set_convolution(
     layer: MultiHeadAttention, conv: Convolution, *, sharpness: float = SHARPNESS, outside: Outside | None = None
 ) -> MultiHeadAttention:
-    """Write a convolution into a layer with quadratic relative positions, in place; see `convolutional_heads`.
+    """Write a convolution into a layer with quadratic relative positions, in place.
 
     The layer needs one head per tap, and no mask, gate or combine module. A layer with learned sinks has
     outside="sink", one without outside="nearest"; pass `outside` where that differs from the convolution's padding

@@ -1,4 +1,4 @@
-"""Differential attention: each head is the difference of two softmax maps, followed by a per-head norm."""
+"""Differential attention: heads as differences of two softmax maps, with a per-head norm."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class DifferentialAttention(MultiHeadAttention):
     def combined_weights(
         self, query: Tensor, key: Tensor | None = None, *, statistics: str | Sequence[str] = COMBINED, **options: Any
     ) -> CombinedWeights:
-        """Return signed mass, absolute mass and largest |weight| of the rows of the difference; all by default.
+        """Return signed mass, absolute mass and largest |weight| of each row of the difference.
 
         The other arguments are those of `forward`. This runs `forward` and a second pass over all weights in windows of
         `polyhead.profile`, so that memory is O(n). The result has no gradient.

@@ -17,7 +17,7 @@ _WINDOW_KEYS = 2048
 
 @torch.no_grad()
 def combined_weights(attended: Attended, factor: Tensor, names: Sequence[str] = COMBINED) -> CombinedWeights:
-    """Return statistics of p1 - factor * p2, with p1 the first and p2 the second half of an attention's heads."""
+    """Return statistics of p1 - factor * p2, p1 and p2 being the halves of an attention's heads."""
     batch, maps, queries, _ = attended.query.shape
     keys, heads = attended.key.shape[2], maps // 2
     width = min(_WINDOW_KEYS, max(keys, 1))

@@ -33,13 +33,13 @@ def hidden_dim_at_parity(layout: HeadLayout, num_groups: int) -> int:
     if hidden_dim < 1:
         raise ShapeError(
             f"the default hidden_dim gives the layer at most 4 * embed_dim**2 = {budget} weights, got {used} in the "
-            f"projections and the group matrices alone with num_groups {num_groups}; pass hidden_dim, or use more groups"
+            f"projections and group matrices alone with num_groups {num_groups}; pass hidden_dim, or use more groups"
         )
     return hidden_dim
 
 
 class HeadGroups(CombinesHeads):
-    """Combine heads as GELU(W_1 Concat(Group_1 .. Group_g)) with Group_i = Concat(the heads of group i) A_i.
+    """Combine heads as GELU(W_1 Concat(Group_1 .. Group_g)), Group_i = Concat(heads of group i) A_i.
 
     `group_weight[i]` is A_i, [inputs, outputs]; `up` is W_1. The layer's output projection is W_2.
     """

@@ -1,4 +1,4 @@
-"""Attention across heads at each position (defined here): 1.3 times MHA's time, no gain beyond the noise.
+"""Attention across heads (defined here): 1.3 times the time of MHA, gain at the edge of the noise.
 
 The heads' outputs are mixed and attend to one another before W_O. Against multi-head attention of the same width
 (2 x 4,096 causal tokens of width 2,048, 16 heads, bfloat16, H200) the forward takes 0.85 instead of 0.67 ms and a

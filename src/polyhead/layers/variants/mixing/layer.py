@@ -1,4 +1,4 @@
-"""Attention across heads: at each position the heads' outputs are mixed and attend to one another before W_O."""
+"""Attention across heads: heads' outputs are mixed and attend to one another at each position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEW_ROWS = 32
 
 
 class HeadMixing(CombinesHeads):
-    """Combine heads as Z = M [head_1 .. head_h], then softmax attention among the rows of Z at each position.
+    """Combine heads as Z = M [head_1 .. head_h], then softmax attention among the rows of Z.
 
     `mix_weight` is M: [rows, heads] with mix="heads", [rows, value_dim, heads, value_dim] with mix="full".
     """
@@ -61,7 +61,7 @@ class HeadMixing(CombinesHeads):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise M to the identity if it maps heads to equally many rows, else Glorot-uniformly, as projections."""
+        """Initialise M to the identity if [num_heads, num_heads], else Glorot-uniformly, as projections."""
         nn.init.xavier_uniform_(self._as_matrix(self.mix_weight.detach()))
         if self.mix == "heads" and self.num_rows == self.num_heads:
             nn.init.eye_(self.mix_weight)
@@ -135,7 +135,7 @@ class HeadMix(MultiHeadAttention):
         row_attention: "plain" uses Z as query, key and value; "projected" projects it, value_dim to value_dim, with
             weights shared by all rows; None leaves Z unchanged.
         bias: whether the query, key and value projections have a bias, including those among rows.
-        backend: as in `polyhead.attention`, over tokens and among rows; the one passed to `forward` affects only tokens.
+        backend: as in `polyhead.attention`, over tokens and among rows; that passed to `forward` affects tokens only.
         options: those of `MultiHeadAttention`.
 
     >>> layer = HeadMix(512, 8, num_rows=6, causal=True)

@@ -231,7 +231,7 @@ class RoutedHeads(nn.Module):
         return self.layout.num_kv_heads if self.shape == "shared" else 1
 
     def reset_parameters(self) -> None:
-        """Initialise matrices Glorot-uniformly, with the fan of all heads together; biases and sinks with zeros."""
+        """Initialise matrices Glorot-uniformly by the fan of all heads; biases and sinks with zeros."""
         heads = self.num_heads
         for stack, joined in ((self.query_weight, 2), (self.output_weight, 1)):
             sides = [stack.shape[1], stack.shape[2]]
@@ -457,7 +457,7 @@ class RoutedHeads(nn.Module):
     def _combine(
         self, heads: Tensor, x: Tensor, routing: Routing, head_gate: Tensor | None, groups: RowGroups
     ) -> Tensor:
-        """Return the weighted sum of the heads' outputs [batch, rows_per_head, slots, queries, value_dim] per token."""
+        """Sum weighted heads' outputs [batch, rows_per_head, slots, queries, value_dim] per token."""
         batch, per_head, _, queries, _ = heads.shape
         factors = routing.weights[..., None].to(heads.dtype)  # [batch, queries, slots, rows_per_head or 1]
         for gate in (self.head_gate, head_gate):

@@ -17,7 +17,7 @@ NORMALISATIONS = ("all", "chosen")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Heads selected by each token. Every token has `slots` entries for heads; `counts` is the number in use.
+    """Heads selected by each token: `slots` entries per token, of which `counts` are used.
 
     The auxiliary losses are means over non-padding tokens, to be added to the training loss with a small factor:
 
@@ -80,7 +80,7 @@ class Routing:
             raise DtypeError(f"counts of a routing must be int32 or int64, got {self.counts.dtype}")
 
     def check_values(self) -> None:
-        """Raise an OptionError for invalid heads or counts, where reading them needs no device synchronisation."""
+        """Raise an OptionError for invalid heads or counts, if readable without a synchronisation."""
         heads, counts = self.heads, self.counts
         if heads.device.type != "cpu" or is_transformed() or is_traced(heads) or not heads.numel():
             return

@@ -1,4 +1,4 @@
-"""Reordering of the rows of selected heads: by slot, as tokens select their heads, and by head, as results are."""
+"""Reordering of the rows of selected heads between slots (selection order) and heads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RowsByHead:
 def rows_by_slot(routing: Routing, kv_heads: int) -> tuple[Tensor, RaggedRows]:
     """Return the order and ragged rows that treat slots as heads, `slots` of them over each KV head.
 
-    Rows are numbered [batch, tokens, slots, kv_heads]; the order sorts these numbers by slot and drops unused ones last.
+    Rows are numbered [batch, tokens, slots, kv_heads]; the order sorts these numbers by slot, unused ones last.
     """
     batch, tokens, slots = routing.heads.shape
     pairs = batch * kv_heads * slots
@@ -59,7 +59,7 @@ def rows_by_slot(routing: Routing, kv_heads: int) -> tuple[Tensor, RaggedRows]:
 
 
 def by_head(values: Tensor, routing: Routing, fill_value: float) -> Tensor:
-    """Scatter [batch, kv_heads, slots, tokens, ...] to [batch, kv_heads * heads, tokens, ...], filled with `nothing`."""
+    """Scatter [batch, kv_heads, slots, tokens, ...] to [batch, kv_heads * heads, tokens, ...]."""
     heads, used = routing.heads.transpose(1, 2)[:, None], routing.used
     if used is not None:
         heads = torch.where(used.transpose(1, 2)[:, None], heads, routing.num_heads)
@@ -71,7 +71,7 @@ def by_head(values: Tensor, routing: Routing, fill_value: float) -> Tensor:
 
 
 def factors_of(gate: Tensor, routing: Routing, kv_heads: int) -> Tensor:
-    """Gather factors [batch or 1, kv_heads * heads, tokens or 1, 1] by slot, [batch, tokens, slots, kv_heads]."""
+    """Gather factors [batch, kv_heads * heads, tokens, 1] as [batch, tokens, slots, kv_heads]."""
     batch, tokens, slots = routing.heads.shape
     full = gate.squeeze(-1).unflatten(1, (kv_heads, routing.num_heads)).expand(batch, -1, -1, tokens)
     index = routing.heads.transpose(1, 2)[:, None].expand(batch, kv_heads, slots, tokens)
@@ -79,7 +79,7 @@ def factors_of(gate: Tensor, routing: Routing, kv_heads: int) -> Tensor:
 
 
 def result_by_head(result: AttentionOutput, routing: Routing) -> AttentionOutput:
-    """Scatter row results [batch, kv_heads, slots, tokens] by head; rows of unselected heads count as fully masked."""
+    """Scatter row results [batch, kv_heads, slots, tokens] by head; unselected rows are fully masked."""
 
     def scatter(x: Tensor | None, fill_value: float = 0.0) -> Tensor | None:
         return None if x is None else by_head(x, routing, fill_value)

@@ -37,8 +37,8 @@ class TalkingHeads(MultiHeadAttention):
     materialised, in the forward or the backward.
 
     Everything else is as in `MultiHeadAttention`, except that softcap, sinks, dropout, uneven groups and positions that
-    bias logits are not supported, and masks are the same for all heads. Weights, statistics and log-sum-exp are those of
-    the softmax W; `combined_weights` returns statistics of U. Statistics and log-sum-exp have no gradient.
+    bias logits are not supported, and masks are the same for all heads. Weights, statistics and log-sum-exp are those
+    of the softmax W; `combined_weights` returns statistics of U. Statistics and log-sum-exp have no gradient.
 
     >>> layer = TalkingHeads(512, 8, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape, layer.logits_mix.shape
@@ -112,7 +112,7 @@ class TalkingHeads(MultiHeadAttention):
         return result
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None) -> Attended:
-        """Return the attention for observers: each softmax as that of ordinary heads with concatenated channels.
+        """Return the attention for observers: ordinary heads with the concatenated channels of all.
 
         sum_h A[h, g] q_h . k_h is one product of [A[1, g] q_1 .. A[h, g] q_h] and [k_1 .. k_h].
         """
