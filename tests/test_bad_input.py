@@ -222,7 +222,7 @@ MASKS: list[Refusal] = [
         "0/1 floats as a bias",
         lambda: Mask.bias(torch.eye(5)),
         MaskError,
-        r"zeros and ones, which hides nothing; .* Mask.dense\(mask.bool\(\)\)",
+        r"zeros and ones, which masks nothing; .* Mask.dense\(mask.bool\(\)\)",
     ),
     (
         "booleans as a bias",
@@ -277,7 +277,7 @@ MASKS: list[Refusal] = [
         "keys lengths must be integers, got torch.float32",
     ),
     ("boolean lengths", lambda: Mask.lengths([True, False]), DtypeError, "must be integers, got torch.bool"),
-    ("one length", lambda: Mask.lengths(5), MaskError, r"one number a sequence, \[batch\], got shape \[\]"),
+    ("one length", lambda: Mask.lengths(5), MaskError, r"one integer per sequence, \[batch\], got shape \[\]"),
     (
         "ragged lengths",
         lambda: Mask.lengths([[1], [2, 3]]),
@@ -334,7 +334,7 @@ MASKS: list[Refusal] = [
         "torch mask without heads",
         lambda: Mask.from_torch(ALLOWED.expand(12, 19, 23)),
         MaskError,
-        r"say num_heads, got shape \[12, 19, 23\]",
+        r"requires num_heads, got shape \[12, 19, 23\]",
     ),
     (
         "torch mask of other heads",
@@ -414,19 +414,19 @@ LAYERS: list[Refusal] = [
         "rotary of another width",
         lambda: MultiHeadAttention(12, 3, positions=Rotary(8)),
         ShapeError,
-        "for a head_dim of 4; make them with head_dim=4",
+        "for a head_dim of 4; build them with head_dim=4",
     ),
     (
         "biases of other heads",
         lambda: MultiHeadAttention(12, 3, positions=ALiBi(5)),
         ShapeError,
-        "for 3 heads; make them with num_heads=3",
+        "for 3 heads; build them with num_heads=3",
     ),
     (
         "sinusoids of another width",
         lambda: MultiHeadAttention(12, 3, positions=Sinusoidal(10)),
         ShapeError,
-        "embed_dim of 12; make them",
+        "embed_dim of 12; build them",
     ),
     ("input of rank 2", lambda: LAYER(X[0]), ShapeError, r"query must be \[batch, sequence, 12\], got shape \[5, 12\]"),
     (
@@ -449,12 +449,12 @@ LAYERS: list[Refusal] = [
     ),
     ("key of another batch", lambda: LAYER(X, SOURCE[:1]), ShapeError, "one batch size, got 2, 1 and 1"),
     ("value shorter than key", lambda: LAYER(X, SOURCE, SOURCE[:, :3]), ShapeError, r"got \[2, 7\] and \[2, 3\]"),
-    ("value without key", lambda: LAYER(X, value=X), OptionError, "a value was given without a key"),
+    ("value without key", lambda: LAYER(X, value=X), OptionError, "got a value without a key"),
     (
         "lengths without a cache",
         lambda: LAYER(X, lengths=[3, 5]),
         OptionError,
-        r"without a cache use mask=Mask.lengths\(...\)",
+        r"without one use mask=Mask.lengths\(...\)",
     ),
     ("mask of another length", lambda: LAYER(X, mask=Mask.lengths([6, 1])), MaskError, "got 6 for 5 tokens"),
     (
@@ -481,13 +481,13 @@ LAYERS: list[Refusal] = [
         "self-attention of three widths",
         lambda: MultiHeadAttention(12, 3, key_input_dim=7)(X),
         ShapeError,
-        "of width 12, 7 and 7; give forward a key",
+        "of width 12, 7 and 7; pass a key to forward",
     ),
     (
         "key for a wider value",
         lambda: MultiHeadAttention(12, 3, key_input_dim=7, value_input_dim=5)(X, torch.randn(2, 4, 7)),
         ShapeError,
-        "got 7 and 5; give forward a value",
+        "got 7 and 5; pass a value to forward",
     ),
     ("remembered key of another width", lambda: LAYER.remember(SOURCE[..., :5]), ShapeError, r"got shape \[2, 7, 5\]"),
     (
@@ -502,7 +502,7 @@ LAYERS: list[Refusal] = [
         ShapeError,
         "keys of 1 heads of 4, got 3 heads of 4",
     ),
-    ("value beside a memory", lambda: LAYER(X, LAYER.remember(SOURCE), SOURCE), OptionError, "got a value beside it"),
+    ("value beside a memory", lambda: LAYER(X, LAYER.remember(SOURCE), SOURCE), OptionError, "got a value as well"),
     ("input of another dtype than the layer", lambda: LAYER(X.double()), DtypeError, "torch.float64 and torch.float32"),
     ("input on another device than the layer", lambda: LAYER(X.to("meta")), DeviceError, "got meta and cpu"),
     (
@@ -544,7 +544,7 @@ LAYERS: list[Refusal] = [
         "memory of another batch",
         lambda: LAYER(X, LAYER.remember(SOURCE[:1])),
         ShapeError,
-        "query and memory must have one batch size, got 2 and 1",
+        "query and memory must have the same batch size, got 2 and 1",
     ),
     (
         "positions of another length",
@@ -584,7 +584,7 @@ LAYERS: list[Refusal] = [
         "torch module with a bias token",
         lambda: MultiHeadAttention.from_torch(nn.MultiheadAttention(12, 3, add_bias_kv=True)),
         OptionError,
-        "add_bias_kv and add_zero_attn have no counterpart here",
+        "add_bias_kv and add_zero_attn are not supported",
     ),
     (
         "what torch has not",
@@ -632,7 +632,7 @@ CACHES: list[Refusal] = [
         "cache of another batch",
         without_gradients(lambda: LAYER(X, cache=cache(batch_size=3))),
         CacheError,
-        "holds a batch of 3, got a block of batch 2",
+        "has a batch size of 3, got a block of batch 2",
     ),
     (
         "cache of other heads",
@@ -727,7 +727,7 @@ CACHES: list[Refusal] = [
         "another batch in a growing cache",
         lambda: filled(GrowingCache).append(BLOCK[:1], BLOCK[:1]),
         CacheError,
-        "holds a batch of 2, got a block of batch 1",
+        "has a batch size of 2, got a block of batch 1",
     ),
     (
         "another dtype in a rolling cache",
@@ -749,7 +749,7 @@ CACHES: list[Refusal] = [
         "crop beyond the window",
         lambda: filled(RollingCache, window=2).crop(3),
         CacheError,
-        "can go back to .* got 3; build it with rollback at least",
+        "can be cropped to .* got 3; build it with rollback at least",
     ),
 ]
 

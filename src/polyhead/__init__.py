@@ -20,7 +20,7 @@ from polyhead.version import VERSION
 
 __version__ = VERSION
 
-# Models are read by their names, those whose heads were edited as well.
+# Let models be loaded by name also where the folder contains a model with edited heads.
 _open_folders(_load_saved)
 
 __all__ = [

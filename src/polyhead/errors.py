@@ -1,4 +1,4 @@
-"""The errors polyhead raises: each says the rule, what arrived, and what to do."""
+"""Exceptions of polyhead. Each message states the rule, what arrived, and what to do."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from collections.abc import Sequence
 
 
 class PolyheadError(Exception):
-    """The base of every error raised on purpose by polyhead."""
+    """Base class of every exception that polyhead raises deliberately."""
 
 
 class ShapeError(PolyheadError, ValueError):
-    """A tensor or a count does not have the size that the rule asks for."""
+    """A tensor shape, size or count violates a constraint."""
 
 
 class DtypeError(PolyheadError, TypeError):
-    """A tensor has a dtype that the operation cannot take, or two dtypes disagree."""
+    """A tensor has an unsupported dtype, or two dtypes disagree."""
 
 
 class DeviceError(PolyheadError, ValueError):
-    """Tensors that must live together live on different devices."""
+    """Tensors that must share a device are on different devices."""
 
 
 class MaskError(PolyheadError, ValueError):
-    """A mask is ill-formed, ambiguous or does not fit the attention it is used for."""
+    """A mask is malformed, ambiguous or incompatible with the attention it is used for."""
 
 
 class CacheError(PolyheadError, ValueError):
-    """A key/value cache is full, of another layout, or asked for something it cannot do."""
+    """A KV cache is full, has a different layout, or does not support the operation."""
 
 
 class CheckpointError(PolyheadError, RuntimeError):
-    """A state dict was saved by a layer with another head layout."""
+    """A state dict was saved by a layer with a different head layout."""
 
 
 class OptionError(PolyheadError, ValueError):
-    """An option has a value outside its range, or two options exclude each other."""
+    """An option is out of range, or two options are mutually exclusive."""
 
 
 class GradientError(PolyheadError, RuntimeError):
-    """A number is read to be differentiated, and has no gradient."""
+    """A value is requested for differentiation but has no gradient."""
 
 
 class BackendUnsupported(PolyheadError, RuntimeError):
-    """A backend was named that cannot serve the request; `reasons` lists every reason why."""
+    """An explicitly requested backend does not support the call; `reasons` lists every reason."""
 
     def __init__(self, backend: str, reasons: Sequence[str]) -> None:
         self.backend = backend

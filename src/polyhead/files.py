@@ -1,4 +1,4 @@
-"""Files that anybody may have written: read within bounds, refused in one line that names the file and its fault."""
+"""Bounded reads of untrusted files; errors are one line with the file and the reason."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 JSON_BYTES = 1 << 28
 TABLE_BYTES, TABLE_ROWS = 1 << 28, 1 << 20
-_LONGEST = 300  # characters of what another library says
+_MAX_MESSAGE = 300  # characters of another library's error message
 
 T = TypeVar("T")
 
 
 @contextmanager
 def refusing(path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] = OptionError) -> Iterator[None]:
-    """Turn whatever a damaged file makes its reader raise into one line: the rule, the file, what is wrong.
+    """Re-raise any exception of a reader as `kind`, with one line: the rule, the file, the reason.
 
     >>> with refusing("config.json", "a config names its heads"):
     ...     {}["num_heads"]
@@ -45,22 +45,24 @@ def refusing(path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] 
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the message of an error, without its type where its words are enough."""
+    """Return the first line of an error's message, with its type where that alone is unclear."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_LONGEST]
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_MAX_MESSAGE]
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, KeyError):
-        return f"it has no {words}"
-    plain = isinstance(error, PolyheadError | OSError | ValueError) or type(error).__name__ == "SafetensorError"
-    if words and plain:
-        return words
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+        return f"it has no {message}"
+    self_explanatory = (
+        isinstance(error, PolyheadError | OSError | ValueError) or type(error).__name__ == "SafetensorError"
+    )
+    if message and self_explanatory:
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def check_regular(path: str | os.PathLike[str], most: int | None = None) -> None:
-    """Check that a path is a regular file, neither a folder nor a device nor a pipe, of at most so many bytes."""
+    """Check that a path is a regular file, not a folder, device or pipe, of at most `most` bytes."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is no regular file")
@@ -69,19 +71,19 @@ def check_regular(path: str | os.PathLike[str], most: int | None = None) -> None
 
 
 def read_json(path: Path, rule: str, kind: type[PolyheadError] = OptionError, most: int = JSON_BYTES) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Return the object in a JSON file."""
     with refusing(path, rule, kind):
         check_regular(path, most)
         found = json.loads(path.read_bytes().decode("utf-8"))
         if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, and no object")
+            raise ValueError(f"it contains a {type(found).__name__} instead of an object")
     return typing.cast("dict[str, Any]", found)
 
 
 def read_tensors(
     path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] = OptionError
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file and its metadata; sizes are held against the file's before any is read."""
+    """Return the tensors and metadata of a safetensors file, checked against the file size first."""
     from safetensors import safe_open
 
     with refusing(path, rule, kind):
@@ -92,7 +94,10 @@ def read_tensors(
 
 
 def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError) -> tuple[dict[str, list[Any]], Any]:
-    """The columns of a Parquet file, as lists, and its metadata; a small file may hold a great many equal rows."""
+    """Return the columns of a Parquet file as lists, and its metadata.
+
+    Rows and unpacked bytes are bounded, because a small file may unpack to a great many equal rows.
+    """
     from pyarrow import parquet
 
     with refusing(path, rule, kind):
@@ -113,7 +118,7 @@ def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError)
 
 
 def build(cls: type[T], found: object) -> T:
-    """A dataclass from a JSON object that has its fields, each of the type that the class says.
+    """Return a dataclass instance from a JSON object, checking names and annotated types of its fields.
 
     >>> @dataclasses.dataclass
     ... class Head:
@@ -124,7 +129,7 @@ def build(cls: type[T], found: object) -> T:
     polyhead.errors.OptionError: layer of a Head must be int, got '3'
     """
     if not isinstance(found, Mapping):
-        raise OptionError(f"a {cls.__name__} is an object of its fields, got {short(found)}")
+        raise OptionError(f"a {cls.__name__} must be an object with its fields, got {short(found)}")
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     unknown = [str(name) for name in found if name not in hints]
@@ -145,14 +150,14 @@ def build(cls: type[T], found: object) -> T:
 
 
 def as_type(value: Any, wanted: Any, what: str) -> Any:
-    """A value of JSON as the type that is wanted: lists become tuples, integers numbers; anything else is refused."""
+    """Convert a JSON value to an annotated type (list to tuple, int to float), or raise."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        for one in inner:
+        for item in inner:
             try:
-                return as_type(value, one, what)
+                return as_type(value, item, what)
             except OptionError:
                 continue
     elif origin is typing.Literal:
@@ -160,13 +165,13 @@ def as_type(value: Any, wanted: Any, what: str) -> Any:
             return value
     elif origin is tuple and isinstance(value, list | tuple):
         if len(inner) == 2 and inner[1] is Ellipsis:
-            return tuple(as_type(one, inner[0], what) for one in value)
+            return tuple(as_type(item, inner[0], what) for item in value)
         if len(inner) == len(value):
-            return tuple(as_type(one, kind, what) for one, kind in zip(value, inner, strict=True))
+            return tuple(as_type(item, kind, what) for item, kind in zip(value, inner, strict=True))
     elif origin is list and isinstance(value, list):
-        return [as_type(one, inner[0], what) for one in value]
+        return [as_type(item, inner[0], what) for item in value]
     elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {name: as_type(one, inner[1], what) for name, one in value.items()}
+        return {name: as_type(item, inner[1], what) for name, item in value.items()}
     elif wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
         return _as_float(value, what)
     elif isinstance(wanted, type) and isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
@@ -179,11 +184,11 @@ def _as_float(value: float, what: str) -> float:
         return float(value)
     except OverflowError:
         raise OptionError(
-            f"{what} must be a number that a float can hold, got one of {len(str(value))} digits"
+            f"{what} must be a number within the range of a float, got one of {len(str(value))} digits"
         ) from None
 
 
 def short(value: object) -> str:
-    """A value in an error's words, cut where it is long."""
+    """Return the repr of a value for an error message, truncated where it is long."""
     text = repr(value) if not isinstance(value, list | dict) or len(value) < 50 else f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""Where heads are and how large they are: the plain values every other part of polyhead speaks in."""
+"""Head ids, head layouts and head origins: plain values shared by every other package."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class HeadId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How one attention layer is divided into heads.
+    """Head counts and widths of one attention layer.
 
-    Multi-head attention has `num_kv_heads == num_heads`, multi-query attention has one, grouped-query
-    attention something between. Query head `i` reads KV head `i // group_size`; or head `key_heads[i]`, where
-    groups are uneven. A map of even groups in their order is the same as none, and becomes None.
+    Multi-head attention has `num_kv_heads == num_heads`, multi-query attention has one KV head, grouped-query
+    attention a number in between. Query head `i` reads KV head `i // group_size`, or KV head `key_heads[i]` where
+    groups are uneven. A `key_heads` that describes even groups in order is equivalent to None and is stored as None.
 
     >>> layout = HeadLayout(512, 8, num_kv_heads=2)
     >>> layout.head_dim, layout.group_size, layout.num_parameters
@@ -87,30 +87,32 @@ class HeadLayout:
         elif rest and self.key_heads is None:
             raise ShapeError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}; "
-                "for uneven groups say in key_heads which KV head each head reads"
+                "for uneven groups pass key_heads, the KV head that each head reads"
             )
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head, where groups are even."""
+        """Number of query heads per KV head; defined for even groups only."""
         if self.key_heads is not None:
-            raise ShapeError(f"uneven groups have no one size, got key_heads {self.key_heads}; ask key_head(i)")
+            raise ShapeError(
+                f"uneven groups have no single group_size, got key_heads {self.key_heads}; use key_head(i)"
+            )
         return self.num_heads // self.num_kv_heads
 
     def key_head(self, head: int) -> int:
-        """The KV head that a query head reads."""
+        """Return the index of the KV head that a query head reads."""
         return head // self.group_size if self.key_heads is None else self.key_heads[head]
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the four projections, biases left out; 4 * embed_dim**2 for plain multi-head attention."""
+        """Number of weights in the four projections without biases; 4 * embed_dim**2 for plain MHA."""
         query = self.embed_dim * self.num_heads * self.head_dim
         key = self.key_input_dim * self.num_kv_heads * self.head_dim
         value = self.value_input_dim * self.num_kv_heads * self.value_dim
         return query + key + value + self.num_heads * self.value_dim * self.embed_dim
 
     def to_dict(self) -> dict[str, Any]:
-        """Every size by its name, and `key_heads` where groups are uneven."""
+        """Return every size by name, and `key_heads` where groups are uneven."""
         sizes = dataclasses.asdict(self)
         return sizes if self.key_heads is not None else {k: v for k, v in sizes.items() if k != "key_heads"}
 
@@ -128,11 +130,11 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class HeadOrigins:
-    """The heads that a layer had before any edit, by which each of its heads is known for good.
+    """Original heads of each head of an edited layer; they identify a head across edits.
 
-    `heads[i]` lists the original heads that head i is made of: one for a head that was kept, several for a merged head.
-    Heads that an edit grew are numbered -1, -2, ...; a head of zeros that only fills a place is made of none. `total`
-    counts the original heads.
+    `heads[i]` lists the original heads that head i consists of: one for an unchanged head, several for a merged head.
+    Heads added by an edit are numbered -1, -2, ...; a zero head used as padding has an empty list. `total` is the
+    number of original heads.
 
     >>> origins = HeadOrigins(((0,), (1, 3), (-1,)), total=4)
     >>> origins.label(1), origins.label(2), origins.removed
@@ -143,12 +145,14 @@ class HeadOrigins:
     total: int
 
     def __post_init__(self) -> None:
-        named = [head for made_of in self.heads for head in made_of]
-        if any(isinstance(x, bool) or not isinstance(x, int) for x in (self.total, *named)) or self.total < 1:
-            raise ShapeError(f"origins are numbers of heads, of one at least, got {self.heads} of {self.total!r}")
-        if any(x >= self.total for x in named) or len(set(named)) < len(named):
-            raise ShapeError(f"origins name each of the heads 0 to {self.total - 1} once at most, got {self.heads}")
-        object.__setattr__(self, "heads", tuple(tuple(sorted(made_of)) for made_of in self.heads))
+        sources = [head for parts in self.heads for head in parts]
+        if any(isinstance(x, bool) or not isinstance(x, int) for x in (self.total, *sources)) or self.total < 1:
+            raise ShapeError(
+                f"origins must be integer head indices and total at least 1, got {self.heads} and total {self.total!r}"
+            )
+        if any(x >= self.total for x in sources) or len(set(sources)) < len(sources):
+            raise ShapeError(f"origins must use each head of 0 to {self.total - 1} at most once, got {self.heads}")
+        object.__setattr__(self, "heads", tuple(tuple(sorted(parts)) for parts in self.heads))
 
     @classmethod
     def unedited(cls, count: int) -> HeadOrigins:
@@ -160,53 +164,53 @@ class HeadOrigins:
 
     @property
     def removed(self) -> tuple[int, ...]:
-        """The original heads that no head is made of."""
-        named = {head for made_of in self.heads for head in made_of}
-        return tuple(head for head in range(self.total) if head not in named)
+        """Original heads that no longer contribute to any head."""
+        sources = {head for parts in self.heads for head in parts}
+        return tuple(head for head in range(self.total) if head not in sources)
 
     def label(self, head: int) -> str:
-        """The original numbers of a head, `new` for one that an edit grew, `padding` for one of zeros."""
+        """Return the original indices of a head, `new` for one added by an edit, `padding` for a zero head."""
         return "+".join("new" if x < 0 else str(x) for x in self.heads[head]) or "padding"
 
     def then(self, heads: Sequence[Sequence[int]]) -> HeadOrigins:
-        """The origins after a further edit, which makes each head of these heads of the present layer.
+        """Return the origins after a further edit whose head i consists of the current heads `heads[i]`.
 
         >>> HeadOrigins(((0,), (1, 3), (-1,)), total=4).then([(1, 0), (-1,), (2,)]).heads
         ((0, 1, 3), (-2,), (-1,))
         """
-        grown = min((x for made_of in self.heads for x in made_of), default=0)
-        made = [
-            tuple(y for x in made_of for y in (self.heads[x] if x >= 0 else (min(grown, 0) + x,))) for made_of in heads
+        lowest = min((x for parts in self.heads for x in parts), default=0)
+        merged = [
+            tuple(y for x in parts for y in (self.heads[x] if x >= 0 else (min(lowest, 0) + x,))) for parts in heads
         ]
-        return HeadOrigins(tuple(made), self.total)
+        return HeadOrigins(tuple(merged), self.total)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"heads": [list(made_of) for made_of in self.heads], "total": self.total}
+        return {"heads": [list(parts) for parts in self.heads], "total": self.total}
 
     @classmethod
-    def from_dict(cls, found: Any) -> HeadOrigins:
+    def from_dict(cls, data: Any) -> HeadOrigins:
         try:
-            return cls(tuple(tuple(made_of) for made_of in found["heads"]), found["total"])
+            return cls(tuple(tuple(parts) for parts in data["heads"]), data["total"])
         except (KeyError, TypeError) as error:
-            raise ShapeError(f"origins have heads, lists of numbers, and a total; got {found!r}") from error
+            raise ShapeError(f"origins must have heads (lists of integers) and a total, got {data!r}") from error
 
 
 def checked_key_heads(key_heads: Sequence[int], num_heads: int, num_kv_heads: int = 0) -> tuple[int, ...]:
-    """Which KV head each query head reads; refused unless every KV head there is has a reader.
+    """Return `key_heads` as a tuple, or raise unless every KV head is read by at least one query head.
 
-    `num_kv_heads` 0 leaves their number to the map.
+    With `num_kv_heads` 0 the number of KV heads is inferred from the map.
     """
     if isinstance(key_heads, str) or not isinstance(key_heads, Sequence):
         raise ShapeError(f"key_heads must list a KV head for each head, got {key_heads!r}")
     if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in key_heads):
-        raise ShapeError(f"key_heads must hold the numbers of KV heads, from 0 on, got {list(key_heads)}")
+        raise ShapeError(f"key_heads must contain KV head indices, from 0 on, got {list(key_heads)}")
     if len(key_heads) != num_heads:
-        raise ShapeError(f"key_heads must name a KV head for each of the {num_heads} heads, got {len(key_heads)}")
+        raise ShapeError(f"key_heads must list a KV head for each of the {num_heads} heads, got {len(key_heads)}")
     count = num_kv_heads or max(key_heads) + 1
     unread = sorted(set(range(count)) - set(key_heads))
     if max(key_heads) >= count or unread:
         raise ShapeError(
-            f"the {count} KV heads must each be read by some head and no other be named, got key_heads "
+            f"key_heads must read each of the {count} KV heads at least once and no other, got key_heads "
             f"{list(key_heads)}" + (f", which never reads {unread}" if unread else "")
         )
     return tuple(key_heads)

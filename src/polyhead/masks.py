@@ -1,4 +1,4 @@
-"""Who may attend to whom: one mask type with one polarity, a description that costs nothing until it is used."""
+"""Attention masks as conjunctions of terms, with one polarity: True = may attend."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Padding:
-    """How many tokens of each sequence are real, and on which side the padding stands."""
+    """Number of non-padding tokens of each sequence, and the side of the padding."""
 
     keys: Tensor  # [batch]
-    queries: Tensor | None  # [batch]; None: as the keys in self-attention, otherwise all queries are real
+    queries: Tensor | None  # [batch]; None: same as keys in self-attention, otherwise no query is padding
     side: Side
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Which document each token of a packed row belongs to; a negative id marks padding."""
+    """Document id of each token of a packed row; a negative id marks padding."""
 
     queries: Tensor  # [batch or 1, queries]
     keys: Tensor | None  # [batch or 1, keys]; None: the same tokens as the queries
@@ -34,7 +34,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelativeBias:
-    """A bias that depends on the distance alone: `table[head, clamp(key - query + zero)]` is added to the logit."""
+    """Bias by relative distance: `table[head, clamp(key - query + zero)]` is added to the logit."""
 
     table: Tensor  # [heads or 1, distances]
     zero: int
@@ -42,18 +42,18 @@ class RelativeBias:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """Which keys each query may attend to, and what is added to their logits.
+    """Keys that each query may attend to, and biases added to their logits.
 
-    A mask is a description. True means *may attend*; masks are combined with `&`. Build one from the
-    constructors below, never from the fields.
+    A mask is a description; no [queries, keys] tensor is built. True means *may attend*; masks are combined with `&`.
+    Build one with the constructors below, never from the fields.
 
     >>> Mask.causal() & Mask.window(4)
     Mask(window: 3 before, 0 after)
     >>> Mask.causal() & Mask.lengths([5, 3])
     Mask(causal & lengths of 2 sequences, padding on the right)
 
-    Positions are each token's own. Without lengths, documents or explicit positions the last query stands beside
-    the last key, so that a causal mask over a cache of earlier tokens is right without further words.
+    Positions count within each sequence. Without lengths, documents or explicit positions the last query is aligned
+    with the last key, so that a causal mask over a cache of earlier tokens is correct without further arguments.
     """
 
     left: int | None = None
@@ -70,16 +70,16 @@ class Mask:
 
     @classmethod
     def causal(cls) -> Mask:
-        """Every query sees itself and what stands before it."""
+        """Causal mask: a query sees its own position and earlier ones."""
         return cls(right=0)
 
     @classmethod
     def window(
         cls, size: int | None = None, *, left: int | None = None, right: int | None = None, sinks: int = 0
     ) -> Mask:
-        """A sliding window: `window(n)` is n keys, self included, none after it; or so many before and after.
+        """Sliding window of `size` keys ending at the query, or of `left` before and `right` after it.
 
-        `sinks` keeps the first keys of each sequence visible however far away they are.
+        `sinks` keeps the first keys of each sequence (attention sinks) visible at any distance.
 
         >>> Mask.window(left=2, right=1)
         Mask(window: 2 before, 1 after)
@@ -87,15 +87,15 @@ class Mask:
         if size is not None:
             if left is not None or right is not None:
                 raise OptionError(
-                    f"give a window either a size or left/right, got size {size}, left {left}, right {right}"
+                    f"a window takes either a size or left/right, got size {size}, left {left}, right {right}"
                 )
-            left, right = _count("window size", size, at_least=1) - 1, 0
+            left, right = _checked_int("window size", size, at_least=1) - 1, 0
         elif left is None and right is None:
             raise OptionError("a window needs a size, or left and/or right; got none of them")
         else:
-            left = None if left is None else _count("window left", left)
-            right = None if right is None else _count("window right", right)
-        sinks = _count("sinks", sinks)
+            left = None if left is None else _checked_int("window left", left)
+            right = None if right is None else _checked_int("window right", right)
+        sinks = _checked_int("sinks", sinks)
         if sinks and left is None:
             raise OptionError(
                 f"sinks keep keys visible that a window's left edge hides, got sinks {sinks} and no left edge"
@@ -106,10 +106,10 @@ class Mask:
     def lengths(
         cls, keys: Sequence[int] | Tensor, *, queries: Sequence[int] | Tensor | None = None, side: Side = "right"
     ) -> Mask:
-        """Padding: sequence b has `keys[b]` real keys, the rest is padding on the given side.
+        """Padding mask: sequence b has `keys[b]` non-padding keys, the rest is padding on `side`.
 
         Without `queries`, the queries of a self-attention (as many queries as keys) are padded like its keys;
-        otherwise every query is real. A padded query attends to nothing.
+        otherwise no query is padding. A padding query attends to nothing.
         """
         if side not in ("left", "right"):
             raise OptionError(f"side must be 'left' or 'right', got {side!r}")
@@ -117,32 +117,35 @@ class Mask:
         real_queries = None if queries is None else _lengths("queries", queries)
         if real_queries is not None and real_queries.shape != real_keys.shape:
             raise MaskError(
-                "key and query lengths must name the same number of sequences, "
+                "key and query lengths must have the same number of sequences, "
                 f"got {real_keys.shape[0]} and {real_queries.shape[0]}"
             )
         return cls(padding=(Padding(real_keys, real_queries, side),))
 
     @classmethod
     def documents(cls, queries: Tensor | Sequence[int], keys: Tensor | Sequence[int] | None = None) -> Mask:
-        """Packed sequences: a query sees the keys that carry its own document id. A negative id marks padding.
+        """Mask of packed documents: a query sees the keys of its document; a negative id is padding.
 
-        ids are [sequence] or [batch, sequence]. Without `keys` queries and keys are the same tokens. Combined
-        with `Mask.causal()`, each document is aligned to its own end.
+        Ids are [sequence] or [batch, sequence]. Without `keys`, queries and keys are the same tokens. Combined
+        with `Mask.causal()`, queries and keys are aligned at the end of each document.
         """
-        query_ids = _rows("document ids", queries)
-        return cls(packed=(Documents(query_ids, None if keys is None else _rows("document ids", keys)),))
+        query_ids = _as_rows("document ids", queries)
+        return cls(packed=(Documents(query_ids, None if keys is None else _as_rows("document ids", keys)),))
 
     @classmethod
     def positions(cls, queries: Tensor, keys: Tensor) -> Mask:
-        """Say outright where each token stands, [sequence] or [batch, sequence]; a key at a negative position is empty.
+        """Explicit positions, [sequence] or [batch, sequence]; a key at a negative position is masked.
 
-        Causal masks, windows and relative biases compare these positions. Caches that move tokens around use it.
+        Causal masks, windows and relative biases compare these positions. Caches that reorder tokens use it.
         """
-        return cls(placed=(_rows("query positions", queries), _rows("key positions", keys)))
+        return cls(placed=(_as_rows("query positions", queries), _as_rows("key positions", keys)))
 
     @classmethod
     def dense(cls, allowed: Tensor) -> Mask:
-        """A boolean tensor, True = may attend: [queries, keys] or [batch or 1, heads or 1, queries or 1, keys]."""
+        """Boolean mask tensor, True = may attend.
+
+        Its shape is [queries, keys] or [batch or 1, heads or 1, queries or 1, keys].
+        """
         if not isinstance(allowed, Tensor):
             raise MaskError(f"Mask.dense takes a boolean tensor, got {type(allowed).__name__}")
         if allowed.dtype is not torch.bool:
@@ -150,14 +153,14 @@ class Mask:
                 f"Mask.dense takes a boolean tensor (True = may attend), got {allowed.dtype}; "
                 "for a 0/1 mask pass mask.bool(), for values to be added to the logits use Mask.bias"
             )
-        return cls(allowed=(_four_dimensional("Mask.dense", allowed),))
+        return cls(allowed=(_as_4d("Mask.dense", allowed),))
 
     @classmethod
     def bias(cls, bias: Tensor, *, zero_one: bool = False) -> Mask:
-        """Values added to the scaled logits, -inf to hide a key, in the shapes that `Mask.dense` takes.
+        """Bias added to the scaled logits, -inf to mask a key, in the shapes that `Mask.dense` takes.
 
-        A tensor of zeros and ones alone is almost always a boolean mask in the wrong dtype, and is refused where
-        its values can be read without waiting for a device; `zero_one=True` says that it is meant.
+        A tensor of only zeros and ones is almost always a boolean mask in the wrong dtype, and raises where its
+        values can be read without a device synchronisation; `zero_one=True` accepts it.
         """
         if not isinstance(bias, Tensor):
             raise MaskError(f"Mask.bias takes a floating-point tensor, got {type(bias).__name__}")
@@ -166,18 +169,18 @@ class Mask:
                 f"Mask.bias takes a floating-point tensor, got {bias.dtype}; "
                 "for a boolean mask (True = may attend) use Mask.dense"
             )
-        if not zero_one and is_readable(bias) and bias.numel() and _only_zeros_and_ones(bias):
+        if not zero_one and is_readable(bias) and bias.numel() and _is_zero_one(bias):
             raise MaskError(
-                "Mask.bias adds its values to the logits, got a tensor of zeros and ones, which hides nothing; "
-                "for a 0/1 mask use Mask.dense(mask.bool()); if adding 0 and 1 is meant, Mask.bias(..., zero_one=True)"
+                "Mask.bias adds its values to the logits, got a tensor of zeros and ones, which masks nothing; for a "
+                "0/1 mask use Mask.dense(mask.bool()); if adding 0 and 1 is intended, Mask.bias(..., zero_one=True)"
             )
-        return cls(biases=(_four_dimensional("Mask.bias", bias),))
+        return cls(biases=(_as_4d("Mask.bias", bias),))
 
     @classmethod
     def relative(cls, table: Tensor, zero: int) -> Mask:
-        """A bias by distance: `table[head, key - query + zero]`, held at its ends, is added to the logit.
+        """Relative position bias: `table[head, key - query + zero]`, index clamped, is added to the logit.
 
-        `table` is [heads or 1, distances]. ALiBi, T5 and other relative encodings in O(n) memory.
+        `table` is [heads or 1, distances]. Covers ALiBi, T5 and other relative encodings in O(n) memory.
         """
         if not isinstance(table, Tensor) or table.ndim != 2 or not table.is_floating_point():
             got = f"{table.dtype} of shape {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
@@ -190,14 +193,14 @@ class Mask:
     def from_torch(
         cls, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, num_heads: int | None = None
     ) -> Mask:
-        """The conventions of `torch.nn.MultiheadAttention`: True means *hidden*, floats are added.
+        """Convert masks of `torch.nn.MultiheadAttention`, where True means *masked* and floats are added.
 
-        `attn_mask` is [queries, keys] or [batch * num_heads, queries, keys] (then say `num_heads`);
+        `attn_mask` is [queries, keys] or [batch * num_heads, queries, keys], which requires `num_heads`;
         `key_padding_mask` is [batch, keys] or [keys].
         """
         mask = cls()
         if num_heads is not None:
-            _count("num_heads", num_heads, at_least=1)
+            _checked_int("num_heads", num_heads, at_least=1)
         for name, term in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
             if term is not None and not isinstance(term, Tensor):
                 raise MaskError(f"{name} must be a tensor, got {type(term).__name__}")
@@ -205,8 +208,8 @@ class Mask:
             if attn_mask.ndim == 3:
                 if num_heads is None:
                     raise MaskError(
-                        "a 3-D attn_mask is [batch * num_heads, queries, keys]: say num_heads, "
-                        f"got shape {list(attn_mask.shape)} alone"
+                        "a 3-D attn_mask is [batch * num_heads, queries, keys] and requires num_heads, "
+                        f"got shape {list(attn_mask.shape)} without it"
                     )
                 if attn_mask.shape[0] % num_heads:
                     raise MaskError(
@@ -232,15 +235,15 @@ class Mask:
     @classmethod
     def _torch_term(cls, name: str, term: Tensor) -> Mask:
         if term.dtype is torch.bool:
-            return cls(allowed=(_four_dimensional(name, ~term),))
+            return cls(allowed=(_as_4d(name, ~term),))
         if term.is_floating_point():
-            return cls(biases=(_four_dimensional(name, term),))
-        raise DtypeError(f"{name} must be boolean (True = hidden) or floating point (added), got {term.dtype}")
+            return cls(biases=(_as_4d(name, term),))
+        raise DtypeError(f"{name} must be boolean (True = masked) or floating point (added), got {term.dtype}")
 
     # ---- combining and moving
 
     def __and__(self, other: Mask) -> Mask:
-        """Both masks at once: a key is visible where both allow it; biases add."""
+        """Return the conjunction: a key is visible where both masks allow it; biases add up."""
         if isinstance(other, Tensor):
             raise MaskError(
                 "a mask is combined with another mask, got a tensor; use Mask.dense(tensor) for booleans "
@@ -248,12 +251,12 @@ class Mask:
             )
         if not isinstance(other, Mask):
             return NotImplemented
-        left, sinks = _narrower(self, other)
+        left, sinks = _intersect_windows(self, other)
         if self.placed is not None and other.placed is not None:
-            raise MaskError("two masks that both state positions cannot be combined; keep one Mask.positions")
+            raise MaskError("two masks with explicit positions cannot be combined; keep one Mask.positions")
         return Mask(
             left=left,
-            right=_least(self.right, other.right),
+            right=_min_or_none(self.right, other.right),
             sinks=sinks,
             padding=self.padding + other.padding,
             packed=self.packed + other.packed,
@@ -265,30 +268,33 @@ class Mask:
 
     @property
     def is_everything(self) -> bool:
-        """Whether the mask hides nothing and adds nothing."""
+        """True if the mask masks no key and adds no bias."""
         return self.left is None and self.right is None and len(self.tensors) == 0
 
     @property
     def is_just_causal(self) -> bool:
-        """Whether the mask is `Mask.causal()` and nothing else."""
+        """True if the mask is exactly `Mask.causal()`."""
         return self.right == 0 and self.left is None and self.is_band
 
     @property
     def is_band(self) -> bool:
-        """Whether the mask is a causal edge or a window, the same for every sequence, and nothing else."""
+        """True if the mask is only a causal mask or a window, the same for every sequence."""
         terms = (self.padding, self.packed, self.allowed, self.biases, self.relative_biases)
         return self.placed is None and sum(map(len, terms)) == 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor the description holds."""
+        """Every tensor of the mask's terms."""
         padding = [x for term in self.padding for x in (term.keys, term.queries) if x is not None]
         packed = [x for term in self.packed for x in (term.queries, term.keys) if x is not None]
         tables = [term.table for term in self.relative_biases]
         return (*padding, *packed, *(self.placed or ()), *self.allowed, *self.biases, *tables)
 
     def to(self, device: torch.device | str) -> Mask:
-        """The same mask with its tensors on `device`. Do this once where a mask made from lists serves many layers."""
+        """Return the mask with its tensors on `device`.
+
+        Call it once for a mask built from lists and used by many layers, to avoid a copy per layer.
+        """
 
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)
@@ -324,24 +330,24 @@ class Mask:
         return f"Mask({' & '.join(terms) or 'everything'})"
 
 
-def _least(a: int | None, b: int | None) -> int | None:
+def _min_or_none(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def _narrower(a: Mask, b: Mask) -> tuple[int | None, int]:
-    """The left edge and kept first keys of two windows at once."""
+def _intersect_windows(a: Mask, b: Mask) -> tuple[int | None, int]:
+    """Return `left` and `sinks` of the intersection of two windows."""
     if a.left is None or b.left is None:
-        return _least(a.left, b.left), a.sinks or b.sinks
+        return _min_or_none(a.left, b.left), a.sinks or b.sinks
     (left, sinks), (other_left, other_sinks) = sorted([(a.left, a.sinks), (b.left, b.sinks)])
     if left < other_left and sinks > other_sinks:
         raise MaskError(
-            "these two windows do not combine into one: the narrower keeps more first keys, "
+            "two windows combine into one only if the narrower has no more sinks than the wider, "
             f"got left {left} with sinks {sinks} and left {other_left} with sinks {other_sinks}"
         )
     return left, min(sinks, other_sinks)
 
 
-def _count(name: str, value: int, *, at_least: int = 0) -> int:
+def _checked_int(name: str, value: int, *, at_least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise OptionError(f"{name} must be an integer, got {value!r}")
     if value < at_least:
@@ -350,19 +356,19 @@ def _count(name: str, value: int, *, at_least: int = 0) -> int:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device or breaking a graph."""
+    """Return True if values can be read without a device synchronisation or a graph break."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
 
 
-def _only_zeros_and_ones(tensor: Tensor) -> bool:
+def _is_zero_one(tensor: Tensor) -> bool:
     tensor = tensor.detach()
     ones = tensor == 1
     return bool(ones.any()) and bool((ones | (tensor == 0)).all())
 
 
-def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
+def _integer_tensor(name: str, values: Sequence[int] | Tensor) -> Tensor:
     try:
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -371,27 +377,27 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
         tensor = tensor.long()
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
         raise DtypeError(f"{name} must be integers, got {tensor.dtype}")
-    # Differences of narrow and of unsigned integers wrap around.
+    # Differences of narrow or unsigned integers would wrap around.
     return tensor if tensor.dtype in (torch.int32, torch.int64) else tensor.long()
 
 
 def _lengths(name: str, values: Sequence[int] | Tensor) -> Tensor:
-    tensor = _integers(f"{name} lengths", values)
+    tensor = _integer_tensor(f"{name} lengths", values)
     if tensor.ndim != 1:
-        raise MaskError(f"{name} lengths must be one number a sequence, [batch], got shape {list(tensor.shape)}")
+        raise MaskError(f"{name} lengths must be one integer per sequence, [batch], got shape {list(tensor.shape)}")
     if is_readable(tensor) and tensor.numel() and int(tensor.min()) < 0:
         raise MaskError(f"{name} lengths must not be negative, got {int(tensor.min())}")
     return tensor
 
 
-def _rows(name: str, values: Tensor | Sequence[int]) -> Tensor:
-    tensor = _integers(name, values)
+def _as_rows(name: str, values: Tensor | Sequence[int]) -> Tensor:
+    tensor = _integer_tensor(name, values)
     if tensor.ndim not in (1, 2):
         raise MaskError(f"{name} must be [sequence] or [batch, sequence], got shape {list(tensor.shape)}")
     return tensor if tensor.ndim == 2 else tensor[None]
 
 
-def _four_dimensional(name: str, tensor: Tensor) -> Tensor:
+def _as_4d(name: str, tensor: Tensor) -> Tensor:
     if tensor.ndim == 2:
         return tensor[None, None]
     if tensor.ndim == 4:

@@ -1,3 +1,3 @@
-"""The version of the package, for those who may not import it whole."""
+"""Package version, in a module of its own so that it can be read without importing torch."""
 
 VERSION = "0.1.0"

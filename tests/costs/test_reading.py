@@ -447,7 +447,7 @@ PLAIN = {"kind": "multi_head", "embed_dim": 24, "num_heads": 6}
         ({"groups": [3]}, "with layers and config, got 3 as group 0"),
         ({"groups": [{"layers": 2, "config": PLAIN}, {"layers": 2}]}, "got {'layers': 2} as group 1"),
         ({"groups": [{"layers": "2", "config": PLAIN}]}, "layers must be an integer of at least 1, got '2'"),
-        ({"groups": [{"layers": 2, "config": 7}]}, "is described by a dictionary with its kind, got 7"),
+        ({"groups": [{"layers": 2, "config": 7}]}, "must be a dictionary with a kind, got 7"),
         ({"context": "long"}, "context of a model must be a positive integer or null, got 'long'"),
         ({"notes": 3}, "got groups .* and notes 3"),
         ({"dtype": "float12"}, "got 'float12'"),

@@ -127,7 +127,7 @@ def test_a_bias_by_distance_goes_as_far_as_stated_positions(positions: type[ALiB
     kept[places] = True
     expected = layer(tokens, mask=Mask.dense(kept[None])).output[:, places]
     torch.testing.assert_close(layer(tokens[:, places], mask=Mask.positions(places, places)).output, expected)
-    with pytest.raises(OptionError, match="state them on the CPU"):
+    with pytest.raises(OptionError, match="pass them on the CPU"):
         layer(tokens[:, places], mask=Mask.positions(places.to("meta"), places.to("meta")))
 
 

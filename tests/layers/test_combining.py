@@ -110,7 +110,7 @@ def test_what_needs_an_output_matrix_for_each_head_is_refused(kind: str) -> None
     name = type(layer.combine).__name__
     with pytest.raises(OptionError, match=f"a head's own output matrix exists where .* heads {name} combines before"):
         layer.heads  # noqa: B018
-    with pytest.raises(OptionError, match=r"no counterpart for .*a combination of heads"):
+    with pytest.raises(OptionError, match=r"no counterpart for .*a combine module"):
         layer.to_torch()
     theirs = nn.MultiheadAttention(24, 6)
     options = {"num_groups": 2} if kind == "grouped" else {}

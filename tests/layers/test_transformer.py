@@ -356,11 +356,11 @@ def test_a_model_refuses_what_it_cannot_do() -> None:
         model(prompt[0])
     with pytest.raises(DtypeError, match=r"tokens must be integers, got torch.float32"):
         model(prompt.float())
-    with pytest.raises(ShapeError, match="at least one layer, got num_layers 0"):
+    with pytest.raises(ShapeError, match="num_layers must be at least 1, got 0"):
         LanguageModel(VOCAB, EMBED, HEADS, 0)
-    with pytest.raises(OptionError, match="one cache a block, got 1 for 2 blocks"):
+    with pytest.raises(OptionError, match="one cache per block, got 1 for 2 blocks"):
         model(prompt, caches=[GrowingCache()])
-    with pytest.raises(OptionError, match=r"lengths must give each of 3 prompts 1 to 11 tokens, got \[1, 0, 2\]"):
+    with pytest.raises(OptionError, match=r"lengths must be 1 to 11 for each of 3 prompts, got \[1, 0, 2\]"):
         model.generate(prompt, 3, lengths=[1, 0, 2])
     with pytest.raises(OptionError, match=r"temperature must be at least 0 and top_k at least 1, got -1.0 and None"):
         model.generate(prompt, 3, temperature=-1.0)
@@ -368,7 +368,7 @@ def test_a_model_refuses_what_it_cannot_do() -> None:
         model.generate(prompt, 3, side="top")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"kind must be one of 'growing', .* or a class, got 'endless'"):
         model.new_caches("endless", BATCH)
-    with pytest.raises(OptionError, match="built with source_dim remembers a source, got one built without"):
+    with pytest.raises(OptionError, match="requires a model built with source_dim, got one built without it"):
         model.remember(torch.randn(BATCH, SOURCE, EMBED))
 
 

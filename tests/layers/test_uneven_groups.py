@@ -178,11 +178,11 @@ def test_a_layout_tells_even_groups_from_uneven_ones() -> None:
     assert HeadLayout(24, 6, key_heads=(0, 0, 1, 1, 2, 2)) == HeadLayout(24, 6, num_kv_heads=3)
     assert HeadLayout(24, 6, key_heads=(1, 1, 0, 0, 2, 2)).key_heads == (1, 1, 0, 0, 2, 2)
     assert "key_heads" not in HeadLayout(24, 6, num_kv_heads=3).to_dict()
-    with pytest.raises(ShapeError, match="uneven groups have no one size"):
+    with pytest.raises(ShapeError, match="uneven groups have no single group_size"):
         _ = layout.group_size
-    with pytest.raises(ShapeError, match="say in key_heads which KV head each head reads"):
+    with pytest.raises(ShapeError, match="pass key_heads, the KV head that each head reads"):
         HeadLayout(24, 6, num_kv_heads=4)
-    with pytest.raises(ShapeError, match="the 2 KV heads must each be read"):
+    with pytest.raises(ShapeError, match="must read each of the 2 KV heads"):
         HeadLayout(24, 6, num_kv_heads=2, key_heads=(0, 0, 0, 1, 2, 2))
 
 

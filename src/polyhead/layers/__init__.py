@@ -1,4 +1,4 @@
-"""How heads are arranged: attention layers, their configs, their positions and their caches."""
+"""Attention layers, their configs, position modules and KV caches."""
 
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig, build_attention, config_of
 from polyhead.layers.head_matrices import HeadMatrices, Heads

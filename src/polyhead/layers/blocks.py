@@ -1,4 +1,4 @@
-"""The blocks of a transformer: attention and a feed-forward network, each around a residual."""
+"""Transformer blocks: attention and a feed-forward network with residual connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.layers.multi_head.layer import Memory, MultiHeadAttention
-from polyhead.layers.steps import keeps_cache
+from polyhead.layers.steps import restores_cache_on_error
 from polyhead.masks import Mask
 
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -18,9 +18,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F
 
 
 class FeedForward(nn.Module):
-    """The network every token passes by itself: down(act(up(x))), with "swiglu" down(silu(gate(x)) * up(x)).
+    """Position-wise feed-forward network: down(act(up(x))), or down(silu(gate(x)) * up(x)) for "swiglu".
 
-    `hidden_dim` is 4 * embed_dim by default, two thirds of that with "swiglu", whose third matrix makes up for it.
+    "swiglu" is from Shazeer 2020, "GLU Variants Improve Transformer". `hidden_dim` is 4 * embed_dim by default, two
+    thirds of that with "swiglu", which has a third matrix.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        bent = _ACTIVATIONS[self.activation](self.up(x) if self.gate is None else self.gate(x))
-        output: Tensor = self.down(self.dropout(bent if self.gate is None else bent * self.up(x)))
+        activated = _ACTIVATIONS[self.activation](self.up(x) if self.gate is None else self.gate(x))
+        output: Tensor = self.down(self.dropout(activated if self.gate is None else activated * self.up(x)))
         return output
 
 
 class Block(nn.Module):
-    """What encoder and decoder blocks share: self-attention, a feed-forward network, and residuals around them."""
+    """Base of encoder and decoder blocks: self-attention, feed-forward network and residuals."""
 
     def __init__(
         self,
@@ -77,21 +78,21 @@ class Block(nn.Module):
 
 
 class EncoderBlock(Block):
-    """Self-attention, then a feed-forward network, each with a residual and a norm before (or after) it.
+    """Self-attention, then a feed-forward network, each with a residual and pre-norm (or post-norm).
 
-    `attention` options go to `MultiHeadAttention`; `dropout` is that of the residuals and the feed-forward network.
+    `attention` options are passed to `MultiHeadAttention`; `dropout` applies to residuals and feed-forward network.
     """
 
     def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:
-        """x [batch, sequence, embed_dim]."""
+        """Map x [batch, sequence, embed_dim] to the same shape."""
         x = self._residual(x, self.attention_norm, lambda y: self.attention(y, mask=mask).output)
         return self._residual(x, self.feed_forward_norm, self.feed_forward)
 
 
 class DecoderBlock(Block):
-    """Causal self-attention, attention to a source if `source_dim` says how wide that is, a feed-forward network.
+    """Causal self-attention, cross-attention if `source_dim` is given, and a feed-forward network.
 
-    Attention to the source has the same heads, dropout and backend; positions and window are of the self-attention.
+    Cross-attention has the same heads, dropout and backend; positions and window apply to the self-attention only.
     """
 
     cross_attention: MultiHeadAttention | None
@@ -110,7 +111,7 @@ class DecoderBlock(Block):
             )
             self.cross_attention_norm = _NORMS[options.get("norm", "layer")](embed_dim)
 
-    @keeps_cache
+    @restores_cache_on_error
     def forward(
         self,
         x: Tensor,
@@ -119,15 +120,16 @@ class DecoderBlock(Block):
         source_mask: Mask | None = None,
         **attention: Any,
     ) -> Tensor:
-        """x [batch, sequence, embed_dim]; `source` [batch, keys, source_dim] or what `cross_attention.remember` gave.
+        """Map x [batch, sequence, embed_dim] to the same shape.
 
-        `attention` (mask, cache, lengths, token_positions, ...) is what the self-attention's forward takes.
+        `source` is [batch, keys, source_dim], or the `Memory` returned by `cross_attention.remember`. `attention`
+        (mask, cache, lengths, token_positions, ...) is passed to the self-attention.
         """
         cross = self.cross_attention
         if (cross is None) != (source is None):
             built, got = ("with", "none") if source is None else ("without", "one")
             raise OptionError(
-                f"a source is given to blocks built with source_dim and to no other, got {got} "
+                f"a source is required by blocks built with source_dim and by no other, got {got} "
                 f"for a block built {built} it"
             )
         x = self._residual(x, self.attention_norm, lambda y: self.attention(y, **attention).output)

@@ -1,4 +1,4 @@
-"""What a layer asks of its options and its inputs, in words a user can act on, before torch says it in its own."""
+"""Validation of layer options and inputs, with messages a user can act on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polyhead.ops.common.statistics import as_statistics
 
 
 def check_size(name: str, size: int | None) -> None:
-    """An optional size, where None leaves it to the layer."""
+    """Check an optional size; None leaves it to the layer."""
     if size is None:
         return
     if isinstance(size, bool) or not isinstance(size, int):
@@ -28,7 +28,7 @@ def check_size(name: str, size: int | None) -> None:
 
 
 def layout_of(embed_dim: int, num_heads: int, options: Mapping[str, Any]) -> HeadLayout:
-    """The head layout among a layer's options, where None leaves a size to the layout's own rule."""
+    """Return the head layout described by a layer's options; a size of None takes `HeadLayout`'s default."""
     names = [field.name for field in fields(HeadLayout) if field.name != "key_heads"][2:]
     for name in names:
         check_size(name, options.get(name))
@@ -63,11 +63,11 @@ def check_backend(backend: str) -> None:
 
 def check_dtype(dtype: torch.dtype | None) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise DtypeError(f"a layer's parameters are floating point, got dtype {dtype!r}")
+        raise DtypeError(f"dtype of a layer must be floating point, got {dtype!r}")
 
 
 def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
-    """A sequence of vectors that the projection can take."""
+    """Check that x is [batch, sequence, width] in the projection's dtype and on its device."""
     if not isinstance(x, Tensor):
         raise DtypeError(f"{name} must be a tensor [batch, sequence, {width}], got {type(x).__name__}")
     if x.ndim != 3 or x.shape[2] != width:
@@ -75,7 +75,7 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
     if not x.is_floating_point():
         raise DtypeError(f"{name} must be floating point, got {x.dtype}; embed tokens before attention")
     if type(projection) is not nn.Linear:
-        return  # an adapter or a quantised module knows for itself what it takes
+        return  # an adapter or a quantised module has its own requirements
     weight = projection.weight
     if x.device != weight.device:
         raise DeviceError(f"{name} must be on the device of the layer, got {x.device} and {weight.device}")
@@ -86,25 +86,25 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
         )
 
 
-def statistics_of(requested: object, *, cross: bool) -> Statistics | None:
-    """What a call asks to be told of its rows; a cross-attention has no common positions, whoever asks."""
-    wanted = as_statistics(requested)
-    if wanted is None or wanted.cross or not cross:
-        return wanted
-    return Statistics(*wanted.names, sink_keys=wanted.sink_keys, window=wanted.window, cross=True)
+def resolve_statistics(requested: object, *, cross: bool) -> Statistics | None:
+    """Return the requested row statistics; `cross` excludes those that compare positions."""
+    statistics = as_statistics(requested)
+    if statistics is None or statistics.cross or not cross:
+        return statistics
+    return Statistics(*statistics.names, sink_keys=statistics.sink_keys, window=statistics.window, cross=True)
 
 
 def check_memory(key: Tensor, value: Tensor, batch: int, layout: HeadLayout) -> None:
-    """Keys and values that were projected by a layer of the same heads."""
+    """Check that projected keys and values have the layer's KV heads and the query's batch size."""
     for name, tensor, dim in (("keys", key, layout.head_dim), ("values", value, layout.value_dim)):
         heads = (tensor.shape[1], tensor.shape[3])
         if heads != (layout.num_kv_heads, dim):
             raise ShapeError(
-                f"a memory must come from a layer of the same heads: {name} of {layout.num_kv_heads} heads of {dim}, "
-                f"got {heads[0]} heads of {heads[1]}"
+                f"a memory must come from a layer with the same KV heads: {name} of {layout.num_kv_heads} heads of "
+                f"{dim}, got {heads[0]} heads of {heads[1]}"
             )
         if tensor.shape[0] != batch:
-            raise ShapeError(f"query and memory must have one batch size, got {batch} and {tensor.shape[0]}")
+            raise ShapeError(f"query and memory must have the same batch size, got {batch} and {tensor.shape[0]}")
 
 
 def check_gate(gate: Tensor, batch: int, heads: int, queries: int) -> None:
@@ -115,12 +115,12 @@ def check_gate(gate: Tensor, batch: int, heads: int, queries: int) -> None:
 
 
 def check_heads(heads: Any, output_bias: Tensor | None) -> None:
-    """Separate per-head matrices that can make a layer."""
+    """Check per-head matrices that a layer is to be built from."""
     if not heads:
-        raise ShapeError("a layer has at least one head, got an empty list")
+        raise ShapeError("a layer needs at least one head, got an empty list")
     for index, head in enumerate(heads):
         if not isinstance(head, HeadMatrices):
-            raise OptionError(f"heads are given as HeadMatrices, got {type(head).__name__} for head {index}")
+            raise OptionError(f"heads must be HeadMatrices, got {type(head).__name__} for head {index}")
         for name in ("query", "key", "value", "output"):
             matrix = getattr(head, name)
             if matrix.ndim != 2:
@@ -130,33 +130,33 @@ def check_heads(heads: Any, output_bias: Tensor | None) -> None:
         raise ShapeError(f"output_bias must be [{width}], got {list(output_bias.shape)}")
 
 
-class NamedSizes(Protocol):
-    """The layout of a layer of any arrangement."""
+class AnyLayout(Protocol):
+    """Head layout of any attention layer."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
-def numbers_of(layout: NamedSizes) -> dict[str, int]:
-    """A layout as named integers, a map of heads one by one: what a checkpoint keeps."""
+def layout_integers(layout: AnyLayout) -> dict[str, int]:
+    """Return a layout as named integers, as stored in checkpoints; a map of heads entry by entry."""
     numbers: dict[str, int] = {}
     for name, size in layout.to_dict().items():
         numbers |= {name: size} if isinstance(size, int) else {f"{name}[{i}]": x for i, x in enumerate(size)}
     return numbers
 
 
-def check_saved_layout(state: Any, layout: NamedSizes) -> None:
-    """The layout in a checkpoint must be the layer's own."""
-    ours = numbers_of(layout)
-    if not isinstance(state, Tensor) or state.shape != (len(ours),):
+def check_saved_layout(state: Any, layout: AnyLayout) -> None:
+    """Raise a CheckpointError unless the layout in a checkpoint is the layer's."""
+    expected = layout_integers(layout)
+    if not isinstance(state, Tensor) or state.shape != (len(expected),):
         raise CheckpointError(
-            f"a layer's extra state is its head layout, {len(ours)} integers; got {type(state).__name__}"
+            f"a layer's extra state must be its head layout, {len(expected)} integers; got {type(state).__name__}"
             + (f" of shape {list(state.shape)}" if isinstance(state, Tensor) else "")
         )
-    saved = dict(zip(ours, state.tolist(), strict=True))
-    different = [name for name in ours if saved[name] != ours[name]]
+    saved = dict(zip(expected, state.tolist(), strict=True))
+    different = [name for name in expected if saved[name] != expected[name]]
     if different:
-        words = ", ".join(f"{name} {saved[name]} where the layer has {ours[name]}" for name in different)
-        raise CheckpointError(f"the checkpoint was saved by a layer of another head layout: it has {words}")
+        differences = ", ".join(f"{name} {saved[name]} where the layer has {expected[name]}" for name in different)
+        raise CheckpointError(f"the checkpoint was saved by a layer with a different head layout: it has {differences}")
 
 
 def _is_number(x: object) -> bool:

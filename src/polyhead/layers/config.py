@@ -1,7 +1,7 @@
-"""Attention layers as values: one small config a kind, which builds the layer and goes through JSON unchanged.
+"""Configs of attention layers: frozen dataclasses that build a layer and round-trip through JSON.
 
-A new arrangement of heads joins with a frozen dataclass under `@register_config`, as those of `variants.py` do, and
-with its counts under `@count_layer.register` in `polyhead.costs`.
+To add an attention variant, register a frozen dataclass with `@register_config`, as the packages of
+`polyhead.layers.variants` do, and its cost model with `@count_layer.register` in `polyhead.costs`.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions.base import Positions
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
 from polyhead.layers.registry import Registry, check_flags
-from polyhead.layers.steps import own_mask
+from polyhead.layers.steps import layer_mask
 from polyhead.masks import Mask
 
 
 @dataclass(frozen=True)
 class AttentionConfig(ABC):
-    """What one attention layer is made with. Two configs are equal where they make equal layers."""
+    """Base class of attention configs. Configs that build the same layer compare equal."""
 
     layer: ClassVar[type[Any]]  # set by `register_config`
 
     @abstractmethod
     def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-        """The layer, freshly initialised."""
+        """Build the layer with freshly initialised parameters."""
 
     @classmethod
     @abstractmethod
     def of(cls, layer: Any) -> Self:
-        """What `layer` was made with."""
+        """Return the config of `layer`."""
 
     @property
     def mask(self) -> Mask | None:
-        """The layer's own mask, which a call's mask is combined with."""
+        """Mask of the layer, combined with the mask of each call."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
         return CONFIGS.to_dict(self)
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        config = CONFIGS.from_dict(found)
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        config = CONFIGS.from_dict(data)
         if not isinstance(config, cls):
-            raise OptionError(f"a {cls.__name__} was asked for, got the description of a {type(config).__name__}")
+            raise OptionError(f"expected the description of a {cls.__name__}, got that of a {type(config).__name__}")
         return config
 
     def to_json(self) -> str:
@@ -63,14 +63,14 @@ class AttentionConfig(ABC):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The config that `to_json` wrote; `AttentionConfig.from_json` reads any kind."""
+        """Read a config written by `to_json`; `AttentionConfig.from_json` accepts any kind."""
         try:
-            found = json.loads(text)
+            data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise OptionError(
-                f"an attention config is a JSON object, got {short(text)}: {in_one_line(error)}"
+                f"an attention config must be a JSON object, got {short(text)}: {in_one_line(error)}"
             ) from error
-        return cls.from_dict(found)
+        return cls.from_dict(data)
 
 
 CONFIGS: Registry[AttentionConfig] = Registry("an attention config")
@@ -79,21 +79,21 @@ Config = TypeVar("Config", bound=type[AttentionConfig])
 
 
 def register_config(kind: str, layer: type[nn.Module]) -> Callable[[Config], Config]:
-    """Enter a dataclass as the config of `layer`, under the name it has in JSON."""
+    """Register a dataclass as the config of `layer`, with `kind` as its name in JSON."""
 
-    def enter(config: Config) -> Config:
+    def decorate(config: Config) -> Config:
         CONFIGS.register(kind)(config)
         config.layer = layer
         _BY_LAYER[layer] = config
         return config
 
-    return enter
+    return decorate
 
 
 def build_attention(
     config: AttentionConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The layer of any kind that `config` describes, positions included, on one device and in one dtype.
+    """Build the layer that `config` describes, including its positions, on one device and in one dtype.
 
     >>> config = AttentionConfig.from_json('{"kind": "multi_head", "embed_dim": 512, "num_heads": 8, "causal": true}')
     >>> layer = build_attention(config)
@@ -109,19 +109,19 @@ def build_attention(
 
 
 def config_of(layer: nn.Module) -> AttentionConfig:
-    """What an attention layer of ours was made with; its weights, and a `head_gate` set on it, are no part of that."""
+    """Return the config of a polyhead attention layer, without its weights and any `head_gate` set on it."""
     config = _BY_LAYER.get(type(layer))
     if config is None:
         known = ", ".join(kind.__name__ for kind in _BY_LAYER)
-        raise OptionError(f"layers with a config are {known}; got {type(layer).__name__}")
+        raise OptionError(f"config_of takes one of {known}; got {type(layer).__name__}")
     return config.of(layer)
 
 
 @dataclass(frozen=True)
 class HeadsConfig(AttentionConfig):
-    """What `MultiHeadAttention` takes, and with it every layer that does more with the same heads.
+    """Options of `MultiHeadAttention`, shared by the configs of all variants derived from it.
 
-    Sizes that are left out are filled in, as the layer would choose them. Positions are described instead of built.
+    Sizes that are left out are filled in with the layer's defaults. `positions` is a config, not a module.
     """
 
     embed_dim: int
@@ -149,7 +149,7 @@ class HeadsConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
-        layout = self._own_layout()
+        layout = self._given_layout()
         fill = object.__setattr__
         for x in dataclasses.fields(layout):
             fill(self, x.name, getattr(layout, x.name))
@@ -159,8 +159,8 @@ class HeadsConfig(AttentionConfig):
         if self.positions is not None:
             fill(self, "positions", checked_positions(self.positions).fitted(self.turning))
 
-    def _own_layout(self) -> HeadLayout:
-        """The layout of the sizes that were given, where None leaves one to the layout's own rule."""
+    def _given_layout(self) -> HeadLayout:
+        """Return the layout of the given sizes; a size of None takes `HeadLayout`'s default."""
         sizes = {x.name: getattr(self, x.name) for x in dataclasses.fields(HeadLayout)}
         return checks.layout_of(self.embed_dim, self.num_heads, sizes)
 
@@ -170,12 +170,12 @@ class HeadsConfig(AttentionConfig):
 
     @property
     def turning(self) -> HeadLayout:
-        """The heads as positions see them."""
+        """Head layout that the position module applies to."""
         return self.layout
 
     @property
     def mask(self) -> Mask | None:
-        return own_mask(self.causal, self.window)
+        return layer_mask(self.causal, self.window)
 
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -192,9 +192,9 @@ class HeadsConfig(AttentionConfig):
 
     @classmethod
     def _read(cls, layer: Any) -> dict[str, Any]:
-        """The fields as the layer has them; a kind with fields of its own adds them."""
+        """Return the fields read from a layer; subclasses add their own."""
         gate, layout = layer.gate_proj, layer.layout
-        causal, window = edges(layer.mask)
+        causal, window = causal_and_window(layer.mask)
         return {
             **layout.to_dict(),
             "bias": layer.q_proj.bias is not None,
@@ -203,7 +203,7 @@ class HeadsConfig(AttentionConfig):
             "causal": causal,
             "window": window,
             "qk_norm": _norm_name(layer.q_norm),
-            # With one channel a head the two gates are the same.
+            # With one channel per head the two gates coincide.
             "output_gate": None if gate is None else "head" if gate.out_features == layout.num_heads else "channel",
             "softcap": layer.softcap,
             "scale": layer.scale,
@@ -217,7 +217,7 @@ class HeadsConfig(AttentionConfig):
 @register_config("multi_head", MultiHeadAttention)
 @dataclass(frozen=True)
 class MultiHeadConfig(HeadsConfig):
-    """`MultiHeadAttention` as a value.
+    """Config of `MultiHeadAttention`.
 
     >>> config = MultiHeadConfig(512, 8, num_kv_heads=2, causal=True)
     >>> config.head_dim, config.output_bias
@@ -232,7 +232,7 @@ class MultiHeadConfig(HeadsConfig):
         checks.check_one_of("init", self.init, ("xavier", "conv"))
         if self.init == "conv":
             with torch.device("meta"):
-                self.build(device="meta")  # the layer itself says what makes no convolution
+                self.build(device="meta")  # raises where the options do not describe a convolution
 
     @classmethod
     def _read(cls, layer: Any) -> dict[str, Any]:
@@ -242,39 +242,39 @@ class MultiHeadConfig(HeadsConfig):
     def of(cls, layer: Any) -> Self:
         if layer.combine is not None:
             raise OptionError(
-                f"a config of multi-head attention has no module between heads and output, got a layer with "
-                f"{type(layer.combine).__name__}; give that arrangement a layer and a config of its own"
+                f"the config of MultiHeadAttention does not describe a combine module, got a layer with "
+                f"{type(layer.combine).__name__}; give that variant its own layer class and config"
             )
         return super().of(layer)
 
 
 def check_options(config: Any) -> None:
-    """The options that every layer of ours has, held to what the layers themselves ask."""
+    """Check the options common to all layers, as the layers themselves do."""
     check_flags(config)
     checks.check_rate("dropout", config.dropout)
     checks.check_positive("softcap", config.softcap)
     checks.check_finite("scale", config.scale)
     checks.check_backend(config.backend)
-    own_mask(config.causal, config.window)
+    layer_mask(config.causal, config.window)
 
 
 def checked_positions(positions: object) -> PositionsConfig:
     if isinstance(positions, Positions):
         raise OptionError(
-            f"a config describes positions and holds no module, got the module {type(positions).__name__}; "
-            "positions_config_of(module) describes it"
+            f"positions of a config must be a PositionsConfig, got the module {type(positions).__name__}; "
+            "use positions_config_of(module)"
         )
     if not isinstance(positions, PositionsConfig):
         raise OptionError(f"positions must be a PositionsConfig such as RotaryConfig(), got {positions!r}")
     return positions
 
 
-def edges(mask: Mask | None) -> tuple[bool, int | None]:
-    """`causal` and `window` of a layer's own mask."""
+def causal_and_window(mask: Mask | None) -> tuple[bool, int | None]:
+    """Return the `causal` and `window` options that a layer's mask corresponds to."""
     if mask is None:
         return False, None
     if not (mask.is_band and mask.right == 0 and mask.sinks == 0):
-        raise OptionError(f"a config knows a causal edge and a causal window, got a layer whose own mask is {mask!r}")
+        raise OptionError(f"a config describes causal and causal window masks only, got a layer with {mask!r}")
     return True, None if mask.left is None else mask.left + 1
 
 
@@ -282,5 +282,5 @@ def _norm_name(norm: nn.Module | None) -> Literal["rms", "layer"] | None:
     if norm is None:
         return None
     if type(norm) not in (nn.RMSNorm, nn.LayerNorm):
-        raise OptionError(f"qk_norm is an RMSNorm or a LayerNorm in a config, got {type(norm).__name__}")
+        raise OptionError(f"qk_norm of a config must be an RMSNorm or a LayerNorm, got {type(norm).__name__}")
     return "rms" if type(norm) is nn.RMSNorm else "layer"

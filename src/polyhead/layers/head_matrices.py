@@ -1,4 +1,4 @@
-"""Heads as things: the matrices of one head of a layer, as windows into the layer's own weights."""
+"""Per-head weight matrices as views of a layer's parameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadMatrices:
-    """The matrices of one head, written as the formula has them: head = softmax(X Wq (X Wk)^T) X Wv, then Wo.
+    """Matrices of one head, oriented as in head = softmax(X Wq (X Wk)^T) X Wv, then Wo.
 
     `query` and `key` are [embed_dim, head_dim], `value` is [embed_dim, value_dim], `output` is
-    [value_dim, embed_dim]; biases are one number a column, or None.
+    [value_dim, embed_dim]; biases have one entry per column, or are None.
     """
 
     query: Tensor
@@ -32,10 +32,10 @@ class HeadMatrices:
     value_bias: Tensor | None = None
 
     def shares_key_and_value(self, other: HeadMatrices) -> bool:
-        """Whether both heads could read one KV head: the same key and value matrices and biases."""
+        """Return True if both heads have the same key and value matrices and biases."""
         return all(
-            ours is theirs or (ours is not None and theirs is not None and torch.equal(ours, theirs))
-            for ours, theirs in (
+            a is b or (a is not None and b is not None and torch.equal(a, b))
+            for a, b in (
                 (self.key, other.key),
                 (self.value, other.value),
                 (self.key_bias, other.key_bias),
@@ -45,9 +45,9 @@ class HeadMatrices:
 
 
 class Heads(Sequence[HeadMatrices]):
-    """`layer.heads`: head i's matrices as views of the layer's parameters. Writing to them changes the layer.
+    """Heads of a layer (`layer.heads`) as views of its parameters; writes change the layer.
 
-    Heads that share a KV head (GQA, MQA) show the same key and value matrices.
+    Heads that share a KV head (GQA, MQA) have the same key and value matrices.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Heads(Sequence[HeadMatrices]):
         layout = self._layout
         q_proj, k_proj, v_proj, out_proj = self._projections
         head = index % len(self)
-        shared = layout.key_head(head)
+        kv_head = layout.key_head(head)
 
         def rows(parameter: Tensor | None, block: int, size: int) -> Tensor | None:
             return None if parameter is None else parameter[block * size : (block + 1) * size]
@@ -81,12 +81,12 @@ class Heads(Sequence[HeadMatrices]):
 
         return HeadMatrices(
             query=columns(q_proj, head, layout.head_dim),
-            key=columns(k_proj, shared, layout.head_dim),
-            value=columns(v_proj, shared, layout.value_dim),
+            key=columns(k_proj, kv_head, layout.head_dim),
+            value=columns(v_proj, kv_head, layout.value_dim),
             output=out_proj.weight[:, head * layout.value_dim : (head + 1) * layout.value_dim].T,
             query_bias=rows(q_proj.bias, head, layout.head_dim),
-            key_bias=rows(k_proj.bias, shared, layout.head_dim),
-            value_bias=rows(v_proj.bias, shared, layout.value_dim),
+            key_bias=rows(k_proj.bias, kv_head, layout.head_dim),
+            value_bias=rows(v_proj.bias, kv_head, layout.value_dim),
         )
 
     def __iter__(self) -> Iterator[HeadMatrices]:
@@ -95,14 +95,14 @@ class Heads(Sequence[HeadMatrices]):
 
 @torch.no_grad()
 def write_heads(target: Heads, heads: Sequence[HeadMatrices]) -> None:
-    """Copy separate per-head matrices into a layer's parameters."""
+    """Copy per-head matrices into a layer's parameters."""
     for index, (view, head) in enumerate(zip(target, heads, strict=True)):
         for name in HeadMatrices.__slots__:
-            theirs, ours = getattr(head, name), getattr(view, name)
-            if ours is None and theirs is None:
+            source, destination = getattr(head, name), getattr(view, name)
+            if destination is None and source is None:
                 continue
-            if theirs is None or ours is None:
-                raise OptionError(f"every head must have a {name} or none, got one without in head {index}")
-            if theirs.shape != ours.shape:
-                raise ShapeError(f"{name} of head {index} must be {list(ours.shape)}, got {list(theirs.shape)}")
-            ours.copy_(theirs)
+            if source is None or destination is None:
+                raise OptionError(f"either all heads or none must have a {name}, got head {index} without one")
+            if source.shape != destination.shape:
+                raise ShapeError(f"{name} of head {index} must be {list(destination.shape)}, got {list(source.shape)}")
+            destination.copy_(source)

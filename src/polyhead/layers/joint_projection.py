@@ -1,9 +1,9 @@
-"""Several linear maps of one input in a single matrix product, while each keeps its own name and parameters.
+"""Several linear projections of one input as a single matrix product; each remains a module.
 
 A layer's `q_proj`, `k_proj` and `v_proj` stay ordinary `nn.Linear` modules, so that checkpoints, sharding and adapters
-find them. A `JointProjection` lays their parameters next to each other in memory and sees them as one tall matrix
-without copying. Whatever breaks that (an adapter in place of a module, a hook, parameters that were moved, sharded or
-replaced, autocast, a traced graph) is noticed at the call, and the modules are called one by one.
+find them. A `JointProjection` stores their parameters contiguously and views them as one stacked matrix without
+copying. Anything that invalidates this (an adapter in place of a module, a hook, parameters that were moved, sharded
+or replaced, autocast, a traced graph) is detected at the call, and the modules are called one by one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _LINEAR = nn.Linear.forward
 
 
 class JointProjection:
-    """The maps of `linears`, which must have one input width, as one matrix product where that is possible."""
+    """Apply `linears`, which must have the same input width, as one matrix product where possible."""
 
     __slots__ = ("_hooks", "_laid", "_parameters", "bias", "linears", "sizes", "weight")
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = tuple(linears)
         self.sizes = [linear.out_features for linear in linears]
-        self.weight: Tensor | None = _lay_side_by_side([linear.weight for linear in linears])
+        self.weight: Tensor | None = _stack_parameters([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears]
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            self.bias = _lay_side_by_side(biases)
+            self.bias = _stack_parameters(biases)
             if self.bias is None:
                 self.weight = None
         self._parameters = tuple(p for p in (*(linear.weight for linear in linears), *biases) if p is not None)
@@ -46,9 +46,9 @@ class JointProjection:
         ]
 
     def is_one_product(self, x: Tensor) -> bool:
-        """Whether the parameters still lie where they were laid, and calling the modules would do nothing else.
+        """Return True if the parameters are still contiguous and calling the modules would do nothing else.
 
-        Asked at every call, so that it costs a few microseconds and not more.
+        Checked at every call, so it must stay within a few microseconds.
         """
         weight = self.weight
         if weight is None or torch.compiler.is_compiling() or x.dtype is not weight.dtype:
@@ -59,24 +59,24 @@ class JointProjection:
             return False
         if not all(map(is_plain_linear, self.linears)):
             return False
-        for held, name, parameter, pointer in self._laid:
-            if held.get(name) is not parameter or (parameter is not None and parameter.data_ptr() != pointer):
+        for table, name, parameter, pointer in self._laid:
+            if table.get(name) is not parameter or (parameter is not None and parameter.data_ptr() != pointer):
                 return False
         return True
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        """`[linear(x) for linear in linears]`."""
+        """Return `[linear(x) for linear in linears]`."""
         if self.is_one_product(x):
             return self.joined(x).split_with_sizes(self.sizes, -1)
         return [linear(x) for linear in self.linears]
 
     def joined(self, x: Tensor) -> Tensor:
-        """All outputs side by side on the last axis; only where `is_one_product`."""
+        """Return all outputs concatenated on the last axis; requires `is_one_product`."""
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self._parameters)):
             if x.is_cpu:
                 tracked: Tensor = _apply_joint(x, self, *self._parameters)
                 return tracked
-            # Here copying the weights costs less than a backward written in Python.
+            # On a device copying the weights costs less than a backward written in Python.
             count = len(self.sizes)
             weights, biases = self._parameters[:count], self._parameters[count:]
             return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
@@ -85,13 +85,15 @@ class JointProjection:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling the module multiplies by its weight: no other class, and no `forward` put in the place of its own
-    (adapters and offloading do that). Hooks are asked for apart, see `hooks_of`."""
+    """Return True if the module is an `nn.Linear` whose `forward` was not replaced.
+
+    Adapters and offloading replace it. Hooks are checked separately, see `hooks_of`.
+    """
     return type(module) is nn.Linear and "forward" not in module.__dict__ and nn.Linear.forward is _LINEAR
 
 
 def hooks_of(linear: nn.Module) -> tuple[dict[int, Any], ...]:
-    """The module's own tables of hooks; any that is not empty makes a call more than a matrix product."""
+    """Return the module's hook tables; if any is non-empty, a call is more than a matrix product."""
     return linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
 
 
@@ -105,8 +107,8 @@ def has_global_hooks() -> bool:
 
 
 @torch.no_grad()
-def _lay_side_by_side(parameters: Sequence[Tensor | None]) -> Tensor | None:
-    """Move parameters into one block of memory, end to end by rows, and return it; None where they do not fit."""
+def _stack_parameters(parameters: Sequence[Tensor | None]) -> Tensor | None:
+    """Move parameters into one block, stacked by rows, and return it; None if not possible."""
     plain = [p for p in parameters if type(p) is nn.Parameter and p.is_contiguous() and not p.is_meta]
     if len(plain) != len(parameters) or is_transformed():
         return None
@@ -123,7 +125,7 @@ def _lay_side_by_side(parameters: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
-    """Whether each parameter begins where the one before it ends, in the same storage."""
+    """Return True if the parameters are adjacent in one storage."""
     first = parameters[0]
     end, storage = first.data_ptr() + first.nbytes, first.untyped_storage().data_ptr()
     for parameter in parameters[1:]:
@@ -134,7 +136,7 @@ def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
 
 
 class _Joint(torch.autograd.Function):
-    """The one product with its derivative by input, weights and biases; written to take little time in Python."""
+    """Autograd function of the joint product, written for little Python overhead."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, joint: JointProjection, *parameters: Tensor) -> Tensor:
@@ -149,16 +151,16 @@ class _Joint(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         joint: JointProjection = ctx.joint
         parameters, count = joint._parameters, len(joint.sizes)
-        # A second derivative must see each weight; a first one can use the block they lie in.
+        # A second derivative needs the graph of each weight; a first one can use the contiguous block.
         weight = torch.cat(parameters[:count]) if torch.is_grad_enabled() or joint.weight is None else joint.weight
         rows, needs = grad.flatten(0, -2), ctx.needs_input_grad
         grad_x = None
         if needs[0]:
-            # The weights are read where they lie, so it is for us to notice that somebody wrote to them since.
+            # The weights are not saved tensors, so autograd does not check their versions.
             if ctx.versions != [weight._version for weight in parameters[:count]]:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    "a projection's weight was written to between the forward and the backward"
+                    "a projection's weight was modified between the forward and the backward"
                 )
             grad_x = grad @ weight
         grad_weights: Sequence[Tensor | None] = [None] * count
@@ -170,6 +172,6 @@ class _Joint(torch.autograd.Function):
         return grad_x, None, *grad_weights, *grad_biases
 
 
-# `Function.apply` itself, without its look for leftovers of function transforms: `is_one_product` has ruled them out,
-# and at a few tokens the look takes longer than everything else here.
+# The C++ `apply`, without the Python wrapper's check for functorch transforms: `is_one_product` has ruled them out, and
+# at a few tokens the check takes longer than everything else here.
 _apply_joint = super(torch.autograd.Function, _Joint).apply

@@ -1,4 +1,4 @@
-"""Values of several kinds as plain dictionaries: a family of dataclasses, each found again by the name of its kind."""
+"""Registries of dataclasses that are serialised as dictionaries with a `kind`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Member = TypeVar("Member", bound=type)
 
 
 class Registry(Generic[T]):
-    """The dataclasses of one family by `kind`, and their way to dictionaries and back.
+    """Dataclasses of one family by `kind`, with conversion to and from dictionaries.
 
-    A field that holds None or a value of another family names that family: `field(metadata={"kinds": family})`.
+    A field whose value is None or belongs to another registry declares it: `field(metadata={"kinds": registry})`.
 
     >>> engines = Registry[Any]("an engine")
     >>> @engines.register("electric")
@@ -30,7 +30,7 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, noun: str) -> None:
-        self.noun = noun  # with its article, as the errors need it: "an engine"
+        self.noun = noun  # with its article, for error messages: "an engine"
         self._classes: dict[str, type] = {}
 
     @property
@@ -38,71 +38,71 @@ class Registry(Generic[T]):
         return tuple(self._classes)
 
     def register(self, kind: str) -> Callable[[Member], Member]:
-        """A decorator that enters a dataclass under the name of its kind."""
+        """Return a decorator that registers a dataclass as `kind`."""
 
-        def enter(member: Member) -> Member:
+        def decorate(member: Member) -> Member:
             if self._classes.get(kind, member) is not member:
                 raise OptionError(
-                    f"{self.noun} of kind {kind!r} is {self._classes[kind].__name__} already, "
-                    f"got {member.__name__}; give it another name"
+                    f"{self.noun} of kind {kind!r} is already registered as {self._classes[kind].__name__}, "
+                    f"got {member.__name__}; choose another name"
                 )
             self._classes[kind] = member
             return member
 
-        return enter
+        return decorate
 
     def kind_of(self, value: object) -> str:
         for kind, member in self._classes.items():
             if type(value) is member:
                 return kind
         raise OptionError(
-            f"{self.noun} is one of {', '.join(x.__name__ for x in self._classes.values())}; "
-            f"got {type(value).__name__}, which was never registered"
+            f"{self.noun} must be one of {', '.join(x.__name__ for x in self._classes.values())}; "
+            f"got {type(value).__name__}, which is not registered"
         )
 
     def to_dict(self, value: T) -> dict[str, Any]:
-        """`kind` and every field, those of nested values as dictionaries of their own."""
-        found: dict[str, Any] = {"kind": self.kind_of(value)}
+        """Return `kind` and every field; nested values become dictionaries."""
+        data: dict[str, Any] = {"kind": self.kind_of(value)}
         for field in dataclasses.fields(cast(Any, value)):
-            held = getattr(value, field.name)
-            family = field.metadata.get("kinds")
-            found[field.name] = held if held is None or family is None else family.to_dict(held)
-        return found
+            field_value = getattr(value, field.name)
+            registry = field.metadata.get("kinds")
+            data[field.name] = field_value if field_value is None or registry is None else registry.to_dict(field_value)
+        return data
 
-    def from_dict(self, found: Mapping[str, Any]) -> T:
-        """The value that `to_dict` describes; fields that are left out have their defaults."""
-        if not isinstance(found, Mapping) or "kind" not in found:
+    def from_dict(self, data: Mapping[str, Any]) -> T:
+        """Return the value described by `to_dict`; missing fields take their defaults."""
+        if not isinstance(data, Mapping) or "kind" not in data:
             known = f"kind is one of {', '.join(self.names)}"
-            raise OptionError(f"{self.noun} is described by a dictionary with its kind, got {found!r}; {known}")
-        kind = found["kind"]
+            raise OptionError(f"{self.noun} must be a dictionary with a kind, got {data!r}; {known}")
+        kind = data["kind"]
         member = self._classes.get(kind) if isinstance(kind, str) else None
         if member is None:
-            raise OptionError(f"{self.noun} is of kind {', '.join(self.names)}; got {kind!r}")
+            raise OptionError(f"the kind of {self.noun} must be one of {', '.join(self.names)}; got {kind!r}")
         fields = {field.name: field for field in dataclasses.fields(member)}
-        unknown = [name for name in found if name not in fields and name != "kind"]
+        unknown = [name for name in data if name not in fields and name != "kind"]
         if unknown:
             raise OptionError(
                 f"{self.noun} of kind {kind!r} has no field {', '.join(map(str, unknown))}; "
                 f"its fields are {', '.join(fields)}"
             )
-        needed = [name for name, field in fields.items() if _is_required(field) and name not in found]
-        if needed:
-            raise OptionError(f"{self.noun} of kind {kind!r} needs {', '.join(needed)}, got {found!r}")
+        missing = [name for name, field in fields.items() if _is_required(field) and name not in data]
+        if missing:
+            raise OptionError(f"{self.noun} of kind {kind!r} needs {', '.join(missing)}, got {data!r}")
         values = {}
-        for name, value in found.items():
-            family = None if name == "kind" else fields[name].metadata.get("kinds")
+        for name, value in data.items():
+            registry = None if name == "kind" else fields[name].metadata.get("kinds")
             if name != "kind":
-                values[name] = value if value is None or family is None else family.from_dict(value)
+                values[name] = value if value is None or registry is None else registry.from_dict(value)
         return cast(T, member(**values))
 
 
 def check_flags(value: object) -> None:
-    """Refuse what is not a boolean in the fields that are: a "false" read from a file would be true."""
+    """Raise unless boolean fields hold booleans: a "false" read from a file would be truthy."""
     for field in dataclasses.fields(cast(Any, value)):
-        held = getattr(value, field.name)
-        optional = field.type == "bool | None" and held is None
-        if field.type in ("bool", "bool | None") and not (isinstance(held, bool) or optional):
-            raise OptionError(f"{field.name} must be True or False, got {held!r}")
+        field_value = getattr(value, field.name)
+        optional = field.type == "bool | None" and field_value is None
+        if field.type in ("bool", "bool | None") and not (isinstance(field_value, bool) or optional):
+            raise OptionError(f"{field.name} must be True or False, got {field_value!r}")
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Steps that layers of every head arrangement take alike: their own mask, where tokens stand, what a cache holds."""
+"""Steps shared by all attention layers: masks, positions, head reshapes, decoding over a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallOptions:
-    """What a call asks of its attention beside the tensors and the mask."""
+    """Options of one attention call besides the tensors and the mask."""
 
     dropout: float
     seed: int | Tensor | None
@@ -38,12 +38,12 @@ class CallOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing that the decode kernels do not have."""
+        """True if the decode kernels support every option."""
         return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
 
 
-def keeps_cache(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A layer's `forward` that leaves its cache as it was where it raises, so that the call can be made again."""
+def restores_cache_on_error(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate a layer's `forward` to restore its cache when it raises, so that the call can be retried."""
 
     @functools.wraps(forward)
     def call(*tensors: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -56,11 +56,11 @@ def keeps_cache(forward: Callable[Arguments, Result]) -> Callable[Arguments, Res
     return call
 
 
-def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, given: Mask | None) -> Mask:
-    """The bias of a layer's positions, as far as `given`, the mask of its caller, says that tokens are apart."""
+def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, caller_mask: Mask | None) -> Mask:
+    """Return the bias of a layer's positions, up to the largest distance that `caller_mask` allows."""
     options: dict[str, Any] = {"device": like.device, "dtype": torch.float64 if like.dtype is torch.float64 else None}
-    if given is not None and given.placed is not None and isinstance(positions, BiasesByDistance):
-        options["max_distance"] = _max_distance(*given.placed)
+    if caller_mask is not None and caller_mask.placed is not None and isinstance(positions, BiasesByDistance):
+        options["max_distance"] = _max_distance(*caller_mask.placed)
     bias: Mask = positions(queries, span, **options)
     return bias
 
@@ -68,8 +68,8 @@ def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor
 def _max_distance(queries: Tensor, keys: Tensor) -> int:
     if not (is_readable(queries) and is_readable(keys)):
         raise OptionError(
-            "a bias by distance has to know how far stated positions are apart, got Mask.positions on "
-            f"{queries.device} that cannot be read without waiting or breaking a graph; state them on the CPU"
+            "a relative bias needs the largest distance between explicit positions, got Mask.positions on "
+            f"{queries.device} that cannot be read without a synchronisation or a graph break; pass them on the CPU"
         )
     if not queries.numel() or not keys.numel():
         return 0
@@ -77,39 +77,39 @@ def _max_distance(queries: Tensor, keys: Tensor) -> int:
     return max(last - first_key, last_key - first, 0)
 
 
-def own_mask(causal: bool, window: int | None) -> Mask | None:
-    """The mask of a layer that is causal or sees a window, whatever is given to its calls."""
+def layer_mask(causal: bool, window: int | None) -> Mask | None:
+    """Return the mask of a layer's `causal` and `window` options, None without either."""
     mask = Mask.causal() if causal else None
     if window is None:
         return mask
     if not causal:
         raise OptionError(
             f"window counts the keys up to the query, so it needs causal=True, got window {window} without it; "
-            "for a two-sided window give forward mask=Mask.window(left=, right=)"
+            "for a two-sided window pass mask=Mask.window(left=, right=) to forward"
         )
     return Mask.window(window)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """In the precision of the norm's own weight, which under autocast is not that of the heads."""
+def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Apply a norm in the dtype of its weight, which under autocast differs from that of the heads."""
     return norm(x.to(norm.get_parameter("weight").dtype)).to(x.dtype)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[batch, sequence, heads * dim] to [batch, heads, sequence, dim], without moving anything."""
-    if not x.numel():  # `view` cannot infer the last axis of nothing
+    """Return a view of [batch, sequence, heads * dim] as [batch, heads, sequence, dim]."""
+    if not x.numel():  # `view` cannot infer the last axis of an empty tensor
         return x.reshape(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)
     return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
 
 
 def first_position(cache: KVCache | None, queries: int, device: torch.device) -> int | Tensor:
-    """Where new tokens stand: behind what the cache holds, or at 0."""
+    """Return the position of the first new token: the length of the cache, or 0."""
     if cache is None or not cache.lengths:
         return 0
     return cache.next_positions(queries, device=device) if cache.is_ragged else cache.lengths[0]
 
 
-def decoded(
+def decode_over_cache(
     q: Tensor,
     view: CacheView,
     mask: Mask | None,
@@ -121,11 +121,11 @@ def decoded(
     storage: CacheArguments | None = None,
     key_heads: tuple[int, ...] | None = None,
 ) -> AttentionOutput | None:
-    """A few new tokens over the cache's own memory, or over a part of it; None where our kernels cannot serve it."""
-    held = (q, view.storage if storage is None else storage, view.num_keys)
+    """Attend over a cache's storage with the decode kernels; None where they do not apply."""
+    arguments = (q, view.storage if storage is None else storage, view.num_keys)
     if key_heads is not None:
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "statistics": statistics}
-        return uneven_cached_attention(*held, key_heads, mask=mask, **options)
-    if len(cached_reasons(*held, mask=mask, scale=scale, sinks=sinks)):
+        return uneven_cached_attention(*arguments, key_heads, mask=mask, **options)
+    if len(cached_reasons(*arguments, mask=mask, scale=scale, sinks=sinks)):
         return None
-    return cached_attention(*held, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=statistics)
+    return cached_attention(*arguments, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=statistics)

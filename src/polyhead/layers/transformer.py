@@ -1,4 +1,4 @@
-"""Small transformers made of our attention, so that tests, demos and experiments have a whole model to stand on."""
+"""Small transformer models built from polyhead's attention, for tests, demos and experiments."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _CACHES: dict[str, type[KVCache]] = {
 
 
 class _Trunk(nn.Module):
-    """Embedded tokens, blocks, and a last norm where the blocks' own come first.
+    """Token embedding, blocks, and a final norm where the blocks are pre-norm.
 
-    A position module is shared by all blocks; a function that makes one gives each block its own. Positions of the
-    kind that is added to the input are added once, to the embeddings.
+    A position module is shared by all blocks; a function that returns one is called for each block. Positions that
+    are added to the input are added once, to the embeddings.
     """
 
     block: type[Block]
@@ -56,21 +56,21 @@ class _Trunk(nn.Module):
     ) -> None:
         super().__init__()
         if num_layers < 1:
-            raise ShapeError(f"a model has at least one layer, got num_layers {num_layers}")
+            raise ShapeError(f"num_layers must be at least 1, got {num_layers}")
         shared = positions is None or isinstance(positions, Positions)
-        made = [positions if shared else cast(Callable[[], Positions], positions)() for _ in range(num_layers)]
-        self.positions = made[0] if isinstance(made[0], AddsToInput) else None
+        modules = [positions if shared else cast(Callable[[], Positions], positions)() for _ in range(num_layers)]
+        self.positions = modules[0] if isinstance(modules[0], AddsToInput) else None
         self.embedding = nn.Embedding(vocab_size, embed_dim)
-        nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)  # tied, it then gives logits of unit variance
+        nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)  # logits of unit variance when tied
         self.blocks = nn.ModuleList(
-            self.block(embed_dim, num_heads, positions=None if self.positions is not None else own, **options)
-            for own in made
+            self.block(embed_dim, num_heads, positions=None if self.positions is not None else module, **options)
+            for module in modules
         )
         first = cast(Block, self.blocks[0])
         self.norm = type(first.attention_norm)(embed_dim) if first.norm_first else nn.Identity()
 
     def embed(self, tokens: Tensor, positions: int | Tensor = 0) -> Tensor:
-        """[batch, sequence] to [batch, sequence, embed_dim], of unit variance before positions are added."""
+        """Embed tokens [batch, sequence] as [batch, sequence, embed_dim], of unit variance before positions."""
         if tokens.ndim != 2:
             raise ShapeError(f"tokens must be [batch, sequence], got shape {list(tokens.shape)}")
         if tokens.is_floating_point() or tokens.dtype is torch.bool:
@@ -80,7 +80,7 @@ class _Trunk(nn.Module):
 
 
 class Encoder(_Trunk):
-    """Tokens [batch, sequence] to vectors [batch, sequence, embed_dim] that have seen each other."""
+    """Bidirectional encoder: tokens [batch, sequence] to vectors [batch, sequence, embed_dim]."""
 
     block = EncoderBlock
 
@@ -92,11 +92,11 @@ class Encoder(_Trunk):
 
 
 class LanguageModel(_Trunk):
-    """A decoder-only model: tokens [batch, sequence] to logits [batch, sequence, vocab_size].
+    """Decoder-only language model: tokens [batch, sequence] to logits [batch, sequence, vocab_size].
 
-    `positions` is a module of `polyhead.layers.positions`, or a function that makes one for each block; further
+    `positions` is a module of `polyhead.layers.positions`, or a function that returns one for each block; further
     options are those of `DecoderBlock` and of `MultiHeadAttention`. With `source_dim` every block also attends to a
-    source. With `tie_embeddings` the token embedding is the output map as well.
+    source. With `tie_embeddings` the token embedding is also the output projection.
 
     >>> from polyhead.layers.positions import Rotary
     >>> model = LanguageModel(97, 32, 4, 2, num_kv_heads=2, positions=Rotary(8)).eval()
@@ -131,25 +131,28 @@ class LanguageModel(_Trunk):
         source: Tensor | Sequence[Memory] | None = None,
         source_lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
-        """Logits of the token after each of `tokens`.
+        """Return next-token logits, [batch, sequence, vocab_size].
 
         Args:
-            tokens: [batch, sequence]; with caches, the ones that follow those.
-            mask: besides the causal edge, as in `MultiHeadAttention`.
+            tokens: [batch, sequence]; with caches, the tokens that follow the cached ones.
+            mask: combined with the causal mask, as in `MultiHeadAttention`.
             caches: one for each block, from `new_caches`.
-            lengths: how many tokens of each sequence are real, the rest being padding on the right.
+            lengths: number of non-padding tokens of each sequence; padding is on the right.
             token_positions: as in `MultiHeadAttention`; left padding needs them where positions are absolute.
-            source: [batch, keys, source_dim], or what `remember` made of it; `source_lengths` of its keys are real.
+            source: [batch, keys, source_dim], or the memories returned by `remember`.
+            source_lengths: number of non-padding keys of each source.
         """
         if caches is not None and len(caches) != len(self.blocks):
-            raise OptionError(f"there must be one cache a block, got {len(caches)} for {len(self.blocks)} blocks")
+            raise OptionError(f"caches must have one cache per block, got {len(caches)} for {len(self.blocks)} blocks")
         batch, count = tokens.shape[0], tokens.shape[-1]
         if lengths is not None and caches is None:
             padding = Mask.lengths(lengths).to(tokens.device)
             mask, lengths = padding if mask is None else mask & padding, None
         source_mask = None
         if source_lengths is not None:
-            every = torch.full((batch,), count)  # said outright: equal lengths would be taken for the queries' as well
+            every = torch.full(
+                (batch,), count
+            )  # explicit, because with equal lengths queries would be padded like keys
             source_mask = Mask.lengths(source_lengths, queries=every).to(tokens.device)
         start: int | Tensor = 0
         if token_positions is not None:
@@ -162,30 +165,30 @@ class LanguageModel(_Trunk):
         ]
         options = {"mask": mask, "source_mask": source_mask, "lengths": lengths, "token_positions": token_positions}
         if caches is None:
-            for block, its_source in zip(self.blocks, sources, strict=True):
-                x = block(x, its_source, **options)
+            for block, block_source in zip(self.blocks, sources, strict=True):
+                x = block(x, block_source, **options)
         else:
-            with ExitStack() as failing:  # a block that raises leaves the caches of those before it as they were
+            with ExitStack() as restore:  # if a block raises, the caches of earlier blocks are restored
                 for cache in caches:
-                    failing.enter_context(cache.unchanged_on_failure())
-                for block, its_source, cache in zip(self.blocks, sources, caches, strict=True):
-                    x = block(x, its_source, cache=cache, **options)
+                    restore.enter_context(cache.unchanged_on_failure())
+                for block, block_source, cache in zip(self.blocks, sources, caches, strict=True):
+                    x = block(x, block_source, cache=cache, **options)
         return F.linear(self.norm(x), self.embedding.weight if self.output is None else self.output.weight)
 
     def remember(self, source: Tensor) -> list[Memory]:
-        """The source projected once for every block, to be given to `forward` many times."""
+        """Project a source once for every block, for repeated use in `forward`."""
         layers = [cast(DecoderBlock, block).cross_attention for block in self.blocks]
         if None in layers:
-            raise OptionError("only a model built with source_dim remembers a source, got one built without")
+            raise OptionError("remember requires a model built with source_dim, got one built without it")
         return [layer.remember(source) for layer in layers if layer is not None]
 
     def new_caches(
         self, kind: str | type[KVCache], batch_size: int, *, capacity: int | None = None, **options: Any
     ) -> list[KVCache]:
-        """One empty cache for each block: "growing", "preallocated", "rolling", "paged", "quantized", or a class.
+        """Return a cache per block: "growing", "preallocated", "rolling", "paged", "quantized" or a class.
 
-        `capacity` is in tokens, for the kinds that need one; a rolling cache takes the blocks' own window unless
-        `window` is given. `options` are the cache's own.
+        `capacity` is in tokens, for the kinds that need one; a rolling cache takes the blocks' window unless `window`
+        is given. `options` are passed to the cache's constructor.
         """
         build = _CACHES.get(kind) if isinstance(kind, str) else kind
         if build is None:
@@ -199,10 +202,10 @@ class LanguageModel(_Trunk):
         for block in self.blocks:
             attention = cast(DecoderBlock, block).attention
             weight, mask = attention.k_proj.weight, attention.mask
-            own = {"dtype": weight.dtype, "device": weight.device, **options}
+            cache_options = {"dtype": weight.dtype, "device": weight.device, **options}
             if issubclass(build, RollingCache) and mask is not None and mask.left is not None:
-                own.setdefault("window", mask.left + 1)
-            caches.append(build.for_layout(attention.layout, batch_size=batch_size, **own))
+                cache_options.setdefault("window", mask.left + 1)
+            caches.append(build.for_layout(attention.layout, batch_size=batch_size, **cache_options))
         return caches
 
     @torch.no_grad()
@@ -220,14 +223,15 @@ class LanguageModel(_Trunk):
         eos: int | None = None,
         **source: Any,
     ) -> Tensor:
-        """The tokens that follow each prompt, [batch, at most max_new_tokens].
+        """Generate a continuation of each prompt, [batch, at most max_new_tokens].
 
         Args:
-            tokens: prompts [batch, sequence], of which `lengths` are real; padding stands on the given `side`.
-            caches: a kind of cache, caches that may hold earlier tokens, or None to compute everything anew.
-            temperature: 0 takes the likeliest token; otherwise logits are divided by it and drawn from.
-            top_k: draw from so many of the likeliest.
-            eos: a token after which a sequence says nothing else; generation ends when all have said it.
+            tokens: prompts [batch, sequence].
+            lengths: number of non-padding tokens of each prompt; padding is on `side`.
+            caches: a kind of cache, caches that may contain earlier tokens, or None to recompute at every step.
+            temperature: 0 is greedy decoding; otherwise tokens are sampled from the softmax of logits / temperature.
+            top_k: sample from the top_k most likely tokens only.
+            eos: end-of-sequence token, repeated once a sequence has ended; generation stops when all have ended.
             source: `source` and `source_lengths`, as in `forward`.
         """
         if temperature < 0 or (top_k is not None and top_k < 1):
@@ -235,24 +239,24 @@ class LanguageModel(_Trunk):
         if side not in ("left", "right"):
             raise OptionError(f"side must be 'left' or 'right', got {side!r}")
         batch, width = tokens.shape
-        real = [width] * batch if lengths is None else list(lengths)
-        if len(real) != batch or not all(1 <= length <= width for length in real):
-            raise OptionError(f"lengths must give each of {batch} prompts 1 to {width} tokens, got {real}")
+        prompt_lengths = [width] * batch if lengths is None else list(lengths)
+        if len(prompt_lengths) != batch or not all(1 <= length <= width for length in prompt_lengths):
+            raise OptionError(f"lengths must be 1 to {width} for each of {batch} prompts, got {prompt_lengths}")
         rows, ends = (
             torch.arange(batch, device=tokens.device),
-            torch.tensor(real, dtype=torch.long, device=tokens.device),
+            torch.tensor(prompt_lengths, dtype=torch.long, device=tokens.device),
         )
         if side == "left":
             place = torch.arange(width, device=tokens.device) + (width - ends)[:, None]
-            tokens = tokens.gather(1, place % max(width, 1))  # each prompt moves to the front of its row
+            tokens = tokens.gather(1, place % max(width, 1))  # left padding becomes right padding
         if isinstance(caches, str):
             caches = self.new_caches(caches, batch, capacity=width + max_new_tokens)
-        block, padded = tokens, None if lengths is None else real
+        block, padded = tokens, None if lengths is None else prompt_lengths
         done = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
         new: list[Tensor] = []
         for _ in range(max_new_tokens):
             logits = self(block, caches=caches, lengths=padded, **source)[rows, ends - 1]
-            token = _choose(logits, temperature, top_k, generator)
+            token = _sample(logits, temperature, top_k, generator)
             if eos is not None:
                 token = torch.where(done, eos, token)
                 done = done | (token == eos)
@@ -267,21 +271,21 @@ class LanguageModel(_Trunk):
         return torch.stack(new, 1) if new else tokens[:, :0]
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """A token for each row of logits [batch, vocab_size]."""
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """Sample a token from each row of logits [batch, vocab_size]."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = torch.where(logits < least, -torch.inf, logits)
+        threshold = logits.topk(top_k).values[:, -1:]
+        logits = torch.where(logits < threshold, -torch.inf, logits)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
 class SequenceToSequence(nn.Module):
-    """An encoder of source tokens, and a language model of target tokens whose blocks attend to what it made of them.
+    """Encoder-decoder model: an `Encoder`, and a `LanguageModel` with cross-attention to its output.
 
-    Options are those of `Encoder` and `LanguageModel`; `target_positions` are the decoder's where it needs its own.
+    Options are those of `Encoder` and `LanguageModel`; `target_positions` are the decoder's where they differ.
 
     >>> model = SequenceToSequence(97, 89, 32, 4, 2).eval()
     >>> source = torch.randint(97, (3, 7))
@@ -325,14 +329,14 @@ class SequenceToSequence(nn.Module):
         source_lengths: Sequence[int] | Tensor | None = None,
         target_lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
-        """Logits [batch, targets, target_vocab_size] of the token after each of `target`; padding is on the right."""
+        """Return next-token logits [batch, targets, target_vocab_size]; padding is on the right."""
         logits: Tensor = self.decoder(
             target, lengths=target_lengths, source=self.encode(source, source_lengths), source_lengths=source_lengths
         )
         return logits
 
     def encode(self, source: Tensor, lengths: Sequence[int] | Tensor | None = None) -> Tensor:
-        """[batch, keys, embed_dim]."""
+        """Encode source tokens [batch, keys] as [batch, keys, embed_dim]."""
         mask = None if lengths is None else Mask.lengths(lengths).to(source.device)
         return cast(Tensor, self.encoder(source, mask))
 
@@ -346,7 +350,7 @@ class SequenceToSequence(nn.Module):
         source_lengths: Sequence[int] | Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Target tokens [batch, at most max_new_tokens] after the token `start`, as `LanguageModel.generate` does."""
+        """Generate target tokens from the token `start`; see `LanguageModel.generate`."""
         memories = self.decoder.remember(self.encode(source, source_lengths))
         first = torch.full((source.shape[0], 1), start, device=source.device)
         return self.decoder.generate(first, max_new_tokens, source=memories, source_lengths=source_lengths, **options)

@@ -179,7 +179,7 @@ def test_reorder_may_change_the_batch_size_and_reset_restores_it(kind: str) -> N
     key = cache.append(*block(5)).key.clone()
     cache.reorder([2, 2, 0, 1, 0])
     assert torch.equal(cache.view().key, key[[2, 2, 0, 1, 0]])
-    with pytest.raises(CacheError, match="holds a batch of 5, got a block of batch 3"):
+    with pytest.raises(CacheError, match="has a batch size of 5, got a block of batch 3"):
         cache.append(*block(1))
     assert cache.append(*block(1, batch=5)).key.shape[0] == 5
     cache.reset()
@@ -217,7 +217,7 @@ WRONG_BLOCKS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], str]] = {
         lambda: (torch.zeros(3, 2, 5), torch.zeros(3, 2, 1, 7)),
         r"key must be \[batch, kv_heads.*got shape \[3, 2, 5\]",
     ),
-    "batch": (lambda: block(1, batch=2), "holds a batch of 3, got a block of batch 2"),
+    "batch": (lambda: block(1, batch=2), "has a batch size of 3, got a block of batch 2"),
     "heads": (lambda: (torch.zeros(3, 6, 1, 5), torch.zeros(3, 6, 1, 7)), "holds num_kv_heads 2, got num_kv_heads 6"),
     "head_dim": (lambda: (torch.zeros(3, 2, 1, 6), torch.zeros(3, 2, 1, 7)), "holds head_dim 5, got head_dim 6"),
     "value_dim": (lambda: (torch.zeros(3, 2, 1, 5), torch.zeros(3, 2, 1, 5)), "holds value_dim 7, got value_dim 5"),
@@ -257,7 +257,7 @@ def test_a_tensor_with_gradient_is_taken_where_gradients_are_off(kind: str) -> N
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ([1, 2], "one number a sequence, got 2 for a batch of 3"),
+        ([1, 2], "one integer per sequence, got 2 for a batch of 3"),
         ([1, 4, 0], "between 0 and the block's 3 tokens, got 4 for sequence 1"),
         ([1, 2, -1], "got -1 for sequence 2"),
         ([1, 2.0, 1], "must be a list of integers"),
@@ -277,13 +277,13 @@ def test_crop_and_reorder_say_what_they_can_do(kind: str) -> None:
     cache.append(*block(5), lengths=[5, 3, 4])
     with pytest.raises(CacheError, match="sequence 1 can be cropped to between 0 and its 3 tokens, got 4"):
         cache.crop([4, 4, 4])
-    with pytest.raises(CacheError, match="one length or one a sequence, got 2 for a batch of 3"):
+    with pytest.raises(CacheError, match="one length or one per sequence, got 2 for a batch of 3"):
         cache.crop([4, 2])
     with pytest.raises(CacheError, match="crop length must be at least 0, got -1"):
         cache.crop(-1)
     with pytest.raises(CacheError, match="rows 0 to 2, got 3"):
         cache.reorder([0, 3])
-    with pytest.raises(CacheError, match=r"1-D and of int32 or int64, got torch.float32 of shape \[3\]"):
+    with pytest.raises(CacheError, match=r"1-D, int32 or int64, got torch.float32 of shape \[3\]"):
         cache.reorder(torch.zeros(3))
     cache.crop(4)
     assert cache.lengths == (4, 3, 4)
@@ -372,7 +372,7 @@ def test_a_growing_cache_gives_its_memory_back_on_reset_and_takes_another_layout
 def test_a_growing_cache_holds_to_what_its_constructor_was_told() -> None:
     with pytest.raises(CacheError, match="holds head_dim 11, got head_dim 5"):
         GrowingCache(head_dim=11).append(*block(1))
-    with pytest.raises(CacheError, match="holds a batch of 2, got a block of batch 3"):
+    with pytest.raises(CacheError, match="has a batch size of 2, got a block of batch 3"):
         GrowingCache(batch_size=2).append(*block(1))
 
 
@@ -405,7 +405,7 @@ def test_a_rolling_cache_goes_back_as_far_as_it_was_built_to() -> None:
     for rollback in (0, 3):
         cache = RollingCache(window=5, sinks=2, rollback=rollback, batch_size=1, **SIZES)
         cache.append(*block(31, batch=1))
-        with pytest.raises(CacheError, match=rf"back to {30 - rollback} tokens or to its first 2, got {29 - rollback}"):
+        with pytest.raises(CacheError, match=rf"back to {30 - rollback} tokens or its first 2, got {29 - rollback}"):
             cache.crop(29 - rollback)
         cache.crop(30 - rollback)
         assert cache.lengths == (30 - rollback,)

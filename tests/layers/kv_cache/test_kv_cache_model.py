@@ -153,7 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def crop_to(self, twin: Twin, argument: int | list[int], kept: list[int]) -> None:
         if not all(self.may_crop(sequence, length) for sequence, length in zip(twin.model, kept, strict=True)):
-            with pytest.raises(CacheError, match="can go back to"):
+            with pytest.raises(CacheError, match="can be cropped to"):
                 twin.cache.crop(argument)
             return
         twin.cache.crop(argument)

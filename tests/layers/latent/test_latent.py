@@ -301,7 +301,7 @@ def test_explain_prints_both_forms_and_the_reason() -> None:
     assert "-> expanded" in str(layer.explain(1, 100, form="expanded"))
     assert layer.explain(1, 100, form="expanded").reason == "form='expanded' was asked for"
     assert NOPE + VALUE == 2 * RANK
-    assert layer.explain(17).reason == "as many either way"
+    assert layer.explain(17).reason == "equal multiply-adds"
 
 
 def test_explain_says_who_reads_a_latent_cache() -> None:
@@ -408,7 +408,7 @@ def test_a_wrong_call_is_refused(x: Tensor) -> None:
         layer(x, x[..., :5])
     with pytest.raises(OptionError, match="form must be 'auto', 'expanded' or 'absorbed', got 'fast'"):
         layer(x, form="fast")
-    with pytest.raises(OptionError, match=r"without a cache use mask=Mask\.lengths"):
+    with pytest.raises(OptionError, match=r"without one use mask=Mask\.lengths"):
         layer(x, lengths=[3, 2, 1])
     with pytest.raises(OptionError, match=r"cache must be a polyhead\.KVCache, got dict"):
         layer(x, cache={})

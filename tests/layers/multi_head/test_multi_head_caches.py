@@ -241,11 +241,11 @@ def test_what_a_cache_cannot_be_used_for_is_refused(x: Tensor) -> None:
     layer = make()
     with pytest.raises(OptionError, match=r"for cross-attention use layer.remember\(key\) instead"):
         layer(x, x, cache=GrowingCache())
-    with pytest.raises(OptionError, match=r"without a cache use mask=Mask.lengths"):
+    with pytest.raises(OptionError, match=r"without one use mask=Mask.lengths"):
         layer(x, lengths=[1, 2, 3])
     with pytest.raises(CacheError, match="keeps no gradients, got a key that requires one"):
         layer(x, cache=GrowingCache())
-    with torch.no_grad(), pytest.raises(CacheError, match="holds a batch of 2, got a block of batch 3"):
+    with torch.no_grad(), pytest.raises(CacheError, match="has a batch size of 2, got a block of batch 3"):
         layer(x, cache=new_cache("preallocated", layer, batch=2))
     wrong = PreallocatedCache(capacity=31, batch_size=BATCH, num_kv_heads=3, head_dim=HEAD_DIM, dtype=DOUBLE)
     with torch.no_grad(), pytest.raises(CacheError, match="holds num_kv_heads 3, got num_kv_heads 2"):

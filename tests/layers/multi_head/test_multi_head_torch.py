@@ -109,22 +109,22 @@ def test_training_mode_and_dtype_come_along() -> None:
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
 def test_from_torch_refuses_what_has_no_counterpart(options: dict[str, bool]) -> None:
-    with pytest.raises(OptionError, match="add_bias_kv and add_zero_attn have no counterpart here; use polyhead"):
+    with pytest.raises(OptionError, match="add_bias_kv and add_zero_attn are not supported; use polyhead"):
         MultiHeadAttention.from_torch(nn.MultiheadAttention(EMBED, HEADS, **options))
 
 
 NO_COUNTERPART: dict[str, tuple[dict[str, Any], str]] = {
-    "grouped heads": ({"num_kv_heads": 1}, "a head layout of its own"),
-    "a head_dim": ({"head_dim": 7}, "a head layout of its own"),
-    "a value_dim": ({"value_dim": 7}, "a head layout of its own"),
+    "grouped heads": ({"num_kv_heads": 1}, "this head layout"),
+    "a head_dim": ({"head_dim": 7}, "this head layout"),
+    "a value_dim": ({"value_dim": 7}, "this head layout"),
     "positions": ({"positions": Rotary(6)}, "positions"),
-    "causal": ({"causal": True}, "a mask of its own"),
+    "causal": ({"causal": True}, "causal or window"),
     "qk_norm": ({"qk_norm": "rms"}, "qk_norm"),
     "output_gate": ({"output_gate": "head"}, "an output gate"),
     "softcap": ({"softcap": 3.0}, "softcap"),
     "scale": ({"scale": 0.5}, "a scale"),
     "sinks": ({"sinks": True}, "sinks"),
-    "one-sided bias": ({"output_bias": False}, "a bias on one side only"),
+    "one-sided bias": ({"output_bias": False}, "a bias in only some of the projections"),
 }
 
 
@@ -138,5 +138,5 @@ def test_to_torch_refuses_what_has_no_counterpart(case: str) -> None:
 def test_to_torch_names_everything_that_has_no_counterpart() -> None:
     layer = MultiHeadAttention(EMBED, HEADS, causal=True, sinks=True)
     layer.head_gate = torch.ones(HEADS)
-    with pytest.raises(OptionError, match="no counterpart for a mask of its own, sinks, a head_gate"):
+    with pytest.raises(OptionError, match="no counterpart for causal or window, sinks, a head_gate"):
         layer.to_torch()

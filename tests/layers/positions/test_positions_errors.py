@@ -76,7 +76,7 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         "dynamic scaling without a length",
         lambda: Rotary(26, scaling=DynamicNTKScaling(2.0, 7))(X, torch.arange(19)),
         OptionError,
-        r"needs the current length beside a tensor of positions, got length=None; pass length=",
+        r"needs the current length with a tensor of positions, got length=None; pass length=",
     ),
     (
         "a rotation of one token for many",
@@ -128,7 +128,7 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         "short max_distance",
         lambda: T5Bias(5, max_distance=8),
         OptionError,
-        r"exceed the 8 distances that 32 buckets keep apart, got 8",
+        r"exceed the 8 distances that have their own of 32 buckets, got 8",
     ),
     ("zero alpha", lambda: QuadraticRelative1D(5, alpha=0.0), OptionError, r"alpha must be positive.* got 0.0"),
     ("negative spread", lambda: QuadraticRelative1D(5, center_std=-1), OptionError, r"at least 0 and finite, got -1"),
@@ -136,13 +136,13 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         "too few shifts",
         lambda: QuadraticRelative1D(5).attend_to([1, 2]),
         ShapeError,
-        r"one shift of 1 numbers for each of the 5 heads, got 2 of 1",
+        r"a shift of 1 numbers for each of the 5 heads, got 2 of 1",
     ),
     (
         "flat shifts for a grid",
         lambda: QuadraticRelative2D(5, 3, 4).attend_to([1, 2, 3, 4, 5]),
         ShapeError,
-        r"one shift of 2 numbers for each of the 5 heads, got 5 of 1",
+        r"a shift of 2 numbers for each of the 5 heads, got 5 of 1",
     ),
     ("empty grid", lambda: QuadraticRelative2D(5, 0, 4), ShapeError, r"height must be a positive integer, got 0"),
     (

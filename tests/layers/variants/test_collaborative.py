@@ -309,7 +309,7 @@ def test_it_compiles_in_one_graph() -> None:
         ({"shared_dim": 0}, ShapeError, "shared_dim must be positive, got 0"),
         ({"num_kv_heads": 2}, OptionError, "one key and as many values as heads, got num_kv_heads 2"),
         ({"key_heads": (0, 0, 0, 0, 0, 1)}, OptionError, "leave both out"),
-        ({"qk_norm": "layer"}, OptionError, "a norm would undo.*'layer'"),
+        ({"qk_norm": "layer"}, OptionError, "do not support qk_norm.*'layer'"),
     ],
 )
 def test_a_wrong_option_is_refused_by_layer_and_config(
@@ -327,7 +327,7 @@ def test_what_has_no_counterpart_is_refused() -> None:
     with pytest.raises(OptionError, match="a head's own output matrix exists where every head has queries and keys"):
         _ = layer.heads
     for options, words in (({"positions": Rotary(4)}, "rotary positions"), ({"qk_norm": "rms"}, "qk_norm")):
-        with pytest.raises(OptionError, match=f"cannot stand for those of a layer with {words}"):
+        with pytest.raises(OptionError, match=f"does not support a layer with {words}"):
             CollaborativeAttention.from_multi_head(MultiHeadAttention(24, 6, **options))
     with pytest.raises(OptionError, match="takes a plain MultiHeadAttention, got CollaborativeAttention"):
         CollaborativeAttention.from_multi_head(layer)

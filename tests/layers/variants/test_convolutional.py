@@ -261,12 +261,12 @@ QUADRATIC = QuadraticRelative1DConfig()
     [
         ({"positions": None}, OptionError, "or QuadraticRelative2D, got positions None"),
         ({"positions": RotaryConfig()}, OptionError, "got positions Rotary"),
-        ({"value_dim": None}, ShapeError, "at least 6 channels, got value_dim 2; give value_dim=6"),
+        ({"value_dim": None}, ShapeError, "at least 6, got 2; use value_dim=6"),
         ({"num_kv_heads": 1}, ShapeError, "each of its 3 taps, got 3 heads and 1 of values"),
         ({"causal": True}, OptionError, "with a mask of its own; leave it out"),
         ({"output_gate": "head"}, OptionError, "with an output gate; leave it out"),
         ({"key_input_dim": 5, "value_input_dim": 6}, ShapeError, r"6 wide, got \(6, 5, 6\)"),
-        ({"positions": QuadraticRelative2DConfig(2, 3)}, ShapeError, r"K \* K taps .* got 3 heads; give 1 or 4"),
+        ({"positions": QuadraticRelative2DConfig(2, 3)}, ShapeError, r"K \* K taps .* got 3 heads; use 1 or 4"),
         ({"init": "zeros"}, OptionError, "init must be 'xavier' or 'conv', got 'zeros'"),
         ({"init": None}, OptionError, "init must be 'xavier' or 'conv', got None"),
     ],
@@ -319,16 +319,16 @@ def test_a_layer_of_ones_own_is_set_in_place() -> None:
 @pytest.mark.parametrize(
     ("conv", "options", "error", "words"),
     [
-        (lambda: nn.Linear(3, 3), {}, OptionError, "made of a Conv1d or a Conv2d, got Linear"),
-        (lambda: line(4, 6), {"value_dim": 3}, ShapeError, "at least 4 channels, got value_dim 3"),
-        (lambda: plane(6, 5), {"value_dim": 4, "grid": GRID}, ShapeError, "at least 5 channels, got value_dim 4"),
-        (lambda: line(4, 4, padding=0, stride=2), {}, OptionError, r"without stride.*got stride \(2,\)"),
+        (lambda: nn.Linear(3, 3), {}, OptionError, "take a Conv1d or a Conv2d, got Linear"),
+        (lambda: line(4, 6), {"value_dim": 3}, ShapeError, "at least 4, got 3"),
+        (lambda: plane(6, 5), {"value_dim": 4, "grid": GRID}, ShapeError, "at least 5, got 4"),
+        (lambda: line(4, 4, padding=0, stride=2), {}, OptionError, r"require stride 1.*got stride \(2,\)"),
         (lambda: line(4, 4, groups=2), {}, OptionError, "one group, got stride .* and groups 2"),
         (lambda: line(4, 4, 5, padding=1), {}, OptionError, r"padding must be 2 on either side.*got \(1,\)"),
         (lambda: line(4, 4, 4, padding=1), {}, OptionError, r"padding must be 1\.5 on either side"),
         (lambda: line(4, 4, padding="valid"), {}, OptionError, "got 'valid'"),
         (lambda: line(4, 4, padding_mode="circular"), {}, OptionError, "'replicate' or 'zeros', got 'circular'"),
-        (lambda: plane(4, 4), {}, OptionError, "give grid="),
+        (lambda: plane(4, 4), {}, OptionError, "pass grid="),
         (lambda: line(4, 4), {"outside": "wrap"}, OptionError, "outside must be 'nearest' or 'sink', got 'wrap'"),
         (lambda: line(4, 4), {"grid": GRID}, OptionError, "leave it out"),
         (lambda: line(4, 4), {"sharpness": 0.0}, OptionError, r"sharpness must be positive"),
@@ -373,7 +373,7 @@ UNFIT: dict[str, tuple[Any, type[Exception], str]] = {
     "heads": (lambda: made(num_heads=2, positions=LINE(2)), ShapeError, "each of its 3 taps, got 2 heads"),
     "shared values": (lambda: made(num_kv_heads=1), ShapeError, "got 3 heads and 1 of values"),
     "width": (lambda: made(embed_dim=9), ShapeError, "needs a layer 6 wide, got 9"),
-    "narrow values": (lambda: made(value_dim=5), ShapeError, "got value_dim 5; give value_dim=6"),
+    "narrow values": (lambda: made(value_dim=5), ShapeError, "got 5; use value_dim=6"),
     "gate": (lambda: made(output_gate="channel"), OptionError, "with an output gate"),
     "head_gate": (lambda: replaced("head_gate", torch.ones(3)), OptionError, "with a head_gate"),
     "window": (lambda: made(causal=True, window=5), OptionError, "with a mask of its own"),
@@ -407,7 +407,7 @@ def test_a_convolution_that_does_not_fit_leaves_the_layer_as_it_was() -> None:
     layer = made()
     before = [x.detach().clone() for x in layer.parameters()]
     fitting = nn.Conv1d(6, 6, 3, padding=1, **REPLICATE)
-    with pytest.raises(OptionError, match="made of a Conv1d or a Conv2d, got Conv3d"):
+    with pytest.raises(OptionError, match="take a Conv1d or a Conv2d, got Conv3d"):
         set_convolution(layer, nn.Conv3d(6, 6, 3))
     with pytest.raises(OptionError, match="sharpness must be positive"):
         set_convolution(layer, fitting, sharpness=-1.0)
@@ -415,7 +415,7 @@ def test_a_convolution_that_does_not_fit_leaves_the_layer_as_it_was() -> None:
         set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1, padding_mode="circular"))
     with pytest.raises(OptionError, match="outside='sink' takes a layer with learned sinks, got one without"):
         set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1))
-    with pytest.raises(DeviceError, match="meta device has no numbers"):
+    with pytest.raises(DeviceError, match="got one on the meta device"):
         set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1, device="meta", **REPLICATE))
     assert all(torch.equal(now, then) for now, then in zip(layer.parameters(), before, strict=True))
     set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1), outside="nearest")  # in the interior alone, as asked for

@@ -361,7 +361,7 @@ def test_lambda_starts_by_the_layer() -> None:
     ("options", "error", "words"),
     [
         ({"head_dim": 7}, ShapeError, "head_dim must be even, a half for each of the two maps, got 7"),
-        ({"layer_index": -1}, OptionError, "layer_index must count the layers before this one.*got -1"),
+        ({"layer_index": -1}, OptionError, "layer_index must be an integer.*got -1"),
         ({"norm_eps": 0.0}, OptionError, "norm_eps must be positive"),
         ({"qk_norm": "rms"}, OptionError, "share no norm of queries and keys, got 'rms'"),
     ],
@@ -376,9 +376,9 @@ def test_a_wrong_option_is_refused_by_layer_and_config(
 
 def test_what_has_no_counterpart_is_refused() -> None:
     layer = DifferentialAttention(24, 6)
-    with pytest.raises(OptionError, match="no counterpart for differential heads"):
+    with pytest.raises(OptionError, match="no equivalent of differential heads"):
         layer.to_torch()
-    with pytest.raises(OptionError, match="no counterpart for differential heads"):
+    with pytest.raises(OptionError, match="no equivalent of differential heads"):
         DifferentialAttention.from_torch(torch.nn.MultiheadAttention(24, 6, batch_first=True))
     with pytest.raises(ShapeError, match=r"Rotary\(head_dim=4\) for a head_dim of 2"):
         DifferentialAttention(24, 6, positions=Rotary(4))

@@ -225,9 +225,9 @@ def test_usual_heads_have_exactly_the_weights_of_plain_attention_and_a_known_wid
 
 
 def test_a_width_that_leaves_no_hidden_channel_is_refused() -> None:
-    with pytest.raises(ShapeError, match=r"= 2304 weights, got 2304 in .* with num_groups 1; give hidden_dim"):
+    with pytest.raises(ShapeError, match=r"= 2304 weights, got 2304 in .* with num_groups 1; pass hidden_dim"):
         GroupedHeads(24, 6, num_groups=1)
-    with pytest.raises(ShapeError, match=r"with num_groups 6; give hidden_dim"):
+    with pytest.raises(ShapeError, match=r"with num_groups 6; pass hidden_dim"):
         GroupedHeads(24, 6, num_groups=6, head_dim=50)
     assert GroupedHeads(24, 6, num_groups=1, hidden_dim=5).hidden_dim == 5
 

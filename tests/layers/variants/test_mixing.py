@@ -173,7 +173,7 @@ def test_who_looked_at_whom_can_be_asked(row_attention: Any, x: Tensor) -> None:
     values = rows if row_attention == "plain" else layer.combine.row_v_proj(rows)
     close(result.weights @ values, result.output)
     close(result.output.flatten(2), layer.combine(torch.stack(heads_of(layer, x), 2)))
-    with pytest.raises(OptionError, match="rows do not attend to one another, got row_attention None"):
+    with pytest.raises(OptionError, match="requires row_attention, got a layer with row_attention None"):
         make(row_attention=None).combine.attend(rows)
 
 

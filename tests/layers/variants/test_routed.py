@@ -291,9 +291,9 @@ def test_under_autocast_the_products_are_those_of_the_lower_dtype():
     ("options", "error", "words"),
     [
         ({"top_k": 2, "shape": "half"}, OptionError, "shape must be 'shared' or 'full', got 'half'"),
-        ({"top_k": 2, "sinks": True}, OptionError, "sinks belong to heads.*use shape 'full'"),
-        ({"top_k": 2, "shape": "full", "dropout": 0.1}, OptionError, "no dropout, got 0.1 with shape 'full'"),
-        ({"top_p": 0.5, "dropout": 0.1}, OptionError, "no dropout, got 0.1 with shape 'shared' and a number"),
+        ({"top_k": 2, "sinks": True}, OptionError, "does not support sinks.*use shape 'full'"),
+        ({"top_k": 2, "shape": "full", "dropout": 0.1}, OptionError, "got dropout 0.1 with shape 'full'"),
+        ({"top_p": 0.5, "dropout": 0.1}, OptionError, "got dropout 0.1 with shape 'shared' and a varying number"),
         ({"top_k": 2, "positions": ALiBi(HEADS)}, OptionError, "got positions ALiBi with shape 'shared'"),
         ({"top_k": 2, "shape": "full", "num_kv_heads": 4}, ShapeError, "multiple of num_kv_heads, got 6 and 4"),
         ({"top_k": 2, "num_kv_heads": 0}, ShapeError, "num_kv_heads must be positive, got 0"),
@@ -307,17 +307,17 @@ def test_options_that_do_not_go_together_are_refused(options, error, words):
 
 def test_calls_that_cannot_be_served_are_refused():
     layer, full, x = make({"top_k": 2}), make({"shape": "full", "top_k": 2}), tokens()
-    with pytest.raises(OptionError, match=r"weights are written down for shape 'shared'.*got shape 'full'"):
+    with pytest.raises(OptionError, match=r"weights require shape 'shared'.*got shape 'full'"):
         full(x, weights=True)
-    with pytest.raises(OptionError, match="with a number for each token"):
+    with pytest.raises(OptionError, match="with a varying number of heads"):
         make({"top_p": 0.5})(x, weights=True)
-    with pytest.raises(MaskError, match="must be the same for all of them"):
+    with pytest.raises(MaskError, match="must be the same for all heads"):
         layer(x, mask=Mask.dense(torch.ones(1, 2, LENGTH, LENGTH, dtype=torch.bool)))
     with pytest.raises(ShapeError, match=r"3 x 11 tokens over 6 heads, got heads \[3, 7, 6\]"):
         layer(x, routing=Routing.every_head(BATCH, 7, HEADS, x))
     with pytest.raises(ShapeError, match="over 5 heads"):
         layer(x, routing=Routing.every_head(BATCH, LENGTH, 5, x))
-    with pytest.raises(OptionError, match="lengths say which new tokens a cache is to keep"):
+    with pytest.raises(OptionError, match="lengths require a cache"):
         layer(x, lengths=[1, 2, 3])
     with pytest.raises(ShapeError, match=rf"query must be \[batch, sequence, {EMBED}\]"):
         layer(x[0])
@@ -333,7 +333,7 @@ def test_a_source_of_another_batch_is_refused_before_anything_is_computed(option
         source = torch.randn(batch, 7, EMBED, dtype=DOUBLE)
         with pytest.raises(ShapeError, match=f"must have one batch size, got 3, {batch} and {batch}"):
             layer(x, source)
-        with pytest.raises(ShapeError, match=f"query and memory must have one batch size, got 3 and {batch}"):
+        with pytest.raises(ShapeError, match=f"query and memory must have the same batch size, got 3 and {batch}"):
             layer(x, layer.remember(source))
     with pytest.raises(DtypeError, match=r"key must be a tensor .*, got list"):
         layer(x, [x])
@@ -369,7 +369,7 @@ def changed(tensor: Tensor, value: int) -> Tensor:
     [
         ({"heads": 0}, OptionError, r"routing must be a .*Routing, such as .*, got dict"),
         (altered(heads=None), DtypeError, "heads of a routing must be a tensor, got NoneType"),
-        (altered(heads=altered().weights), DtypeError, r"are indices, torch\.int64, got torch\.float64"),
+        (altered(heads=altered().weights), DtypeError, r"must be torch\.int64 indices, got torch\.float64"),
         (altered(weights=altered().heads), DtypeError, "weights of a routing must be floating point"),
         (altered(heads=torch.tensor(0)), ShapeError, r"3 x 11 tokens over 6 heads, got heads \[\]"),
         (altered(heads=altered().heads[..., :0], weights=altered().weights[..., :0]), ShapeError, "of 0 slots"),
@@ -377,9 +377,9 @@ def changed(tensor: Tensor, value: int) -> Tensor:
         (
             altered(heads=torch.zeros(BATCH, LENGTH, 7, dtype=torch.int64), weights=torch.ones(BATCH, LENGTH, 7)),
             ShapeError,
-            "slots for 1 to 6 heads, got a routing of 7 slots",
+            "1 to 6 slots per token, got 7",
         ),
-        (altered(heads=altered().heads + 5), OptionError, "must be 0 to 5, also in slots .* got 5 to 6"),
+        (altered(heads=altered().heads + 5), OptionError, "must be 0 to 5, also in unused slots, got 5 to 6"),
         (altered(heads=altered().heads - 1), OptionError, "got -1 to 0"),
         (altered(heads=changed(altered().heads, 3)), OptionError, "head 3 twice for token 4 of sequence 1"),
         (altered(counts=[2]), DtypeError, "counts of a routing must be a tensor, got list"),
@@ -410,5 +410,5 @@ def test_slots_that_are_not_used_may_name_any_head(kind):
 def test_a_checkpoint_of_another_layout_is_refused_before_a_weight_is_touched():
     layer, other = make({"top_k": 2, "num_kv_heads": 2}), make({"top_k": 2, "head_dim": 10, "num_kv_heads": 1})
     assert layer.query_weight.shape == other.query_weight.shape
-    with pytest.raises(CheckpointError, match="another head layout"):
+    with pytest.raises(CheckpointError, match="a different head layout"):
         layer.load_state_dict(other.state_dict())

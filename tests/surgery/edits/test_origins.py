@@ -210,9 +210,9 @@ def test_origins_that_are_not_of_the_layers_heads_are_refused(tmp_path):
     (path,) = manifest["origins"]
     for wrong, words in (
         ({"heads": [[0], [2]], "total": 4}, "must be of all heads"),
-        ({"heads": [[0], [2], [2]], "total": 4}, "name each of the heads 0 to 3 once at most"),
-        ({"heads": [[0], [2], [7]], "total": 4}, "name each of the heads"),
-        ({"heads": 3, "total": 4}, "origins have heads"),
+        ({"heads": [[0], [2], [2]], "total": 4}, "use each head of 0 to 3 at most once"),
+        ({"heads": [[0], [2], [7]], "total": 4}, "use each head of"),
+        ({"heads": 3, "total": 4}, "origins must have heads"),
     ):
         manifest["origins"][path] = wrong
         content = {name: value for name, value in manifest.items() if name != "digest"}

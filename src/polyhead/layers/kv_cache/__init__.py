@@ -1,4 +1,4 @@
-"""Key/value caches for generation: growing, preallocated, rolling, paged and quantised, behind one interface."""
+"""KV caches for generation: growing, preallocated, rolling, paged, quantised and latent."""
 
 from __future__ import annotations
 

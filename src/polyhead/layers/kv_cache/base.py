@@ -1,4 +1,4 @@
-"""What every key/value cache promises, so that a layer can generate with any of them without knowing which it holds."""
+"""Interface of KV caches, common to all kinds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from polyhead.ops.decode.fused import CacheArguments
 
 
 class CacheView:
-    """The keys and values to attend to, and what a mask must add so that they line up with the queries.
+    """Keys and values to attend to, and the mask that aligns them with the queries.
 
-    `key` is [batch, kv_heads, num_keys, head_dim], `value` [batch, kv_heads, num_keys, value_dim]. `storage` says where
-    they lie in the cache's memory, for kernels that read them there; a cache that holds them in another form (pages,
-    int8) puts `key` and `value` together when one of them is first asked for. All of this may be windows into the
-    cache's own memory: read it before the next call that changes the cache, and never write to it.
-    `mask` is None where attention lines up by itself (the last query stands beside the last key).
-    `new_lengths` counts the real tokens of the block just appended, sequence by sequence; a plain `view()` has none.
+    `key` is [batch, kv_heads, num_keys, head_dim], `value` [batch, kv_heads, num_keys, value_dim]. `storage` describes
+    the cache's memory for kernels that read it directly; a cache with another storage format (pages, int8) materialises
+    `key` and `value` on first access. All of them may be views of the cache's memory: read them before the next call
+    that changes the cache, and never write to them.
+    `mask` is None where the default alignment is correct (the last query is aligned with the last key).
+    `new_lengths` is the number of non-padding tokens of each sequence in the block just appended; None for `view()`.
     """
 
     __slots__ = ("_cache", "_stored", "_tensors", "lengths", "mask", "new_lengths", "num_keys")
@@ -52,37 +52,37 @@ class CacheView:
 
     @property
     def key(self) -> Tensor:
-        return self._together()[0]
+        return self._materialise()[0]
 
     @property
     def value(self) -> Tensor:
-        return self._together()[1]
+        return self._materialise()[1]
 
-    def _together(self) -> tuple[Tensor, Tensor]:
+    def _materialise(self) -> tuple[Tensor, Tensor]:
         if self._tensors is None:
             self._tensors = self._cache._read(self._stored, self.num_keys)
         return self._tensors
 
     def masked(self, mask: Mask | None) -> Mask | None:
-        """`mask` with what this view adds to it."""
+        """Return the conjunction of `mask` and the view's mask."""
         if mask is None or self.mask is None:
             return self.mask if mask is None else mask
         return mask & self.mask
 
 
 class KVCache(ABC):
-    """The keys and values of the tokens one attention layer has seen.
+    """Keys and values of the past tokens of one attention layer.
 
     Keys and values are [batch, kv_heads, tokens, dim], as attention takes them (after rotary positions). All
-    bookkeeping is in Python integers, so no call waits for a device. Where a call raises, the cache is unchanged.
-    Caches are for inference: tensors that require a gradient are refused while gradients are recorded.
+    bookkeeping is in Python integers, so no call synchronises with a device. If a call raises, the cache is unchanged.
+    Caches are for inference: tensors that require a gradient raise while gradients are enabled.
     """
 
     def __init__(self, batch_size: int | None, layout: TokenLayout | None) -> None:
         self._layout = layout
         self._built_batch = None if batch_size is None else count("batch_size", batch_size)
         self._lengths: tuple[int, ...] = (0,) * (self._built_batch or 0)
-        self._width = 0  # the longest sequence; kept apart from the lengths, because an empty batch has none
+        self._width = 0  # the longest sequence; stored separately, because an empty batch has no lengths
 
     @classmethod
     def for_layout(
@@ -94,8 +94,8 @@ class KVCache(ABC):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> Self:
-        """A cache for a layer of this head layout; `options` are the cache's own (capacity, window, num_pages, ...)."""
-        build: Any = cls  # each kind has its own constructor
+        """Build a cache for a head layout; `options` are those of the class (capacity, window, ...)."""
+        build: Any = cls  # constructors differ between the classes
         cache: Self = build(
             batch_size=batch_size,
             num_kv_heads=layout.num_kv_heads,
@@ -107,11 +107,11 @@ class KVCache(ABC):
         )
         return cache
 
-    # ---- what is in it
+    # ---- contents
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens seen so far, sequence by sequence, the ones a rolling cache has dropped included."""
+        """Number of tokens appended to each sequence, including those that a rolling cache has dropped."""
         return self._lengths
 
     @property
@@ -120,50 +120,52 @@ class KVCache(ABC):
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the sequences differ in length."""
+        """True if the sequences differ in length."""
         return not all_equal(self._lengths)
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory this cache holds."""
+        """Bytes of memory used by this cache."""
 
     def next_positions(self, num_tokens: int, *, device: torch.device | str | None = None) -> Tensor:
-        """The absolute positions that the next `num_tokens` tokens will take, [batch, num_tokens], or [1, num_tokens]
-        where all sequences agree: what rotary and learned positions need before `append`."""
+        """Return the positions of the next tokens, [batch, num_tokens], or [1, num_tokens] if not ragged.
+
+        Rotary and learned positions need them before `append`.
+        """
         if device is None and self._layout is not None:
             device = self._layout.device
         if not self.is_ragged:
             return torch.arange(self._width, self._width + num_tokens, device=device)[None]
         return integers(self._lengths, device)[:, None] + torch.arange(num_tokens, device=device)
 
-    # ---- what one does with it
+    # ---- operations
 
     def append(self, key: Tensor, value: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> CacheView:
-        """Add a block of new tokens and return what their queries attend to.
+        """Append a block of new tokens and return the view that their queries attend to.
 
-        `lengths` says how many tokens of the block are real in each sequence, where it is padded on the right; the
-        padding takes no room. Give Python integers (or a CPU tensor), so that nothing waits for a device.
+        `lengths` is the number of non-padding tokens of each sequence in a block padded on the right; padding is not
+        stored. It must be Python integers or a CPU tensor, to avoid a device synchronisation.
         """
         layout = self._checked_layout(key, value)
         new_lengths = self._checked_lengths(lengths, key.shape[0], key.shape[2])
         return self._append(key, value, new_lengths, layout)
 
     def view(self) -> CacheView:
-        """Everything in the cache, for queries that are no part of the sequences (cross-attention over cached keys).
+        """Return a view of the whole cache, for queries outside the sequences (cross-attention).
 
-        The mask hides empty slots and knows no queries, so it aligns no causal mask; `append` returns one that does.
+        Its mask covers empty slots only and does not align a causal mask; the one returned by `append` does.
         """
         return self._view(self._stored(), self._occupied_mask())
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
-        """Row b becomes what row `index[b]` was (beam search). The batch size becomes the length of the index.
+        """Replace row b by row `index[b]` (beam search). The batch size becomes the length of the index.
 
-        A tensor on a device is used there unless the rows must be known to Python (sequences of different lengths, a
-        paged cache); then it is read back, the one place where a cache waits. Indices on a device are not checked.
+        A device tensor is used without a synchronisation unless the rows are needed on the host (ragged sequences, a
+        paged cache); this is the only synchronisation of a cache. Indices on a device are not checked.
         """
         if self._layout is None:
-            raise CacheError("a cache can be reordered once it holds a batch, got reorder before the first append")
+            raise CacheError("reorder requires a batch in the cache, got reorder before the first append")
         rows, where = self._checked_index(index)
         self._reorder(rows, where)
         size = where.shape[0] if rows is None else len(rows)
@@ -171,24 +173,24 @@ class KVCache(ABC):
         self._width = longest(self._lengths, otherwise=self._width)
 
     def crop(self, length: int | Sequence[int]) -> None:
-        """Forget the tokens after the first `length` of each sequence (speculative decoding rolling back).
+        """Drop the tokens after the first `length` of each sequence (rollback in speculative decoding).
 
-        A single number is a maximum: shorter sequences stay as they are. A list has one number a sequence, none
-        above what that sequence holds.
+        A single integer is a maximum: shorter sequences are unchanged. A list has one integer per sequence, at most
+        that sequence's length.
         """
         if isinstance(length, int):
             width = min(count("crop length", length), self._width)
-            kept = tuple(min(length, old) for old in self._lengths)
+            new_lengths = tuple(min(length, old) for old in self._lengths)
         else:
-            kept = self._checked_crop(length)
+            new_lengths = self._checked_crop(length)
             width = self._width
-        self._crop(kept)
-        self._lengths = kept
-        self._width = longest(kept, otherwise=width)
+        self._crop(new_lengths)
+        self._lengths = new_lengths
+        self._width = longest(new_lengths, otherwise=width)
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
-        """Take back what was appended inside the block if the block raises, as where an attention after it fails."""
+        """Undo appends made inside the `with` block if it raises, e.g. when the following attention fails."""
         lengths, width, was_built = self._lengths, self._width, self._layout is not None
         try:
             yield
@@ -196,50 +198,50 @@ class KVCache(ABC):
             if not was_built:
                 self.reset()
             elif (self._lengths, self._width) != (lengths, width):
-                self._take_back(lengths)
+                self._undo_append(lengths)
                 self._lengths, self._width = lengths, width
             raise
 
     @abstractmethod
     def fork(self) -> Self:
-        """An independent copy: what happens to one never shows in the other."""
+        """Return an independent copy."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget every token; the cache is as it was built."""
+        """Drop all tokens and return to the state after construction."""
 
-    # ---- what a kind of cache provides
+    # ---- implemented by subclasses
 
     @abstractmethod
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView: ...
 
     @abstractmethod
     def _stored(self) -> tuple[Tensor, ...]:
-        """The memory that holds the keys and values up to the longest sequence."""
+        """Return the storage tensors of keys and values, up to the longest sequence."""
 
     def _describe(self, stored: tuple[Tensor, ...]) -> CacheArguments:
-        """That memory in a kernel's words; whose the tokens in it are is for a mask to say."""
+        """Return kernel arguments for the storage; a mask describes which tokens are valid."""
         key, value = stored
         return CacheArguments(key, value)
 
     def _read(self, stored: tuple[Tensor, ...], num_keys: int) -> tuple[Tensor, Tensor]:
-        """That memory as plain keys and values, padded on the right to the longest sequence."""
+        """Return the storage as dense keys and values, padded on the right to the longest sequence."""
         key, value = stored
         return key, value
 
     @abstractmethod
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
-        """Move the rows' storage; `rows` is None where the index lives on a device and all lengths agree."""
+        """Move the rows' storage; `rows` is None if the index is on a device and all lengths are equal."""
 
     @abstractmethod
-    def _crop(self, kept: tuple[int, ...]) -> None: ...
+    def _crop(self, new_lengths: tuple[int, ...]) -> None: ...
 
-    def _take_back(self, lengths: tuple[int, ...]) -> None:
-        """Drop the tokens after the first `lengths`, the last that were appended."""
+    def _undo_append(self, lengths: tuple[int, ...]) -> None:
+        """Undo the last append, leaving the first `lengths` tokens."""
         self._crop(lengths)
 
     def _needs_rows_on_host(self) -> bool:
-        """Whether a reorder must know its rows in Python although all sequences are equally long."""
+        """Return True if a reorder needs its rows on the host even though all sequences are equally long."""
         return False
 
     def _view(
@@ -255,7 +257,7 @@ class KVCache(ABC):
         return Mask.dense((slots < integers(self._lengths, device)[:, None])[:, None, None])
 
     def _lengths_mask(self, new_lengths: tuple[int, ...], num_tokens: int) -> Mask | None:
-        """The mask for queries just appended, where each row holds its tokens in order from slot 0."""
+        """Return the mask of queries just appended, for rows that store their tokens in order from slot 0."""
         if not self.is_ragged and all(new == num_tokens for new in new_lengths):
             return None
         return Mask.lengths(integers(self._lengths, "cpu"), queries=integers(new_lengths, "cpu"))
@@ -266,7 +268,7 @@ class KVCache(ABC):
 
     def _require_layout(self) -> TokenLayout:
         if self._layout is None:
-            raise CacheError("this cache takes its layout from the first append, got a question before; append first")
+            raise CacheError("this cache takes its layout from the first append, got a read before it; append first")
         return self._layout
 
     # ---- checks
@@ -277,8 +279,8 @@ class KVCache(ABC):
                 raise CacheError(f"{name} must be [batch, kv_heads, tokens, dim], got shape {list(tensor.shape)}")
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise CacheError(
-                    f"a cache keeps no gradients, got a {name} that requires one; generate under torch.no_grad() "
-                    "or torch.inference_mode(), or detach it"
+                    f"a cache does not support gradients, got a {name} that requires one; generate under "
+                    "torch.no_grad() or torch.inference_mode(), or detach it"
                 )
         if key.shape[:3] != value.shape[:3]:
             raise CacheError(
@@ -290,16 +292,16 @@ class KVCache(ABC):
                 f"key and value must agree in dtype and device, got {key.dtype} on {key.device} and "
                 f"{value.dtype} on {value.device}"
             )
-        arrived = TokenLayout.of(key, value)
+        layout = TokenLayout.of(key, value)
         batch_size = self._built_batch if self._layout is None else self.batch_size
         if batch_size is not None and key.shape[0] != batch_size:
-            raise CacheError(f"this cache holds a batch of {batch_size}, got a block of batch {key.shape[0]}")
-        held = self._layout
-        if held is None or held == arrived:
-            return arrived
+            raise CacheError(f"this cache has a batch size of {batch_size}, got a block of batch {key.shape[0]}")
+        expected = self._layout
+        if expected is None or expected == layout:
+            return layout
         for name in TokenLayout.__slots__:
-            if getattr(held, name) != getattr(arrived, name):
-                raise CacheError(f"this cache holds {name} {getattr(held, name)}, got {name} {getattr(arrived, name)}")
+            if getattr(expected, name) != getattr(layout, name):
+                raise CacheError(f"this cache has {name} {getattr(expected, name)}, got {name} {getattr(layout, name)}")
         raise AssertionError("unequal layouts differ in a field")
 
     @staticmethod
@@ -308,7 +310,7 @@ class KVCache(ABC):
             return (num_tokens,) * batch
         checked = host_integers("lengths", lengths)
         if len(checked) != batch:
-            raise CacheError(f"lengths must have one number a sequence, got {len(checked)} for a batch of {batch}")
+            raise CacheError(f"lengths must have one integer per sequence, got {len(checked)} for a batch of {batch}")
         for row, new in enumerate(checked):
             if not 0 <= new <= num_tokens:
                 raise CacheError(
@@ -317,22 +319,22 @@ class KVCache(ABC):
         return checked
 
     def _checked_crop(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        kept = host_integers("crop lengths", lengths)
-        if len(kept) != self.batch_size:
+        new_lengths = host_integers("crop lengths", lengths)
+        if len(new_lengths) != self.batch_size:
             raise CacheError(
-                f"crop takes one length or one a sequence, got {len(kept)} for a batch of {self.batch_size}"
+                f"crop takes one length or one per sequence, got {len(new_lengths)} for a batch of {self.batch_size}"
             )
-        for row, (new, old) in enumerate(zip(kept, self._lengths, strict=True)):
+        for row, (new, old) in enumerate(zip(new_lengths, self._lengths, strict=True)):
             if not 0 <= new <= old:
                 raise CacheError(f"sequence {row} can be cropped to between 0 and its {old} tokens, got {new}")
-        return kept
+        return new_lengths
 
     def _checked_index(self, index: Sequence[int] | Tensor) -> tuple[tuple[int, ...] | None, Tensor]:
         device = self._require_layout().device
         if isinstance(index, Tensor):
             if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
                 raise CacheError(
-                    f"a reorder index is 1-D and of int32 or int64, got {index.dtype} of shape {list(index.shape)}"
+                    f"a reorder index must be 1-D, int32 or int64, got {index.dtype} of shape {list(index.shape)}"
                 )
             on_device = index.device.type != "cpu"
             if on_device and not self.is_ragged and not self._needs_rows_on_host():
@@ -342,5 +344,5 @@ class KVCache(ABC):
             rows = host_integers("a reorder index", index)
         for row in rows:
             if not 0 <= row < self.batch_size:
-                raise CacheError(f"a reorder index must name rows 0 to {self.batch_size - 1}, got {row}")
+                raise CacheError(f"a reorder index must contain rows 0 to {self.batch_size - 1}, got {row}")
         return rows, integers(rows, device)

@@ -1,4 +1,4 @@
-"""Caches whose values are the first channels of their keys, so that a token is kept once: what latent heads need."""
+"""KV caches of latent attention, whose values are the first channels of the keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from polyhead.layers.kv_cache.tokens import TokenLayout, positive
 from polyhead.ops.decode.fused import CacheArguments
 
 
-class KeepsKeysAlone(SlotCache):
-    """The part that latent caches share: one buffer [batch, kv_heads, slots, head_dim], of which values are a slice.
+class LatentStorage(SlotCache):
+    """Base of latent caches: one buffer [batch, kv_heads, slots, head_dim], of which values are a slice.
 
-    `append` takes keys without values. Separate values are refused, because they would be lost.
+    `append` takes keys without values and raises on separate values, which would be lost.
     """
 
     _value_dim: int
@@ -25,12 +25,12 @@ class KeepsKeysAlone(SlotCache):
     def append(
         self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None
     ) -> CacheView:
-        """Add a block of new tokens [batch, kv_heads, tokens, head_dim] and return what their queries attend to."""
+        """Append new tokens [batch, kv_heads, tokens, head_dim] and return the view to attend to."""
         if value is not None:
             raise CacheError(
-                f"a latent cache reads values from the first {self._value_dim} channels of its keys and keeps no "
-                f"others, got separate values of shape {list(value.shape)}; it is for LatentAttention, other layers "
-                "take a GrowingCache or PreallocatedCache"
+                f"a latent cache reads values from the first {self._value_dim} channels of its keys and stores no "
+                f"others, got separate values of shape {list(value.shape)}; it is for LatentAttention, for other "
+                "layers use a GrowingCache or PreallocatedCache"
             )
         return super().append(key, key[..., : self._value_dim], lengths=lengths)
 
@@ -48,11 +48,12 @@ class KeepsKeysAlone(SlotCache):
         return key, key[..., : self._value_dim]
 
 
-class LatentCache(KeepsKeysAlone, GrowingCache):
-    """A latent cache that takes batch, width, dtype and device from the first block and doubles its room when full.
+class LatentCache(LatentStorage, GrowingCache):
+    """Growing latent cache; sizes, dtype and device come from the first block.
 
-    A token costs head_dim numbers, one set for all heads: kv_lora_rank + qk_rope_head_dim of a `LatentAttention`.
-    `LatentCache.for_layout(layer.layout.absorbed, batch_size=2)` has the sizes of a layer.
+    The capacity doubles when full. A token takes head_dim numbers, shared by all heads: kv_lora_rank + qk_rope_head_dim
+    of a `LatentAttention`.
+    Build one for a layer with `LatentCache.for_layout(layer.layout.absorbed, batch_size=2)`.
 
     >>> cache = LatentCache(value_dim=5)
     >>> view = cache.append(torch.ones(2, 1, 3, 7))
@@ -78,11 +79,11 @@ class LatentCache(KeepsKeysAlone, GrowingCache):
             dtype=dtype,
             device=device,
         )
-        self._value_dim = _checked(value_dim, head_dim)
+        self._value_dim = _checked_value_dim(value_dim, head_dim)
 
 
-class PreallocatedLatentCache(KeepsKeysAlone, PreallocatedCache):
-    """A latent cache with room for `capacity` tokens a sequence, taken once.
+class PreallocatedLatentCache(LatentStorage, PreallocatedCache):
+    """Latent cache with memory for `capacity` tokens per sequence, allocated once.
 
     >>> cache = PreallocatedLatentCache(capacity=11, batch_size=2, head_dim=7, value_dim=5, dtype=torch.bfloat16)
     >>> cache.nbytes == 2 * 11 * 7 * 2
@@ -109,11 +110,13 @@ class PreallocatedLatentCache(KeepsKeysAlone, PreallocatedCache):
             dtype=dtype,
             device=device,
         )
-        self._value_dim = _checked(value_dim, head_dim)
+        self._value_dim = _checked_value_dim(value_dim, head_dim)
 
 
-def _checked(value_dim: int, head_dim: int | None) -> int:
+def _checked_value_dim(value_dim: int, head_dim: int | None) -> int:
     positive("value_dim", value_dim)
     if head_dim is not None and value_dim > head_dim:
-        raise CacheError(f"values are the first channels of keys, got value_dim {value_dim} above head_dim {head_dim}")
+        raise CacheError(
+            f"value_dim must be at most head_dim, whose first channels it is, got {value_dim} and {head_dim}"
+        )
     return value_dim

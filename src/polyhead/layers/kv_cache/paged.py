@@ -1,4 +1,4 @@
-"""A cache in pages from a common pool: forks, beams and shared prefixes hold the same memory until they differ."""
+"""Paged KV cache with copy-on-write sharing of pages (PagedAttention, Kwon et al. 2023)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Tables = list[list[int]]
 
 
 class PagePool:
-    """Pages of `page_size` tokens, counted by how many sequences use each.
+    """Reference-counted pages of `page_size` tokens.
 
     `keys` is [num_pages, page_size, kv_heads, head_dim] and `values` [num_pages, page_size, kv_heads, value_dim]: a
-    token's heads lie together, as paged kernels read them. A page used by several sequences is never written to.
+    token's heads are contiguous, as paged kernels read them. A page used by several sequences is never written to.
     """
 
     def __init__(self, num_pages: int, page_size: int, layout: TokenLayout) -> None:
         self.page_size = positive("page_size", page_size)
         self.layout = layout
         pages = count("num_pages", num_pages)
-        with torch.inference_mode(False):  # a pool built in inference mode can still be written to after it
+        with torch.inference_mode(False):  # a pool built in inference mode can be written to afterwards
             self.keys, self.values = (
                 torch.zeros(pages, self.page_size, layout.num_kv_heads, dim, dtype=layout.dtype, device=layout.device)
                 for dim in (layout.head_dim, layout.value_dim)
@@ -51,11 +51,11 @@ class PagePool:
         return int(self.keys.nbytes + self.values.nbytes)
 
     def uses(self, page: int) -> int:
-        """How many sequences hold this page."""
+        """Return the number of sequences that use a page."""
         return self._uses[page]
 
     def require(self, num_pages: int) -> None:
-        """Refuse, before anything is changed, what the pool cannot give."""
+        """Raise, before anything is changed, unless `num_pages` pages are free."""
         if num_pages > self.num_free:
             raise CacheError(
                 f"this append needs {num_pages} more pages of {self.page_size} tokens, got a pool of {self.num_pages} "
@@ -86,12 +86,12 @@ class PagePool:
 
 
 class PagedCache(KVCache):
-    """Sequences as lists of pages. A fork, a reordered beam or a branch of a prefix shares pages and copies, when it
-    is written to, only the last page if that is partly filled.
+    """Cache whose sequences are lists of pages in a `PagePool`.
 
-    Pages go back to the pool by `reset`, `crop`, and when neither a cache nor its views are referenced any more.
-    `block_tables` and `pool` are what our kernels read. `key` and `value` of a view, which the PyTorch backends need,
-    gather the pages: a copy as long as the cache.
+    A fork, a reordered beam or a branch of a prefix shares pages; a write copies only the last page, if partly filled.
+    Pages are freed by `reset`, by `crop`, and when neither a cache nor its views are referenced any more. The decode
+    kernels read `block_tables` and `pool`. `key` and `value` of a view, which the PyTorch backends need, gather the
+    pages into a copy of the whole cache.
 
     >>> prompt = PagedCache(num_pages=7, page_size=4, batch_size=1, num_kv_heads=2, head_dim=3)
     >>> view = prompt.append(torch.ones(1, 2, 6, 3), torch.ones(1, 2, 6, 3))
@@ -117,7 +117,7 @@ class PagedCache(KVCache):
 
     @classmethod
     def on_pool(cls, pool: PagePool, *, batch_size: int) -> Self:
-        """An empty cache that takes its pages from a pool that others use too."""
+        """Build an empty cache on a pool that other caches may share."""
         cache = cls.__new__(cls)
         cache._build(pool, batch_size)
         return cache
@@ -126,10 +126,10 @@ class PagedCache(KVCache):
         super().__init__(batch_size, pool.layout)
         self._pool = pool
         self._tables: Tables = [[] for _ in range(self.batch_size)]
-        self._on_host: Tensor | None = None  # the tables as tensors, until they change
+        self._on_host: Tensor | None = None  # the tables as tensors, valid until they change
         self._on_device: Tensor | None = None
-        # The finaliser knows the pool and the tables, never the cache itself, which it would keep alive.
-        weakref.finalize(self, _give_back_all, pool, self._tables).atexit = False
+        # The finaliser references the pool and the tables, not the cache, which it would keep alive.
+        weakref.finalize(self, _free_all, pool, self._tables).atexit = False
 
     @property
     def pool(self) -> PagePool:
@@ -141,15 +141,17 @@ class PagedCache(KVCache):
 
     @property
     def block_tables(self) -> Tensor:
-        """The pages of each sequence in order, int32 [batch, most pages]. Entries past a sequence's last page are 0, a
-        page that exists, so that a kernel may load a whole row. Never write to it: it serves until a table changes."""
+        """Pages of each sequence in order, int32 [batch, max pages]; read-only, cached until a table changes.
+
+        Entries past a sequence's last page are 0, a valid page, so that a kernel may load a whole row.
+        """
         if self._on_device is None:
             self._on_device = self._host_tables().to(self._pool.layout.device, non_blocking=True)
         return self._on_device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages this cache uses, each once; `pool.nbytes` is what is allocated."""
+        """Bytes of the distinct pages used by this cache; `pool.nbytes` is the allocated total."""
         pool = self._pool
         pages = len({page for table in self._tables for page in table})
         return pages * (pool.nbytes // pool.num_pages) if pages else 0
@@ -158,10 +160,10 @@ class PagedCache(KVCache):
         return self._share(self._tables, self._lengths, self._width, self._built_batch or 0)
 
     def branch(self, batch_size: int, *, row: int = 0, length: int | None = None) -> Self:
-        """A cache of `batch_size` sequences that all begin with the first `length` tokens of sequence `row`."""
+        """Return a cache of `batch_size` sequences that share the first `length` tokens of sequence `row`."""
         count("batch_size", batch_size)
         if not 0 <= row < self.batch_size:
-            raise CacheError(f"row must name a sequence, 0 to {self.batch_size - 1}, got {row}")
+            raise CacheError(f"row must be the index of a sequence, 0 to {self.batch_size - 1}, got {row}")
         length = self._lengths[row] if length is None else length
         if not 0 <= length <= self._lengths[row]:
             raise CacheError(f"a branch can take 0 to {self._lengths[row]} tokens of sequence {row}, got {length}")
@@ -169,13 +171,13 @@ class PagedCache(KVCache):
         return self._share([prefix] * batch_size, (length,) * batch_size, length, batch_size)
 
     def reset(self) -> None:
-        _give_back_all(self._pool, self._tables)
+        _free_all(self._pool, self._tables)
         self._tables[:] = [[] for _ in range(self._built_batch or 0)]
         self._tables_changed()
         self._lengths = (0,) * (self._built_batch or 0)
         self._width = 0
 
-    # A copy or a pickle has a pool of its own with this cache's pages alone: the pool's counts include other caches.
+    # A copy or a pickle gets its own pool with only this cache's pages: the pool's counts include other caches.
 
     def __getstate__(self) -> dict[str, Any]:
         pages = sorted({page for table in self._tables for page in table})
@@ -202,14 +204,14 @@ class PagedCache(KVCache):
         uses = Counter(page for table in state["tables"] for page in table)
         for expected in range(used):
             page = pool.take()
-            assert page == expected  # a fresh pool hands out its pages in order
+            assert page == expected  # a fresh pool allocates its pages in order
             pool.hold([page] * (uses[page] - 1))
         self._tables[:] = state["tables"]
         self._tables_changed()
         self._lengths = state["lengths"]
         self._width = state["width"]
 
-    # ---- what the base asks for
+    # ---- implementation of KVCache
 
     def _needs_rows_on_host(self) -> bool:
         return True
@@ -260,11 +262,11 @@ class PagedCache(KVCache):
 
     def _read(self, stored: tuple[Tensor, ...], num_keys: int) -> tuple[Tensor, Tensor]:
         keys, values, tables = stored
-        batch, most = tables.shape
+        batch, max_pages = tables.shape
 
         def gather(pages: Tensor) -> Tensor:
             rows = pages.index_select(0, tables.flatten())  # [batch * pages, page_size, kv_heads, dim]
-            tokens = most * self.page_size if batch else num_keys
+            tokens = max_pages * self.page_size if batch else num_keys
             return rows.view(batch, tokens, *pages.shape[2:]).narrow(1, 0, num_keys).transpose(1, 2)
 
         return gather(keys), gather(values)
@@ -275,16 +277,16 @@ class PagedCache(KVCache):
         return CacheView(self, stored, self._width, mask, new_lengths)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
-        assert rows is not None  # the base reads the index back for a cache that needs rows on the host
+        assert rows is not None  # guaranteed by `_needs_rows_on_host`
         new = [list(self._tables[row]) for row in rows]
         for table in new:
             self._pool.hold(table)
-        _give_back_all(self._pool, self._tables)
+        _free_all(self._pool, self._tables)
         self._tables[:] = new
         self._tables_changed()
 
-    def _crop(self, kept: tuple[int, ...]) -> None:
-        for table, length in zip(self._tables, kept, strict=True):
+    def _crop(self, new_lengths: tuple[int, ...]) -> None:
+        for table, length in zip(self._tables, new_lengths, strict=True):
             pages = self._pages_for(length)
             dropped = table[pages:]
             del table[pages:]
@@ -300,27 +302,29 @@ class PagedCache(KVCache):
 
     def _host_tables(self) -> Tensor:
         if self._on_host is None:
-            most = longest([len(table) for table in self._tables], otherwise=0)
-            rows = [table + [0] * (most - len(table)) for table in self._tables]
-            self._on_host = torch.tensor(rows, dtype=torch.int32).view(len(rows), most)
+            max_pages = longest([len(table) for table in self._tables], otherwise=0)
+            rows = [table + [0] * (max_pages - len(table)) for table in self._tables]
+            self._on_host = torch.tensor(rows, dtype=torch.int32).view(len(rows), max_pages)
         return self._on_host
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def _share(self, tables: Tables, lengths: tuple[int, ...], width: int, built_batch: int) -> Self:
-        twin = type(self).on_pool(self._pool, batch_size=built_batch)
-        twin._tables[:] = [list(table) for table in tables]
-        twin._tables_changed()
-        for table in twin._tables:
+        forked = type(self).on_pool(self._pool, batch_size=built_batch)
+        forked._tables[:] = [list(table) for table in tables]
+        forked._tables_changed()
+        for table in forked._tables:
             self._pool.hold(table)
-        twin._lengths = lengths
-        twin._width = width
-        return twin
+        forked._lengths = lengths
+        forked._width = width
+        return forked
 
     def _shared_last_pages(self, starts: tuple[int, ...], new_lengths: tuple[int, ...]) -> list[int]:
-        """Rows that must copy their last page before writing to it: all of its users that write, or all but one where
-        no other sequence holds it."""
+        """Return the rows that must copy their last page before writing to it.
+
+        These are all rows that write to the page, except one if no other sequence uses it.
+        """
         copied: Counter[int] = Counter()
         rows = []
         for row, (start, new) in enumerate(zip(starts, new_lengths, strict=True)):
@@ -332,7 +336,7 @@ class PagedCache(KVCache):
         return rows
 
 
-def _give_back_all(pool: PagePool, tables: Tables) -> None:
+def _free_all(pool: PagePool, tables: Tables) -> None:
     for table in tables:
         pool.give_back(table)
     tables.clear()

@@ -1,4 +1,4 @@
-"""A cache in int8: about half the memory of bfloat16, with an error bound one can state in a line."""
+"""KV cache in int8: about half the memory of bfloat16, with a bounded error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from polyhead.ops.decode.fused import CacheArguments
 
 
 class QuantizedCache(SlotCache):
-    """Keys and values as int8 with one float32 scale for each sequence, head and token; room for `capacity` tokens.
+    """Preallocated cache of int8 keys and values with one float32 scale per sequence, head and token.
 
-    What comes back differs from what was stored by at most `largest / 254`, where `largest` is the largest magnitude
-    of that token in that head, and by the rounding of float32 and of the cache's dtype. Zeros come back as zeros. A
-    token that holds a NaN or an infinity comes back as NaN in that head, all of it: it stays as loud as it was, and
-    touches no other token. Our kernels read the int8 numbers; `key` and `value` of a view are dequantised copies, as
-    long as the cache.
+    The quantisation error is at most `largest / 254`, where `largest` is the largest magnitude of that token in that
+    head, plus the rounding of float32 and of the cache's dtype. Zeros are exact. A token with a non-finite value is
+    read back as all NaN in that head, and no other token is affected. The decode kernels read the int8 values; `key`
+    and `value` of a view are dequantised copies of the whole cache.
 
     >>> cache = QuantizedCache(capacity=7, batch_size=1, num_kv_heads=1, head_dim=2)
     >>> key = torch.tensor([[[[127.0, -63.7]]]])
@@ -57,11 +56,11 @@ class QuantizedCache(SlotCache):
 
 
 def quantize(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 numbers and their float32 scale, [..., 1], one for each row of the last axis."""
-    wide = tensor if tensor.dtype is torch.float64 else tensor.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / 127).float()
-    # NaN comes from 0 / 0, where 0 steps are right, and from a scale of NaN or infinity, which 0 steps turn into NaN.
-    steps = (wide / scale).round().clamp(-127, 127).nan_to_num(0.0)
+    """Quantise symmetrically per row of the last axis; returns int8 values and float32 scales [..., 1]."""
+    high_precision = tensor if tensor.dtype is torch.float64 else tensor.float()
+    scale = (high_precision.abs().amax(-1, keepdim=True) / 127).float()
+    # NaN comes from 0 / 0, where 0 is correct, and from a non-finite scale, which times 0 is NaN again.
+    steps = (high_precision / scale).round().clamp(-127, 127).nan_to_num(0.0)
     return steps.to(torch.int8), scale
 
 

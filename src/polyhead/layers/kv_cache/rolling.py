@@ -1,4 +1,4 @@
-"""A cache that remembers a sliding window and the first few tokens, so that a sequence may go on forever."""
+"""Rolling KV cache: a sliding window and attention sinks, for sequences of unbounded length."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from polyhead.masks import Mask
 
 
 class RollingCache(SlotCache):
-    """Keeps the first `sinks` tokens and the last `window` of each sequence.
+    """Cache of the first `sinks` and last `window` tokens (StreamingLLM, Xiao et al. 2023).
 
-    Generating with it equals the full forward with `Mask.window(window, sinks=sinks)`, in whatever chunks the tokens
-    arrive: the views bring that mask along, and a chunk sees the old tokens its first query needs before they are
-    dropped. Memory is `sinks + window + rollback` tokens, and the chunk's while it is appended.
+    Generation equals the full forward with `Mask.window(window, sinks=sinks)` for any chunking of the tokens: views
+    include that mask, and a chunk sees the old tokens that its first query needs before they are dropped. Memory is
+    `sinks + window + rollback` tokens, plus the chunk while it is appended. Unlike StreamingLLM, positions are those of
+    the full sequence.
 
-    `rollback` keeps that many older tokens, so that `crop` can go back: by `rollback + 1` tokens, or to the sinks.
+    `rollback` keeps that many older tokens, so that `crop` can remove up to `rollback + 1` tokens, or crop to `sinks`.
 
-    Token p stands in slot p as long as p < sinks, and otherwise in a ring behind the sinks. Slots are out of order
-    once the ring has turned, which the view's mask knows.
+    Token p is in slot p if p < sinks, otherwise in a ring buffer after the sinks. Slots are out of order once the ring
+    has wrapped around; the view's mask accounts for it.
 
     >>> cache = RollingCache(window=4, batch_size=1, num_kv_heads=2, head_dim=3)
     >>> for _ in range(9):
@@ -52,8 +53,8 @@ class RollingCache(SlotCache):
         self._ring = self.window + self.rollback
         layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
         super().__init__(count("batch_size", batch_size), layout, self.sinks + self._ring)
-        # The first token behind the sinks that is still there; 0 while nothing was dropped. Not a function of the
-        # length, because a crop makes room that the dropped tokens do not come back to.
+        # Position of the first token after the sinks that is still stored; 0 while nothing was dropped. Not a function
+        # of the length, because a crop does not restore dropped tokens.
         self._floors: tuple[int, ...] = (0,) * self.batch_size
         self._has_lost_tokens = False
 
@@ -62,7 +63,7 @@ class RollingCache(SlotCache):
         self._has_lost_tokens = False
         self._floors = (0,) * self.batch_size
 
-    # ---- what the base asks for
+    # ---- implementation of KVCache
 
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
         self._check_complete()
@@ -82,7 +83,7 @@ class RollingCache(SlotCache):
         )
         write = self._writer(starts, new_lengths, num_tokens, layout.device)
         if num_tokens <= self.rollback + 1:
-            # No token is dropped that the first of these queries still sees.
+            # No token that the first of these queries sees is dropped.
             self._write(write, key, value)
             self._advance(new_lengths, num_tokens)
             self._floors = floors
@@ -110,17 +111,17 @@ class RollingCache(SlotCache):
         self._check_complete()
         return super().view()
 
-    def _take_back(self, lengths: tuple[int, ...]) -> None:
+    def _undo_append(self, lengths: tuple[int, ...]) -> None:
         try:
             self._crop(lengths)
-        except CacheError:  # the block took the place of tokens that the next one sees
+        except CacheError:  # the block overwrote tokens that the next one sees
             self._has_lost_tokens = True
 
     def _check_complete(self) -> None:
         if self._has_lost_tokens:
             raise CacheError(
-                "a call failed after its block had taken the place of tokens that the window still needs; "
-                "reset the cache and read the text again, or build it with a rollback as long as a block"
+                "a call failed after its block had overwritten tokens that the window still needs; "
+                "reset the cache and prefill again, or build it with a rollback as long as a block"
             )
 
     def _stored(self) -> tuple[Tensor, ...]:
@@ -137,15 +138,15 @@ class RollingCache(SlotCache):
     def _needs_rows_on_host(self) -> bool:
         return not all_equal(self._floors)
 
-    def _crop(self, kept: tuple[int, ...]) -> None:
+    def _crop(self, new_lengths: tuple[int, ...]) -> None:
         floors = []
-        for row, (length, floor) in enumerate(zip(kept, self._floors, strict=True)):
+        for row, (length, floor) in enumerate(zip(new_lengths, self._floors, strict=True)):
             if length <= self.sinks:
                 floor = 0
             elif floor > length - self.window + 1 and floor > 0:
                 raise CacheError(
-                    "a rolling cache can be cropped as far as the window before the next token is still there: "
-                    f"sequence {row} can go back to {floor + self.window - 1} tokens or to its first {self.sinks}, "
+                    "a rolling cache can be cropped as long as the window before the next token is still stored: "
+                    f"sequence {row} can be cropped to {floor + self.window - 1} tokens or its first {self.sinks}, "
                     f"got {length}; build it with rollback at least {self._lengths[row] - length - 1}"
                 )
             floors.append(floor)
@@ -164,7 +165,7 @@ class RollingCache(SlotCache):
             write(buffer, block)
 
     def _windowed(self, mask: Mask | None, num_tokens: int, all_real: bool) -> Mask | None:
-        """`mask` with the window, left out where the slots hold nothing but the window of a single query."""
+        """Return `mask` & window; omits the window if the slots contain exactly that of a single query."""
         if num_tokens <= 1 and self.rollback == 0 and all_real:
             return mask
         window = Mask.window(self.window, sinks=self.sinks)
@@ -174,21 +175,21 @@ class RollingCache(SlotCache):
         self, starts: Sequence[int], new_lengths: Sequence[int], num_tokens: int, device: torch.device
     ) -> TokenWriter:
         if num_tokens == 1 and starts and all_equal(starts) and all_equal(new_lengths):
-            at = starts[0] if starts[0] < self.sinks else self.sinks + (starts[0] - self.sinks) % self._ring
-            return TokenWriter(at, new_lengths[0], None)
+            first_slot = starts[0] if starts[0] < self.sinks else self.sinks + (starts[0] - self.sinks) % self._ring
+            return TokenWriter(first_slot, new_lengths[0], None)
         place = torch.arange(num_tokens)
         new = torch.tensor(new_lengths, dtype=torch.int64)[:, None]
         start = torch.tensor(starts, dtype=torch.int64)[:, None]
         position = start + place
         sink = position < self.sinks
-        kept = (place < new) & (sink | (position >= start + new - self._ring))
+        retained = (place < new) & (sink | (position >= start + new - self._ring))
         slot = torch.where(sink, position, self.sinks + (position - self.sinks) % self._ring)
-        row, chosen = kept.nonzero(as_tuple=True)
+        row, chosen = retained.nonzero(as_tuple=True)
         index = torch.stack([row, slot[row, chosen], chosen])
         return TokenWriter(0, 0, index.to(device, non_blocking=True))
 
     def _positions(self, starts: Sequence[int], start: int, new_lengths: Sequence[int], num_tokens: int) -> Tensor:
-        """Where the block's tokens stand, [batch or 1, tokens]; padding at -1: it sees nothing and is not seen."""
+        """Return the positions of the block's tokens, [batch or 1, tokens]; -1 for padding, which is masked."""
         device = self._require_layout().device
         place = torch.arange(num_tokens, device=device)
         if all_equal(starts) and all(new == num_tokens for new in new_lengths):
@@ -197,7 +198,7 @@ class RollingCache(SlotCache):
         return torch.where(real, integers(starts, device)[:, None] + place, -1)
 
     def _slot_positions(self) -> Tensor:
-        """The position of the token in each slot in use, [batch or 1, slots]; -1 where there is none."""
+        """Return the position of the token in each slot in use, [batch or 1, slots]; -1 for empty slots."""
         device = self._require_layout().device
         slot = torch.arange(min(self._width, self._capacity), device=device)
         end: int | Tensor
@@ -208,7 +209,7 @@ class RollingCache(SlotCache):
             end = integers(self._lengths, device)[:, None]
             first = integers([max(self.sinks, floor) for floor in self._floors], device)[:, None]
         newest = end - 1
-        in_ring = newest - (newest - slot) % self._ring  # the latest position before `end` that this ring slot takes
-        placed = torch.where(slot < self.sinks, slot, torch.where(in_ring >= first, in_ring, -1))
-        placed = torch.where(placed < end, placed, -1)
-        return placed if placed.ndim == 2 else placed[None]
+        in_ring = newest - (newest - slot) % self._ring  # the latest position before `end` stored in this ring slot
+        positions = torch.where(slot < self.sinks, slot, torch.where(in_ring >= first, in_ring, -1))
+        positions = torch.where(positions < end, positions, -1)
+        return positions if positions.ndim == 2 else positions[None]

@@ -1,4 +1,4 @@
-"""Caches that give every sequence a row of token slots and keep its tokens in order from slot 0."""
+"""KV caches that store each sequence in a row of token slots, in order from slot 0."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, longe
 
 
 class SlotCache(KVCache):
-    """The shared body of the caches whose storage is [batch, kv_heads, slots, width] tensors.
+    """Base of caches whose storage is tensors of shape [batch, kv_heads, slots, width].
 
-    A kind of cache says what it stores for a token (`_widths`, `_encode`, `_describe`, `_read`) and what happens when
-    the slots do not suffice (`_reserve`).
+    Subclasses define the storage format of a token (`_widths`, `_encode`, `_describe`, `_read`) and what happens when
+    the capacity is exceeded (`_reserve`).
     """
 
     def __init__(self, batch_size: int | None, layout: TokenLayout | None, capacity: int) -> None:
@@ -38,10 +38,10 @@ class SlotCache(KVCache):
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def fork(self) -> Self:
-        twin = copy.copy(self)  # everything but the buffers is immutable
+        forked = copy.copy(self)  # everything but the buffers is immutable
         with torch.inference_mode(False):
-            twin._buffers = tuple(buffer.clone() for buffer in self._buffers)
-        return twin
+            forked._buffers = tuple(buffer.clone() for buffer in self._buffers)
+        return forked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
@@ -52,24 +52,25 @@ class SlotCache(KVCache):
         self._lengths = (0,) * (self._built_batch or 0)
         self._width = 0
 
-    # ---- what a kind of slot cache provides
+    # ---- storage format, overridden by subclasses
 
     def _widths(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
-        """Width and dtype of each buffer."""
+        """Return the width and dtype of each buffer."""
         return (layout.head_dim, layout.dtype), (layout.value_dim, layout.dtype)
 
     def _encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return key, value
 
     def _reserve(self, needed: int) -> None:
-        """Make room for `needed` tokens a sequence, or refuse."""
+        """Ensure capacity for `needed` tokens per sequence, or raise."""
         if needed > self._capacity:
             raise CacheError(
-                f"this cache has room for {self._capacity} tokens a sequence, got {needed}: {needed - self._capacity} "
-                "too many; build it with a larger capacity, crop it, or use a growing or rolling cache"
+                f"this cache has a capacity of {self._capacity} tokens per sequence, got {needed}: "
+                f"{needed - self._capacity} too many; build it with a larger capacity, crop it, or use a growing or "
+                "rolling cache"
             )
 
-    # ---- what the base asks for
+    # ---- implementation of KVCache
 
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
         num_tokens = key.shape[2]
@@ -88,20 +89,20 @@ class SlotCache(KVCache):
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         layout = self._require_layout()
-        live = min(self._width, self._capacity)
+        num_slots = min(self._width, self._capacity)
         targets = self._buffers
         if where.shape[0] != self.batch_size:
             targets = self._allocate(where.shape[0], self._capacity, layout)
         for target, buffer in zip(targets, self._buffers, strict=True):
-            target.narrow(2, 0, live).copy_(buffer.narrow(2, 0, live).index_select(0, where))
+            target.narrow(2, 0, num_slots).copy_(buffer.narrow(2, 0, num_slots).index_select(0, where))
         self._buffers = targets
 
-    def _crop(self, kept: tuple[int, ...]) -> None:
-        """The slots stay as they are: what stands after a sequence's length is never read."""
+    def _crop(self, new_lengths: tuple[int, ...]) -> None:
+        """Do nothing: slots after a sequence's length are never read."""
 
     def _allocate(self, batch_size: int, capacity: int, layout: TokenLayout) -> tuple[Tensor, ...]:
-        # Zeros, so that slots nobody has written are harmless to a kernel that multiplies them away. Outside
-        # inference mode, so that a cache first filled in it can still be written to after it.
+        # Zeros, because a kernel may multiply unwritten slots by weights of 0, and 0 * NaN is NaN. Outside inference
+        # mode, so that a cache first filled in inference mode can be written to afterwards.
         with torch.inference_mode(False):
             return tuple(
                 torch.zeros(batch_size, layout.num_kv_heads, capacity, width, dtype=dtype, device=layout.device)
@@ -110,19 +111,19 @@ class SlotCache(KVCache):
 
 
 class TokenWriter:
-    """Writes a block's real tokens behind each sequence's last one; the index is made once for all buffers."""
+    """Writer of a block's non-padding tokens after each sequence's last one, for all buffers."""
 
     def __init__(self, start: int, num_tokens: int, index: Tensor | None) -> None:
         self._start = start
         self._num_tokens = num_tokens
-        self._index = index  # [3, tokens]: row, slot, place in the block
+        self._index = index  # [3, tokens]: row, slot, index in the block
 
     @classmethod
     def build(
         cls, starts: Sequence[int], new_lengths: Sequence[int], width: int, num_tokens: int, device: torch.device
     ) -> TokenWriter:
         if all_equal(starts):
-            # One slice serves all rows; padding written behind a shorter row is hidden until it is overwritten.
+            # One slice for all rows; padding written after a shorter row is masked until it is overwritten.
             return cls(width, longest(new_lengths, otherwise=num_tokens), None)
         places = torch.arange(num_tokens)
         row, place = (places < torch.tensor(new_lengths)[:, None]).nonzero(as_tuple=True)
@@ -139,7 +140,7 @@ class TokenWriter:
 
 
 class PreallocatedCache(SlotCache):
-    """Room for `capacity` tokens a sequence, taken once: appending writes in place and a view copies nothing.
+    """Cache with memory for `capacity` tokens per sequence, allocated once; views copy nothing.
 
     >>> cache = PreallocatedCache(capacity=5, batch_size=1, num_kv_heads=2, head_dim=3)
     >>> key = value = torch.ones(1, 2, 4, 3)
@@ -147,8 +148,8 @@ class PreallocatedCache(SlotCache):
     torch.Size([1, 2, 4, 3])
     >>> cache.append(key, value)
     Traceback (most recent call last):
-    polyhead.errors.CacheError: this cache has room for 5 tokens a sequence, got 8: 3 too many; build it with a larger \
-capacity, crop it, or use a growing or rolling cache
+    polyhead.errors.CacheError: this cache has a capacity of 5 tokens per sequence, got 8: 3 too many; build it with a \
+larger capacity, crop it, or use a growing or rolling cache
     """
 
     def __init__(
@@ -167,10 +168,10 @@ capacity, crop it, or use a growing or rolling cache
 
 
 class GrowingCache(SlotCache):
-    """Takes batch, layout, dtype and device from the first block it is given, and doubles its room when it is full.
+    """Growing cache; layout, dtype and device come from the first block, capacity doubles when full.
 
-    Copying to grow costs less than two copies a token however long the sequence becomes. `reset` gives the memory
-    back and takes the next block's layout. What is given to the constructor is held to.
+    Growing costs less than two copies per token in total, for any sequence length. `reset` frees the memory and takes
+    the layout of the next block. Arguments of the constructor are checked against the first block.
 
     >>> cache = GrowingCache()
     >>> for _ in range(3):
@@ -208,7 +209,7 @@ class GrowingCache(SlotCache):
         if self._layout is None:
             for name, expected in self._expected.items():
                 if expected not in (None, getattr(layout, name)):
-                    raise CacheError(f"this cache holds {name} {expected}, got {name} {getattr(layout, name)}")
+                    raise CacheError(f"this cache has {name} {expected}, got {name} {getattr(layout, name)}")
             self._layout = layout
             self._lengths = (0,) * key.shape[0]
             self._buffers = self._allocate(key.shape[0], 0, layout)

@@ -1,4 +1,4 @@
-"""How a token is held, and the integers caches are told: the plain values that every kind of cache checks alike."""
+"""Token layout and integer arguments of caches, with the checks common to all kinds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polyhead.errors import CacheError
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """How one token is held: what two caches must agree on to exchange tokens."""
+    """Heads, widths, dtype and device of a cached token."""
 
     num_kv_heads: int
     head_dim: int
@@ -33,13 +33,13 @@ class TokenLayout:
     ) -> TokenLayout:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not dtype.is_floating_point:
-            raise CacheError(f"a cache holds floating-point keys and values, got dtype {dtype}")
+            raise CacheError(f"dtype of a cache must be floating point, got {dtype}")
         return cls(
             positive("num_kv_heads", num_kv_heads),
             positive("head_dim", head_dim),
             positive("value_dim", head_dim if value_dim is None else value_dim),
             dtype,
-            torch.empty(0, device=device).device,  # 'cuda' becomes 'cuda:0', as the tensors that arrive will say
+            torch.empty(0, device=device).device,  # resolves 'cuda' to 'cuda:0', as tensors report it
         )
 
     @classmethod
@@ -48,7 +48,7 @@ class TokenLayout:
 
 
 def integers(values: Sequence[int], device: torch.device | str | None) -> Tensor:
-    """Python integers as an int64 tensor on a device, without waiting for it."""
+    """Return Python integers as an int64 tensor on a device, without synchronisation."""
     return torch.tensor(values, dtype=torch.int64).to(device or "cpu", non_blocking=True)
 
 
@@ -57,7 +57,7 @@ def host_integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
         if values.device.type != "cpu":
             raise CacheError(
                 f"{name} must be Python integers or a CPU tensor, got a tensor on {values.device}; "
-                "reading it would wait for the device: keep the numbers in Python, or pass tensor.tolist()"
+                "reading it would synchronise with the device: keep integers in Python, or pass tensor.tolist()"
             )
         values = values.tolist()
     if not isinstance(values, Sequence) or any(isinstance(x, bool) or not isinstance(x, int) for x in values):
@@ -65,7 +65,7 @@ def host_integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
     return tuple(values)
 
 
-# Written out in comparisons, which torch.compile can follow with lengths that change from step to step.
+# Written with comparisons, which torch.compile can trace with lengths that change from step to step.
 
 
 def all_equal(values: Sequence[Any]) -> bool:

@@ -1,1 +1,1 @@
-"""Multi-head latent attention."""
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2")."""

@@ -12,22 +12,22 @@ from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.config import (
     AttentionConfig,
+    causal_and_window,
     check_options,
     checked_positions,
-    edges,
     register_config,
 )
-from polyhead.layers.latent.forms import FORMS, LatentLayout, still_channels
+from polyhead.layers.latent.forms import FORMS, LatentLayout, resolve_nope_head_dim
 from polyhead.layers.latent.layer import LatentAttention
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig, RotaryConfig, positions_config_of
-from polyhead.layers.steps import own_mask
+from polyhead.layers.steps import layer_mask
 from polyhead.masks import Mask
 
 
 @register_config("latent", LatentAttention)
 @dataclass(frozen=True)
 class LatentConfig(AttentionConfig):
-    """`LatentAttention` as a value. With rotary positions it says how many channels turn; without, 0 or None is none.
+    """Config of `LatentAttention`; `qk_rope_head_dim` is required with rotary positions, else 0 or None.
 
     >>> config = LatentConfig(512, 8, kv_lora_rank=128, qk_rope_head_dim=32, positions=RotaryConfig(interleaved=True))
     >>> config.qk_nope_head_dim, config.layout.cache_width
@@ -63,7 +63,7 @@ class LatentConfig(AttentionConfig):
         for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "value_head_dim"):
             checks.check_size(name, getattr(self, name))
         fill = object.__setattr__
-        nope = still_channels(self.embed_dim, self.num_heads, self.qk_nope_head_dim)
+        nope = resolve_nope_head_dim(self.embed_dim, self.num_heads, self.qk_nope_head_dim)
         fill(self, "qk_nope_head_dim", nope)
         fill(self, "qk_rope_head_dim", 0 if self.qk_rope_head_dim is None else self.qk_rope_head_dim)
         fill(self, "value_head_dim", self.value_head_dim or nope)
@@ -72,7 +72,7 @@ class LatentConfig(AttentionConfig):
         positions = None if self.positions is None else checked_positions(self.positions)
         if isinstance(positions, RotaryConfig) != (layout.qk_rope_head_dim > 0):
             raise OptionError(
-                "qk_rope_head_dim counts the channels that rotary positions turn, so one needs the other; "
+                "qk_rope_head_dim is the number of channels with rotary positions, so each requires the other; "
                 f"got qk_rope_head_dim {layout.qk_rope_head_dim} and positions {positions}"
             )
         if positions is not None:
@@ -85,7 +85,7 @@ class LatentConfig(AttentionConfig):
 
     @property
     def turning(self) -> HeadLayout:
-        """The heads as positions see them: the turning channels alone, where there are any."""
+        """Head layout that the position module applies to: the rotary channels only, if there are any."""
         layout = self.layout
         if not layout.qk_rope_head_dim:
             return layout.expanded
@@ -93,7 +93,7 @@ class LatentConfig(AttentionConfig):
 
     @property
     def mask(self) -> Mask | None:
-        return own_mask(self.causal, self.window)
+        return layer_mask(self.causal, self.window)
 
     def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LatentAttention:
         options = {x.name: getattr(self, x.name) for x in fields(self)}
@@ -104,7 +104,7 @@ class LatentConfig(AttentionConfig):
 
     @classmethod
     def of(cls, layer: Any) -> Self:
-        causal, window = edges(layer.mask)
+        causal, window = causal_and_window(layer.mask)
         return cls(
             **{name: size for name, size in layer.layout.to_dict().items() if name != "q_lora_rank"},
             q_lora_rank=layer.layout.q_lora_rank or None,

@@ -1,4 +1,4 @@
-"""How latent heads are sized, and what each of the two ways to compute them costs."""
+"""Layout of latent attention, and the costs of its expanded and absorbed forms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS = ("expanded", "absorbed")
 
 @dataclass(frozen=True, slots=True)
 class LatentLayout:
-    """The sizes of a layer of latent heads. `q_lora_rank` 0: queries are not compressed.
+    """Sizes of a latent attention layer; `q_lora_rank` 0 means uncompressed queries.
 
     >>> layout = LatentLayout(7168, 128, 512, 1536, 128, 64, 128)
     >>> layout.head_dim, layout.cache_width
@@ -42,22 +42,22 @@ class LatentLayout:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head's query and key, the turning ones included; their root scales the logits."""
+        """Channels of a head's query and key, rotary ones included; sets the scale of the logits."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def cache_width(self) -> int:
-        """Numbers that generation keeps of a token, one set for all heads."""
+        """Numbers cached per token, shared by all heads."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def expanded(self) -> HeadLayout:
-        """The heads as attention sees them once every head has keys and values of its own."""
+        """Head layout of the expanded form: multi-head attention with a key and value per head."""
         return HeadLayout(self.embed_dim, self.num_heads, self.num_heads, self.head_dim, self.value_head_dim)
 
     @property
     def absorbed(self) -> HeadLayout:
-        """The heads as attention sees them when all of them read the latents: multi-query. Caches hold this."""
+        """Head layout of the absorbed form, multi-query attention over the latents; also that of caches."""
         return HeadLayout(self.embed_dim, self.num_heads, 1, self.cache_width, self.kv_lora_rank)
 
     def to_dict(self) -> dict[str, int]:
@@ -65,15 +65,15 @@ class LatentLayout:
 
 
 def check_latent_size(name: str, size: object) -> None:
-    """One of the sizes of `LatentLayout`; two of them may be 0, which is none."""
+    """Check a size of `LatentLayout`; `q_lora_rank` and `qk_rope_head_dim` may be 0."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise ShapeError(f"{name} must be an integer, got {size!r}")
     if size < 0 or (size == 0 and name not in ("q_lora_rank", "qk_rope_head_dim")):
         raise ShapeError(f"{name} must be positive, got {size}")
 
 
-def still_channels(embed_dim: int, num_heads: int, given: int | None) -> int:
-    """Channels of a head's query and key that do not turn: given, or the head's share of the width."""
+def resolve_nope_head_dim(embed_dim: int, num_heads: int, given: int | None) -> int:
+    """Return qk_nope_head_dim, the channels without rotary positions; embed_dim / num_heads by default."""
     check_latent_size("embed_dim", embed_dim)
     check_latent_size("num_heads", num_heads)
     if given is not None:
@@ -88,11 +88,11 @@ def still_channels(embed_dim: int, num_heads: int, given: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FormChoice:
-    """Which form serves a call, and the multiply-adds of each for one sequence. Prints as a table.
+    """Form chosen for a call, and the multiply-adds of both forms for one sequence. Prints as a table.
 
-    Counted is what differs: keys and values expanded from the latents (or queries taken into the latent space and
-    heads out of it), and attention over every pair of query and key. A mask spares both forms alike. `refusals` says
-    why the decode kernels do not read a `LatentCache` for the absorbed form; where it is empty, they do.
+    Only what differs is counted: keys and values expanded from the latents (or queries projected into the latent space
+    and heads out of it), and attention over every query-key pair. A mask reduces both forms equally. `refusals` lists
+    why the decode kernels do not read a `LatentCache` in the absorbed form; if empty, they do.
     """
 
     chosen: str
@@ -111,30 +111,32 @@ class FormChoice:
 
 
 def form_products(layout: LatentLayout, form: str, queries: int, keys: int) -> int:
-    """Multiply-adds between the latents and the heads' outputs, for one sequence."""
-    up = layout.kv_lora_rank * (layout.qk_nope_head_dim + layout.value_head_dim)  # of a token and head, either way
+    """Return the multiply-adds from the latents to the heads' outputs, for one sequence."""
+    up = layout.kv_lora_rank * (layout.qk_nope_head_dim + layout.value_head_dim)  # per token and head, in either form
     if form == "expanded":
         return layout.num_heads * (keys * up + queries * keys * (layout.head_dim + layout.value_head_dim))
     return layout.num_heads * (queries * up + queries * keys * (layout.cache_width + layout.kv_lora_rank))
 
 
 def absorbing_is_cheaper(layout: LatentLayout, queries: int, keys: int | None) -> bool:
-    """Whether `form_products` of the absorbed form are fewer; `keys` None says that they are the queries' tokens.
+    """Return True if the absorbed form is cheaper; `keys` None is self-attention without a cache.
 
-    The same tokens are told apart from as many others, so that a traced graph asks nothing of a size it does not know.
+    Self-attention is a separate case, so that a traced graph has no guard on a symbolic sequence length.
     """
-    own = layout.qk_nope_head_dim + layout.value_head_dim
-    wider = 2 * layout.kv_lora_rank - own  # channels that a pair of query and key costs more in the latent space
+    head_channels = layout.qk_nope_head_dim + layout.value_head_dim
+    extra_channels = (
+        2 * layout.kv_lora_rank - head_channels
+    )  # additional channels of a query-key pair in the latent space
     if keys is None:
-        return wider < 0
-    return (keys - queries) * layout.kv_lora_rank * own > queries * keys * wider
+        return extra_channels < 0
+    return (keys - queries) * layout.kv_lora_rank * head_channels > queries * keys * extra_channels
 
 
 @torch.no_grad()
 def decode_refusals(layout: LatentLayout, weight: Tensor, queries: int, keys: int, mask: Mask | None) -> list[str]:
-    """Why the decode kernels do not read a latent cache for so many new tokens, with such weights."""
-    one = weight.new_empty(layout.cache_width)
-    query = one.expand(1, layout.num_heads, queries, -1)
-    held = one.expand(1, 1, keys, -1)
-    cache = CacheArguments(held, held[..., : layout.kv_lora_rank], shared=True)
+    """Return the reasons why the decode kernels do not support a latent cache of these sizes."""
+    channels = weight.new_empty(layout.cache_width)
+    query = channels.expand(1, layout.num_heads, queries, -1)
+    latents = channels.expand(1, 1, keys, -1)
+    cache = CacheArguments(latents, latents[..., : layout.kv_lora_rank], shared=True)
     return cached_reasons(query, cache, keys, mask=mask)

@@ -1,4 +1,4 @@
-"""Latent attention: keys and values of all heads are read from one short vector a token, which is all a cache keeps."""
+"""Multi-head latent attention: keys and values are projected from one cached latent per token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.layers import checks
 from polyhead.layers.joint_projection import hooks_of, is_plain_linear
 from polyhead.layers.kv_cache import CacheView, KVCache
-from polyhead.layers.kv_cache.latent import KeepsKeysAlone
+from polyhead.layers.kv_cache.latent import LatentStorage
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.latent.forms import (
     FORMS,
@@ -23,12 +23,20 @@ from polyhead.layers.latent.forms import (
     check_latent_size,
     decode_refusals,
     form_products,
-    still_channels,
+    resolve_nope_head_dim,
 )
 from polyhead.layers.multi_head.layer import Memory
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import decoded, first_position, keeps_cache, normed, own_mask, position_bias, split_heads
+from polyhead.layers.steps import (
+    apply_norm,
+    decode_over_cache,
+    first_position,
+    layer_mask,
+    position_bias,
+    restores_cache_on_error,
+    split_heads,
+)
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics, attention
@@ -39,8 +47,8 @@ Form = Literal["auto", "expanded", "absorbed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Request:
-    """What a call asks of its attention, whichever form it takes."""
+class _CallOptions:
+    """Options of one attention call, independent of its form."""
 
     mask: Mask | None
     dropout: float
@@ -52,36 +60,36 @@ class _Request:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing that the decode kernels do not have."""
+        """True if the decode kernels support every option."""
         return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1) over [batch, sequence, embed_dim].
+    """Multi-head latent attention (MLA; DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
     For a token x at position t, R_t its rotation and N an RMS norm, head i has
 
-        c = N(W_kv_a x),  r = R_t W_kr x                        the latent and the turning key, one for all heads
+        c = N(W_kv_a x),  r = R_t W_kr x                        the latent and the rotary key, shared by all heads
         z = N(W_q_a x)                                          or x itself, where queries are not compressed
         q_i = [W_uq_i z ; R_t W_qr_i z],  k_i = [W_uk_i c ; r],  v_i = W_uv_i c
         head_i = softmax(q_i k_i^T / sqrt(qk_nope_head_dim + qk_rope_head_dim)) v_i
 
-    and the output is W_O [head_1 ; .. ; head_h]. Two forms compute the same: "expanded" as it stands, and "absorbed",
+    and the output is W_O [head_1 ; .. ; head_h]. Two forms are equivalent: "expanded" as written, and "absorbed",
     which uses (W_uq_i z)·(W_uk_i c) = (W_uk_i^T W_uq_i z)·c and sums latents before W_uv_i: multi-query attention over
-    [c ; r], which a cache keeps. "auto" takes the one with fewer multiply-adds; `explain` says which.
+    the cached [c ; r]. "auto" takes the one with fewer multiply-adds; `explain` reports which.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: heads.
+        num_heads: number of heads.
         kv_lora_rank: channels of the latent of keys and values.
         q_lora_rank: channels of the queries' latent; None projects queries from the input.
-        qk_nope_head_dim: channels of a head's query and key that do not turn; embed_dim / num_heads by default.
-        qk_rope_head_dim: channels that turn; those of `positions` by default, none without rotary positions.
+        qk_nope_head_dim: channels of a head's query and key without rotary positions; embed_dim / num_heads by default.
+        qk_rope_head_dim: channels with rotary positions; those of `positions` by default, 0 without rotary positions.
         value_head_dim: channels of a head's value; qk_nope_head_dim by default.
         bias: whether the projections of the input have a bias; those of latents have none.
-        output_bias: whether the output projection has one; as `bias` by default.
+        output_bias: whether the output projection has one; same as `bias` by default.
         positions: a module of `polyhead.layers.positions`; `Rotary(qk_rope_head_dim, interleaved=True)` in DeepSeek.
-        norm_eps: what the norms of latents add to the mean square.
+        norm_eps: epsilon of the RMS norms of latents.
         form: "auto", "expanded" or "absorbed".
         causal, window, softcap, scale, sinks, dropout, finite, backend: as in `MultiHeadAttention`.
 
@@ -100,7 +108,7 @@ class LatentAttention(nn.Module):
     q_a_norm: nn.Module | None
     q_b_proj: nn.Linear | None
     head_gate: Tensor | None
-    # Told of every attention, for those who watch a model; a layer by itself has none.
+    # Called with every attention while the model is observed, otherwise None.
     _listener: Callable[[Attended], None] | None = None
 
     def __init__(
@@ -144,14 +152,14 @@ class LatentAttention(nn.Module):
         checks.check_one_of("form", form, ("auto", *FORMS))
         checks.check_backend(backend)
         checks.check_dtype(dtype)
-        qk_nope_head_dim = still_channels(embed_dim, num_heads, qk_nope_head_dim)
+        qk_nope_head_dim = resolve_nope_head_dim(embed_dim, num_heads, qk_nope_head_dim)
         self.layout = layout = LatentLayout(
             embed_dim,
             num_heads,
             kv_lora_rank,
             q_lora_rank or 0,
             qk_nope_head_dim,
-            _turning_channels(positions, qk_rope_head_dim),
+            _resolve_rope_head_dim(positions, qk_rope_head_dim),
             value_head_dim or qk_nope_head_dim,
         )
         if positions is not None and not isinstance(positions, RotatesHeads):
@@ -163,7 +171,7 @@ class LatentAttention(nn.Module):
         self.scale = scale
         self.backend = backend
         self.finite = finite
-        self.mask = own_mask(causal, window)
+        self.mask = layer_mask(causal, window)
 
         def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
@@ -186,7 +194,7 @@ class LatentAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform projections, zero biases, norms and sinks that do nothing."""
+        """Initialise projections Glorot-uniformly, biases and sinks with zeros, norm weights with ones."""
         for module in self.children():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -199,7 +207,7 @@ class LatentAttention(nn.Module):
 
     # ---- the computation
 
-    @keeps_cache
+    @restores_cache_on_error
     def forward(
         self,
         query: Tensor,
@@ -217,38 +225,40 @@ class LatentAttention(nn.Module):
         backend: str | None = None,
         form: Form | None = None,
     ) -> AttentionOutput:
-        """Attend from `query` to `key` (to itself by default) and mix the heads.
+        """Attend from `query` to `key` (to itself by default) and project the concatenated heads.
 
         Args:
             query: [batch, queries, embed_dim].
-            key: [batch, keys, embed_dim], for cross-attention: keys and values are both read from its latents. A
-                `Memory` made by `remember` is used as it is.
-            cache: a `LatentCache`, which keeps kv_lora_rank + qk_rope_head_dim numbers a token, or any other `KVCache`
-                for `layout.absorbed`, which keeps the latent twice.
-            form: "auto", "expanded" or "absorbed" for this call; the layer's own by default.
+            key: [batch, keys, embed_dim], for cross-attention: keys and values are both projected from its latents.
+                May be a `Memory` returned by `remember`.
+            cache: a `LatentCache`, which stores kv_lora_rank + qk_rope_head_dim numbers per token, or any other
+                `KVCache` for `layout.absorbed`, which stores the latent twice.
+            form: "auto", "expanded" or "absorbed" for this call; the layer's by default.
             mask, lengths, token_positions, head_gate, statistics: as in `MultiHeadAttention.forward`.
             seed, weights, logsumexp, backend: as in `polyhead.attention`.
         """
         layout = self.layout
         checks.check_input("query", query, layout.embed_dim, self.kv_a_proj)
         if query.is_nested:
-            raise OptionError("latent heads take padded sequences, got a nested query; pad it and use Mask.lengths")
+            raise OptionError(
+                "latent attention takes padded sequences, got a nested query; pad it and use Mask.lengths"
+            )
         if cache is not None and not isinstance(cache, KVCache):
             raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
         if cache is not None and key is not None:
             raise OptionError(
-                "a cache holds the layer's own earlier tokens; for cross-attention use layer.remember(key) instead"
+                "a cache is for self-attention, got a key as well; for cross-attention use layer.remember(key)"
             )
         if cache is None and lengths is not None:
             raise OptionError(
-                "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
+                "lengths require a cache, whose new tokens they count; without one use mask=Mask.lengths(...)"
             )
         form = self._checked_form(form)
         batch, queries, _ = query.shape
         start = first_position(cache, queries, query.device) if token_positions is None else token_positions
         if isinstance(self.positions, AddsToInput):
             query = self.positions(query, start)
-        q_nope, q_rope = self._queries(query)
+        q_nope, q_rope = self._project_queries(query)
         rotation = None
         if isinstance(self.positions, RotatesHeads):
             length = queries + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
@@ -256,36 +266,36 @@ class LatentAttention(nn.Module):
             q_rope = self.positions.rotate(q_rope, rotation)
         if isinstance(key, Memory):
             checks.check_memory(key.key, key.value, batch, layout.absorbed)
-            held = key.key
+            latents = key.key
         elif key is None:
-            held = self._compressed(query, rotation)
+            latents = self._compress(query, rotation)
         else:
             checks.check_input("key", key, layout.embed_dim, self.kv_a_proj)
-            held = self._compressed(key, None)
+            latents = self._compress(key, None)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
-        keys, span, view, given = held.shape[2], held.shape[2], None, mask
+        keys, span, view, caller_mask = latents.shape[2], latents.shape[2], None, mask
         if cache is not None:
-            values = None if isinstance(cache, KeepsKeysAlone) else held[..., : layout.kv_lora_rank]
-            view = cache.append(held, values, lengths=lengths)  # type: ignore[arg-type]
+            values = None if isinstance(cache, LatentStorage) else latents[..., : layout.kv_lora_rank]
+            view = cache.append(latents, values, lengths=lengths)  # type: ignore[arg-type]
             mask = view.masked(mask)
             keys, span = view.num_keys, longest(cache.lengths, otherwise=keys)
         if isinstance(self.positions, BiasesLogits):
-            bias = position_bias(self.positions, queries, span, held, given)
+            bias = position_bias(self.positions, queries, span, latents, caller_mask)
             mask = bias if mask is None else mask & bias
-        requested = _Request(
+        requested = _CallOptions(
             mask,
             self.dropout if self.training else 0.0,
             seed,
             self.backend if backend is None else backend,
             weights,
-            checks.statistics_of(statistics, cross=key is not None),
+            checks.resolve_statistics(statistics, cross=key is not None),
             logsumexp,
         )
         if self._is_absorbed(form, queries, None if view is None and key is None else keys):
-            result, heads = self._absorbed(q_nope, q_rope, held, view, requested)
+            result, heads = self._absorbed(q_nope, q_rope, latents, view, requested)
         else:
-            result, heads = self._expanded(q_nope, q_rope, held if view is None else view.key, requested)
+            result, heads = self._expanded(q_nope, q_rope, latents if view is None else view.key, requested)
         for gate in (self.head_gate, head_gate):
             if gate is not None:
                 heads = heads * gate_factors(gate, batch, layout.num_heads, queries).to(heads.dtype)
@@ -293,138 +303,138 @@ class LatentAttention(nn.Module):
         return AttentionOutput(output, result.logsumexp, result.weights, result.statistics, result.backend)
 
     def remember(self, key: Tensor) -> Memory:
-        """Compress a source once, so that `forward(query, memory)` can attend to it many times."""
+        """Compress a source once, for repeated cross-attention with `forward(query, memory)`."""
         checks.check_input("key", key, self.layout.embed_dim, self.kv_a_proj)
-        held = self._compressed(key, None)
-        return Memory(held, held[..., : self.layout.kv_lora_rank])
+        latents = self._compress(key, None)
+        return Memory(latents, latents[..., : self.layout.kv_lora_rank])
 
     def explain(self, queries: int, keys: int | None = None, *, form: Form | None = None) -> FormChoice:
-        """Which form a call takes for so many queries and keys (as many by default), and what both would cost.
+        """Return the form chosen for these numbers of queries and keys, and the cost of both forms.
 
-        It says as well whether the decode kernels would read a `LatentCache` of so many keys, and if not, why.
+        The result also lists why the decode kernels would not read a `LatentCache` of that length, if so.
         """
         form = self._checked_form(form)
         absorbed = self._is_absorbed(form, queries, keys)
         keys = queries if keys is None else keys
         expanded_cost, absorbed_cost = (form_products(self.layout, name, queries, keys) for name in FORMS)
         if form != "auto":
-            reason = f"form={form!r} was asked for"
-        elif self._unreadable():
-            reason = f"kv_b_proj {self._unreadable()}"
+            reason = f"form={form!r} was requested"
+        elif self._kv_b_proj_issue():
+            reason = f"kv_b_proj {self._kv_b_proj_issue()}"
         else:
-            reason = "as many either way" if expanded_cost == absorbed_cost else "fewer multiply-adds"
+            reason = "equal multiply-adds" if expanded_cost == absorbed_cost else "fewer multiply-adds"
         refusals = decode_refusals(self.layout, self.kv_a_proj.weight, queries, keys, self.mask)
         if self.backend not in ("auto", "fused"):
-            refusals.insert(0, f"backend={self.backend!r} was asked for")
+            refusals.insert(0, f"backend={self.backend!r} was requested")
         return FormChoice(FORMS[absorbed], expanded_cost, absorbed_cost, reason, tuple(refusals))
 
     def _checked_form(self, form: Form | None) -> Form:
-        """The form that was asked for, here or when the layer was made."""
+        """Return the form requested for this call, or the layer's."""
         form = self.form if form is None else form
         checks.check_one_of("form", form, ("auto", *FORMS))
-        if form == "absorbed" and (unreadable := self._unreadable()):
+        if form == "absorbed" and (issue := self._kv_b_proj_issue()):
             raise OptionError(
-                f"the absorbed form reads the weight of kv_b_proj, got a kv_b_proj that {unreadable}; "
+                f"the absorbed form reads the weight of kv_b_proj, got a kv_b_proj that {issue}; "
                 "use form='expanded' or 'auto'"
             )
         return form
 
     def _is_absorbed(self, form: Form, queries: int, keys: int | None) -> bool:
-        """Whether this call is absorbed; `keys` is None for self-attention without a cache."""
+        """Return True if this call uses the absorbed form; `keys` is None for self-attention without a cache."""
         if form != "auto":
             return form == "absorbed"
-        return not self._unreadable() and absorbing_is_cheaper(self.layout, queries, keys)
+        return not self._kv_b_proj_issue() and absorbing_is_cheaper(self.layout, queries, keys)
 
-    def _unreadable(self) -> str:
-        """Why the weight of kv_b_proj is not all that calling it would do; empty where it is."""
+    def _kv_b_proj_issue(self) -> str:
+        """Return why kv_b_proj is not a plain product with its weight; empty if it is."""
         if type(self.kv_b_proj) is not nn.Linear:
             return f"is a {type(self.kv_b_proj).__name__}"
         if not is_plain_linear(self.kv_b_proj):
-            return "has a forward put in the place of its own"
+            return "has a replaced forward"
         if self.kv_b_proj.bias is not None:
             return "has a bias"
         return "has hooks" if any(hooks_of(self.kv_b_proj)) else ""
 
     @property
-    def _factor(self) -> float:
-        """The scale of the logits, which in either form is that of the expanded heads."""
+    def _logit_scale(self) -> float:
+        """Scale of the logits, in either form that of the expanded heads."""
         return self.layout.head_dim**-0.5 if self.scale is None else self.scale
 
-    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, heads, queries, qk_nope_head_dim] and what is to turn, [batch, heads, queries, qk_rope_head_dim]."""
+    def _project_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return non-rotary and rotary queries, [batch, heads, queries, qk_nope_head_dim or qk_rope_...]."""
         if self.q_proj is not None:
             q = self.q_proj(x)
         else:
             assert self.q_a_proj is not None and self.q_a_norm is not None and self.q_b_proj is not None
-            q = self.q_b_proj(normed(self.q_a_norm, self.q_a_proj(x)))
+            q = self.q_b_proj(apply_norm(self.q_a_norm, self.q_a_proj(x)))
         layout = self.layout
         q_nope, q_rope = split_heads(q, layout.num_heads).split((layout.qk_nope_head_dim, layout.qk_rope_head_dim), -1)
         return q_nope, q_rope
 
-    def _compressed(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """The latents and, turned, the key that all heads share: [batch, 1, keys, kv_lora_rank + qk_rope_head_dim].
+    def _compress(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """Return latents and rotated shared key, [batch, 1, keys, kv_lora_rank + qk_rope_head_dim].
 
-        Without a rotation of their own, tokens are turned as they stand from position 0.
+        Without a `rotation`, tokens are at positions 0, 1, ...
         """
-        latent, k_rope = self._parts(self.kv_a_proj(x).unsqueeze(1))
+        latent, k_rope = self._split_latents(self.kv_a_proj(x).unsqueeze(1))
         if isinstance(self.positions, RotatesHeads):
             k_rope = self.positions(k_rope) if rotation is None else self.positions.rotate(k_rope, rotation)
-        return _joined(normed(self.kv_a_norm, latent), k_rope)
+        return _concat_channels(apply_norm(self.kv_a_norm, latent), k_rope)
 
-    def _parts(self, held: Tensor) -> tuple[Tensor, Tensor]:
-        latent, k_rope = held.split((self.layout.kv_lora_rank, self.layout.qk_rope_head_dim), -1)
+    def _split_latents(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = latents.split((self.layout.kv_lora_rank, self.layout.qk_rope_head_dim), -1)
         return latent, k_rope
 
     def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, held: Tensor, requested: _Request
+        self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, requested: _CallOptions
     ) -> tuple[AttentionOutput, Tensor]:
-        """Every head with keys and values of its own."""
+        """Attend in the expanded form, with a key and value per head."""
         layout = self.layout
-        latent, k_rope = self._parts(held)
+        latent, k_rope = self._split_latents(latents)
         up = split_heads(self.kv_b_proj(latent.squeeze(1)), layout.num_heads)
         k_nope, v = up.split((layout.qk_nope_head_dim, layout.value_head_dim), -1)
-        q = _joined(q_nope, q_rope)
-        k = _joined(k_nope, k_rope.expand(-1, layout.num_heads, -1, -1))
+        q = _concat_channels(q_nope, q_rope)
+        k = _concat_channels(k_nope, k_rope.expand(-1, layout.num_heads, -1, -1))
         result = self._attention(q, k, v, requested)
-        self._tell(q, k, v, result, requested.mask)
+        self._notify(q, k, v, result, requested.mask)
         return result, result.output
 
     def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, held: Tensor, view: CacheView | None, requested: _Request
+        self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, view: CacheView | None, requested: _CallOptions
     ) -> tuple[AttentionOutput, Tensor]:
-        """All heads over the latents, as multi-query attention whose values are the first channels of its keys."""
+        """Attend in the absorbed form: multi-query attention whose values are the first channels of its keys."""
         layout = self.layout
         # [heads, qk_nope_head_dim + value_head_dim, kv_lora_rank]
         up = self.kv_b_proj.weight.view(layout.num_heads, -1, layout.kv_lora_rank)
         up_key, up_value = up.split((layout.qk_nope_head_dim, layout.value_head_dim), 1)
-        q = _joined(torch.einsum("bhqn,hnr->bhqr", q_nope, up_key), q_rope)
+        q = _concat_channels(torch.einsum("bhqn,hnr->bhqr", q_nope, up_key), q_rope)
         result = None
         if view is not None and requested.is_plain and decode_runs_on(q):
-            result = decoded(
+            result = decode_over_cache(
                 q,
                 view,
                 requested.mask,
-                scale=self._factor,
+                scale=self._logit_scale,
                 softcap=self.softcap,
                 sinks=self.sinks,
                 statistics=requested.statistics,
             )
         if view is not None and (result is None or self._listener is not None):
-            held = view.key
-        v = held[..., : layout.kv_lora_rank]
+            latents = view.key
+        v = latents[..., : layout.kv_lora_rank]
         if result is None:
-            result = self._attention(q, held, v, requested)
+            result = self._attention(q, latents, v, requested)
         heads = torch.einsum("bhqr,hvr->bhqv", result.output, up_value)
-        self._tell(q, held, v, replace(result, output=heads), requested.mask)
+        self._notify(q, latents, v, replace(result, output=heads), requested.mask)
         return result, heads
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, requested: _Request) -> AttentionOutput:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, requested: _CallOptions) -> AttentionOutput:
         return attention(
             q,
             k,
             v,
             mask=requested.mask,
-            scale=self._factor,
+            scale=self._logit_scale,
             softcap=self.softcap,
             sinks=self.sinks,
             dropout=requested.dropout,
@@ -436,14 +446,14 @@ class LatentAttention(nn.Module):
             finite=self.finite,
         )
 
-    def _tell(self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None) -> None:
+    def _notify(self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None) -> None:
         if self._listener is not None:
-            self._listener(Attended(q, k, v, result, mask, self._factor, self.softcap, self.sinks))
+            self._listener(Attended(q, k, v, result, mask, self._logit_scale, self.softcap, self.sinks))
 
     # ---- checkpoints
 
     def get_extra_state(self) -> Tensor:
-        """The layout travels with the weights: their shapes alone do not tell heads and channels apart."""
+        """Return the layout, which weight shapes do not determine."""
         return torch.tensor(list(self.layout.to_dict().values()), device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -454,7 +464,7 @@ class LatentAttention(nn.Module):
         if key in state_dict:
             checks.check_saved_layout(state_dict[key], self.layout)  # before a single weight is touched
         else:
-            state_dict[key] = self.get_extra_state()  # weights from elsewhere know no head count
+            state_dict[key] = self.get_extra_state()  # checkpoints of other libraries have no layout
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -469,8 +479,8 @@ class LatentAttention(nn.Module):
         return ", ".join(parts)
 
 
-def _turning_channels(positions: Positions | None, given: int | None) -> int:
-    """The channels that rotary positions turn: given, or read from them."""
+def _resolve_rope_head_dim(positions: Positions | None, given: int | None) -> int:
+    """Return qk_rope_head_dim as given, or the `head_dim` of rotary positions."""
     if positions is not None and not isinstance(positions, Positions):
         raise OptionError(f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}")
     if given is not None:
@@ -478,18 +488,18 @@ def _turning_channels(positions: Positions | None, given: int | None) -> int:
     if not isinstance(positions, RotatesHeads):
         if given:
             raise OptionError(
-                f"qk_rope_head_dim counts channels that rotary positions turn, got {given} with positions "
-                f"{type(positions).__name__ if positions is not None else None}; give positions=Rotary({given})"
+                f"qk_rope_head_dim requires rotary positions, got {given} with positions "
+                f"{type(positions).__name__ if positions is not None else None}; pass positions=Rotary({given})"
             )
         return 0
     checks.check_size("qk_rope_head_dim", given)
     if given is not None and given != positions.head_dim:
         raise ShapeError(
-            f"the positions must rotate qk_rope_head_dim, got {type(positions).__name__}(head_dim="
-            f"{positions.head_dim}) for a qk_rope_head_dim of {given}; make them with head_dim={given}"
+            f"rotary positions must have head_dim=qk_rope_head_dim, got {type(positions).__name__}(head_dim="
+            f"{positions.head_dim}) for a qk_rope_head_dim of {given}; build them with head_dim={given}"
         )
     return positions.head_dim
 
 
-def _joined(channels: Tensor, turning: Tensor) -> Tensor:
-    return torch.cat((channels, turning), -1) if turning.shape[-1] else channels
+def _concat_channels(channels: Tensor, rotary: Tensor) -> Tensor:
+    return torch.cat((channels, rotary), -1) if rotary.shape[-1] else channels

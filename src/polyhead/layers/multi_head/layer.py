@@ -1,4 +1,4 @@
-"""Multi-head attention as a layer. Multi-query and grouped-query attention are values of `num_kv_heads`."""
+"""Multi-head attention layer; multi-query and grouped-query attention are values of `num_kv_heads`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, Rota
 from polyhead.layers.positions.base import Rotation
 from polyhead.layers.steps import (
     CallOptions,
-    decoded,
+    apply_norm,
+    decode_over_cache,
     first_position,
-    keeps_cache,
-    normed,
-    own_mask,
+    layer_mask,
     position_bias,
+    restores_cache_on_error,
     split_heads,
 )
 from polyhead.masks import Mask
@@ -38,52 +38,52 @@ from polyhead.ops.attention import AttentionOutput, Statistics, attention, strai
 from polyhead.ops.decode.fused import decode_runs_on
 from polyhead.ops.uneven_groups import select_heads, uneven_attention
 
-# Anything but None in these stands between the projections and the attention, so that a call takes the long way.
+# Options that disable the fast path `_forward_plain` unless they are None.
 _EXTRAS = ("positions", "q_norm", "k_norm", "gate_proj", "combine", "softcap", "sinks")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Keys and values already projected by a layer, for cross-attention that looks at the same source many times."""
+    """Projected keys and values of a source, for repeated cross-attention to it."""
 
     key: Tensor  # [batch, kv_heads, keys, head_dim]
     value: Tensor  # [batch, kv_heads, keys, value_dim]
 
 
 class MultiHeadAttention(nn.Module):
-    """Self- and cross-attention over [batch, sequence, embed_dim], with every head layout in one module.
+    """Multi-head self- and cross-attention over [batch, sequence, embed_dim], with any head layout.
 
         head_i = softmax(X W_Q_i (Y W_K_g(i))^T / sqrt(head_dim)) Y W_V_g(i),  output = Concat(head_1 .. head_h) W_O
 
     with Y = X in self-attention, and g(i) the KV head that head i reads: i itself in multi-head attention (Vaswani et
     al. 2017, "Attention Is All You Need"), 1 in multi-query (Shazeer 2019, "Fast Transformer Decoding: One Write-Head
-    Is All You Need"), one of a few in grouped-query (Ainslie et al. 2023, "GQA: Training Generalized Multi-Query
-    Transformer Models from Multi-Head Checkpoints"), any by `key_heads`.
+    Is All You Need"), one per group in grouped-query (Ainslie et al. 2023, "GQA: Training Generalized Multi-Query
+    Transformer Models from Multi-Head Checkpoints"), any with `key_heads`.
 
     Args:
         embed_dim: width of the queries' input and of the output.
-        num_heads: query heads.
-        num_kv_heads: KV heads: `num_heads` by default (multi-head), 1 (multi-query), between (grouped-query).
-        key_heads: which of them each query head reads, for groups that are not even: (0, 0, 0, 1) for one of 3 and one
-            of 1. In order and equally many by default.
+        num_heads: number of query heads.
+        num_kv_heads: number of KV heads: num_heads by default (multi-head), 1 (multi-query), between (grouped-query).
+        key_heads: KV head of each query head, for uneven groups: (0, 0, 0, 1) for a group of 3 and a group of 1. Even
+            groups in order by default.
         head_dim: channels of a query and key; embed_dim / num_heads by default.
         value_dim: channels of a value; head_dim by default.
         key_input_dim, value_input_dim: widths of the keys' and values' input; embed_dim by default.
         bias: whether the query, key and value projections have a bias.
-        output_bias: whether the output projection has one; as `bias` by default.
+        output_bias: whether the output projection has one; same as `bias` by default.
         positions: a module of `polyhead.layers.positions` (Rotary, ALiBi, T5Bias, Sinusoidal, Learned, ...).
-        causal, window: a mask of the layer's own, combined with the one given to `forward`.
+        causal, window: mask of the layer, combined with the one passed to `forward`.
         qk_norm: "rms" or "layer" normalises each head's queries and keys.
-        output_gate: "head" (one number a head) or "channel" multiplies the heads' outputs by sigmoid(X Wg + b), as in
+        output_gate: "head" (one factor per head) or "channel" multiplies the heads' outputs by sigmoid(X Wg + b), as in
             Qiu et al. 2025, "Gated Attention for Large Language Models".
-        combine: a module that combines the heads' outputs before the output projection; Concat(heads) without one.
+        combine: a module that combines the heads' outputs before the output projection; Concat(heads) by default.
         softcap, scale: as in `polyhead.attention`.
         sinks: whether every head has a learned sink logit.
-        dropout: rate at which weights are dropped in training.
+        dropout: attention dropout rate in training.
         finite, backend: as in `polyhead.attention`.
-        init: where the layer starts: "xavier", or "conv" as a fresh convolution with a tap for each head. That takes
-            quadratic relative positions, value_dim=embed_dim and heads that nothing masks, gates or combines; 2D
-            positions take K * K heads. See `polyhead.layers.convolutional_heads`.
+        init: initialisation: "xavier", or "conv" for a freshly initialised convolution with one head per tap. "conv"
+            requires quadratic relative positions, value_dim=embed_dim, and no mask, gate or combine module; 2D
+            positions require K * K heads. See `polyhead.layers.variants.convolutional_heads`.
 
     >>> layer = MultiHeadAttention(512, 8, num_kv_heads=2, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape
@@ -97,8 +97,8 @@ class MultiHeadAttention(nn.Module):
     gate_proj: nn.Linear | None
     head_gate: Tensor | None
     init: Literal["xavier", "conv"] = "xavier"
-    _may_be_plain = True  # False where the heads of a class are not those of the formula
-    # Told of every attention, for those who watch a model; a layer by itself has none.
+    _may_be_plain = True  # False in subclasses that compute another attention
+    # Called with every attention while the model is observed, otherwise None.
     _listener: Callable[[Attended], None] | None = None
 
     def __init__(
@@ -147,7 +147,7 @@ class MultiHeadAttention(nn.Module):
                 raise OptionError(
                     f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}"
                 )
-            positions.check(self._turning)
+            positions.check(self._position_layout)
         if combine is not None:
             if not isinstance(combine, CombinesHeads):
                 raise OptionError(
@@ -160,7 +160,7 @@ class MultiHeadAttention(nn.Module):
         self.backend = backend
         self.finite = finite
         self.init = init
-        self.mask = own_mask(causal, window)
+        self.mask = layer_mask(causal, window)
         self.positions = positions
         self.combine = combine
 
@@ -185,9 +185,9 @@ class MultiHeadAttention(nn.Module):
         self._join_projections()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform projections, zero biases, a gate that starts open at one half, sinks at zero.
+        """Initialise projections Glorot-uniformly, biases and sinks with zeros; gates start at 1/2.
 
-        With init="conv" all but the key projection becomes that of a fresh convolution, its positions included.
+        With init="conv" everything but the key projection, positions included, is set to compute a fresh convolution.
         """
         if self.init == "conv":
             check_conv_layer(self, MultiHeadAttention)
@@ -210,7 +210,7 @@ class MultiHeadAttention(nn.Module):
             self._choose_path()
 
     def _choose_path(self) -> None:
-        """Whether `_forward_plain` may serve, and whether it is causal; chosen anew when an option is set."""
+        """Set the flags of the fast path `_forward_plain`; called again when an option changes."""
         mask, layout = self.mask, self.layout
         self._is_causal = mask is not None and mask.is_just_causal
         extras = (None if self._is_causal else mask, layout.key_heads, *(getattr(self, name) for name in _EXTRAS))
@@ -219,7 +219,7 @@ class MultiHeadAttention(nn.Module):
 
     # ---- the computation
 
-    @keeps_cache
+    @restores_cache_on_error
     def forward(
         self,
         query: Tensor,
@@ -237,21 +237,22 @@ class MultiHeadAttention(nn.Module):
         logsumexp: bool = False,
         backend: str | None = None,
     ) -> AttentionOutput:
-        """Attend from `query` to `key` (to itself by default) and mix the heads.
+        """Attend from `query` to `key` (to itself by default) and project the concatenated heads.
 
         Args:
             query: [batch, queries, embed_dim], or a jagged nested tensor of sequences.
-            key, value: [batch, keys, ...], for cross-attention; `value` is `key` by default. A `Memory` made by
-                `remember` is used as it is.
-            mask: who may attend to whom, besides the layer's own causal edge or window.
+            key, value: [batch, keys, ...], for cross-attention; `value` is `key` by default. `key` may be a `Memory`
+                returned by `remember`.
+            mask: combined with the layer's causal mask or window.
             cache: a `KVCache` of earlier tokens, to which this call appends its own.
-            lengths: with a cache, how many tokens of each sequence are real where the new block is padded on the right.
-            token_positions: where the queries' tokens stand, [queries] or [batch, queries]; they go on from the cache
-                (or from 0) by default. Rotary and added positions use them; a relative bias goes by the mask.
+            lengths: with a cache, the number of non-padding tokens of each sequence in the new block, which is padded
+                on the right.
+            token_positions: positions of the queries, [queries] or [batch, queries]; by default they continue from the
+                cache, or start at 0. Used by rotary and additive positions; a relative bias uses the mask's positions.
             head_gate: multiplies each head's output before the output projection: [heads], [batch, heads] or
-                [batch, heads, queries]. `layer.head_gate` holds one for every call.
-            statistics: as in `polyhead.attention`, of every head before the gates. With a `key` queries and keys are
-                different sequences, and what compares their positions is absent.
+                [batch, heads, queries]. `layer.head_gate` applies to every call.
+            statistics: as in `polyhead.attention`, of every head before the gates. With a `key`, queries and keys are
+                different sequences, and statistics that compare their positions are absent.
             seed, weights, logsumexp, backend: as in `polyhead.attention`.
         """
         if (
@@ -281,46 +282,46 @@ class MultiHeadAttention(nn.Module):
             query = self.positions(query, start)
         if key is None:
             if value is not None:
-                raise OptionError("a value was given without a key; give both, or neither for self-attention")
+                raise OptionError("got a value without a key; pass both, or neither for self-attention")
             q, k, v = self._project_self(query)
         else:
             if cache is not None:
                 raise OptionError(
-                    "a cache holds the layer's own earlier tokens; for cross-attention use layer.remember(key) instead"
+                    "a cache is for self-attention, got a key as well; for cross-attention use layer.remember(key)"
                 )
             q = self._query_heads(self.q_proj(query))
             if isinstance(key, Memory):
                 if value is not None:
-                    raise OptionError("a memory holds its own values, got a value beside it; remember both together")
+                    raise OptionError("a memory contains values, got a value as well; use layer.remember(key, value)")
                 checks.check_memory(key.key, key.value, batch, self.cache_layout)
                 k, v = key.key, key.value
             else:
                 k, v = self._project_source(key, value)
         if self.q_norm is not None and self.k_norm is not None:
-            q = normed(self.q_norm, q)
-            k = k if isinstance(key, Memory) else normed(self.k_norm, k)
+            q = apply_norm(self.q_norm, q)
+            k = k if isinstance(key, Memory) else apply_norm(self.k_norm, k)
         if isinstance(self.positions, RotatesHeads):
             q, k = self._rotate(q, k, start, cache, key)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
-        span, view, given = k.shape[2], None, mask
+        span, view, caller_mask = k.shape[2], None, mask
         if cache is not None:
             view = cache.append(k, v, lengths=lengths)
             mask = view.masked(mask)
             span = longest(cache.lengths, otherwise=span)
         elif lengths is not None:
             raise OptionError(
-                "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
+                "lengths require a cache, whose new tokens they count; without one use mask=Mask.lengths(...)"
             )
         if isinstance(self.positions, BiasesLogits):
-            bias = position_bias(self.positions, queries, span, q, given)
+            bias = position_bias(self.positions, queries, span, q, caller_mask)
             mask = bias if mask is None else mask & bias
         requested = CallOptions(
             self.dropout if self.training else 0.0,
             seed,
             self.backend if backend is None else backend,
             weights,
-            checks.statistics_of(statistics, cross=key is not None),
+            checks.resolve_statistics(statistics, cross=key is not None),
             logsumexp,
             head_gate,
         )
@@ -334,22 +335,22 @@ class MultiHeadAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> AttentionOutput:
-        """The attention of every head, [batch, heads, queries, value_dim], told to who listens.
+        """Attend per head and notify the observer; returns [batch, heads, queries, value_dim].
 
-        k and v are the call's own; where there is a `view` of a cache, they are in it.
+        k and v are those of the new tokens; a `view` of a cache already contains them.
         """
         result = None
         if view is not None:
             if decode_runs_on(q) and requested.is_plain:
                 options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
                 options["key_heads"] = self.layout.key_heads
-                result = decoded(q, view, mask, statistics=requested.statistics, **options)
+                result = decode_over_cache(q, view, mask, statistics=requested.statistics, **options)
             if result is None or self._listener is not None:
                 k, v = view.key, view.value
         if result is None:
             result = self._attention(q, k, v, mask, requested, scale=self.scale, sinks=self.sinks)
         if self._listener is not None:
-            if self.layout.key_heads is not None:  # who listens knows of even groups alone
+            if self.layout.key_heads is not None:  # observers assume even groups
                 k, v = (select_heads(x, self.layout.key_heads) for x in (k, v))
             self._listener(Attended(q, k, v, result, mask, self.scale, self.softcap, self.sinks))
         return result
@@ -365,7 +366,7 @@ class MultiHeadAttention(nn.Module):
         scale: float | None,
         sinks: Tensor | None,
     ) -> AttentionOutput:
-        """`attention` of these heads, whatever their groups."""
+        """Call `attention`, or `uneven_attention` where groups are uneven."""
         options: dict[str, Any] = {
             "mask": mask,
             "scale": scale,
@@ -384,15 +385,14 @@ class MultiHeadAttention(nn.Module):
         return attention(q, k, v, **options)
 
     def _forward_plain(self, x: Tensor, causal: bool) -> Tensor | None:
-        """Plain self-attention with nothing in between: the same numbers as the long way, with little Python.
+        """Fast path of plain self-attention with less Python overhead; None where it does not apply.
 
-        None where the long way must be taken. At short sequences the checks it leaves out cost more than the matrix
-        products do.
+        At short sequences the checks that it skips cost more than the matrix products.
         """
         modules = self._modules
         joint, out_proj = self._of_self, modules["out_proj"]
         layout = self.layout
-        gated = self._buffers.get("head_gate", self) is not None  # a parameter in its place counts as well
+        gated = self._buffers.get("head_gate", self) is not None  # also True if a parameter replaced the buffer
         if joint is None or x.ndim != 3 or x.is_nested or gated or (self.training and self.dropout):
             return None
         batch, length, width = x.shape
@@ -405,33 +405,33 @@ class MultiHeadAttention(nn.Module):
             return None
         joined = joint.joined(x)
         if joined.requires_grad and not joined.is_cpu:
-            # On a device the gradients of three column blocks are put side by side faster than those of one stack.
+            # On a device the gradients of three column blocks are concatenated faster than those of one stack.
             parts = joined.split_with_sizes(joint.sizes, -1)
             q, k, v = (part.view(batch, length, -1, layout.head_dim).transpose(1, 2) for part in parts)
         elif layout.group_size == 1:
-            together = joined.view(batch, length, 3, layout.num_heads, layout.head_dim)
-            q, k, v = together.permute(2, 0, 3, 1, 4).unbind(0)
+            stacked = joined.view(batch, length, 3, layout.num_heads, layout.head_dim)
+            q, k, v = stacked.permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            together = joined.view(batch, length, -1, layout.head_dim).transpose(1, 2)
-            q, k, v = together.split_with_sizes((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), 1)
+            stacked = joined.view(batch, length, -1, layout.head_dim).transpose(1, 2)
+            q, k, v = stacked.split_with_sizes((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), 1)
         heads = straight(q, k, v, self.scale, causal, self.finite)
         if heads is None:
             return None
-        held = out_proj._parameters  # looking up `out_proj.weight` takes as long as a small product
-        return F.linear(heads.transpose(1, 2).reshape(batch, length, -1), held["weight"], held["bias"])  # type: ignore[arg-type]
+        out_params = out_proj._parameters  # attribute access to `out_proj.weight` takes as long as a small product
+        return F.linear(heads.transpose(1, 2).reshape(batch, length, -1), out_params["weight"], out_params["bias"])  # type: ignore[arg-type]
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
         """Project a source once, so that `forward(query, memory)` can attend to it many times."""
         k, v = self._project_source(key, value)
-        k = k if self.k_norm is None else normed(self.k_norm, k)
-        return Memory(self._turned(k) if isinstance(self.positions, RotatesHeads) else k, v)
+        k = k if self.k_norm is None else apply_norm(self.k_norm, k)
+        return Memory(self._apply_rotary(k) if isinstance(self.positions, RotatesHeads) else k, v)
 
     def _project_self(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout
         if layout.key_input_dim != layout.embed_dim or layout.value_input_dim != layout.embed_dim:
             raise ShapeError(
-                "self-attention needs one input width, got a layer for queries, keys and values of width "
-                f"{layout.embed_dim}, {layout.key_input_dim} and {layout.value_input_dim}; give forward a key"
+                "self-attention requires equal input widths, got a layer for queries, keys and values of width "
+                f"{layout.embed_dim}, {layout.key_input_dim} and {layout.value_input_dim}; pass a key to forward"
             )
         joint = self._of_self
         current = joint is not None and joint.linears == (self.q_proj, self.k_proj, self.v_proj)
@@ -444,8 +444,8 @@ class MultiHeadAttention(nn.Module):
         if value is None:
             if layout.value_input_dim != layout.key_input_dim:
                 raise ShapeError(
-                    "the key can stand for the value only if both inputs are equally wide, "
-                    f"got {layout.key_input_dim} and {layout.value_input_dim}; give forward a value"
+                    "the key is used as the value only if both inputs are equally wide, "
+                    f"got {layout.key_input_dim} and {layout.value_input_dim}; pass a value to forward"
                 )
             joint = self._of_source
             current = joint is not None and joint.linears == (self.k_proj, self.v_proj)
@@ -460,26 +460,26 @@ class MultiHeadAttention(nn.Module):
             k, v = self.k_proj(key), self.v_proj(value)
         return self._source_heads(k, v)
 
-    # What a layer of other heads has of its own: how wide they are, and how they lie in what is projected.
+    # Head layouts and reshapes, overridden by subclasses.
 
     @property
     def cache_layout(self) -> HeadLayout:
-        """The KV heads as a cache holds them, and a `Memory`."""
+        """Head layout of the keys and values in a cache or a `Memory`."""
         return self.layout
 
     @property
     def num_maps(self) -> int:
-        """Softmax maps of a call: what statistics, weights and log-sum-exp have in the place of heads."""
+        """Number of softmax maps: the size of the head axis of statistics, weights and log-sum-exp."""
         return self.layout.num_heads
 
     @property
-    def _turning(self) -> HeadLayout:
-        """The heads as positions see them."""
+    def _position_layout(self) -> HeadLayout:
+        """Head layout that the position module applies to."""
         return self.layout
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """Channels that the query, key and value projections give."""
+        """Output widths of the query, key and value projections."""
         layout = self.layout
         keys, values = layout.num_kv_heads * layout.head_dim, layout.num_kv_heads * layout.value_dim
         return layout.num_heads * layout.head_dim, keys, values
@@ -497,19 +497,19 @@ class MultiHeadAttention(nn.Module):
         assert isinstance(rotary, RotatesHeads)
         length = q.shape[2] + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
         rotation = rotary.rotation(q[..., : rotary.head_dim], start, length=length)
-        q = self._turned(q, rotation)
+        q = self._apply_rotary(q, rotation)
         if key is None:
-            return q, self._turned(k, rotation)
-        return q, k if isinstance(key, Memory) else self._turned(k)
+            return q, self._apply_rotary(k, rotation)
+        return q, k if isinstance(key, Memory) else self._apply_rotary(k)
 
-    def _turned(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Heads turned as the rotation has it; without one, as tokens that stand from position 0 on."""
+    def _apply_rotary(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Apply rotary positions to heads; without a `rotation`, to tokens at positions 0, 1, ..."""
         rotary = self.positions
         assert isinstance(rotary, RotatesHeads)
         return rotary(x) if rotation is None else rotary.rotate(x, rotation)
 
     def _gated(self, heads: Tensor, x: Tensor, head_gate: Tensor | None) -> Tensor:
-        """Multiply the heads' outputs [batch, queries, heads, value_dim] by every gate there is."""
+        """Multiply the heads' outputs [batch, queries, heads, value_dim] by the output and head gates."""
         if self.gate_proj is not None:
             heads = heads * torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.layout.num_heads, -1))
         for gate in (self.head_gate, head_gate):
@@ -528,7 +528,7 @@ class MultiHeadAttention(nn.Module):
     def _forward_jagged(
         self, query: Tensor, key: Tensor | Memory | None, *, mask: Mask | None, **options: Any
     ) -> AttentionOutput:
-        """A jagged nested tensor of sequences goes in padded and comes out jagged."""
+        """Pad a jagged nested tensor of sequences, attend, and return a jagged output."""
         if key is not None:
             raise OptionError("a jagged nested query attends to itself; for cross-attention pad and use Mask.lengths")
         offsets: Tensor = query.offsets()  # type: ignore[attr-defined]
@@ -536,7 +536,7 @@ class MultiHeadAttention(nn.Module):
         padded = torch.nested.to_padded_tensor(query, 0.0)
         lengths = Mask.lengths(offsets.diff())
         result = self(padded, mask=lengths if mask is None else mask & lengths, **options)
-        # Indices of a known number, where a boolean mask would have to wait for the device to count.
+        # Indices of known length; a boolean mask would synchronise with the device to count.
         row = torch.repeat_interleave(offsets.diff(), output_size=total)
         place = torch.arange(total, device=offsets.device) - offsets[row]
         output = torch.nested.nested_tensor_from_jagged(result.output[row, place], offsets)
@@ -546,16 +546,16 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def heads(self) -> Heads:
-        """The matrices of each head as views: `layer.heads[3].query` is [embed_dim, head_dim]."""
+        """Matrices of each head as views: `layer.heads[3].query` is [embed_dim, head_dim]."""
         self._check_concatenates("a head's own output matrix")
         return Heads(self.layout, self.q_proj, self.k_proj, self.v_proj, self.out_proj)
 
     def _check_concatenates(self, what: str) -> None:
         if self.combine is not None:
             raise OptionError(
-                f"{what} exists where the output projection reads Concat(heads), got a layer whose heads "
-                f"{type(self.combine).__name__} combines before it; q_proj, k_proj, v_proj, combine and out_proj hold "
-                "its weights"
+                f"{what} exists only if the output projection reads Concat(heads), got a layer whose heads are "
+                f"combined by {type(self.combine).__name__}; its weights are in q_proj, k_proj, v_proj, combine and "
+                "out_proj"
             )
 
     @classmethod
@@ -567,7 +567,7 @@ class MultiHeadAttention(nn.Module):
         output_bias: Tensor | None = None,
         **options: Any,
     ) -> Self:
-        """A layer from separate per-head matrices; `options` are those of the constructor.
+        """Build a layer from per-head matrices; `options` are those of the constructor.
 
         With fewer `num_kv_heads` than heads, or with `key_heads`, the heads of a group must have the same key and value
         matrices.
@@ -607,21 +607,21 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
-        """The same layer as a `torch.nn.MultiheadAttention` (batch first), its weights copied."""
+        """Build the equivalent of a `torch.nn.MultiheadAttention` (batch first), copying its weights."""
         layer = cls(**options_of(module, options))
         layer._check_concatenates("a counterpart of torch.nn.MultiheadAttention")
         copy_from(layer, module)
         return layer.train(module.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """A `torch.nn.MultiheadAttention` (batch first) with this layer's weights, where one exists."""
+        """Return an equivalent `torch.nn.MultiheadAttention` (batch first), or raise if there is none."""
         return to_torch(self)
 
     # ---- checkpoints and memory layout
 
     def get_extra_state(self) -> Tensor:
-        """The head layout travels with the weights: their shapes alone do not tell 8 heads of 64 from 16 of 32."""
-        return torch.tensor(list(checks.numbers_of(self.layout).values()), device="cpu")
+        """Return the head layout, which weight shapes do not determine: 8 heads of 64 look like 16 of 32."""
+        return torch.tensor(list(checks.layout_integers(self.layout).values()), device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         checks.check_saved_layout(state, self.layout)
@@ -631,18 +631,18 @@ class MultiHeadAttention(nn.Module):
         if key in state_dict:
             checks.check_saved_layout(state_dict[key], self.layout)  # before a single weight is touched
         else:
-            state_dict[key] = self.get_extra_state()  # weights from elsewhere know no head count
+            state_dict[key] = self.get_extra_state()  # checkpoints of other libraries have no layout
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _join_projections(self) -> None:
         layout = self.layout
         linears = [self.q_proj, self.k_proj, self.v_proj]
-        self._last = (self.out_proj, hooks_of(self.out_proj))  # in a tuple, so that it is no module of its own
+        self._last = (self.out_proj, hooks_of(self.out_proj))  # a tuple, so that it is not registered as a submodule
         if not all(type(linear) is nn.Linear for linear in linears):
             self._of_self = self._of_source = None
             return
-        one_width = layout.embed_dim == layout.key_input_dim == layout.value_input_dim
-        self._of_self = JointProjection(linears) if one_width else None
+        same_input_dim = layout.embed_dim == layout.key_input_dim == layout.value_input_dim
+        self._of_self = JointProjection(linears) if same_input_dim else None
         self._of_source = JointProjection(linears[1:]) if layout.key_input_dim == layout.value_input_dim else None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -655,7 +655,7 @@ class MultiHeadAttention(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._join_projections()  # copies and pickles arrive with every parameter in memory of its own
+        self._join_projections()  # parameters of copies and pickles are no longer contiguous
 
     def extra_repr(self) -> str:
         layout = self.layout

@@ -1,4 +1,4 @@
-"""Weights to and from `torch.nn.MultiheadAttention`: which parameter is which, and what has no counterpart there."""
+"""Conversion of weights to and from `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyhead.geometry import HeadLayout
 
 
 class AttentionLayer(Protocol):
-    """What is read of one of our layers to tell whether, and how, PyTorch's can stand for it."""
+    """Attributes of a polyhead layer read for the conversion to `torch.nn.MultiheadAttention`."""
 
     layout: HeadLayout
     q_proj: nn.Linear
@@ -25,7 +25,7 @@ class AttentionLayer(Protocol):
     scale: float | None
     training: bool
 
-    # Anything but None in these has no counterpart in PyTorch's layer.
+    # These have no counterpart in PyTorch's layer unless they are None.
     positions: Any
     mask: Any
     q_norm: Any
@@ -36,12 +36,12 @@ class AttentionLayer(Protocol):
 
 
 def options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments for a layer like `module`; `options` go before what is read off it."""
+    """Return the constructor arguments of a layer equivalent to `module`; `options` take precedence."""
     if not isinstance(module, nn.MultiheadAttention):
         raise OptionError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
     if module.bias_k is not None or module.add_zero_attn:
         raise OptionError(
-            "add_bias_kv and add_zero_attn have no counterpart here; use polyhead.layers.torch_compat for such a module"
+            "add_bias_kv and add_zero_attn are not supported; use polyhead.layers.torch_compat for such a module"
         )
     weight = module.out_proj.weight
     return {
@@ -59,15 +59,15 @@ def options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[s
 
 @torch.no_grad()
 def copy_from(layer: AttentionLayer, module: nn.MultiheadAttention) -> None:
-    for ours, theirs in _pairs(layer, module):
-        ours.copy_(theirs)
+    for param, torch_param in _pairs(layer, module):
+        param.copy_(torch_param)
 
 
 def to_torch(layer: AttentionLayer) -> nn.MultiheadAttention:
-    """A `torch.nn.MultiheadAttention` (batch first) with the layer's weights; refused where it would differ."""
-    found = [name for name, present in _without_counterpart(layer).items() if present]
-    if found:
-        raise OptionError(f"torch.nn.MultiheadAttention has no counterpart for {', '.join(found)}")
+    """Return an equivalent `torch.nn.MultiheadAttention` (batch first), or raise if there is none."""
+    unsupported = [name for name, present in _without_counterpart(layer).items() if present]
+    if unsupported:
+        raise OptionError(f"torch.nn.MultiheadAttention has no counterpart for {', '.join(unsupported)}")
     layout, weight = layer.layout, layer.out_proj.weight
     module = nn.MultiheadAttention(
         layout.embed_dim,
@@ -81,8 +81,8 @@ def to_torch(layer: AttentionLayer) -> nn.MultiheadAttention:
         dtype=weight.dtype,
     )
     with torch.no_grad():
-        for ours, theirs in _pairs(layer, module):
-            theirs.copy_(ours)
+        for param, torch_param in _pairs(layer, module):
+            torch_param.copy_(param)
     return module.train(layer.training)
 
 
@@ -91,32 +91,32 @@ def _without_counterpart(layer: AttentionLayer) -> dict[str, bool]:
     inputs: dict[str, Any] = {"key_input_dim": layout.key_input_dim, "value_input_dim": layout.value_input_dim}
     divides = layout.embed_dim % layout.num_heads == 0
     return {
-        "a head layout of its own": not divides or layout != HeadLayout(layout.embed_dim, layout.num_heads, **inputs),
+        "this head layout": not divides or layout != HeadLayout(layout.embed_dim, layout.num_heads, **inputs),
         "positions": layer.positions is not None,
-        "a mask of its own": layer.mask is not None,
+        "causal or window": layer.mask is not None,
         "qk_norm": layer.q_norm is not None,
         "an output gate": layer.gate_proj is not None,
-        "a combination of heads": layer.combine is not None,
+        "a combine module": layer.combine is not None,
         "softcap": layer.softcap is not None,
         "a scale": layer.scale is not None,
         "sinks": layer.sinks is not None,
         "a head_gate": layer.head_gate is not None,
-        "a bias on one side only": (layer.q_proj.bias is None) != (layer.out_proj.bias is None),
+        "a bias in only some of the projections": (layer.q_proj.bias is None) != (layer.out_proj.bias is None),
     }
 
 
 def _pairs(layer: AttentionLayer, module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
-    """Each of the layer's parameters beside its counterpart (or the part of it) in the module."""
+    """Pair each of the layer's parameters with its counterpart, or slice of one, in the module."""
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     if module._qkv_same_embed_dim:
         weights: Sequence[Tensor] = module.in_proj_weight.chunk(3)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     pairs: list[tuple[Tensor, Tensor]] = [
-        (ours.weight, theirs) for ours, theirs in zip(projections, weights, strict=True)
+        (linear.weight, weight) for linear, weight in zip(projections, weights, strict=True)
     ]
     if module.in_proj_bias is not None:
         biases = module.in_proj_bias.chunk(3)
-        pairs += [(ours.bias, theirs) for ours, theirs in zip(projections, biases, strict=True)]
+        pairs += [(linear.bias, bias) for linear, bias in zip(projections, biases, strict=True)]
         pairs.append((layer.out_proj.bias, module.out_proj.bias))
     return [*pairs, (layer.out_proj.weight, module.out_proj.weight)]

@@ -1,6 +1,6 @@
-"""Where a token stands, told to attention in one of three places: the heads, the logits, or the input.
+"""Position modules, applied to the heads (rotary), the logits (biases) or the input (additive).
 
-A layer asks `isinstance(positions, RotatesHeads | BiasesLogits | AddsToInput)` and nothing else.
+A layer distinguishes them only by `isinstance(positions, RotatesHeads | BiasesLogits | AddsToInput)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Positions that are added to the embeddings: Vaswani's sinusoids and a learned table."""
+"""Additive position embeddings: sinusoidal and learned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from polyhead.errors import ShapeError
 from polyhead.layers.positions.base import AddsToInput, check_count, check_offset, check_positions, check_positive
-from polyhead.layers.positions.row_tables import Recipe, in_a_buffer, powers, row_table, rows_of, sine_and_cosine
+from polyhead.layers.positions.row_tables import Recipe, materialise_rows, powers, row_table, rows_of, sine_and_cosine
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class _Sinusoids(Recipe):
 
 
 class Sinusoidal(AddsToInput):
-    """The sinusoids of Vaswani et al. 2017.
+    """Sinusoidal position embedding (Vaswani et al. 2017).
 
-    Channel 2 i holds sin(p / base ** (2 i / embed_dim)), channel 2 i + 1 its cosine. An odd
-    width ends with a sine. There is nothing to learn and no largest position.
+    Channel 2 i is sin(p / base ** (2 i / embed_dim)), channel 2 i + 1 its cosine. An odd width ends with a sine.
+    There are no parameters and no maximum position.
 
     >>> Sinusoidal(4)(torch.zeros(1, 1, 4)).tolist()
     [[[0.0, 1.0, 0.0, 1.0]]]
@@ -42,13 +42,13 @@ class Sinusoidal(AddsToInput):
         self._table = row_table(_Sinusoids(embed_dim, float(base)))
 
     def forward(self, x: Tensor, positions: int | Tensor = 0) -> Tensor:
-        """x [batch, sequence, embed_dim] plus its sinusoids; positions as in `Rotary`."""
+        """Return x [batch, sequence, embed_dim] plus its sinusoids; positions as in `Rotary`."""
         self._check_input(x)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         count, device = x.shape[1], x.device
         if isinstance(positions, Tensor):
             check_positions(positions, x.shape[0], count, device)
-            (encoding,) = in_a_buffer(self._table.recipe.build(positions, dtype))
+            (encoding,) = materialise_rows(self._table.recipe.build(positions, dtype))
         else:
             check_offset(positions)
             if type(x) is Tensor or torch.compiler.is_compiling():
@@ -64,7 +64,7 @@ class Sinusoidal(AddsToInput):
 
 
 class Learned(AddsToInput):
-    """A learned vector for each of `max_length` positions, `weight` [max_length, embed_dim]."""
+    """Learned position embedding, `weight` [max_length, embed_dim]."""
 
     def __init__(self, max_length: int, embed_dim: int) -> None:
         super().__init__()
@@ -79,10 +79,9 @@ class Learned(AddsToInput):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, positions: int | Tensor = 0) -> Tensor:
-        """x [batch, sequence, embed_dim] plus its positions' vectors; positions as in `Rotary`.
+        """Return x [batch, sequence, embed_dim] plus the vectors of its positions; positions as in `Rotary`.
 
-        A position that does not exist is refused where it can be seen without waiting for a device: for integers and
-        for tensors on the CPU.
+        Positions out of range raise where they can be read without a device synchronisation: integers and CPU tensors.
         """
         self._check_input(x)
         count = x.shape[1]
@@ -105,7 +104,7 @@ class Learned(AddsToInput):
                 self._refuse(lowest if lowest < 0 else highest)
 
     def _refuse(self, position: int) -> None:
-        remedy = f"make it with max_length={position + 1} or shorten the sequence" if position >= 0 else "count from 0"
+        remedy = f"build it with max_length={position + 1} or shorten the sequence" if position >= 0 else "count from 0"
         raise ShapeError(
             f"Learned(max_length={self.max_length}) has the positions 0 to {self.max_length - 1}, "
             f"got position {position}; {remedy}"

@@ -1,4 +1,4 @@
-"""What a layer knows of a position module: which of three places it works in, and whether it fits the heads."""
+"""Base classes of position modules: rotary, logit bias and additive."""
 
 from __future__ import annotations
 
@@ -19,36 +19,38 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Positions(nn.Module, ABC):
-    """Any position module. A layer asks `isinstance` for one of the three kinds below."""
+    """Base class of position modules; a layer tests `isinstance` for one of the three kinds below."""
 
     @abstractmethod
     def check(self, layout: HeadLayout) -> None:
-        """Raise a ShapeError if the module was made for other heads than the layer's."""
+        """Raise a ShapeError unless the module was built for the layer's heads."""
 
 
 class Rotation(NamedTuple):
-    """What turns a block of tokens: cos and signed sin, [sequence, rotary_dim] or [batch, 1, sequence, rotary_dim]."""
+    """Rotation of a block of tokens: cos and signed sin.
+
+    Both are [sequence, rotary_dim] or [batch, 1, sequence, rotary_dim].
+    """
 
     cos: Tensor
     sin: Tensor
 
 
 class RotatesHeads(Positions):
-    """Positions that turn queries and keys, after their projection and before the logits.
+    """Base of positions that rotate projected queries and keys.
 
-    Self-attention asks `rotation` once and gives it to `rotate` for the queries and for the keys; calling the module
-    does both steps for one tensor.
+    Self-attention calls `rotation` once and `rotate` for queries and keys; calling the module does both for one tensor.
     """
 
     head_dim: int
 
     @abstractmethod
     def rotation(self, x: Tensor, positions: int | Tensor = 0, *, length: int | None = None) -> Rotation:
-        """The rotation of the tokens of x [batch, heads, sequence, head_dim], which stand at `positions`."""
+        """Return the rotation of the tokens of x [batch, heads, sequence, head_dim] at `positions`."""
 
     @abstractmethod
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Apply a rotation to x [batch, heads, sequence, head_dim]; the dtype stays."""
+        """Apply a rotation to x [batch, heads, sequence, head_dim], keeping its dtype."""
 
     def forward(self, x: Tensor, positions: int | Tensor = 0, *, length: int | None = None) -> Tensor:
         return self.rotate(x, self.rotation(x, positions, length=length))
@@ -56,60 +58,61 @@ class RotatesHeads(Positions):
     def check(self, layout: HeadLayout) -> None:
         if layout.head_dim != self.head_dim:
             raise ShapeError(
-                f"the positions must rotate the layer's head_dim, got {type(self).__name__}(head_dim={self.head_dim}) "
-                f"for a head_dim of {layout.head_dim}; make them with head_dim={layout.head_dim}"
+                f"rotary positions must have the layer's head_dim, got {type(self).__name__}(head_dim={self.head_dim}) "
+                f"for a head_dim of {layout.head_dim}; build them with head_dim={layout.head_dim}"
             )
 
 
 class BiasesLogits(Positions):
-    """Positions that add to the logits: they give a Mask, to be combined with others by `&`."""
+    """Base of positions that add a bias to the logits, returned as a Mask."""
 
     num_heads: int
 
     def mask(self, query_length: int, key_length: int, **options: Any) -> Mask:
-        """The bias as a Mask, the same as calling the module; query i stands at key i + key_length - query_length.
+        """Return the bias as a Mask; query i is at key position i + key_length - query_length.
 
-        Options are `device` (the parameters' own unless given), `dtype` (float32, or float64 for float64 parameters,
-        unless given) and what the kind of bias adds.
+        Options are `device` (that of the parameters by default), `dtype` (float32 by default, or float64 for float64
+        parameters) and those of the class.
         """
-        # Through __call__, so that hooks which gather sharded parameters have run.
+        # Through __call__, so that hooks which gather sharded parameters run.
         mask: Mask = self(query_length, key_length, **options)
         return mask
 
     def check(self, layout: HeadLayout) -> None:
         if layout.num_heads != self.num_heads:
             raise ShapeError(
-                f"the positions must have one bias for each query head, got {type(self).__name__}(num_heads="
-                f"{self.num_heads}) for {layout.num_heads} heads; make them with num_heads={layout.num_heads}"
+                f"position biases must have the layer's num_heads, got {type(self).__name__}(num_heads="
+                f"{self.num_heads}) for {layout.num_heads} heads; build them with num_heads={layout.num_heads}"
             )
 
 
 class AddsToInput(Positions):
-    """Positions that are added to the layer's input, before any projection."""
+    """Base of positions that are added to the layer's input, before any projection."""
 
     embed_dim: int
 
     @abstractmethod
     def forward(self, x: Tensor, positions: int | Tensor = 0) -> Tensor:
-        """x [batch, sequence, embed_dim] plus the encoding of its positions; the dtype stays."""
+        """Return x [batch, sequence, embed_dim] plus the encoding of its positions, in the dtype of x."""
 
     def check(self, layout: HeadLayout) -> None:
         if layout.embed_dim != self.embed_dim:
             raise ShapeError(
-                f"the positions must be as wide as the layer's input, got {type(self).__name__}(embed_dim="
-                f"{self.embed_dim}) for an embed_dim of {layout.embed_dim}; make them with embed_dim={layout.embed_dim}"
+                f"additive positions must have the layer's embed_dim, got {type(self).__name__}(embed_dim="
+                f"{self.embed_dim}) for an embed_dim of {layout.embed_dim}; "
+                f"build them with embed_dim={layout.embed_dim}"
             )
 
     def _check_input(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ShapeError(
-                f"{type(self).__name__} adds to [batch, sequence, embed_dim={self.embed_dim}], got {list(x.shape)}"
+                f"{type(self).__name__} takes [batch, sequence, embed_dim={self.embed_dim}], got {list(x.shape)}"
             )
         check_floating(x.dtype)
 
 
 def check_positive(name: str, number: int | float) -> None:
-    """An option that counts or measures something must be a positive, finite number."""
+    """Raise unless an option is a positive, finite number."""
     if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < float("inf"):
         raise OptionError(f"{name} must be positive and finite, got {number!r}")
 
@@ -121,18 +124,18 @@ def check_count(name: str, number: int) -> None:
 
 def check_floating(dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
-        raise DtypeError(f"positions are applied to floating-point tensors, got {dtype}; embed or cast them first")
+        raise DtypeError(f"positions require floating-point tensors, got {dtype}; embed or cast them first")
 
 
 def check_offset(offset: int) -> None:
     if isinstance(offset, bool) or not isinstance(offset, _OFFSETS):
         raise DtypeError(f"positions must be an integer or an integer tensor, got {type(offset).__name__}")
     if offset < 0:
-        raise OptionError(f"an offset must not be negative, got {offset}; pass a tensor to place tokens before 0")
+        raise OptionError(f"an offset must not be negative, got {offset}; pass a tensor for negative positions")
 
 
 def check_positions(positions: Tensor, batch: int, count: int, device: torch.device) -> None:
-    """positions must be integers [sequence] or [batch, sequence], beside the tokens they belong to."""
+    """Raise unless positions are integers [sequence] or [batch, sequence] on the device of the tokens."""
     if positions.dtype not in _INTEGERS:
         raise DtypeError(f"positions must be integers, got {positions.dtype}; cast with .long()")
     if positions.device != device:
@@ -141,4 +144,4 @@ def check_positions(positions: Tensor, batch: int, count: int, device: torch.dev
     if len(shape) not in (1, 2) or shape[-1] != count:
         raise ShapeError(f"positions must be [sequence] or [batch, sequence] with a sequence of {count}, got {shape}")
     if len(shape) == 2 and shape[0] not in (1, batch):
-        raise ShapeError(f"positions must have one row for each of the {batch} sequences of the batch, got {shape}")
+        raise ShapeError(f"positions must have a row for each of the {batch} sequences of the batch, got {shape}")

@@ -1,4 +1,4 @@
-"""Positions as a bias on the logits that depends on the distance alone: ALiBi and T5's buckets."""
+"""Relative position biases that depend on the distance only: ALiBi and T5."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from polyhead.masks import Mask
 
 
 class BiasesByDistance(BiasesLogits):
-    """A bias that depends on key position - query position alone, kept as a table [heads, distances]."""
+    """Base of biases by key position - query position, stored as a table [heads, distances]."""
 
     @abstractmethod
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The bias at the distances -before .. after, [heads, before + 1 + after]."""
+        """Return the bias at the distances -before .. after, [heads, before + 1 + after]."""
 
     def covered(self, before: int, after: int) -> tuple[int, int]:
-        """How far the table must go; beyond it the bias stays what it is at the end."""
+        """Return the range of distances that the table must cover; beyond it the bias is constant."""
         return before, after
 
     def forward(
@@ -36,11 +36,11 @@ class BiasesByDistance(BiasesLogits):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Mask:
-        """The bias as a Mask; query i stands at key position i + key_length - query_length.
+        """Return the bias as a Mask; query i is at key position i + key_length - query_length.
 
-        Where positions are stated (`Mask.positions`: a rolling cache, say), keys may be further away than the lengths
-        tell; `max_distance` is then the largest distance. `device` is the parameters' own unless given; the bias is
-        float32 (float64 for float64 parameters) unless `dtype` says otherwise.
+        With explicit positions (`Mask.positions`, e.g. of a rolling cache), distances may exceed the lengths;
+        `max_distance` is then the largest distance. `device` is that of the parameters by default; `dtype` is float32
+        by default, or float64 for float64 parameters.
         """
         check_lengths(query_length, key_length)
         before, after = max(key_length - 1, 0), max(query_length - 1, 0)
@@ -52,10 +52,10 @@ class BiasesByDistance(BiasesLogits):
 
 
 class ALiBi(BiasesByDistance):
-    """Attention with linear biases (Press et al. 2022): -slope * |key - query|, one slope a head.
+    """Attention with linear biases (Press et al. 2022): -slope * |key - query|, one slope per head.
 
-    The slopes are the paper's geometric sequence, for head counts that are no power of two with the paper's filling-in
-    from the next one. `learnable` makes them a parameter that starts there.
+    The slopes are the paper's geometric sequence; for head counts that are not a power of two, the remaining heads take
+    slopes of the next power of two, as in the paper. `learnable` makes them a parameter with these initial values.
 
     >>> ALiBi(4).slopes().tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -77,7 +77,7 @@ class ALiBi(BiasesByDistance):
                 self.weight.copy_(alibi_slopes(self.num_heads, self.weight.device))
 
     def slopes(self, device: torch.device | str | None = None) -> Tensor:
-        """The slope of every head, [heads]."""
+        """Return the slope of every head, [heads]."""
         return self.weight if self.weight is not None else alibi_slopes(self.num_heads, bias_device(self, device))
 
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -101,19 +101,19 @@ class _LinearBias(Recipe):
 
 
 def alibi_slopes(num_heads: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """2 ** (-8 i / h) for i = 1 .. h; the heads beyond the last power of two take every other slope of the next."""
+    """Return 2 ** (-8 i / h), i = 1 .. h; heads beyond a power of two interpolate between these slopes."""
     power = 1 << (num_heads.bit_length() - 1)
-    own = torch.arange(1, power + 1, device=device).to(dtype) * (-8.0 / power)
-    filled_in = (2 * torch.arange(num_heads - power, device=device) + 1).to(dtype) * (-4.0 / power)
-    return torch.cat((own, filled_in)).exp2()
+    base = torch.arange(1, power + 1, device=device).to(dtype) * (-8.0 / power)
+    interpolated = (2 * torch.arange(num_heads - power, device=device) + 1).to(dtype) * (-4.0 / power)
+    return torch.cat((base, interpolated)).exp2()
 
 
 class T5Bias(BiasesByDistance):
-    """The relative bias of T5 (Raffel et al. 2020): a learned number for each head and bucket of distances.
+    """Relative position bias of T5 (Raffel et al. 2020): a learned bias per head and bucket of distances.
 
-    `weight` is [num_buckets, num_heads], the embedding that T5's checkpoints hold. Near distances have a bucket each,
-    further ones share buckets that grow logarithmically up to `max_distance`, everything beyond shares the last. With
-    `bidirectional` half of the buckets are for keys after the query; without it all those share bucket 0.
+    `weight` is [num_buckets, num_heads], the embedding in T5 checkpoints. Small distances have a bucket each, larger
+    ones share buckets that grow logarithmically up to `max_distance`, and all beyond share the last. With
+    `bidirectional` half of the buckets are for keys after the query; without it all those keys share bucket 0.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class T5Bias(BiasesByDistance):
         exact = num_buckets // sides // 2
         if max_distance <= exact:
             raise OptionError(
-                f"max_distance must exceed the {exact} distances that {num_buckets} buckets keep apart, "
+                f"max_distance must exceed the {exact} distances that have their own of {num_buckets} buckets, "
                 f"got {max_distance}"
             )
         self.num_heads = num_heads
@@ -145,7 +145,7 @@ class T5Bias(BiasesByDistance):
         nn.init.normal_(self.weight, std=0.02)
 
     def covered(self, before: int, after: int) -> tuple[int, int]:
-        # All distances from max_distance on share a bucket, so holding the ends of a longer table changes nothing.
+        # All distances from max_distance on share a bucket, so clamping the index of a shorter table is exact.
         return min(before, self.max_distance), min(after, self.max_distance)
 
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -170,9 +170,9 @@ class _T5Buckets(Recipe):
         buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         distance = positions.abs() if self.bidirectional else (-positions).clamp(min=0)
         exact = buckets // 2
-        # float32, as the checkpoints were trained: a rounding here decides into which bucket a power of two falls.
-        grown = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
-        far = (exact + (grown * (buckets - exact)).to(dtype)).clamp(max=buckets - 1)
+        # float32, as the checkpoints were trained: rounding decides the bucket of a power of two.
+        log_distance = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (log_distance * (buckets - exact)).to(dtype)).clamp(max=buckets - 1)
         bucket = torch.where(distance < exact, distance, far)
         return (bucket + buckets * (positions > 0) if self.bidirectional else bucket,)
 
@@ -184,7 +184,7 @@ def check_lengths(query_length: int, key_length: int) -> None:
 
 
 def bias_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device asked for, else the parameters' own, else the default one."""
+    """Return the requested device, else that of the parameters, else the default device."""
     if device is not None:
         return torch.device(device)
     for parameter in module.parameters():
@@ -193,7 +193,7 @@ def bias_device(module: nn.Module, device: torch.device | str | None) -> torch.d
 
 
 def bias_dtype(module: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype to compute in, at least float32: in half precision far distances would become one."""
+    """Return the dtype to compute in, at least float32: half precision merges large distances."""
     if dtype is None:
         dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     return torch.promote_types(dtype, torch.float32)
@@ -203,6 +203,6 @@ def cast_bias(bias: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or dtype == bias.dtype:
         return bias
     if dtype == torch.float16:
-        # An overflow to -inf would hide the key instead of making it unlikely.
+        # An overflow to -inf would mask the key.
         bias = bias.clamp(min=torch.finfo(dtype).min, max=torch.finfo(dtype).max)
     return bias.to(dtype)

@@ -1,4 +1,4 @@
-"""Position modules as values: what each is made with, apart from the sizes that the layer's heads decide."""
+"""Configs of position modules; sizes that follow from the layer's heads are left out."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ SCALINGS.register("llama3")(Llama3Scaling)
 
 @dataclass(frozen=True)
 class PositionsConfig(ABC):
-    """How one layer learns where tokens stand. A new kind is a dataclass under `@describes`, with these methods."""
+    """Base class of position configs; register a new kind as a dataclass with `@describes`."""
 
     @abstractmethod
     def build(self, layout: HeadLayout) -> Positions:
-        """The module, for heads of this layout."""
+        """Build the module for a head layout."""
 
     @classmethod
     @abstractmethod
     def of(cls, module: Any) -> Self:
-        """What `module` was made with."""
+        """Return the config of `module`."""
 
     def num_parameters(self, layout: HeadLayout) -> int:
-        """What the module learns; most kinds learn nothing."""
+        """Return the number of learned parameters; 0 for most kinds."""
         return 0
 
     def fitted(self, layout: HeadLayout) -> PositionsConfig:
-        """The same with what the layout decides filled in; refused where the module itself would refuse."""
+        """Return the config with defaults filled in for a layout; raises where the module itself would."""
         check_flags(self)
         with torch.device("meta"):
             module = self.build(layout)
@@ -67,18 +67,18 @@ Described = TypeVar("Described", bound=type[PositionsConfig])
 
 
 def describes(module: type[Positions], kind: str) -> Callable[[Described], Described]:
-    """Enter a dataclass as the description of `module`, under the name it has in JSON."""
+    """Register a dataclass as the config of `module`, with `kind` as its name in JSON."""
 
-    def enter(member: Described) -> Described:
+    def decorate(member: Described) -> Described:
         POSITIONS.register(kind)(member)
         _BY_MODULE[module] = member
         return member
 
-    return enter
+    return decorate
 
 
 def positions_config_of(module: Positions) -> PositionsConfig:
-    """The description of a position module.
+    """Return the config of a position module.
 
     >>> positions_config_of(ALiBi(8, learnable=True))
     ALiBiConfig(learnable=True)
@@ -87,8 +87,8 @@ def positions_config_of(module: Positions) -> PositionsConfig:
     if member is None:
         known = ", ".join(kind.__name__ for kind in _BY_MODULE)
         raise OptionError(
-            f"positions with a description are {known}; got {type(module).__name__}: "
-            "register a PositionsConfig of its own with polyhead.layers.positions.config.describes"
+            f"positions_config_of takes one of {known}; got {type(module).__name__}: "
+            "register a PositionsConfig for it with polyhead.layers.positions.config.describes"
         )
     return member.of(module)
 
@@ -96,7 +96,7 @@ def positions_config_of(module: Positions) -> PositionsConfig:
 @describes(Rotary, "rotary")
 @dataclass(frozen=True)
 class RotaryConfig(PositionsConfig):
-    """`Rotary` over the first `rotary_dim` channels of a head, all of them by default."""
+    """Config of `Rotary`; `rotary_dim` is head_dim by default."""
 
     _: KW_ONLY
     base: float = 10000.0
@@ -123,7 +123,7 @@ class RotaryConfig(PositionsConfig):
 @describes(ALiBi, "alibi")
 @dataclass(frozen=True)
 class ALiBiConfig(PositionsConfig):
-    """`ALiBi`, with slopes that are fixed or learned."""
+    """Config of `ALiBi`, with fixed or learned slopes."""
 
     learnable: bool = False
 
@@ -141,7 +141,7 @@ class ALiBiConfig(PositionsConfig):
 @describes(T5Bias, "t5")
 @dataclass(frozen=True)
 class T5BiasConfig(PositionsConfig):
-    """`T5Bias`; each layer built from it has a table of its own."""
+    """Config of `T5Bias`; each layer built from it has its own table."""
 
     _: KW_ONLY
     num_buckets: int = 32
@@ -162,7 +162,7 @@ class T5BiasConfig(PositionsConfig):
 @describes(Sinusoidal, "sinusoidal")
 @dataclass(frozen=True)
 class SinusoidalConfig(PositionsConfig):
-    """`Sinusoidal`, added to the layer's input."""
+    """Config of `Sinusoidal`."""
 
     base: float = 10000.0
 
@@ -178,7 +178,7 @@ class SinusoidalConfig(PositionsConfig):
 @describes(Learned, "learned")
 @dataclass(frozen=True)
 class LearnedConfig(PositionsConfig):
-    """`Learned`, a vector for each of `max_length` positions."""
+    """Config of `Learned`, with `max_length` positions."""
 
     max_length: int
 
@@ -196,7 +196,7 @@ class LearnedConfig(PositionsConfig):
 @describes(QuadraticRelative1D, "quadratic_1d")
 @dataclass(frozen=True)
 class QuadraticRelative1DConfig(PositionsConfig):
-    """`QuadraticRelative1D`; `alpha` and `center_std` are where it starts, not what it has learned."""
+    """Config of `QuadraticRelative1D`; `alpha` and `center_std` are initial values, not learned ones."""
 
     _: KW_ONLY
     alpha: float = 0.5
@@ -217,7 +217,7 @@ class QuadraticRelative1DConfig(PositionsConfig):
 @describes(QuadraticRelative2D, "quadratic_2d")
 @dataclass(frozen=True)
 class QuadraticRelative2DConfig(PositionsConfig):
-    """`QuadraticRelative2D` over a grid; `alpha` and `center_std` are where it starts, not what it has learned."""
+    """Config of `QuadraticRelative2D`; `alpha` and `center_std` are initial values, not learned ones."""
 
     height: int
     width: int

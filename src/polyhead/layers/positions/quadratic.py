@@ -1,4 +1,4 @@
-"""Quadratic relative positions: each head looks at a learned shift with a learned width, as a convolution would."""
+"""Quadratic relative positions: a Gaussian attention bias with a learned centre and width per head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyhead.masks import Mask
 
 
 class _Gaussian(BiasesLogits):
-    """The parameters both encodings share: `center` [heads, axes] and `log_alpha` [heads]."""
+    """Parameters of both encodings: `center` [heads, axes] and `log_alpha` [heads]."""
 
     axes: int
 
@@ -32,38 +32,38 @@ class _Gaussian(BiasesLogits):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Centres around the query itself, as in the paper; every width alike."""
+        """Draw centres from a normal distribution around the query, as in the paper; all widths are equal."""
         alpha, center_std = self._initial
         nn.init.normal_(self.center, std=center_std)
         nn.init.constant_(self.log_alpha, math.log(alpha))
 
     @property
     def alpha(self) -> Tensor:
-        """How narrow each head looks, [heads]; kept positive by its logarithm being what is learned."""
+        """Inverse squared width of each head, [heads]; positive, because its logarithm is learned."""
         return self.log_alpha.exp()
 
     @torch.no_grad()
     def attend_to(self, shifts: Sequence[float] | Sequence[Sequence[float]], *, alpha: float = 32.0) -> None:
-        """Set head h to look at the token `shifts[h]` away from the query, all but exclusively for a large alpha."""
+        """Centre head h at offset `shifts[h]` from the query; a large alpha makes it nearly one-hot."""
         check_positive("alpha", alpha)
         center = torch.tensor(shifts, dtype=torch.float64).reshape(len(shifts), -1)
         if center.shape != self.center.shape:
             raise ShapeError(
-                f"attend_to takes one shift of {self.axes} numbers for each of the {self.num_heads} heads, "
+                f"attend_to takes a shift of {self.axes} numbers for each of the {self.num_heads} heads, "
                 f"got {len(shifts)} of {center.shape[1]}"
             )
         self.center.copy_(center)
         self.log_alpha.fill_(math.log(alpha))
 
     def _squares(self, axis: int, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """-alpha * (distance - center)**2 along one axis for the distances -before .. after, [heads, distances]."""
+        """Return -alpha * (distance - center)**2 along an axis, [heads, distances -before .. after]."""
         distance = torch.arange(-before, after + 1, device=device).to(dtype)
         center = self.center[:, axis, None].to(device, dtype)
         return -self.alpha.to(device, dtype).unsqueeze(1) * (distance - center).square()
 
 
 class QuadraticRelative1D(_Gaussian, BiasesByDistance):
-    """-alpha_h * (key - query - center_h)**2 on a line (Cordonnier et al. 2020).
+    """Bias -alpha_h * (key - query - center_h)**2 on a sequence (Cordonnier et al. 2020).
 
     >>> previous = QuadraticRelative1D(1)
     >>> previous.attend_to([-1])
@@ -84,10 +84,10 @@ class QuadraticRelative1D(_Gaussian, BiasesByDistance):
 
 
 class QuadraticRelative2D(_Gaussian):
-    """-alpha_h * |key cell - query cell - center_h|**2 on a grid (Cordonnier et al. 2020).
+    """Bias -alpha_h * |key cell - query cell - center_h|**2 on a grid (Cordonnier et al. 2020).
 
-    Queries and keys are the cells of one grid, row by row; `center` holds (rows down, columns right). With a large
-    alpha a head reads one fixed cell of its neighbourhood, at the border the nearest there is, so k**2 heads can
+    Queries and keys are the cells of one grid in row-major order; `center` is (rows down, columns right). With a large
+    alpha a head attends to one cell at a fixed offset, at the border to the nearest cell, so that k**2 heads can
     compute any k x k convolution with replicated borders.
     """
 
@@ -108,7 +108,7 @@ class QuadraticRelative2D(_Gaussian):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Mask:
-        """The bias [1, heads, cells, cells] as a Mask; `grid` (height, width) replaces the module's own."""
+        """Return the bias [1, heads, cells, cells] as a Mask; `grid` (height, width) overrides the module's."""
         check_lengths(query_length, key_length)
         height, width = self.grid if grid is None else grid
         cells = height * width
@@ -125,7 +125,7 @@ class QuadraticRelative2D(_Gaussian):
         return Mask.bias(cast_bias(bias, dtype), zero_one=True)
 
     def _pairwise(self, axis: int, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The part of one axis for every pair of places on it, [heads, queries, keys]."""
+        """Return the term of one axis for every pair of coordinates, [heads, queries, keys]."""
         place = torch.arange(size, device=device)
         distance = place[None, :] - place[:, None] + (size - 1)
         return self._squares(axis, size - 1, size - 1, device, dtype)[:, distance]

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by their positions, so that logits see only how far apart they are."""
+"""Rotary position embedding: rotated queries and keys make logits depend on relative positions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from polyhead.layers.positions.base import (
     check_positive,
 )
 from polyhead.layers.positions.rotary_scaling import DynamicNTKScaling, RotaryScaling, inverse_frequencies
-from polyhead.layers.positions.row_tables import Recipe, in_a_buffer, row_table, rows_of, sine_and_cosine
+from polyhead.layers.positions.row_tables import Recipe, materialise_rows, row_table, rows_of, sine_and_cosine
 
 
 @dataclass(frozen=True)
 class RotaryRecipe(Recipe):
-    """What the cos and sin of a position depend on."""
+    """Parameters that determine the cos and sin of a position."""
 
     rotary_dim: int
     base: float
@@ -40,7 +40,7 @@ class RotaryRecipe(Recipe):
         sin, cos = sine_and_cosine(positions.to(frequencies.dtype).unsqueeze(-1) * frequencies, dtype)
         if self.scaling is not None and self.scaling.magnitude != 1.0:
             sin, cos = sin * self.scaling.magnitude, cos * self.scaling.magnitude
-        # The sign of the rotation lies in sin, so that a partner is fetched by one roll or flip and never negated.
+        # The sign of the rotation is part of sin, so that the partner channel needs a roll or flip but no negation.
         if self.interleaved:
             return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -49,14 +49,14 @@ class RotaryRecipe(Recipe):
 class Rotary(RotatesHeads):
     """Rotary position embedding (Su et al. 2021) of queries and keys [batch, heads, sequence, head_dim].
 
-    Channel pair i of a token at position p is turned by p * base ** (-2 i / rotary_dim) radians. Pairs are channels
+    Channel pair i of a token at position p is rotated by p * base ** (-2 i / rotary_dim) radians. Pairs are channels
     (i, i + rotary_dim / 2), as in GPT-NeoX and Llama, or with `interleaved` (2 i, 2 i + 1), as in GPT-J. Only the first
-    `rotary_dim` channels turn; the rest pass through. Angles are reduced in float64 and cos, sin and products are
-    float32 (float64 for float64 inputs) before the result is cast back, so far positions stay exact in any dtype.
+    `rotary_dim` channels are rotated; the rest pass through. Angles are reduced in float64; cos, sin and products are
+    float32 (float64 for float64 inputs) before the result is cast back, so large positions are accurate in any dtype.
 
     >>> rotary = Rotary(head_dim=4)
     >>> query = torch.ones(1, 1, 2, 4)
-    >>> rotary(query)[0, 0, 0].tolist()                  # position 0 does not turn
+    >>> rotary(query)[0, 0, 0].tolist()                  # position 0 is not rotated
     [1.0, 1.0, 1.0, 1.0]
     >>> torch.equal(rotary(query, 5), rotary(query, torch.tensor([5, 6])))
     True
@@ -76,7 +76,7 @@ class Rotary(RotatesHeads):
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         check_count("rotary_dim", rotary_dim)
         if rotary_dim % 2:
-            raise ShapeError(f"rotary_dim must be even, since channels turn in pairs; got {rotary_dim}")
+            raise ShapeError(f"rotary_dim must be even, since channels are rotated in pairs; got {rotary_dim}")
         if rotary_dim > head_dim:
             raise ShapeError(f"rotary_dim must not exceed head_dim, got {rotary_dim} and {head_dim}")
         check_positive("base", base)
@@ -88,7 +88,7 @@ class Rotary(RotatesHeads):
         self._recipe = RotaryRecipe(rotary_dim, float(base), bool(interleaved), scaling)
         self._table = row_table(self._recipe)
 
-    # Read-only, because the shared table was made for these values.
+    # Read-only, because the shared table was built for these values.
     @property
     def rotary_dim(self) -> int:
         return self._recipe.rotary_dim
@@ -106,20 +106,20 @@ class Rotary(RotatesHeads):
         return self._recipe.scaling
 
     def inverse_frequencies(self, length: int | None = None, *, device: torch.device | str = "cpu") -> Tensor:
-        """Radians a token of every channel pair after scaling, float64 [rotary_dim / 2]."""
+        """Return radians per token of every channel pair after scaling, float64 [rotary_dim / 2]."""
         return self._recipe.frequencies(torch.device(device), length)
 
     def rotation(self, x: Tensor, positions: int | Tensor = 0, *, length: int | None = None) -> Rotation:
-        """The rotation of the tokens of x; self-attention takes it from its queries and uses it for its keys as well.
+        """Return the rotation of the tokens of x; self-attention computes it once for queries and keys.
 
-        An integer stands for the tokens positions .. positions + sequence - 1; a tensor [sequence] or
-        [batch, sequence] gives each token its own. `length` is the current length for a scaling that depends on it:
-        an integer offset implies it, a tensor does not.
+        An integer is an offset: tokens are at positions .. positions + sequence - 1. A tensor [sequence] or
+        [batch, sequence] contains the position of each token. `length` is the current length for a scaling that depends
+        on it: an integer offset implies it, a tensor does not.
         """
         shape, dtype, device = x.shape, x.dtype, x.device
         if len(shape) != 4 or shape[3] != self.head_dim:
             raise ShapeError(
-                f"Rotary turns [batch, heads, sequence, head_dim={self.head_dim}], got shape {list(shape)}"
+                f"Rotary takes [batch, heads, sequence, head_dim={self.head_dim}], got shape {list(shape)}"
             )
         count = shape[2]
         if dtype != torch.float32 and dtype != torch.float64:
@@ -130,10 +130,10 @@ class Rotary(RotatesHeads):
             check_positions(positions, shape[0], count, device)
             if length is None and isinstance(recipe.scaling, DynamicNTKScaling):
                 raise OptionError(
-                    "DynamicNTKScaling needs the current length beside a tensor of positions, got length=None; "
-                    "pass length= as an integer, it cannot be read from a tensor without waiting for the device"
+                    "DynamicNTKScaling needs the current length with a tensor of positions, got length=None; "
+                    "pass length= as an integer, since reading it from a tensor would synchronise with the device"
                 )
-            cos, sin = in_a_buffer(recipe.build(positions, dtype, length))
+            cos, sin = materialise_rows(recipe.build(positions, dtype, length))
             return Rotation(cos, sin) if positions.dim() == 1 else Rotation(cos.unsqueeze(1), sin.unsqueeze(1))
         check_offset(positions)
         stop = positions + count
@@ -141,30 +141,30 @@ class Rotary(RotatesHeads):
         stretched = scaling is not None and scaling.depends_on(stop if length is None else length)
         if stretched or (type(x) is not Tensor and not torch.compiler.is_compiling()):
             tokens = torch.arange(positions, stop, device=device)
-            return Rotation(*in_a_buffer(recipe.build(tokens, dtype, stop if length is None else length)))
+            return Rotation(*materialise_rows(recipe.build(tokens, dtype, stop if length is None else length)))
         return Rotation(*rows_of(self._table, positions, count, device, dtype))
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Apply a rotation to x [batch, heads, sequence, head_dim]; heads may be fewer than those of the queries."""
+        """Apply a rotation to x [batch, heads, sequence, head_dim], with any number of heads."""
         cos, sin = rotation
-        # A rotation of one token would broadcast over any number of them without a word.
+        # A rotation of one token would silently broadcast over any number of them.
         if x.shape[-1] != self.head_dim or x.shape[-2] != cos.shape[-2]:
             raise ShapeError(
                 f"this rotation is of {cos.shape[-2]} tokens of head_dim={self.head_dim}, got shape {list(x.shape)}; "
-                "keys that stand elsewhere than the queries need a rotation of their own"
+                "keys at other positions than the queries need a rotation of their own"
             )
         recipe = self._recipe
         rotary_dim = recipe.rotary_dim
-        whole = rotary_dim == self.head_dim
-        turning = x if whole else x[..., :rotary_dim]
+        full = rotary_dim == self.head_dim
+        rotary_channels = x if full else x[..., :rotary_dim]
         if recipe.interleaved:
-            partner = turning.reshape(*turning.shape[:-1], rotary_dim // 2, 2).flip(-1).flatten(-2)
+            partner = rotary_channels.reshape(*rotary_channels.shape[:-1], rotary_dim // 2, 2).flip(-1).flatten(-2)
         else:
-            partner = turning.roll(rotary_dim // 2, -1)
-        turned = torch.addcmul(turning * cos, partner, sin)
-        if turned.dtype != x.dtype:
-            turned = turned.to(x.dtype)
-        return turned if whole else torch.cat((turned, x[..., rotary_dim:]), -1)
+            partner = rotary_channels.roll(rotary_dim // 2, -1)
+        rotated = torch.addcmul(rotary_channels * cos, partner, sin)
+        if rotated.dtype != x.dtype:
+            rotated = rotated.to(x.dtype)
+        return rotated if full else torch.cat((rotated, x[..., rotary_dim:]), -1)
 
     def extra_repr(self) -> str:
         recipe = self._recipe

@@ -1,4 +1,4 @@
-"""How rotary frequencies are changed so that a model reads further than it was trained for."""
+"""Scaling of rotary frequencies for context extension."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from polyhead.layers.positions.row_tables import powers
 
 
 def inverse_frequencies(base: float, rotary_dim: int, device: torch.device) -> Tensor:
-    """base ** (-2 i / rotary_dim) for the channel pairs i = 0, 1, ...: radians a token, [rotary_dim / 2]."""
+    """Return radians per token of each channel pair i, base ** (-2 i / rotary_dim), [rotary_dim / 2]."""
     return powers(base, rotary_dim // 2, rotary_dim, device)
 
 
 @dataclass(frozen=True)
 class RotaryScaling(ABC):
-    """A change of the rotary frequencies by a factor of at least 1."""
+    """Base of rotary scalings, which extend the context by a factor of at least 1."""
 
-    least_rotary_dim: ClassVar[int] = 2
+    min_rotary_dim: ClassVar[int] = 2
 
     factor: float
 
@@ -32,27 +32,27 @@ class RotaryScaling(ABC):
         check_positive("factor", self.factor)
         if self.factor < 1:
             raise OptionError(
-                f"factor must be at least 1, got {self.factor}: it is how many times longer the context becomes"
+                f"factor must be at least 1, got {self.factor}; it is the ratio of extended to original context length"
             )
 
     @abstractmethod
     def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
-        """Radians a token of every channel pair, [rotary_dim / 2], at the current length where it matters."""
+        """Return radians per token of every channel pair, [rotary_dim / 2]; `length` is the current length."""
 
     @property
     def magnitude(self) -> float:
-        """What the rotated vectors are multiplied by."""
+        """Factor by which the rotated vectors are multiplied."""
         return 1.0
 
     def depends_on(self, length: int) -> bool:
-        """Whether the frequencies at this current length are others than those of short sequences."""
+        """Return True if the frequencies at this current length differ from those of short sequences."""
         return False
 
     def check(self, base: float, rotary_dim: int) -> None:
         """Raise if the scaling is not defined for this base and width."""
-        if rotary_dim < self.least_rotary_dim:
+        if rotary_dim < self.min_rotary_dim:
             raise OptionError(
-                f"{type(self).__name__} needs a rotary_dim of at least {self.least_rotary_dim}, got {rotary_dim}"
+                f"{type(self).__name__} needs a rotary_dim of at least {self.min_rotary_dim}, got {rotary_dim}"
             )
 
 
@@ -68,11 +68,11 @@ class LinearScaling(RotaryScaling):
 class NTKScaling(RotaryScaling):
     """NTK-aware scaling (bloc97 2023): a larger base, the same at every length.
 
-    The base grows by factor ** (d / (d - 2)), which leaves the fastest pair as it was and slows the slowest one down by
-    exactly `factor`. Keys rotated once stay right, so a cache may hold them.
+    The base is multiplied by factor ** (d / (d - 2)), which leaves the highest frequency unchanged and divides the
+    lowest by exactly `factor`. Rotated keys stay valid at any length, so they can be cached.
     """
 
-    least_rotary_dim = 4
+    min_rotary_dim = 4
 
     def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
         return inverse_frequencies(base * self.factor ** (rotary_dim / (rotary_dim - 2)), rotary_dim, device)
@@ -80,15 +80,15 @@ class NTKScaling(RotaryScaling):
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(RotaryScaling):
-    """NTK-aware scaling whose base follows the current length (emozilla 2023; "dynamic" in transformers).
+    """NTK-aware scaling that depends on the current length (emozilla 2023; "dynamic" in transformers).
 
-    Nothing changes up to `original_length`; at a length n beyond it the base is multiplied by
+    Frequencies are unchanged up to `original_length`; at a length n beyond it the base is multiplied by
     (factor * n / original_length - (factor - 1)) ** (d / (d - 2)). The current length is offset + sequence, or the
-    `length` given with a tensor of positions: it is never read from a tensor. Keys kept in a cache after rotation
-    carry the frequencies of the length at which they were rotated, as they do in transformers.
+    `length` passed with a tensor of positions: it is never read from a tensor. Cached keys have the frequencies of the
+    length at which they were rotated, as in transformers.
     """
 
-    least_rotary_dim = 4
+    min_rotary_dim = 4
 
     original_length: int
 
@@ -108,13 +108,13 @@ class DynamicNTKScaling(RotaryScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RotaryScaling):
-    """YaRN (Peng et al. 2023): fast pairs as they were, slow pairs interpolated, a ramp between them.
+    """YaRN (Peng et al. 2023): high frequencies unchanged, low ones interpolated, a ramp between.
 
-    A pair that turns more than `beta_fast` times in `original_length` tokens is left alone, one that turns fewer than
-    `beta_slow` times is slowed down by `factor`. Rotated vectors are multiplied by `attention_factor`, which follows
-    from `factor` when it is not given: 0.1 ln(factor) + 1, or with both `mscale` and `mscale_all_dim`, as DeepSeek's
-    models have them, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1). `truncate` rounds the ends of
-    the ramp outwards to whole pairs.
+    A pair with more than `beta_fast` rotations in `original_length` tokens is unchanged; the frequency of one with
+    fewer than `beta_slow` is divided by `factor`. Rotated vectors are multiplied by `attention_factor`, by default
+    0.1 ln(factor) + 1, or with both `mscale` and `mscale_all_dim`, as in DeepSeek's models,
+    (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1). `truncate` rounds the ends of the ramp outwards
+    to whole pairs.
     """
 
     original_length: int
@@ -145,7 +145,7 @@ class YarnScaling(RotaryScaling):
         return growth + 1.0
 
     def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
-        first, last = (self._pair_that_turns(beta, base, rotary_dim) for beta in (self.beta_fast, self.beta_slow))
+        first, last = (self._pair_with_rotations(beta, base, rotary_dim) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, rotary_dim - 1)
@@ -156,9 +156,9 @@ class YarnScaling(RotaryScaling):
         interpolated = ((pair - first) / (last - first)).clamp(0.0, 1.0)
         return unscaled * (1.0 - interpolated) + unscaled / self.factor * interpolated
 
-    def _pair_that_turns(self, turns: float, base: float, rotary_dim: int) -> float:
-        """The (fractional) pair that turns so many times within the original length."""
-        return rotary_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def _pair_with_rotations(self, rotations: float, base: float, rotary_dim: int) -> float:
+        """Return the (fractional) pair with `turns` rotations within the original length."""
+        return rotary_dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     def check(self, base: float, rotary_dim: int) -> None:
         super().check(base, rotary_dim)
@@ -168,10 +168,10 @@ class YarnScaling(RotaryScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(RotaryScaling):
-    """The scaling of Llama 3.1: wavelengths decide which pairs are slowed down.
+    """Scaling of Llama 3.1, by wavelength.
 
-    Wavelengths below original_length / high_freq_factor stay, those above original_length / low_freq_factor become
-    `factor` times longer, those between are blended.
+    Wavelengths below original_length / high_freq_factor are unchanged, those above original_length / low_freq_factor
+    are multiplied by `factor`, and those between are interpolated.
     """
 
     low_freq_factor: float = 1.0
@@ -191,6 +191,8 @@ class Llama3Scaling(RotaryScaling):
 
     def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
         unscaled = inverse_frequencies(base, rotary_dim, device)
-        turns = unscaled * (self.original_length / (2.0 * math.pi))
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
-        return unscaled * kept + unscaled / self.factor * (1.0 - kept)
+        rotations = unscaled * (self.original_length / (2.0 * math.pi))
+        unscaled_share = ((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
+            0.0, 1.0
+        )
+        return unscaled * unscaled_share + unscaled / self.factor * (1.0 - unscaled_share)

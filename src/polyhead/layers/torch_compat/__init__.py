@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: the drop-in replacement for `torch.nn.MultiheadAttention`."""
+"""Drop-in replacement for `torch.nn.MultiheadAttention`."""
 
 from polyhead.layers.torch_compat.multihead_attention import MultiheadAttention
 

@@ -1,7 +1,7 @@
-"""`MultiheadAttention`: the drop-in for `torch.nn.MultiheadAttention`, for models that are to switch without a change.
+"""Drop-in replacement for `torch.nn.MultiheadAttention`.
 
-PyTorch's class stays the base, so constructor, initial weights, state dict and instance checks are the same by
-construction. A call that PyTorch would refuse is handed to PyTorch, so its words are PyTorch's on every version.
+PyTorch's class is the base class, so constructor, initial weights, state dict and instance checks are the same by
+construction. A call that PyTorch would reject is passed to PyTorch, so that errors are PyTorch's on every version.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from polyhead.layers.torch_compat.steps import (
     is_overridden,
     is_readable,
     is_traced,
+    masked_keys,
     torch_bias,
     torch_mask,
-    unseen_keys,
     with_weights,
 )
 from polyhead.ops.attention import attention
 from polyhead.ops.attention.scaled_dot_product import scaled_dot_product, without_cudnn
 
-# PyTorch's inference operator spares the small call its overhead; beyond this it loses to a kernel without weights.
+# PyTorch's inference operator has less overhead for short sequences; beyond this a kernel without weights is faster.
 _SHORT = 64
 _NATIVE_DEVICES = ("cpu", "cuda", "xpu", torch._C._get_privateuse1_backend_name())
 _ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _renamed(function: Any, name: str) -> types.FunctionType:
-    """A copy of a function under another name: TorchScript compiles a method under the name the function bears."""
+    """Return a copy of a function under another name, by which TorchScript compiles a method."""
     copy = types.FunctionType(
         function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
     )
@@ -45,26 +45,25 @@ def _renamed(function: Any, name: str) -> types.FunctionType:
 
 
 def _keep_forward(module: nn.Module, inputs: tuple[Tensor]) -> None:
-    """A hook that does nothing; see `MultiheadAttention.__init__`."""
+    """Do nothing; a hook whose presence matters, see `MultiheadAttention.__init__`."""
 
 
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with attention that is defined for every mask.
 
-    Arguments, results, initial weights, state dict and errors are those of `torch.nn.MultiheadAttention`. These
-    differ, and only these:
+    Arguments, results, initial weights, state dict and errors are those of `torch.nn.MultiheadAttention`, with these
+    exceptions:
 
-    - A row with nothing to attend to attends to nothing, where PyTorch may give NaN: its weights are zero and its
-      output is `out_proj.bias`.
-    - NaN and Inf in keys that no query may see reach no output and no gradient. A padded token of a
-      self-attention, being a query as well, counts as zeros if it is not finite.
-    - Nothing is materialised that the kernel can do without, so long sequences need no memory in O(n²) unless
-      weights are returned (or dropped, on the CPU).
+    - A fully masked row, for which PyTorch may return NaN, has zero weights and the output `out_proj.bias`.
+    - NaN and Inf in keys that are masked for every query affect no output and no gradient. A non-finite padding token
+      of a self-attention, which is also a query, is replaced by zeros.
+    - Attention weights are not materialised, so long sequences need no O(n²) memory, unless weights are returned (or
+      dropped, on the CPU).
 
-    Dropout draws PyTorch's own random numbers, so a seed gives the masks that PyTorch gives. Inside
-    `nn.TransformerEncoderLayer` the layer's own inference shortcut, which reads the weights and calls no attention
-    module, is not taken. `torch.jit.script` compiles PyTorch's forward: a scripted layer has PyTorch's rules for
-    masks, NaN included. Nested tensors are served where PyTorch serves them, by PyTorch.
+    Dropout uses PyTorch's random numbers, so a seed drops the weights that PyTorch would drop. Inside
+    `nn.TransformerEncoderLayer` the encoder's inference fast path, which bypasses the attention module, is not taken.
+    `torch.jit.script` compiles PyTorch's forward: a scripted layer has PyTorch's behaviour for masks, NaN included.
+    Nested tensors are supported where PyTorch supports them, and passed to PyTorch.
 
     >>> import torch
     >>> layer = MultiheadAttention(8, 2, batch_first=True)
@@ -94,8 +93,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        # nn.TransformerEncoderLayer steps around our forward unless some module below it has a hook. This one never
-        # runs, because out_proj is used for its weights alone.
+        # nn.TransformerEncoderLayer bypasses our forward unless a submodule has a hook. This one never runs, because
+        # out_proj is never called, only its weights are read.
         self.out_proj.register_forward_pre_hook(_keep_forward)
 
     def forward(
@@ -109,11 +108,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """What `torch.nn.MultiheadAttention.forward` computes, see there for every argument.
+        """Compute `torch.nn.MultiheadAttention.forward`; see there for every argument.
 
         query is [batch, queries, embed_dim] with `batch_first`, [queries, batch, embed_dim] without, [queries,
-        embed_dim] unbatched; key and value likewise. Masks: True hides, floats are added. `is_causal` promises
-        that `attn_mask` is the causal mask.
+        embed_dim] unbatched; key and value likewise. Masks: True masks, floats are added. `is_causal` asserts that
+        `attn_mask` is the causal mask.
         """
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return self._scripted_forward(
@@ -136,15 +135,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         dims = query.dim()
-        native = dims == 3 and self._native_serves(query, key, value, key_padding_mask, attn_mask)
+        native = dims == 3 and self._native_supports(query, key, value, key_padding_mask, attn_mask)
         masked = attn_mask is not None or key_padding_mask is not None
         native_is_fast = native and not query.is_nested and (need_weights or query.shape[1] <= _SHORT)
         if native_is_fast and not masked and not is_traced():
             return self._native(query, None, None, need_weights, average_attn_weights)
-        # PyTorch trusts the hint and leaves the mask unread where its kernel can be causal by itself.
+        # PyTorch trusts the hint and ignores the mask where its kernel supports is_causal.
         causal = is_causal and not native and key_padding_mask is None and not need_weights
         if not self._fits(query, key, value, key_padding_mask, attn_mask, is_causal and not native, causal):
-            # Only subclasses of tensors get there with gradients; what else does not fit is refused or runs without.
+            # Of these calls only those with tensor subclasses record gradients; the others raise or run without.
             with without_cudnn() if torch.is_grad_enabled() and not query.is_nested else nullcontext():
                 return super().forward(
                     query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -152,32 +151,32 @@ class MultiheadAttention(nn.MultiheadAttention):
         if causal:
             attn_mask, masked = None, False
         if attn_mask is not None and key_padding_mask is not None and attn_mask.dtype is not key_padding_mask.dtype:
-            # PyTorch's own helper, for its warning in its own words.
+            # PyTorch's helper, for its warning.
             key_padding_mask = F._canonical_mask(
                 key_padding_mask, "key_padding_mask", attn_mask.dtype, "attn_mask", query.dtype
             )
         readable = is_readable(query)
         if native_is_fast and masked and readable:
             output, weights = self._native(query, key_padding_mask, attn_mask, need_weights, average_attn_weights)
-            # It multiplies hidden values by zero and has no answer for a row that sees nothing: both would show.
+            # It multiplies masked values by zero and returns NaN for fully masked rows: both would be non-finite.
             if is_finite(output):
                 return output, weights
 
         hides = masked or causal
         finite = readable and (not hides or (is_finite(key) and (value is key or is_finite(value))))
         if masked and not finite:
-            query, key, value = self._without_broken_padding(query, key, value, key_padding_mask, attn_mask)
+            query, key, value = self._zero_nonfinite_padding(query, key, value, key_padding_mask, attn_mask)
         q, k, v = self._project(query, key, value)
         if self.bias_k is not None or self.add_zero_attn:
             k, v, attn_mask, key_padding_mask = self._with_extra_keys(k, v, attn_mask, key_padding_mask)
         dropout = self.dropout if self.training else 0.0
         weights = None
-        # On the CPU no kernel of PyTorch drops weights it does not hold, and a seed is to drop the same ones.
+        # PyTorch's CPU kernels have no dropout without materialised weights, and a seed must drop the same ones.
         if need_weights or (dropout and (q.device.type == "cpu" or dropout == 1.0)):
             bias = torch_bias(q, k, attn_mask, key_padding_mask, causal)
             output, weights = with_weights(q, k, v, bias, dropout, finite)
         elif finite:
-            # The kernel that `attention` would take, without its precautions: they have been taken above.
+            # The kernel that `attention` would call, without its handling of non-finite values, which was done above.
             bias = torch_bias(q, k, attn_mask, key_padding_mask, False) if masked else None
             output = scaled_dot_product(q, k, v, bias, 0.0, causal)
         else:
@@ -192,7 +191,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             output = output.permute(2, 0, 1, 3).flatten(2)  # [queries, batch, embed_dim]
         output = F.linear(output, self.out_proj.weight, self.out_proj.bias)
         if dropout and dims == 3 and self.batch_first:
-            # In memory as PyTorch leaves it: a dropout after this one draws its numbers in the order of the memory.
+            # In PyTorch's memory layout: a dropout after this one draws random numbers in memory order.
             output = output.transpose(0, 1)
         if not need_weights or weights is None:
             return output, None
@@ -200,7 +199,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights.mean(dim=1)
         return output, weights if dims == 3 else weights.squeeze(0)
 
-    # ---- what PyTorch would do with this call
+    # ---- PyTorch's dispatch conditions
 
     def _fits(
         self,
@@ -212,7 +211,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         needs_mask: bool,
         mask_unread: bool,
     ) -> bool:
-        """Whether this is a call of plain tensors that PyTorch would accept; it is left to PyTorch to say why not."""
+        """Return True for a call with plain tensors that PyTorch would accept."""
         weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
         if weight is None or (self.bias_k is None) != (self.bias_v is None) or not 0.0 <= self.dropout <= 1.0:
             return False
@@ -262,10 +261,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         return True
 
-    def _native_serves(
+    def _native_supports(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
     ) -> bool:
-        """Whether PyTorch would take its inference operator, which reads masks and pays no heed to `is_causal`."""
+        """Return True if PyTorch would use its inference operator, which reads masks and ignores `is_causal`."""
         if self.training or query is not key or key is not value or not self.batch_first:
             return False
         weight, bias, out = self.in_proj_weight, self.in_proj_bias, self.out_proj
@@ -301,7 +300,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         need_weights: bool,
         average_attn_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """PyTorch's inference operator, given the boolean masks as they are."""
+        """Call PyTorch's inference operator with boolean masks."""
         hidden, kind = key_padding_mask, None if key_padding_mask is None else 1
         if attn_mask is not None:
             per_head = (tokens.shape[0], self.num_heads)
@@ -327,7 +326,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of every head, [batch, heads, sequence, head_dim], as views."""
+        """Return queries, keys and values of every head, [batch, heads, sequence, head_dim], as views."""
         width, bias = self.embed_dim, self.in_proj_bias
         by_head = (self.num_heads, self.head_dim)
         if not self._qkv_same_embed_dim or key is not value:
@@ -373,20 +372,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, extra)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask, key_padding_mask
 
-    def _without_broken_padding(
+    def _zero_nonfinite_padding(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs with zeros for NaN and Inf in tokens that no query may see: a projection's gradient reads them."""
+        """Zero non-finite tokens masked for every query, which would enter the projections' gradients."""
         if not is_readable(key) and (key_padding_mask is None or not torch.is_grad_enabled()):
-            return query, key, value  # the attention keeps them out of the output by itself
-        unseen = unseen_keys(attn_mask, key_padding_mask, self.num_heads)  # [batch or 1, keys]
+            return query, key, value  # the attention itself keeps them out of the output
+        fully_masked = masked_keys(attn_mask, key_padding_mask, self.num_heads)  # [batch or 1, keys]
         if key.dim() == 2:
-            unseen = unseen.squeeze(0)
+            fully_masked = fully_masked.squeeze(0)
         elif not self.batch_first:
-            unseen = unseen.transpose(0, 1)
+            fully_masked = fully_masked.transpose(0, 1)
 
         def cleaned(x: Tensor) -> Tensor:
-            return torch.where(unseen[..., None], torch.nan_to_num(x, 0.0, 0.0, 0.0), x)
+            return torch.where(fully_masked[..., None], torch.nan_to_num(x, 0.0, 0.0, 0.0), x)
 
         clean_key = cleaned(key)
         return clean_key if query is key else query, clean_key, clean_key if value is key else cleaned(value)

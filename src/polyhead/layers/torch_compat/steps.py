@@ -1,4 +1,4 @@
-"""The steps of PyTorch's multi-head attention that need no module: its weights, its masks, what may be read when."""
+"""Functions of the `torch.nn.MultiheadAttention` replacement: weights, masks, tensor predicates."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from polyhead.ops.common.nonfinite import without_broken
 def with_weights(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, finite: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and weights [batch, heads, queries, keys] in PyTorch's own steps: the weights come after the dropout.
+    """Return output and weights [batch, heads, queries, keys] as PyTorch does, weights after dropout.
 
-    `finite` says that keys and values are known to hold no NaN or Inf, and that the values of a mask can be read.
+    `finite` asserts that keys and values contain no NaN or Inf, and that the values of a mask can be read.
     """
     batch, heads, queries, head_dim = q.shape
     keys = k.shape[2]
     empty = None
-    if bias is not None and not (finite and _fills_rows(bias)):
+    if bias is not None and not (finite and _has_no_empty_rows(bias)):
         hidden = bias.detach() == -torch.inf
         if not finite:
             k, v, poison = without_broken(k, v)
@@ -50,18 +50,18 @@ def with_weights(
 # ---- masks
 
 
-def _fills_rows(bias: Tensor) -> bool:
-    """Whether every row may see something. It reads the values."""
+def _has_no_empty_rows(bias: Tensor) -> bool:
+    """Return True if no row is fully masked; reads the values."""
     return bool(bias.numel()) and bias.detach().amax(-1).amin().item() > -math.inf
 
 
 def torch_mask(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, causal: bool
 ) -> Mask | None:
-    """Both masks, or the causal one in their place, as `attention` takes them."""
+    """Return both masks, or the causal mask instead of them, as a `Mask`."""
     if causal:
-        # PyTorch counts from the first key, so added keys and longer memories need the triangle spelled out.
-        return Mask.causal() if q.shape[2] == k.shape[2] else Mask.dense(_triangle(q, k))
+        # PyTorch aligns the first query with the first key, so with more keys than queries the mask must be dense.
+        return Mask.causal() if q.shape[2] == k.shape[2] else Mask.dense(_causal_mask(q, k))
     if attn_mask is None and key_padding_mask is None:
         return None
     return Mask.from_torch(attn_mask, key_padding_mask, num_heads=q.shape[1])
@@ -70,49 +70,49 @@ def torch_mask(
 def torch_bias(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, causal: bool
 ) -> Tensor | None:
-    """The same as one tensor to add, [batch or 1, heads or 1, queries or 1, keys]; -inf hides."""
+    """Return the masks as one additive bias, [batch or 1, heads or 1, queries or 1, keys]; -inf masks."""
     bias = None
     if causal:
-        attn_mask = ~_triangle(q, k)
+        attn_mask = ~_causal_mask(q, k)
     if attn_mask is not None:
-        bias = _added(attn_mask, q)
+        bias = _as_bias(attn_mask, q)
         bias = bias[None, None] if bias.dim() == 2 else bias.unflatten(0, (q.shape[0], q.shape[1]))
     if key_padding_mask is not None:
-        rows = _added(key_padding_mask, q).view(q.shape[0], 1, 1, k.shape[2])
+        rows = _as_bias(key_padding_mask, q).view(q.shape[0], 1, 1, k.shape[2])
         bias = rows if bias is None else bias + rows
     return bias
 
 
-def _added(mask: Tensor, q: Tensor) -> Tensor:
+def _as_bias(mask: Tensor, q: Tensor) -> Tensor:
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
 
 
-def _triangle(q: Tensor, k: Tensor) -> Tensor:
+def _causal_mask(q: Tensor, k: Tensor) -> Tensor:
     return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
 
 
-def unseen_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: int) -> Tensor:
-    """Which keys are hidden from every query of every head, [batch or 1, keys]."""
+def masked_keys(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: int) -> Tensor:
+    """Return True for keys masked for every query of every head, [batch or 1, keys]."""
 
     def hidden(mask: Tensor) -> Tensor:
         return mask if mask.dtype is torch.bool else mask.detach() == -torch.inf
 
-    unseen = None
+    fully_masked = None
     if attn_mask is not None:
         per_head = hidden(attn_mask).all(-2)
-        unseen = per_head[None] if per_head.dim() == 1 else per_head.unflatten(0, (-1, num_heads)).all(1)
+        fully_masked = per_head[None] if per_head.dim() == 1 else per_head.unflatten(0, (-1, num_heads)).all(1)
     if key_padding_mask is not None:
         rows = hidden(key_padding_mask)
         rows = rows[None] if rows.dim() == 1 else rows
-        unseen = rows if unseen is None else unseen | rows
-    assert unseen is not None
-    return unseen
+        fully_masked = rows if fully_masked is None else fully_masked | rows
+    assert fully_masked is not None
+    return fully_masked
 
 
 def is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
-    """Whether PyTorch takes this as a mask beside inputs of `dtype`; autocast brings float masks to one dtype."""
+    """Return True if PyTorch accepts this mask with inputs of `dtype`; autocast casts float masks."""
     if not isinstance(mask, Tensor) or mask.is_nested:
         return False
     if mask.dtype is torch.bool or mask.dtype is dtype:
@@ -120,11 +120,11 @@ def is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
     return mask.is_floating_point() and is_autocast(mask.device)
 
 
-# ---- what may be asked of a tensor
+# ---- predicates
 
 
 def is_overridden(*tensors: Tensor) -> bool:
-    """Whether a tensor brings functions of its own; a mode, such as that of a default device, does not count."""
+    """Return True if a tensor subclass overrides `__torch_function__`; modes do not count."""
     if not torch.overrides.has_torch_function(tensors):
         return False
     plain = torch._C._disabled_torch_function_impl
@@ -132,12 +132,12 @@ def is_overridden(*tensors: Tensor) -> bool:
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for the device; PyTorch refuses the question for the meta device."""
+    """Return True if autocast is enabled for the device; PyTorch's query raises for the meta device."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def is_traced() -> bool:
-    """Whether operations are being recorded or interpreted, so that a value says nothing of later calls."""
+    """Return True while tracing, compiling or under a functional transform or dispatch mode."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -147,10 +147,10 @@ def is_traced() -> bool:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device or breaking a graph."""
+    """Return True if values can be read without a device synchronisation or a graph break."""
     return x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter) and not is_traced()
 
 
 def is_finite(x: Tensor) -> bool:
-    """A sum is finite only if every element is. Large finite ones may say no, which costs time and nothing else."""
+    """Return True only if all elements are finite, by their sum; an overflow gives a harmless False."""
     return math.isfinite(x.detach().sum().item())

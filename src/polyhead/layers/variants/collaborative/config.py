@@ -1,4 +1,4 @@
-"""Collaborative heads as a value."""
+"""Config of `CollaborativeAttention`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyhead.layers.variants.collaborative.layer import CollaborativeAttention,
 @register_config("collaborative", CollaborativeAttention)
 @dataclass(frozen=True)
 class CollaborativeConfig(HeadsConfig):
-    """`CollaborativeAttention` as a value.
+    """Config of `CollaborativeAttention`.
 
     >>> CollaborativeConfig(512, 8).shared_dim
     512
@@ -23,7 +23,7 @@ class CollaborativeConfig(HeadsConfig):
     shared_dim: int | None = None
 
     def __post_init__(self) -> None:
-        layout = self._own_layout()
+        layout = self._given_layout()
         check_collaborative(layout, self.shared_dim, self.qk_norm)
         object.__setattr__(self, "shared_dim", self.shared_dim or layout.num_heads * layout.head_dim)
         super().__post_init__()

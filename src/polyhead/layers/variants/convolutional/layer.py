@@ -1,4 +1,4 @@
-"""Convolutional heads: a convolution as multi-head attention, one head for each tap of its kernel."""
+"""Convolutional heads: a convolution as multi-head attention, one head per tap of its kernel."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def convolutional_heads(
     value_dim: int | None = None,
     **options: Any,
 ) -> MultiHeadAttention:
-    """A layer that computes a convolution, and can learn on from there (Cordonnier, Loukas, Jaggi 2020, "On the
-    Relationship between Self-Attention and Convolutional Layers", theorem 1).
+    """Build a trainable attention layer that computes a convolution.
 
-    Head k looks at the token that tap k of the kernel reads, by its position alone: its logits are
+    Cordonnier, Loukas, Jaggi 2020, "On the Relationship between Self-Attention and Convolutional Layers", theorem 1.
+    Head k attends to the token that tap k of the kernel reads, by position only: its logits are
 
         -sharpness |key position - query position - shift_k|^2,    W_V_k W_O_k = the matrix of tap k
 
-    and the query projection is zero, so that content has no say until it learns one. The error falls as
-    exp(-sharpness), with a sink outside as exp(-sharpness / 2).
+    and the query projection is zero, so that attention depends on content only after training. The error falls as
+    exp(-sharpness), with outside="sink" as exp(-sharpness / 2).
 
     Args:
-        conv: `Conv1d` of a kernel of K, made of K heads over [batch, length, channels]; or `Conv2d`, of K² heads over
-            the cells of a grid row by row, [batch, height * width, channels]. A fresh one makes a fresh layer that
-            starts as a convolution. It keeps the size: no stride, and padding for the whole kernel.
+        conv: `Conv1d` with a kernel of K, computed by K heads over [batch, length, channels]; or `Conv2d`, by K² heads
+            over the cells of a grid in row-major order, [batch, height * width, channels]. It must preserve the size:
+            stride 1, and padding for the whole kernel.
         grid: (height, width), for a `Conv2d`.
-        sharpness: how little a head sees of the tokens beside its own.
-        outside: what stands beyond the border. "nearest", the token at the border: padding_mode="replicate". "sink":
-            nothing, by a learned sink of -sharpness / 2 a head: padding_mode="zeros". By the padding mode unless given;
-            "nearest" with padding of zeros is equal in the interior alone.
-        value_dim: channels of a head's values; the fewer of the convolution's channels by default, and no fewer.
-        options: those of `MultiHeadAttention`, but what the convolution decides and what would make it another map: an
-            output gate, a causal edge or window, a module that combines heads.
+        sharpness: inverse squared width of a head's attention around its tap.
+        outside: padding. "nearest" is the token at the border (padding_mode="replicate"); "sink" is zero, by a learned
+            sink of -sharpness / 2 per head (padding_mode="zeros"). By default that of the padding mode; "nearest" with
+            zero padding is equal in the interior only.
+        value_dim: channels of a head's values; by default, and at least, min(in_channels, out_channels).
+        options: those of `MultiHeadAttention`, except those that the convolution determines and those that would
+            change the result: an output gate, causal, window, combine.
 
-    The layer is as wide as the wider side: it reads the first in_channels channels and writes the first out_channels.
-    Its config says init="conv", which builds a fresh one, where a fresh one fits: a square kernel, and values as wide
-    as the layer.
+    The layer's width is max(in_channels, out_channels): it reads the first in_channels channels and writes the first
+    out_channels. Its config has init="conv", which builds a fresh convolution, if the kernel is square and values are
+    as wide as the layer.
 
     >>> import torch
     >>> conv = nn.Conv1d(6, 6, 3, padding=1, padding_mode="replicate")
@@ -67,22 +67,23 @@ def convolutional_heads(
     shifts = shifts_of(conv)
     checks.check_size("value_dim", value_dim)
     outside = outside_of(conv, outside)
-    decided = [name for name in ("embed_dim", "num_heads", "positions", "sinks", "init") if name in options]
-    if decided:
+    determined = [name for name in ("embed_dim", "num_heads", "positions", "sinks", "init") if name in options]
+    if determined:
         raise OptionError(
-            f"the convolution decides {', '.join(decided)}, got {decided[0]}={options[decided[0]]!r}; leave it out"
-            + (", and say outside='sink' for sinks" if "sinks" in decided else "")
+            f"the convolution determines {', '.join(determined)}, "
+            f"got {determined[0]}={options[determined[0]]!r}; leave it out"
+            + (", and pass outside='sink' for sinks" if "sinks" in determined else "")
         )
     heads, width = len(shifts), max(conv.in_channels, conv.out_channels)
-    given = {name: options[name] for name in ("device", "dtype") if options.get(name) is not None}
-    like: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype, **given}
+    overrides = {name: options[name] for name in ("device", "dtype") if options.get(name) is not None}
+    device_and_dtype: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype, **overrides}
     layer = MultiHeadAttention(
         width,
         heads,
         value_dim=min(conv.in_channels, conv.out_channels) if value_dim is None else value_dim,
-        positions=_positions(conv, heads, grid).to(**like),
+        positions=_positions(conv, heads, grid).to(**device_and_dtype),
         sinks=outside == "sink",
-        **{"head_dim": max(1, width // heads), **options, **like},
+        **{"head_dim": max(1, width // heads), **options, **device_and_dtype},
     )
     set_convolution(layer, conv, sharpness=sharpness, outside=outside)
     if layer.layout.value_dim >= width and len(set(conv.kernel_size)) == 1:
@@ -93,11 +94,11 @@ def convolutional_heads(
 def set_convolution(
     layer: MultiHeadAttention, conv: Convolution, *, sharpness: float = SHARPNESS, outside: Outside | None = None
 ) -> MultiHeadAttention:
-    """Let a layer with quadratic relative positions compute a convolution, in place; see `convolutional_heads`.
+    """Write a convolution into a layer with quadratic relative positions, in place.
 
-    It needs a head for each tap, and heads that nothing masks, gates or combines otherwise. A layer with learned sinks
-    has nothing outside, and one without the nearest token; `outside` is to be given where that is not what the
-    convolution pads with. A layer that is refused is left as it was.
+    The layer needs one head per tap, and no mask, gate or combine module. A layer with learned sinks has
+    outside="sink", one without outside="nearest"; pass `outside` where that differs from the convolution's padding
+    mode. A layer that does not fit is left unchanged.
     """
     check_conv_layer(layer, MultiHeadAttention)
     write_conv_kernel(layer, conv, sharpness, outside)
@@ -109,10 +110,10 @@ def _positions(
 ) -> QuadraticRelative1D | QuadraticRelative2D:
     if isinstance(conv, nn.Conv1d):
         if grid is not None:
-            raise OptionError(f"a Conv1d is computed over a line, got grid {grid}; leave it out")
+            raise OptionError(f"a Conv1d takes no grid, got grid {grid}; leave it out")
         return QuadraticRelative1D(heads)
     if grid is None:
-        raise OptionError("a Conv2d is computed over the cells of a grid, got none; give grid=(height, width)")
+        raise OptionError("a Conv2d requires a grid, got none; pass grid=(height, width)")
     if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
         raise OptionError(f"grid must be (height, width), got {grid!r}")
     return QuadraticRelative2D(heads, *grid)

@@ -1,4 +1,4 @@
-"""Differential heads as a value."""
+"""Config of `DifferentialAttention`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyhead.layers.variants.differential.layer import DifferentialAttention, c
 @register_config("differential", DifferentialAttention)
 @dataclass(frozen=True)
 class DifferentialConfig(HeadsConfig):
-    """`DifferentialAttention` as a value.
+    """Config of `DifferentialAttention`.
 
     >>> config = DifferentialConfig(512, 4, layer_index=3)
     >>> config.head_dim, config.turning.head_dim

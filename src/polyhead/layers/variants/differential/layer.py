@@ -1,4 +1,4 @@
-"""Differential heads: each head subtracts a second softmax map from its first, and is normalised for itself."""
+"""Differential attention: heads as differences of two softmax maps, with a per-head norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyhead.layers import checks
 from polyhead.layers.kv_cache import CacheView
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import CallOptions, decoded
+from polyhead.layers.steps import CallOptions, decode_over_cache
 from polyhead.layers.variants.differential.weights import combined_weights
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
@@ -32,7 +32,7 @@ _LAMBDA_STD = 0.1
 
 
 def initial_lambda(layer_index: int) -> float:
-    """0.8 - 0.6 exp(-0.3 layer_index), layers counted from 0.
+    """Return lambda_init = 0.8 - 0.6 exp(-0.3 layer_index), with layers counted from 0.
 
     >>> round(initial_lambda(0), 3), round(initial_lambda(11), 3)
     (0.2, 0.778)
@@ -41,9 +41,9 @@ def initial_lambda(layer_index: int) -> float:
 
 
 class DifferentialAttention(MultiHeadAttention):
-    """Heads that are the difference of two softmax maps (Ye et al. 2024, "Differential Transformer", section 2.1).
+    """Differential attention (Ye et al. 2024, "Differential Transformer", section 2.1).
 
-    The channels of a head's query and key are two halves, each of which makes a map; both weigh the same values:
+    The channels of a head's query and key are two halves with a softmax map each; both maps weight the same values:
 
         head_i = (softmax(q1_i k1_i^T / sqrt(d)) - lambda softmax(q2_i k2_i^T / sqrt(d))) v_i       d = head_dim / 2
         output = Concat((1 - lambda_init) RMSNorm(head_i)) W_O
@@ -51,24 +51,24 @@ class DifferentialAttention(MultiHeadAttention):
         lambda      = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init         one for the layer
         lambda_init = 0.8 - 0.6 exp(-0.3 layer_index)
 
-    Each map goes through `polyhead.attention`, with the values where they lie; nothing is copied for the second. On
-    copied weights it gives what `DiffLlamaAttention` of transformers gives.
+    Each map is a call of `polyhead.attention` without a copy of the values. With the same weights it equals
+    `DiffLlamaAttention` of transformers.
 
-    Statistics, weights and log-sum-exp are those of the maps, 2 * num_heads of them: the first map of every head, then
-    the second of every head. `combined_weights` tells of their difference what can be told. A gate has a factor for
-    each head, which multiplies it behind its norm, or for each map, which multiplies it before the difference. Dropout
-    drops the same weights in both maps, so that it drops weights of the difference.
+    Statistics, weights and log-sum-exp are those of the 2 * num_heads maps: the first map of every head, then the
+    second of every head. `combined_weights` returns statistics of their difference. A gate has a factor per head,
+    applied after its norm, or per map, applied before the difference. Dropout drops the same weights in both maps, and
+    therefore weights of the difference.
 
     Args:
         embed_dim, num_heads: as in `MultiHeadAttention`. With the same sizes both have the same projections; a model
             of plain heads is matched by half as many heads, each twice as wide.
-        layer_index: where the layer stands in its model, from 0 on; it decides lambda_init.
+        layer_index: index of the layer in its model, from 0; it determines lambda_init.
         head_dim: channels of a head's query and key, both halves together; embed_dim / num_heads by default.
         value_dim: channels of a value; head_dim by default.
-        positions: rotary positions turn each half for itself: `Rotary(head_dim // 2)`.
-        norm_eps: what the norm of a head adds to its mean square.
+        positions: rotary positions rotate each half separately: `Rotary(head_dim // 2)`.
+        norm_eps: epsilon of the heads' RMS norm.
         sinks: whether every map has a learned sink logit.
-        options: those of `MultiHeadAttention`, but `qk_norm`.
+        options: those of `MultiHeadAttention` except `qk_norm`.
 
     >>> layer = DifferentialAttention(512, 4, layer_index=3, causal=True)
     >>> result = layer(torch.randn(2, 10, 512), statistics="entropy")
@@ -108,7 +108,7 @@ class DifferentialAttention(MultiHeadAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As `MultiHeadAttention`; the vectors of lambda are drawn from a normal distribution of deviation 0.1."""
+        """Initialise as `MultiHeadAttention`; the vectors of lambda are drawn from N(0, 0.1²)."""
         super().reset_parameters()
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("lambda_"):
@@ -119,25 +119,25 @@ class DifferentialAttention(MultiHeadAttention):
         return 2 * self.layout.num_heads
 
     @property
-    def _turning(self) -> HeadLayout:
+    def _position_layout(self) -> HeadLayout:
         return replace(self.layout, head_dim=self.layout.head_dim // 2)
 
     @property
     def lambda_full(self) -> Tensor:
-        """What the second map is multiplied by before it is subtracted; a number in float32 (float64 for float64)."""
-        wide = torch.float64 if self.lambda_q1.dtype is torch.float64 else torch.float32
+        """The factor lambda of the second map, a scalar in float32 (float64 for float64 parameters)."""
+        dtype = torch.float64 if self.lambda_q1.dtype is torch.float64 else torch.float32
         first, second = (
-            torch.exp((q.to(wide) * k.to(wide)).sum())
+            torch.exp((q.to(dtype) * k.to(dtype)).sum())
             for q, k in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
         )
         return first - second + self.lambda_init
 
     # ---- the computation
 
-    def _turned(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Both halves of every head, each turned for itself: [batch, heads, tokens, 2 * half], as it came."""
+    def _apply_rotary(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Rotate both halves of every head separately; [batch, heads, tokens, 2 * half] in and out."""
         halves = x.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)  # [batch, heads * 2, tokens, half]
-        return super()._turned(halves, rotation).unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
+        return super()._apply_rotary(halves, rotation).unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
@@ -146,65 +146,65 @@ class DifferentialAttention(MultiHeadAttention):
             requested = replace(requested, seed=draw_seed(q.device))
         maps = self._maps(q, k, v, view, mask, requested)
         if self._listener is not None:
-            told = _side_by_side(maps, torch.cat([x.output for x in maps], 1))
-            self._tell(q, *((k, v) if view is None else (view.key, view.value)), mask, told)
+            result = _concat_maps(maps, torch.cat([x.output for x in maps], 1))
+            self._notify(q, *((k, v) if view is None else (view.key, view.value)), mask, result)
         first, second = self._gated_maps([x.output for x in maps], requested.head_gate)
         heads = torch.addcmul(first, second, -self.lambda_full.to(first.dtype))
-        # Token by token, as kernels leave them: a norm would copy rows that lie otherwise, and so would Concat.
+        # In the kernels' token-major layout: with any other the norm and Concat would copy.
         normed = F.rms_norm(heads.transpose(1, 2), (heads.shape[-1],), eps=self.norm_eps).transpose(1, 2)
-        return _side_by_side(maps, (1 - self.lambda_init) * normed)
+        return _concat_maps(maps, (1 - self.lambda_init) * normed)
 
     def _maps(
         self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> list[AttentionOutput]:
-        """What the first map of every head makes of the values, [batch, heads, queries, value_dim], and the second.
+        """Return the outputs of the first and of the second maps, each [batch, heads, queries, value_dim].
 
-        Two calls, because no view of the values stands before both maps of a KV head.
+        Two calls, because the values cannot be expanded over both maps of a KV head by a view.
         """
         sinks = (None, None) if self.sinks is None else self.sinks.chunk(2)
         may_decode = decode_runs_on(q) and requested.is_plain
         results = []
-        # Chunks, whose gradients are put together once; those of slices are padded and added.
-        for number, (query, key, own) in enumerate(zip(q.chunk(2, -1), k.chunk(2, -1), sinks, strict=True)):
+        # Chunks, whose gradients are concatenated once; those of slices are padded and added.
+        for number, (query, key, map_sinks) in enumerate(zip(q.chunk(2, -1), k.chunk(2, -1), sinks, strict=True)):
             result = None
             if view is not None and may_decode:
                 storage = view.storage
-                result = decoded(
+                result = decode_over_cache(
                     query,
                     view,
                     mask,
                     scale=self.scale,
                     softcap=self.softcap,
-                    sinks=own,
+                    sinks=map_sinks,
                     statistics=requested.statistics,
                     storage=storage._replace(key=storage.key.chunk(2, -1)[number]),
                     key_heads=self.layout.key_heads,
                 )
             if result is None:
-                if view is not None:  # which may have to put them together first
+                if view is not None:  # materialises keys and values of a paged or quantised cache
                     key, v = view.key.chunk(2, -1)[number], view.value
-                result = self._attention(query, key, v, mask, requested, scale=self.scale, sinks=own)
+                result = self._attention(query, key, v, mask, requested, scale=self.scale, sinks=map_sinks)
             results.append(result)
         return results
 
-    def _tell(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, maps: AttentionOutput) -> None:
-        """Show the maps as so many heads; a copy of what they read, made where somebody listens."""
+    def _notify(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, maps: AttentionOutput) -> None:
+        """Notify the observer of the maps as 2 * num_heads heads, with copies of their inputs."""
         assert self._listener is not None
         if self.layout.key_heads is not None:
             k, v = (select_heads(x, self.layout.key_heads) for x in (k, v))
         q, k = (torch.cat(x.chunk(2, -1), 1) for x in (q, k))
         self._listener(Attended(q, k, torch.cat((v, v), 1), maps, mask, self.scale, self.softcap, self.sinks))
 
-    def _gated_maps(self, maps: Sequence[Tensor], given: Tensor | None) -> Sequence[Tensor]:
+    def _gated_maps(self, maps: Sequence[Tensor], head_gate: Tensor | None) -> Sequence[Tensor]:
         batch, _, queries, _ = maps[0].shape
-        for gate in (self.head_gate, given):
+        for gate in (self.head_gate, head_gate):
             if self._is_of_maps(gate):
                 factors = gate_factors(gate, batch, self.num_maps, queries).to(maps[0].dtype).chunk(2, 1)
                 maps = [x * factor for x, factor in zip(maps, factors, strict=True)]
         return maps
 
     def _gate_by_token(self, gate: Tensor, heads: Tensor) -> Tensor:
-        if self._is_of_maps(gate):  # these have acted before the difference
+        if self._is_of_maps(gate):  # already applied before the difference
             return heads.new_ones(())
         return super()._gate_by_token(gate, heads)
 
@@ -217,15 +217,14 @@ class DifferentialAttention(MultiHeadAttention):
     def combined_weights(
         self, query: Tensor, key: Tensor | None = None, *, statistics: str | Sequence[str] = COMBINED, **options: Any
     ) -> CombinedWeights:
-        """Signed mass, absolute mass and largest |weight| of the difference of the maps; all three by default.
+        """Return signed mass, absolute mass and largest |weight| of each row of the difference.
 
-        The other arguments are those of `forward`. It is a pass of its own: `forward`, and then every weight once more
-        in windows of `polyhead.profile`, so that memory grows with n and not with n². Nothing of it can be
-        differentiated.
+        The other arguments are those of `forward`. This runs `forward` and a second pass over all weights in windows of
+        `polyhead.profile`, so that memory is O(n). The result has no gradient.
         """
         names = checked_names(statistics)
-        told: list[Attended] = []
-        before, self._listener = self._listener, told.append
+        collected: list[Attended] = []
+        before, self._listener = self._listener, collected.append
         try:
             with torch.no_grad():
                 self(query, key, **{**options, "logsumexp": True})
@@ -234,35 +233,35 @@ class DifferentialAttention(MultiHeadAttention):
                 del self._listener
             else:
                 self._listener = before
-        (attended,) = told
+        (attended,) = collected
         return combined_weights(attended, self.lambda_full.detach(), names)
 
-    # ---- no counterpart
+    # ---- to and from torch.nn
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
-        _refuse_torch()
+        _raise_no_torch()
 
     def to_torch(self) -> nn.MultiheadAttention:
-        _refuse_torch()
+        _raise_no_torch()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, layer_index={self.layer_index}"
 
 
 def check_differential(layout: HeadLayout, layer_index: int, norm_eps: float, qk_norm: str | None) -> None:
-    """What differential heads ask beside what all heads ask."""
+    """Raise for options that differential heads do not support."""
     if layout.head_dim % 2:
         raise ShapeError(f"head_dim must be even, a half for each of the two maps, got {layout.head_dim}")
     if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
-        raise OptionError(f"layer_index must count the layers before this one, 0 for the first, got {layer_index!r}")
+        raise OptionError(f"layer_index must be an integer, 0 for the first layer, got {layer_index!r}")
     checks.check_positive("norm_eps", norm_eps)
     if qk_norm is not None:
-        raise OptionError(f"the two maps of a differential head share no norm of queries and keys, got {qk_norm!r}")
+        raise OptionError(f"differential heads do not support qk_norm, got {qk_norm!r}")
 
 
-def _side_by_side(maps: Sequence[AttentionOutput], output: Tensor) -> AttentionOutput:
-    """What two results tell of their weights as one of twice as many heads, beside an output."""
+def _concat_maps(maps: Sequence[AttentionOutput], output: Tensor) -> AttentionOutput:
+    """Return `output` with the weights, statistics and log-sum-exp of both maps concatenated over heads."""
     first, second = maps
 
     def both(name: str) -> Tensor | None:
@@ -272,9 +271,9 @@ def _side_by_side(maps: Sequence[AttentionOutput], output: Tensor) -> AttentionO
     statistics = None
     if first.statistics is not None and second.statistics is not None:
         pairs = zip(first.statistics.items(), second.statistics.items(), strict=True)
-        statistics = RowStatistics(**{name: torch.cat((one, other), 1) for (name, one), (_, other) in pairs})
+        statistics = RowStatistics(**{name: torch.cat((a, b), 1) for (name, a), (_, b) in pairs})
     return AttentionOutput(output, both("logsumexp"), both("weights"), statistics, first.backend)
 
 
-def _refuse_torch() -> NoReturn:
-    raise OptionError("torch.nn.MultiheadAttention has no counterpart for differential heads")
+def _raise_no_torch() -> NoReturn:
+    raise OptionError("torch.nn.MultiheadAttention has no equivalent of differential heads")

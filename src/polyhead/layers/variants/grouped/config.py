@@ -15,7 +15,7 @@ from polyhead.layers.variants.grouped.layer import GroupedHeads, HeadGroups
 @register_config("grouped_heads", GroupedHeads)
 @dataclass(frozen=True)
 class GroupedHeadsConfig(HeadsConfig):
-    """`GroupedHeads` as a value.
+    """Config of `GroupedHeads`.
 
     >>> GroupedHeadsConfig(512, 8, num_groups=4).hidden_dim
     192
@@ -28,11 +28,11 @@ class GroupedHeadsConfig(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        made = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
-        object.__setattr__(self, "hidden_dim", made.width)
+        groups = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
+        object.__setattr__(self, "hidden_dim", groups.width)
 
     @classmethod
     def _read(cls, layer: Any) -> dict[str, Any]:
-        made = layer.combine
-        own = {"num_groups": made.num_groups, "hidden_dim": made.width, "activation": made.activation}
-        return {**super()._read(layer), **own}
+        groups = layer.combine
+        fields = {"num_groups": groups.num_groups, "hidden_dim": groups.width, "activation": groups.activation}
+        return {**super()._read(layer), **fields}

@@ -1,4 +1,4 @@
-"""Grouped heads: each group of heads is mixed by a matrix of its own, and an MLP takes the place of W_O."""
+"""Grouped heads: each group of heads is mixed by a matrix of its own, and an MLP replaces W_O."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from polyhead.layers.multi_head.layer import MultiHeadAttention
 
 
 def hidden_dim_at_parity(layout: HeadLayout, num_groups: int) -> int:
-    """The widest hidden layer with which a grouped layer has at most the 4 * embed_dim**2 weights of plain attention.
+    """Return the largest hidden width at which a grouped layer has at most 4 * embed_dim**2 weights.
 
-    Query, key and value projections and the group matrices take their weights first; a hidden channel costs
-    num_heads * value_dim + embed_dim of what is left. So the layer has fewer weights than 4 * embed_dim**2 by the
-    remainder of that division, which is less than one channel. Biases are left out on both sides. With heads of the
-    usual width this is embed_dim * (num_groups - 1) / (2 * num_groups), rounded down.
+    From the budget of plain attention, 4 * embed_dim**2, the query, key and value projections and the group matrices
+    are subtracted; a hidden channel takes num_heads * value_dim + embed_dim of the rest. Biases are not counted. With
+    head_dim = value_dim = embed_dim / num_heads this is embed_dim * (num_groups - 1) / (2 * num_groups), rounded down.
 
     >>> hidden_dim_at_parity(HeadLayout(512, 8), num_groups=4)
     192
@@ -33,17 +32,16 @@ def hidden_dim_at_parity(layout: HeadLayout, num_groups: int) -> int:
     hidden_dim = (budget - used) // (joined + layout.embed_dim)
     if hidden_dim < 1:
         raise ShapeError(
-            f"hidden_dim is chosen so that the layer has 4 * embed_dim**2 = {budget} weights, got {used} in the "
-            f"projections and the group matrices alone with num_groups {num_groups}; give hidden_dim, or more groups"
+            f"the default hidden_dim gives the layer at most 4 * embed_dim**2 = {budget} weights, got {used} in the "
+            f"projections and group matrices alone with num_groups {num_groups}; pass hidden_dim, or use more groups"
         )
     return hidden_dim
 
 
 class HeadGroups(CombinesHeads):
-    """GELU(W_1 Concat(Group_1 .. Group_g)) with Group_i = Concat(the heads of group i) A_i.
+    """Combine heads as GELU(W_1 Concat(Group_1 .. Group_g)), Group_i = Concat(heads of group i) A_i.
 
-    `group_weight[i]` is A_i as the formula has it, [inputs, outputs]; `up` is W_1. The output projection of the layer
-    that holds this module is W_2.
+    `group_weight[i]` is A_i, [inputs, outputs]; `up` is W_1. The layer's output projection is W_2.
     """
 
     def __init__(
@@ -74,14 +72,14 @@ class HeadGroups(CombinesHeads):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform matrices, each A_i by itself; zero biases."""
+        """Initialise matrices Glorot-uniformly, each A_i separately; biases with zeros."""
         for matrix in (*self.group_weight.detach(), self.up.weight):
             nn.init.xavier_uniform_(matrix)
         if self.up.bias is not None:
             nn.init.zeros_(self.up.bias)
 
     def forward(self, heads: Tensor) -> Tensor:
-        """heads [batch, queries, num_heads, value_dim] to [batch, queries, hidden_dim]."""
+        """Map heads [batch, queries, num_heads, value_dim] to [batch, queries, hidden_dim]."""
         groups = heads.reshape(*heads.shape[:2], *self.group_weight.shape[:2])
         mixed = torch.einsum("bngi,gio->bngo", groups, self.group_weight)
         hidden: Tensor = self.up(mixed.flatten(2))
@@ -92,28 +90,28 @@ class HeadGroups(CombinesHeads):
 
 
 class GroupedHeads(MultiHeadAttention):
-    """Multi-head attention whose heads work in groups, with an MLP in place of W_O.
+    """Multi-head attention whose heads are mixed in groups, with an MLP instead of W_O.
 
-    The h heads stand in g groups of m = h / g, group i holding heads i m to (i + 1) m - 1:
+    The h heads form g groups of m = h / g; group i contains heads i m to (i + 1) m - 1:
 
         Group_i = Concat(the m heads of group i) A_i                 A_i dense, [m value_dim, m value_dim]
         output  = W_2 GELU(W_1 Concat(Group_1 .. Group_g))
 
     The heads are those of Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; what follows them is defined
-    here. With one group, A is the W_O of plain attention and an MLP follows it. With a group for each head, A_i only
-    turns that head's values. With activation="linear" the layer is plain attention with W_O = A W_1 W_2.
+    here. With one group, A is the W_O of plain attention, followed by an MLP. With one group per head, A_i is only a
+    change of basis of that head's values. With activation="linear" the layer is plain attention with W_O = A W_1 W_2.
 
     Everything else is as in `MultiHeadAttention`: masks, caches, positions, statistics and gates, which act on a head
-    before it meets its group. A row that attends to nothing gives the MLP of zero: W_2 GELU(b_1) + b_2.
+    before its group is mixed. The output of a fully masked row is the MLP of zero: W_2 GELU(b_1) + b_2.
 
     Args:
         embed_dim, num_heads: as in `MultiHeadAttention`.
-        num_groups: groups of heads; it divides num_heads.
-        hidden_dim: width of the MLP's hidden layer. By default the layer has the 4 * embed_dim**2 weights of plain
-            attention, less a remainder; see `hidden_dim_at_parity`. One group leaves nothing for it: give one then.
-        activation: "gelu" (exact, by the error function), or "linear" for none.
+        num_groups: number of groups; must divide num_heads.
+        hidden_dim: width of the MLP's hidden layer. By default the layer has at most the 4 * embed_dim**2 weights of
+            plain attention; see `hidden_dim_at_parity`. Required with one group, which uses up that budget.
+        activation: "gelu" (exact, not the tanh approximation), or "linear" for none.
         bias: whether the query, key and value projections have a bias.
-        output_bias: whether W_1 and W_2 have one; as `bias` by default. The group matrices have none.
+        output_bias: whether W_1 and W_2 have one; same as `bias` by default. The group matrices have none.
         options: those of `MultiHeadAttention`.
 
     >>> layer = GroupedHeads(512, 8, num_groups=4, causal=True, bias=False)

@@ -15,7 +15,7 @@ from polyhead.layers.variants.mixing.layer import HeadMix, HeadMixing
 @register_config("head_mix", HeadMix)
 @dataclass(frozen=True)
 class HeadMixConfig(HeadsConfig):
-    """`HeadMix` as a value.
+    """Config of `HeadMix`.
 
     >>> HeadMixConfig(512, 8).num_rows
     8
@@ -28,11 +28,11 @@ class HeadMixConfig(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        made = HeadMixing(self.layout, self.num_rows, mix=self.mix, row_attention=self.row_attention, device="meta")
-        object.__setattr__(self, "num_rows", made.num_rows)
+        mixing = HeadMixing(self.layout, self.num_rows, mix=self.mix, row_attention=self.row_attention, device="meta")
+        object.__setattr__(self, "num_rows", mixing.num_rows)
 
     @classmethod
     def _read(cls, layer: Any) -> dict[str, Any]:
-        made = layer.combine
-        own = {"num_rows": made.num_rows, "mix": made.mix, "row_attention": made.row_attention}
-        return {**super()._read(layer), **own}
+        mixing = layer.combine
+        fields = {"num_rows": mixing.num_rows, "mix": mixing.mix, "row_attention": mixing.row_attention}
+        return {**super()._read(layer), **fields}

@@ -1,4 +1,4 @@
-"""Attention across heads: at each position the heads' outputs are mixed and attend to one another before W_O."""
+"""Attention across heads: heads' outputs are mixed and attend to one another at each position."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from polyhead.layers.combining import CombinesHeads
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.ops.attention import AttentionOutput, attention
 
-# Each position is an entry of a batch, and PyTorch's CUDA kernels start no more than 65,535 of those at a time.
-_MOST_POSITIONS = 65_535
-# So few rows fill no tile of a fused kernel: on a GPU plain products of them take less time.
+# Each position is a batch entry, and PyTorch's CUDA kernels support at most 65,535 of them per launch.
+_MAX_POSITIONS = 65_535
+# Up to this many rows do not fill a tile of a fused kernel: on a GPU plain matrix products are faster.
 FEW_ROWS = 32
 
 
 class HeadMixing(CombinesHeads):
-    """Z = M [head_1 .. head_h], then softmax attention among the rows of Z, at each position by itself.
+    """Combine heads as Z = M [head_1 .. head_h], then softmax attention among the rows of Z.
 
     `mix_weight` is M: [rows, heads] with mix="heads", [rows, value_dim, heads, value_dim] with mix="full".
     """
@@ -61,7 +61,7 @@ class HeadMixing(CombinesHeads):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """M is the identity where it maps heads to as many rows, else Glorot-uniform; the same for projections."""
+        """Initialise M to the identity if [num_heads, num_heads], else Glorot-uniformly, as projections."""
         nn.init.xavier_uniform_(self._as_matrix(self.mix_weight.detach()))
         if self.mix == "heads" and self.num_rows == self.num_heads:
             nn.init.eye_(self.mix_weight)
@@ -73,36 +73,36 @@ class HeadMixing(CombinesHeads):
                 nn.init.zeros_(linear.bias)
 
     def forward(self, heads: Tensor) -> Tensor:
-        """heads [batch, queries, num_heads, value_dim] to [batch, queries, num_rows * value_dim]."""
+        """Map heads [batch, queries, num_heads, value_dim] to [batch, queries, num_rows * value_dim]."""
         rows = self.rows(heads)
         return (rows if self.row_attention is None else self.attend(rows).output).flatten(2)
 
     def rows(self, heads: Tensor) -> Tensor:
-        """Z = M [head_1 .. head_h]: [batch, queries, num_rows, value_dim]."""
+        """Return Z = M [head_1 .. head_h], [batch, queries, num_rows, value_dim]."""
         if self.mix == "heads":
             return torch.einsum("rh,bnhd->bnrd", self.mix_weight, heads)
         mixed = F.linear(heads.flatten(2), self._as_matrix(self.mix_weight))
         return mixed.unflatten(-1, (self.num_rows, self.value_dim))
 
     def attend(self, rows: Tensor, *, weights: bool = False) -> AttentionOutput:
-        """The rows [batch, queries, num_rows, value_dim] after each has looked at the others of its position.
+        """Attend among the rows [batch, queries, num_rows, value_dim] of each position.
 
-        With `weights`, also who looked at whom: [batch, queries, num_rows, num_rows]. Few rows on a GPU are left to
-        plain products, which is the backend that is then named.
+        `weights` also returns the attention weights, [batch, queries, num_rows, num_rows]. Few rows on a GPU use plain
+        matrix products; the backend is then reported as "products".
         """
         if self.row_attention is None:
-            raise OptionError("this layer's rows do not attend to one another, got row_attention None")
+            raise OptionError("attend requires row_attention, got a layer with row_attention None")
         projections = (self.row_q_proj, self.row_k_proj, self.row_v_proj)
-        taken = [rows if linear is None else linear(rows) for linear in projections]
-        query, key, value = (x.flatten(0, 1)[:, None] for x in taken)  # [batch * queries, 1, num_rows, value_dim]
-        few = rows.is_cuda and self.num_rows <= FEW_ROWS and self.backend == "auto" and not weights
-        if few:
+        projected = [rows if linear is None else linear(rows) for linear in projections]
+        query, key, value = (x.flatten(0, 1)[:, None] for x in projected)  # [batch * queries, 1, num_rows, value_dim]
+        use_products = rows.is_cuda and self.num_rows <= FEW_ROWS and self.backend == "auto" and not weights
+        if use_products:
             result = AttentionOutput(_attention_by_products(query, key, value), backend="products")
         else:
             result = _attention_in_parts(query, key, value, weights=weights, backend=self.backend)
-        seen = None if result.weights is None else result.weights.squeeze(1).unflatten(0, rows.shape[:2])
+        row_weights = None if result.weights is None else result.weights.squeeze(1).unflatten(0, rows.shape[:2])
         output = result.output.squeeze(1).unflatten(0, rows.shape[:2])
-        return AttentionOutput(output, weights=seen, backend=result.backend)
+        return AttentionOutput(output, weights=row_weights, backend=result.backend)
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
         return weight if self.mix == "heads" else weight.view(self.width, self.num_heads * self.value_dim)
@@ -112,7 +112,7 @@ class HeadMixing(CombinesHeads):
 
 
 class HeadMix(MultiHeadAttention):
-    """Multi-head attention whose heads see one another: at each position their outputs are mixed and attend.
+    """Multi-head attention whose heads' outputs are mixed and attend to one another at each position.
 
     With head_1 .. head_h the rows of an h x value_dim matrix at one position, and h' = num_rows:
 
@@ -120,22 +120,22 @@ class HeadMix(MultiHeadAttention):
         Y      = softmax(Z Z^T / sqrt(value_dim)) Z                  row by row, over the h' rows of that position
         output = Concat(Y_1 .. Y_h') W_O
 
-    The heads are those of Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2, and so is the softmax
-    attention among them; putting them together is defined here. With M the identity and row_attention=None the layer
-    is plain multi-head attention. Talking heads (Shazeer et al. 2020) mix logits and weights over the tokens instead.
+    The heads, and the softmax attention among them, are those of Vaswani et al. 2017, "Attention Is All You Need",
+    section 3.2; their combination is defined here. With M the identity and row_attention=None the layer is plain
+    multi-head attention. Talking heads (Shazeer et al. 2020) instead mix logits and weights over the tokens.
 
     Everything else is as in `MultiHeadAttention`. Weights, statistics and dropout are those of the attention over
-    tokens, and gates act on a head before M. A head gated to 0 is a row of zeros where M is the identity, and such a
-    row still takes its share of the softmax among rows; with row_attention=None a gate of 0 equals removing the head.
+    tokens, and gates act on a head before M. With M the identity, a head gated to 0 is a row of zeros, which still
+    receives weight in the softmax among rows; with row_attention=None a gate of 0 equals removing the head.
 
     Args:
         embed_dim, num_heads: as in `MultiHeadAttention`.
-        num_rows: rows that M makes of the heads; num_heads by default.
-        mix: "heads" mixes whole heads, one number for each row and head; "full" is a linear map of all channels.
-        row_attention: "plain" takes Z for query, key and value; "projected" gives them maps of their own, value_dim
-            to value_dim, shared by all rows; None leaves Z as it is.
-        bias: whether the query, key and value projections have a bias, those among rows included.
-        backend: as in `polyhead.attention`, over tokens and among rows; `forward` takes another for the tokens alone.
+        num_rows: number of rows of Z; num_heads by default.
+        mix: "heads" has one coefficient per row and head; "full" is a linear map of all channels.
+        row_attention: "plain" uses Z as query, key and value; "projected" projects it, value_dim to value_dim, with
+            weights shared by all rows; None leaves Z unchanged.
+        bias: whether the query, key and value projections have a bias, including those among rows.
+        backend: as in `polyhead.attention`, over tokens and among rows; that passed to `forward` affects tokens only.
         options: those of `MultiHeadAttention`.
 
     >>> layer = HeadMix(512, 8, num_rows=6, causal=True)
@@ -175,17 +175,17 @@ class HeadMix(MultiHeadAttention):
 
 
 def _attention_by_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The formula as it stands, num_rows² numbers a position between the products."""
+    """Compute softmax attention with plain matrix products; materialises num_rows² weights per position."""
     weights = torch.softmax((query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2), -1)
     return weights @ value
 
 
 def _attention_in_parts(query: Tensor, key: Tensor, value: Tensor, *, weights: bool, backend: str) -> AttentionOutput:
-    """Attention over a batch of any size."""
-    if query.shape[0] <= _MOST_POSITIONS:
+    """Call `attention` in parts of at most `_MAX_POSITIONS` batch entries."""
+    if query.shape[0] <= _MAX_POSITIONS:
         return attention(query, key, value, weights=weights, backend=backend)
-    split = (x.split(_MOST_POSITIONS) for x in (query, key, value))
+    split = (x.split(_MAX_POSITIONS) for x in (query, key, value))
     parts = [attention(*part, weights=weights, backend=backend) for part in zip(*split, strict=True)]
-    seen = [part.weights for part in parts if part.weights is not None]
+    row_weights = [part.weights for part in parts if part.weights is not None]
     output = torch.cat([part.output for part in parts])
-    return AttentionOutput(output, weights=torch.cat(seen) if weights else None, backend=parts[0].backend)
+    return AttentionOutput(output, weights=torch.cat(row_weights) if weights else None, backend=parts[0].backend)

@@ -1,4 +1,4 @@
-"""Routed heads as a value: the config of `RoutedHeads`."""
+"""Config of `RoutedHeads`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import nn
 
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.config import AttentionConfig, check_options, checked_positions, edges, register_config
+from polyhead.layers.config import AttentionConfig, causal_and_window, check_options, checked_positions, register_config
 from polyhead.layers.positions import BiasesLogits
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
-from polyhead.layers.steps import own_mask
+from polyhead.layers.steps import layer_mask
 from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.routed.router import HeadRouter
 from polyhead.layers.variants.routed.validation import check_shape_options, check_shape_positions, routed_layout
 from polyhead.masks import Mask
 
-_OF_THE_ROUTER = ("top_k", "top_p", "threshold", "k_min", "k_max", "budget", "normalise", "always_on", "noise")
+_ROUTER_FIELDS = ("top_k", "top_p", "threshold", "k_min", "k_max", "budget", "normalise", "always_on", "noise")
 
 
 @register_config("routed_heads", RoutedHeads)
 @dataclass(frozen=True)
 class RoutedConfig(AttentionConfig):
-    """`RoutedHeads` as a value.
+    """Config of `RoutedHeads`.
 
     >>> config = RoutedConfig(512, 16, top_k=4)
     >>> config.head_dim, config.num_kv_heads, config.most_heads
@@ -80,12 +80,12 @@ class RoutedConfig(AttentionConfig):
             fill(self, "positions", positions.fitted(layout))
 
     def _router(self) -> HeadRouter:
-        options = {name: getattr(self, name) for name in _OF_THE_ROUTER}
+        options = {name: getattr(self, name) for name in _ROUTER_FIELDS}
         return HeadRouter(self.embed_dim, self.num_heads, **options, device="meta")
 
     @property
     def most_heads(self) -> int:
-        """Heads that a token takes at most, those included that are always on."""
+        """Maximum number of heads per token, including those that are always on."""
         return self._router().most_heads
 
     @property
@@ -95,7 +95,7 @@ class RoutedConfig(AttentionConfig):
 
     @property
     def mask(self) -> Mask | None:
-        return own_mask(self.causal, self.window)
+        return layer_mask(self.causal, self.window)
 
     def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> RoutedHeads:
         options = {x.name: getattr(self, x.name) for x in fields(self)}
@@ -105,13 +105,13 @@ class RoutedConfig(AttentionConfig):
 
     @classmethod
     def of(cls, layer: Any) -> Self:
-        causal, window = edges(layer.mask)
+        causal, window = causal_and_window(layer.mask)
         layout, router = layer.layout, layer.router
         return cls(
             layout.embed_dim,
             layer.num_heads,
             shape=layer.shape,
-            **{name: getattr(router, name) for name in _OF_THE_ROUTER},
+            **{name: getattr(router, name) for name in _ROUTER_FIELDS},
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
             value_dim=layout.value_dim,

@@ -1,4 +1,4 @@
-"""Routed heads: a gate picks a few of many heads for each token, and only those are computed."""
+"""Routed heads: a gate selects a few of many heads for each token, and only those are computed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from polyhead.layers.multi_head.layer import Memory
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.steps import (
     CallOptions,
-    decoded,
+    apply_norm,
+    decode_over_cache,
     first_position,
-    keeps_cache,
-    normed,
-    own_mask,
+    layer_mask,
     position_bias,
+    restores_cache_on_error,
     split_heads,
 )
 from polyhead.layers.variants.routed.router import HeadRouter, Routing
@@ -59,14 +59,14 @@ from polyhead.ops.selected_rows.row_products import RowGroups, spread_product, s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedOutput(AttentionOutput):
-    """What `RoutedHeads` returns: an `AttentionOutput` with the `routing` that was taken, and its losses."""
+    """Result of `RoutedHeads`: an `AttentionOutput` with the `routing` of the call and its losses."""
 
     routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedAttended(Attended):
-    """An attention of routed heads, as those who watch are told of it: a row that took no part saw nothing."""
+    """Attention of routed heads for observers; rows of unselected heads count as fully masked."""
 
     routing: Routing | None = None
 
@@ -75,44 +75,43 @@ torch.export.register_dataclass(RoutedOutput, serialized_type_name="polyhead.Rou
 
 
 class RoutedHeads(nn.Module):
-    """A sparse mixture of attention heads over [batch, sequence, embed_dim].
+    """Sparse mixture of attention heads over [batch, sequence, embed_dim].
 
-    For a token x, with the gate's probabilities p = softmax(x W_g) and C the heads that it chooses by them:
+    For a token x, with the gate's probabilities p = softmax(x W_g) and C the set of selected heads:
 
         head_i = softmax(x Wq_i K_i^T / sqrt(head_dim)) V_i
         output = sum over i in C of w_i head_i Wo_i                 w_i = p_i, or p_i / sum over C of p
 
     Zhang et al. 2022, "Mixture of Attention Heads: Selecting Attention Heads Per Token", and Jin et al. 2024, "MoH:
-    Multi-Head Attention as Mixture-of-Head Attention". No token is dropped, and a head is computed for the tokens that
-    chose it and for no other: query and output products are grouped by head, and so is the attention.
+    Multi-Head Attention as Mixture-of-Head Attention". No token is dropped, and a head is computed only for the tokens
+    that selected it: query and output projections are grouped by head, and so is the attention.
 
     In shape "shared" all heads read the same keys and values: K_i = K. With several `num_kv_heads`, a head is a group
-    of as many queries, one for each, as in JetMoe (Shen et al. 2024). A cache then holds no more than that of
-    multi-query attention. In shape "full" every head (or group of heads, with fewer num_kv_heads) has keys and values
-    of its own; those are computed and cached for every token, whichever heads it chose, since later tokens may ask for
-    them.
+    of that many queries, one per KV head, as in JetMoe (Shen et al. 2024). The cache is that of multi-query attention.
+    In shape "full" every head (or group of heads, with fewer num_kv_heads) has its own keys and values; they are
+    computed and cached for every token, whichever heads it selected, since later tokens may select the others.
 
-    `forward` returns a `RoutedOutput`, whose `routing` tells who took which head and has the losses that keep heads in
-    use: `loss + 0.01 * result.routing.balance_loss + 0.001 * result.routing.z_loss`.
+    `forward` returns a `RoutedOutput`, whose `routing` contains the selected heads and the auxiliary losses that keep
+    heads in use: `loss + 0.01 * result.routing.balance_loss + 0.001 * result.routing.z_loss`.
 
-    Statistics, weights and gates go by head, [batch, heads, queries]: a row that did not choose a head is one that sees
-    nothing, so that means are over the rows that did. In shape "shared" with several KV heads, head i of the
-    gate has rows i, num_heads + i, ..., one for each.
+    Statistics, weights and gates are by head, [batch, heads, queries]: a row that did not select a head counts as fully
+    masked, so that means are over the rows that did. In shape "shared" with several KV heads, head i of the gate has
+    rows i, num_heads + i, ..., one per KV head.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: heads to choose from.
+        num_heads: number of heads to select from.
         shape: "shared" or "full".
-        top_k, top_p, threshold, k_min, k_max, budget, normalise, always_on, noise: how heads are chosen and weighed;
-            see `polyhead.layers.variants.routed.router.HeadRouter`. One of the first three must be given.
-        num_kv_heads: KV heads; 1 by default in shape "shared", num_heads in shape "full".
+        top_k, top_p, threshold, k_min, k_max, budget, normalise, always_on, noise: selection and weights of heads; see
+            `polyhead.layers.variants.routed.router.HeadRouter`. Exactly one of the first three must be given.
+        num_kv_heads: number of KV heads; 1 by default in shape "shared", num_heads in shape "full".
         head_dim, value_dim: channels of a query and key, and of a value; embed_dim / num_heads and head_dim by default.
         bias: whether the query, key and value projections have a bias.
-        output_bias: whether the output has one; as `bias` by default.
-        positions: a module of `polyhead.layers.positions`. What it adds to logits must be by head, so shape "shared"
-            takes those that turn heads or are added to the input.
+        output_bias: whether the output has one; same as `bias` by default.
+        positions: a module of `polyhead.layers.positions`. Shape "shared" supports rotary and additive positions only,
+            since a bias of the logits is per head.
         sinks: whether every head has a learned sink logit, in shape "full".
-        dropout: of the weights, in training; for shape "shared" with top_k.
+        dropout: attention dropout rate in training; for shape "shared" with top_k.
         qk_norm, causal, window, softcap, scale, finite, backend: as in `MultiHeadAttention`.
 
     >>> layer = RoutedHeads(512, 16, top_k=4, causal=True)
@@ -124,7 +123,7 @@ class RoutedHeads(nn.Module):
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     head_gate: Tensor | None
-    # Told of every attention, for those who watch a model; a layer by itself has none.
+    # Called with every attention while the model is observed, otherwise None.
     _listener: Callable[[Attended], None] | None = None
 
     def __init__(
@@ -199,7 +198,7 @@ class RoutedHeads(nn.Module):
         self.scale = scale
         self.backend = backend
         self.finite = finite
-        self.mask = own_mask(causal, window)
+        self.mask = layer_mask(causal, window)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -223,16 +222,16 @@ class RoutedHeads(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """Heads to choose from."""
+        """Number of heads to select from."""
         return self.router.num_heads
 
     @property
     def rows_per_head(self) -> int:
-        """Queries of a chosen head, one for each KV head that it reads."""
+        """Queries of a selected head, one for each KV head that it reads."""
         return self.layout.num_kv_heads if self.shape == "shared" else 1
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform matrices, as wide as all heads together would be; zero biases and sinks."""
+        """Initialise matrices Glorot-uniformly by the fan of all heads; biases and sinks with zeros."""
         heads = self.num_heads
         for stack, joined in ((self.query_weight, 2), (self.output_weight, 1)):
             sides = [stack.shape[1], stack.shape[2]]
@@ -249,7 +248,7 @@ class RoutedHeads(nn.Module):
 
     # ---- the computation
 
-    @keeps_cache
+    @restores_cache_on_error
     def forward(
         self,
         query: Tensor,
@@ -267,14 +266,14 @@ class RoutedHeads(nn.Module):
         logsumexp: bool = False,
         backend: str | None = None,
     ) -> RoutedOutput:
-        """Attend from `query` to `key` (to itself by default), each token with the heads that it chooses.
+        """Attend from `query` to `key` (to itself by default), each token with its selected heads.
 
         Args:
             query: [batch, queries, embed_dim].
-            key: [batch, keys, embed_dim], for cross-attention. A `Memory` made by `remember` is used as it is.
-            routing: heads and weights to take instead of those that the gate would choose.
-            weights: also return the weights, [batch, heads, queries, keys], zero where a head was not chosen; for shape
-                "shared" with as many heads for every token.
+            key: [batch, keys, embed_dim], for cross-attention. May be a `Memory` returned by `remember`.
+            routing: heads and weights to use instead of the gate's.
+            weights: also return the attention weights, [batch, heads, queries, keys], zero for unselected heads; for
+                shape "shared" with the same number of heads for every token.
             mask, cache, lengths, token_positions, head_gate, statistics: as in `MultiHeadAttention.forward`.
             seed, logsumexp, backend: as in `polyhead.attention`.
         """
@@ -285,11 +284,11 @@ class RoutedHeads(nn.Module):
             raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
         if cache is not None and key is not None:
             raise OptionError(
-                "a cache holds the layer's own earlier tokens; for cross-attention use layer.remember(key) instead"
+                "a cache is for self-attention, got a key as well; for cross-attention use layer.remember(key)"
             )
         if cache is None and lengths is not None:
             raise OptionError(
-                "lengths say which new tokens a cache is to keep; without a cache use mask=Mask.lengths(...)"
+                "lengths require a cache, whose new tokens they count; without one use mask=Mask.lengths(...)"
             )
         batch, queries, _ = query.shape
         if key is not None:
@@ -302,7 +301,7 @@ class RoutedHeads(nn.Module):
         is_given = routing is not None
         routing = self.router(query) if routing is None else routing
         rows = RowsByHead.of(routing)
-        q = self._queries(query, routing, rows.groups)  # [batch, rows_per_head * slots, queries, head_dim]
+        q = self._project_queries(query, routing, rows.groups)  # [batch, rows_per_head * slots, queries, head_dim]
         k, v = (key.key, key.value) if isinstance(key, Memory) else self._project(query if key is None else key)
         if isinstance(self.positions, RotatesHeads):
             length = queries + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
@@ -314,19 +313,19 @@ class RoutedHeads(nn.Module):
                 k = self.positions(k)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
-        span, view, given = k.shape[2], None, mask
+        span, view, caller_mask = k.shape[2], None, mask
         if cache is not None:
             view = cache.append(k, v, lengths=lengths)
             span = longest(cache.lengths, otherwise=span)
         if not is_given:
-            # Only now is it known how many keys a mask over a cache speaks of.
-            new = None if view is None or lengths is None else view.new_lengths
-            real = _real(mask, new, query, k.shape[2] if view is None else view.num_keys)
+            # After the append, because the mask refers to all keys of the cache.
+            new_lengths = None if view is None or lengths is None else view.new_lengths
+            real = _non_padding(mask, new_lengths, query, k.shape[2] if view is None else view.num_keys)
             routing = routing if real is None else replace(routing, real=real)
         if view is not None:
             mask = view.masked(mask)
         if isinstance(self.positions, BiasesLogits):
-            bias = position_bias(self.positions, queries, span, q, given)
+            bias = position_bias(self.positions, queries, span, q, caller_mask)
             mask = bias if mask is None else mask & bias
         if self.shape == "shared" and mask is not None:
             check_shared_mask(mask)
@@ -335,7 +334,7 @@ class RoutedHeads(nn.Module):
             seed,
             self.backend if backend is None else backend,
             weights,
-            checks.statistics_of(statistics, cross=key is not None),
+            checks.resolve_statistics(statistics, cross=key is not None),
             logsumexp,
         )
         sizes = (batch, self.rows_per_head, routing.heads.shape[2], queries)
@@ -345,49 +344,56 @@ class RoutedHeads(nn.Module):
             if view is not None:
                 k, v = view.key, view.value
             result = self._ragged(q, k, v, rows, routing, mask, requested)
-        told = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
+        by_head_result = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
         if self._listener is not None:
             k, v = (k, v) if view is None else (view.key, view.value)
-            self._tell(q.unflatten(1, sizes[1:3]), k, v, told, mask, routing)
-        output = self._combined(result.output, query, routing, head_gate, rows.groups)
-        return RoutedOutput(output, told.logsumexp, told.weights, told.statistics, told.backend, routing)
+            self._notify(q.unflatten(1, sizes[1:3]), k, v, by_head_result, mask, routing)
+        output = self._combine(result.output, query, routing, head_gate, rows.groups)
+        return RoutedOutput(
+            output,
+            by_head_result.logsumexp,
+            by_head_result.weights,
+            by_head_result.statistics,
+            by_head_result.backend,
+            routing,
+        )
 
     def remember(self, key: Tensor) -> Memory:
-        """Project a source once, so that `forward(query, memory)` can attend to it many times."""
+        """Project a source once, for repeated cross-attention with `forward(query, memory)`."""
         check_padded("key", key, self.layout.embed_dim, self.k_proj)
         k, v = self._project(key)
         return Memory(self.positions(k) if isinstance(self.positions, RotatesHeads) else k, v)
 
-    def _queries(self, x: Tensor, routing: Routing, groups: RowGroups) -> Tensor:
-        """The queries of the chosen heads, [batch, rows_per_head * slots, queries, head_dim]."""
+    def _project_queries(self, x: Tensor, routing: Routing, groups: RowGroups) -> Tensor:
+        """Return the queries of the selected heads, [batch, rows_per_head * slots, queries, head_dim]."""
         batch, queries, _ = x.shape
-        x, weight = _as_cast(x, self.query_weight)
+        x, weight = _autocast(x, self.query_weight)
         q = spread_product(x.flatten(0, 1), weight, groups)
         if self.query_bias is not None:
-            # The backward of indexing rounds the sum to the dtype of the bias after every row; that of embedding once.
+            # The backward of indexing rounds to the dtype of the bias after every row; that of embedding only once.
             q = q + F.embedding(routing.heads.reshape(-1), self.query_bias.to(q.dtype))
         q = q.view(batch, queries, routing.heads.shape[2], self.rows_per_head, self.layout.head_dim)
         q = q.permute(0, 3, 2, 1, 4).flatten(1, 2)
-        return q if self.q_norm is None else normed(self.q_norm, q)
+        return q if self.q_norm is None else apply_norm(self.q_norm, q)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         joint = self._of_source
         current = joint is not None and joint.linears == (self.k_proj, self.v_proj)
-        found = joint(x) if joint is not None and current else (self.k_proj(x), self.v_proj(x))
-        k, v = (split_heads(part, self.layout.num_kv_heads) for part in found)
-        return k if self.k_norm is None else normed(self.k_norm, k), v
+        projected = joint(x) if joint is not None and current else (self.k_proj(x), self.v_proj(x))
+        k, v = (split_heads(part, self.layout.num_kv_heads) for part in projected)
+        return k if self.k_norm is None else apply_norm(self.k_norm, k), v
 
     def _in_slots(
         self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> AttentionOutput:
-        """Every token with as many heads over shared keys, where a slot can be any head."""
+        """Attend over shared keys with the same number of heads for every token; a slot may be any head."""
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "statistics": requested.statistics}
         if view is not None:
             plain = requested.backend in ("auto", "fused") and not (
                 requested.weights or requested.dropout or requested.seed is not None
             )
             if plain and decode_runs_on(q):
-                result = decoded(q, view, mask, sinks=None, **options)
+                result = decode_over_cache(q, view, mask, sinks=None, **options)
                 if result is not None:
                     return result
             k, v = view.key, view.value
@@ -415,15 +421,17 @@ class RoutedHeads(nn.Module):
         mask: Mask | None,
         requested: CallOptions,
     ) -> AttentionOutput:
-        """Each head, or over shared keys each slot, with the rows that it has."""
+        """Attend with the selected rows of each head, or over shared keys of each slot."""
         if requested.weights:
             raise OptionError(
-                "weights are written down for shape 'shared' with as many heads for every token, got shape "
-                f"{self.shape!r}{'' if routing.counts is None else ' with a number for each token'}; "
-                "ask for statistics instead"
+                "weights require shape 'shared' with the same number of heads for every token, got shape "
+                f"{self.shape!r}{'' if routing.counts is None else ' with a varying number of heads'}; "
+                "request statistics instead"
             )
         if requested.dropout:
-            raise OptionError(f"attention of chosen rows has no dropout, got a rate of {requested.dropout} in training")
+            raise OptionError(
+                f"dropout requires shape 'shared' with top_k, got a rate of {requested.dropout} in training"
+            )
         batch, _, queries, dim = q.shape
         slots, per_head = routing.heads.shape[2], self.rows_per_head
         if self.shape == "full":
@@ -446,10 +454,10 @@ class RoutedHeads(nn.Module):
         )
         return reshaped(result, (batch, per_head, slots, queries), order)
 
-    def _combined(
+    def _combine(
         self, heads: Tensor, x: Tensor, routing: Routing, head_gate: Tensor | None, groups: RowGroups
     ) -> Tensor:
-        """The heads' outputs [batch, rows_per_head, slots, queries, value_dim], weighed and added up token by token."""
+        """Sum weighted heads' outputs [batch, rows_per_head, slots, queries, value_dim] per token."""
         batch, per_head, _, queries, _ = heads.shape
         factors = routing.weights[..., None].to(heads.dtype)  # [batch, queries, slots, rows_per_head or 1]
         for gate in (self.head_gate, head_gate):
@@ -457,22 +465,26 @@ class RoutedHeads(nn.Module):
                 full = gate_factors(gate, batch, self.layout.num_heads, queries)
                 factors = factors * factors_of(full, routing, per_head).to(heads.dtype)
         rows = heads.permute(0, 3, 2, 1, 4)
-        each: Tensor | None = None
+        row_factors: Tensor | None = None
         if factors.shape[-1] == 1 and weighs_rows(rows, self.output_weight, factors):
-            each = factors.flatten()
+            row_factors = factors.flatten()
         else:
             rows = rows * factors[..., None]
-        rows, weight = _as_cast(rows.flatten(3).flatten(0, 2), self.output_weight)
-        output = summed_product(rows, weight, groups, each).view(batch, queries, self.layout.embed_dim)
+        rows, weight = _autocast(rows.flatten(3).flatten(0, 2), self.output_weight)
+        output = summed_product(rows, weight, groups, row_factors).view(batch, queries, self.layout.embed_dim)
         return output if self.output_bias is None else output + self.output_bias.to(output.dtype)
 
-    def _tell(
-        self, q: Tensor, k: Tensor, v: Tensor, told: AttentionOutput, mask: Mask | None, routing: Routing
+    def _notify(
+        self, q: Tensor, k: Tensor, v: Tensor, by_head_result: AttentionOutput, mask: Mask | None, routing: Routing
     ) -> None:
-        """Show an attention of every head, in which a row that chose another head is one that saw nothing."""
+        """Notify the observer of the attention by head; rows of unselected heads count as fully masked."""
         assert self._listener is not None
         full = AttentionOutput(
-            by_head(told.output, routing, 0.0), told.logsumexp, told.weights, told.statistics, told.backend
+            by_head(by_head_result.output, routing, 0.0),
+            by_head_result.logsumexp,
+            by_head_result.weights,
+            by_head_result.statistics,
+            by_head_result.backend,
         )
         query = by_head(q, routing, 0.0)
         self._listener(RoutedAttended(query, k, v, full, mask, self.scale, self.softcap, self.sinks, routing=routing))
@@ -480,8 +492,8 @@ class RoutedHeads(nn.Module):
     # ---- checkpoints and memory layout
 
     def get_extra_state(self) -> Tensor:
-        """The layout travels with the weights: their shapes alone do not tell heads and channels apart."""
-        return torch.tensor(list(checks.numbers_of(self.layout).values()), device="cpu")
+        """Return the layout, which weight shapes do not determine."""
+        return torch.tensor(list(checks.layout_integers(self.layout).values()), device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         checks.check_saved_layout(state, self.layout)
@@ -491,7 +503,7 @@ class RoutedHeads(nn.Module):
         if key in state_dict:
             checks.check_saved_layout(state_dict[key], self.layout)  # before a single weight is touched
         else:
-            state_dict[key] = self.get_extra_state()  # weights from elsewhere know no head count
+            state_dict[key] = self.get_extra_state()  # checkpoints of other libraries have no layout
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _join_projections(self) -> None:
@@ -509,7 +521,7 @@ class RoutedHeads(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._join_projections()  # copies and pickles arrive with every parameter in memory of its own
+        self._join_projections()  # parameters of copies and pickles are no longer contiguous
 
     def extra_repr(self) -> str:
         layout = self.layout
@@ -522,7 +534,7 @@ class RoutedHeads(nn.Module):
 
 @contextmanager
 def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
-    """The routing of every call of a `RoutedHeads` anywhere in `model`, in the order of the calls, for a training loss.
+    """Collect the routing of every `RoutedHeads` call in `model`, in call order, for auxiliary losses.
 
     >>> model = nn.Sequential(RoutedHeads(16, 4, top_k=2))
     >>> with collect_routings(model) as routings:
@@ -531,19 +543,19 @@ def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
     """
     routings: list[Routing] = []
 
-    def note(module: nn.Module, given: Any, result: RoutedOutput) -> None:
+    def record(module: nn.Module, inputs: Any, result: RoutedOutput) -> None:
         assert result.routing is not None
         routings.append(result.routing)
 
     with ExitStack() as undo:
         for module in model.modules():
             if isinstance(module, RoutedHeads):
-                undo.callback(module.register_forward_hook(note).remove)
+                undo.callback(module.register_forward_hook(record).remove)
         yield routings
 
 
-def _real(mask: Mask | None, lengths: Sequence[int] | None, query: Tensor, keys: int) -> Tensor | None:
-    """Which queries are no padding, [batch or 1, queries]; None where nobody says."""
+def _non_padding(mask: Mask | None, lengths: Sequence[int] | None, query: Tensor, keys: int) -> Tensor | None:
+    """Return True for non-padding queries, [batch or 1, queries]; None without padding information."""
     batch, queries, _ = query.shape
     real = None
     if lengths is not None:
@@ -551,14 +563,14 @@ def _real(mask: Mask | None, lengths: Sequence[int] | None, query: Tensor, keys:
     if mask is None or not (len(mask.padding) or len(mask.packed)):
         return real
     padding = Mask(padding=mask.padding, packed=mask.packed)
-    seen = resolve(padding, batch=batch, heads=1, queries=queries, keys=keys, device=query.device)
-    if seen is None or seen.query_real is None:
+    visibility = resolve(padding, batch=batch, heads=1, queries=queries, keys=keys, device=query.device)
+    if visibility is None or visibility.query_real is None:
         return real
-    return seen.query_real if real is None else real & seen.query_real
+    return visibility.query_real if real is None else real & visibility.query_real
 
 
-def _as_cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As a linear layer would take them under autocast."""
+def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast as a linear layer would under autocast."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x, weight

@@ -1,4 +1,4 @@
-"""Rows of chosen heads between their two orders: in slots, as tokens took their heads, and by head, as layers speak."""
+"""Reordering of the rows of selected heads between slots (selection order) and heads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from polyhead.ops.selected_rows.row_products import RowGroups, sorted_groups
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsByHead:
-    """The rows [batch, tokens, slots] sorted by head, then by sequence, then by token; those not used come last."""
+    """Rows [batch, tokens, slots] sorted by head, then by sequence, then by token; unused ones come last."""
 
     groups: RowGroups
-    ends: Tensor  # int32 [heads * batch]: where the rows of each head in each sequence end
+    ends: Tensor  # int32 [heads * batch]: end of the rows of each head in each sequence
     tokens: int
 
     @classmethod
     def of(cls, routing: Routing) -> Self:
         sequences, tokens, slots = routing.heads.shape
-        batch = max(sequences, 1)  # heads have ends where there is nothing as well
+        batch = max(sequences, 1)  # every head has an end, also for an empty batch
         pairs = routing.num_heads * batch
         keys = routing.heads
         if batch > 1:
@@ -37,16 +37,16 @@ class RowsByHead:
         return cls(RowGroups(order, of_heads, slots, complete=used is None), ends if sequences else ends[:0], tokens)
 
     def ragged(self) -> RaggedRows:
-        """The same rows, as `ragged_attention` is told of them."""
+        """Return the rows in the form that `ragged_attention` takes."""
         positions = (self.groups.order // self.groups.slots) % self.tokens
         heads = self.groups.ends.shape[0]
         return RaggedRows(positions.int(), _offsets(self.ends), self.tokens, by_head=True, num_heads=heads)
 
 
 def rows_by_slot(routing: Routing, kv_heads: int) -> tuple[Tensor, RaggedRows]:
-    """The used rows of each slot as if slots were heads, `slots` of them over each KV head, whichever heads they hold.
+    """Return the order and ragged rows that treat slots as heads, `slots` of them over each KV head.
 
-    Rows are numbered [batch, tokens, slots, kv_heads]; the first result is the order that puts them so.
+    Rows are numbered [batch, tokens, slots, kv_heads]; the order sorts these numbers by slot, unused ones last.
     """
     batch, tokens, slots = routing.heads.shape
     pairs = batch * kv_heads * slots
@@ -58,20 +58,20 @@ def rows_by_slot(routing: Routing, kv_heads: int) -> tuple[Tensor, RaggedRows]:
     return order, RaggedRows(positions.int(), _offsets(ends), tokens, num_heads=kv_heads * slots)
 
 
-def by_head(values: Tensor, routing: Routing, nothing: float) -> Tensor:
-    """[batch, kv_heads, slots, tokens, ...] by head, [batch, kv_heads * heads, tokens, ...]; `nothing` elsewhere."""
+def by_head(values: Tensor, routing: Routing, fill_value: float) -> Tensor:
+    """Scatter [batch, kv_heads, slots, tokens, ...] to [batch, kv_heads * heads, tokens, ...]."""
     heads, used = routing.heads.transpose(1, 2)[:, None], routing.used
     if used is not None:
         heads = torch.where(used.transpose(1, 2)[:, None], heads, routing.num_heads)
     rest = values.shape[4:]
     index = heads.reshape(*heads.shape, *(1,) * len(rest)).expand(values.shape)
-    # One place more than there are heads, for the slots that are not used.
-    full = values.new_full((*values.shape[:2], routing.num_heads + 1, values.shape[3], *rest), nothing)
+    # One extra head, for unused slots.
+    full = values.new_full((*values.shape[:2], routing.num_heads + 1, values.shape[3], *rest), fill_value)
     return full.scatter(2, index, values)[:, :, : routing.num_heads].flatten(1, 2)
 
 
 def factors_of(gate: Tensor, routing: Routing, kv_heads: int) -> Tensor:
-    """Factors [batch or 1, kv_heads * heads, tokens or 1, 1] at the chosen heads: [batch, tokens, slots, kv_heads]."""
+    """Gather factors [batch, kv_heads * heads, tokens, 1] as [batch, tokens, slots, kv_heads]."""
     batch, tokens, slots = routing.heads.shape
     full = gate.squeeze(-1).unflatten(1, (kv_heads, routing.num_heads)).expand(batch, -1, -1, tokens)
     index = routing.heads.transpose(1, 2)[:, None].expand(batch, kv_heads, slots, tokens)
@@ -79,31 +79,31 @@ def factors_of(gate: Tensor, routing: Routing, kv_heads: int) -> Tensor:
 
 
 def result_by_head(result: AttentionOutput, routing: Routing) -> AttentionOutput:
-    """What is told of each row [batch, kv_heads, slots, tokens], by head; heads that did not look saw nothing."""
+    """Scatter row results [batch, kv_heads, slots, tokens] by head; unselected rows are fully masked."""
 
-    def told(x: Tensor | None, nothing: float = 0.0) -> Tensor | None:
-        return None if x is None else by_head(x, routing, nothing)
+    def scatter(x: Tensor | None, fill_value: float = 0.0) -> Tensor | None:
+        return None if x is None else by_head(x, routing, fill_value)
 
     statistics = None
     if result.statistics is not None:
-        rows = {name: told(x, -torch.inf if name == "max_logit" else 0.0) for name, x in result.statistics.items()}
+        rows = {name: scatter(x, -torch.inf if name == "max_logit" else 0.0) for name, x in result.statistics.items()}
         statistics = RowStatistics(**rows)
     return AttentionOutput(
-        result.output, told(result.logsumexp, -torch.inf), told(result.weights), statistics, result.backend
+        result.output, scatter(result.logsumexp, -torch.inf), scatter(result.weights), statistics, result.backend
     )
 
 
 def reshaped(result: AttentionOutput, shape: tuple[int, int, int, int], order: Tensor | None = None) -> AttentionOutput:
-    """Rows as [batch, kv_heads, slots, tokens], `shape` being those sizes.
+    """Reshape results to [batch, kv_heads, slots, tokens], the sizes in `shape`.
 
-    They come as [batch, kv_heads * slots, tokens], or in the `order` of rows [batch, tokens, slots, kv_heads].
+    The input is [batch, kv_heads * slots, tokens], or rows of [batch, tokens, slots, kv_heads] permuted by `order`.
     """
     batch, kv_heads, slots, tokens = shape
     places = None
     if order is not None:
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
-    def put(x: Tensor | None) -> Tensor | None:
+    def reshape(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         if places is None:
@@ -113,10 +113,10 @@ def reshaped(result: AttentionOutput, shape: tuple[int, int, int, int], order: T
 
     statistics = result.statistics
     if statistics is not None:
-        statistics = RowStatistics(**{name: put(x) for name, x in statistics.items()})
-    output = put(result.output)
+        statistics = RowStatistics(**{name: reshape(x) for name, x in statistics.items()})
+    output = reshape(result.output)
     assert output is not None
-    return AttentionOutput(output, put(result.logsumexp), put(result.weights), statistics, result.backend)
+    return AttentionOutput(output, reshape(result.logsumexp), reshape(result.weights), statistics, result.backend)
 
 
 def _offsets(ends: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The heads of a routed layer, and which options go together with which of its shapes."""
+"""Head layout of a routed layer, and validation of its options, masks and routings."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ SHAPES = ("shared", "full")
 
 
 def routed_layout(embed_dim: int, num_heads: int, shape: str, sizes: dict[str, int | None]) -> HeadLayout:
-    """Every query head there is, over the KV heads: in shape "shared" a head has a query for each of those."""
+    """Return the layout of all query heads; in shape "shared" each head has a query for every KV head."""
     checks.check_one_of("shape", shape, SHAPES)
     if shape == "full":
         return checks.layout_of(embed_dim, num_heads, sizes)
     checks.check_size("num_kv_heads", sizes.get("num_kv_heads"))
-    one = checks.layout_of(embed_dim, num_heads, {**sizes, "num_kv_heads": 1})
+    single = checks.layout_of(embed_dim, num_heads, {**sizes, "num_kv_heads": 1})
     kv_heads = sizes.get("num_kv_heads") or 1
-    return HeadLayout(embed_dim, num_heads * kv_heads, kv_heads, one.head_dim, one.value_dim)
+    return HeadLayout(embed_dim, num_heads * kv_heads, kv_heads, single.head_dim, single.value_dim)
 
 
 def check_shape_options(shape: str, top_k: int | None, *, sinks: bool, dropout: float) -> None:
     if shape == "shared" and sinks:
         raise OptionError(
-            "sinks belong to heads, and over shared keys the rows of all heads lie together; got sinks=True with "
-            "shape 'shared'; use shape 'full'"
+            "shape 'shared' does not support sinks, since a slot may be any head; got sinks=True; use shape 'full'"
         )
     if dropout and (shape == "full" or top_k is None):
         raise OptionError(
-            f"attention of chosen rows has no dropout, got {dropout} with shape {shape!r}"
-            f"{'' if shape == 'full' else ' and a number of heads for each token'}; drop from the output instead"
+            f"dropout requires shape 'shared' with top_k, got dropout {dropout} with shape {shape!r}"
+            f"{'' if shape == 'full' else ' and a varying number of heads'}; apply dropout to the output instead"
         )
 
 
 def check_shape_positions(shape: str, biases: bool, name: str) -> None:
     if shape == "shared" and biases:
         raise OptionError(
-            "what positions add to the logits belongs to heads, and over shared keys the rows of all heads lie "
-            f"together; got positions {name} with shape 'shared'; use Rotary, or shape 'full'"
+            "shape 'shared' does not support positions that bias logits, since a slot may be any head; "
+            f"got positions {name}; use Rotary, or shape 'full'"
         )
 
 
@@ -55,14 +54,14 @@ def check_padded(name: str, x: Tensor, width: int, projection: nn.Module) -> Non
 
 
 def check_source(key: Any, batch: int, layout: HeadLayout, projection: nn.Module) -> None:
-    """A source of keys and values, raw or remembered, that belongs to the batch of the queries."""
+    """Check that a source or `Memory` matches the layer and the batch size of the queries."""
     if isinstance(key, Memory):
         checks.check_memory(key.key, key.value, batch, layout)
         return
     check_padded("key", key, layout.embed_dim, projection)
     if key.shape[0] != batch:
         raise ShapeError(
-            f"query, key and value must have one batch size, got {batch}, {key.shape[0]} and {key.shape[0]}"
+            f"query, key and value must have the same batch size, got {batch}, {key.shape[0]} and {key.shape[0]}"
         )
 
 
@@ -75,7 +74,7 @@ def check_mask(mask: Any) -> None:
 
 
 def check_routing(routing: Any, query: Tensor, num_heads: int) -> None:
-    """A routing given to a call, whose values nobody has looked at yet."""
+    """Check the type, shapes and values of a routing passed to `forward`."""
     if not isinstance(routing, Routing):
         raise OptionError(
             f"routing must be a polyhead.layers.variants.Routing, such as the routing of an earlier result, "
@@ -89,6 +88,6 @@ def check_shared_mask(mask: Mask) -> None:
     tensors = (*mask.allowed, *mask.biases, *(term.table[None] for term in mask.relative_biases))
     if any(x.shape[1] != 1 for x in tensors):
         raise MaskError(
-            "over shared keys the rows of all heads lie together, so a mask or bias must be the same for all of them, "
+            "in shape 'shared' a slot may be any head, so a mask or bias must be the same for all heads, "
             f"got {mask!r}; use shape 'full'"
         )

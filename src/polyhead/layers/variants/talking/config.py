@@ -1,4 +1,4 @@
-"""`TalkingHeads` as a value: what it is made with, through JSON."""
+"""Config of `TalkingHeads`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polyhead.layers.variants.talking.layer import TalkingHeads, check_talking, 
 @register_config("talking_heads", TalkingHeads)
 @dataclass(frozen=True)
 class TalkingHeadsConfig(HeadsConfig):
-    """`TalkingHeads` as a value; what talking heads cannot have keeps its default.
+    """Config of `TalkingHeads`; unsupported options must keep their defaults.
 
     >>> TalkingHeadsConfig(512, 8, causal=True).head_dim
     64

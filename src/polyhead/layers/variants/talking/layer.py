@@ -1,4 +1,4 @@
-"""Talking heads: multi-head attention whose heads are mixed before and after the softmax."""
+"""Talking-heads attention: logits and weights are mixed over heads, before and after the softmax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polyhead.ops.talking_heads.api import TALKING_BACKENDS, mixed_weights, talk
 
 
 class TalkingHeads(MultiHeadAttention):
-    """Multi-head attention whose heads talk: logits are mixed over heads before the softmax, weights after it.
+    """Talking-heads attention: logits are mixed over heads before the softmax, weights after it.
 
     With queries, keys and values as in `MultiHeadAttention`, and A = logits_mix and B = weights_mix, h x h and learned:
 
@@ -32,20 +32,20 @@ class TalkingHeads(MultiHeadAttention):
         U_g    = sum_h B[h, g] W_h
         output = Concat(U_1 V_1 .. U_h V_h) W_O
 
-    Shazeer et al. 2020, "Talking-Heads Attention", with as many heads before, in and after the softmax. Both mixes
-    start as the identity, and the layer with them as multi-head attention. Nothing of size n² is ever held, in the
-    backward neither.
+    Shazeer et al. 2020, "Talking-Heads Attention", with equally many heads before, in and after the softmax. Both mixes
+    are initialised to the identity, so that the layer starts as multi-head attention. Nothing of size n² is
+    materialised, in the forward or the backward.
 
-    Everything else is as in `MultiHeadAttention`, but: there are no softcap, sinks, dropout, uneven groups or positions
-    that bias logits, and masks are the same for all heads. Weights, statistics and log-sum-exp are those of each
-    softmax, W; `combined_weights` tells of U what can be told. Statistics and log-sum-exp carry no gradient.
+    Everything else is as in `MultiHeadAttention`, except that softcap, sinks, dropout, uneven groups and positions that
+    bias logits are not supported, and masks are the same for all heads. Weights, statistics and log-sum-exp are those
+    of the softmax W; `combined_weights` returns statistics of U. Statistics and log-sum-exp have no gradient.
 
     >>> layer = TalkingHeads(512, 8, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape, layer.logits_mix.shape
     (torch.Size([2, 10, 512]), torch.Size([8, 8]))
     """
 
-    # Told the mixed weights of every call, where `combined_weights` asks for them.
+    # Collects the mixed weights of a call for `combined_weights`.
     _mixed_listener: list[CombinedWeights] | None = None
 
     _may_be_plain = False
@@ -60,7 +60,7 @@ class TalkingHeads(MultiHeadAttention):
         **options: Any,
     ) -> None:
         if options.get("combine") is not None:
-            raise OptionError("the heads of TalkingHeads are joined by Concat, got a module as combine")
+            raise OptionError("TalkingHeads does not support combine, got a module; leave it out")
         check_talking(
             softcap=options.get("softcap"),
             sinks=options.get("sinks", False),
@@ -75,17 +75,17 @@ class TalkingHeads(MultiHeadAttention):
         self.weights_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """As in `MultiHeadAttention`; both mixes the identity."""
+        """Initialise as `MultiHeadAttention`, with both mixes the identity."""
         super().reset_parameters()
         for name in ("logits_mix", "weights_mix"):
-            if name in self._parameters:  # not yet while the heads themselves are made
+            if name in self._parameters:  # absent while the base constructor runs
                 nn.init.eye_(self.get_parameter(name))
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
     ) -> AttentionOutput:
         if requested.seed is not None:
-            raise OptionError(f"a seed is for dropout, which talking heads do not have; got {requested.seed!r}")
+            raise OptionError(f"a seed is for dropout, which talking heads do not support; got {requested.seed!r}")
         if view is not None:
             k, v = view.key, view.value
         options: dict[str, Any] = {
@@ -112,7 +112,7 @@ class TalkingHeads(MultiHeadAttention):
         return result
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None) -> Attended:
-        """Each softmax as one that who listens knows: queries of all heads, mixed, over the keys of all heads, joined.
+        """Return the attention for observers: ordinary heads with the concatenated channels of all.
 
         sum_h A[h, g] q_h . k_h is one product of [A[1, g] q_1 .. A[h, g] q_h] and [k_1 .. k_h].
         """
@@ -130,43 +130,43 @@ class TalkingHeads(MultiHeadAttention):
         statistics: str | Sequence[str] = COMBINED,
         **options: Any,
     ) -> CombinedWeights:
-        """Signed mass, absolute mass and largest |weight| of U; all three by default.
+        """Return signed mass, absolute mass and largest |weight| of the rows of U; all three by default.
 
-        The other arguments are those of `forward`. It is a pass of its own: `forward`, and then every weight once more,
-        in tiles. Nothing of it can be differentiated.
+        The other arguments are those of `forward`. This runs `forward` and a second pass over all weights in tiles. The
+        result has no gradient.
         """
         names = checked_names(statistics)
-        told: list[CombinedWeights] = []
-        self._mixed_listener = told
+        collected: list[CombinedWeights] = []
+        self._mixed_listener = collected
         try:
             with torch.no_grad():
                 self(query, key, **options)
         finally:
             del self._mixed_listener
-        return CombinedWeights(**{name: getattr(told[0], name) for name in names})
+        return CombinedWeights(**{name: getattr(collected[0], name) for name in names})
 
-    # ---- no counterpart
+    # ---- to and from torch.nn
 
     def to_torch(self) -> nn.MultiheadAttention:
-        raise OptionError("torch.nn.MultiheadAttention has no mixes of heads, got TalkingHeads")
+        raise OptionError("torch.nn.MultiheadAttention has no equivalent of TalkingHeads")
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
-        """The heads of a `torch.nn.MultiheadAttention` (batch first), its weights copied, mixes the identity."""
+        """Build the layer from a `torch.nn.MultiheadAttention` (batch first), with identity mixes."""
         return super().from_torch(module, **options)
 
 
 def check_talking(*, softcap: float | None, sinks: bool, dropout: float, key_heads: object, backend: str) -> None:
-    """What heads that talk cannot have."""
-    refused = {"softcap": softcap, "sinks": sinks or None, "dropout": dropout or None, "key_heads": key_heads}
-    for name, given in refused.items():
-        if given is not None:
-            raise OptionError(f"talking heads have no {name}, got {given!r}; leave it out")
+    """Raise an OptionError for options that talking heads do not support."""
+    unsupported = {"softcap": softcap, "sinks": sinks or None, "dropout": dropout or None, "key_heads": key_heads}
+    for name, value in unsupported.items():
+        if value is not None:
+            raise OptionError(f"talking heads do not support {name}, got {value!r}; leave it out")
     checks.check_one_of("backend of talking heads", backend, ("auto", *TALKING_BACKENDS))
 
 
 def refuse_biases(name: str) -> None:
     raise OptionError(
-        f"positions that bias logits would have to say before or after which mix, got {name}; "
-        "rotary, sinusoidal and learned positions have no such question"
+        f"talking heads do not support positions that bias logits, since before or after the mix is ambiguous; "
+        f"got {name}; use rotary, sinusoidal or learned positions"
     )
