@@ -131,4 +131,4 @@ def test_squares_that_half_precision_cannot_hold_are_right() -> None:
     values = torch.tensor([[300.0, -300.0, 300.0, -300.0]], dtype=torch.float16)
     found = MeanAndStd.empty((1,)).update(values).compute()
     assert found.mean.item() == 0
-    assert found.spread.item() == 300
+    assert found.std.item() == 300

@@ -287,7 +287,7 @@ def test_of_many_occurrences_the_nearest_count() -> None:
 
 def run_in_parts(parts: list[Tensor], texts: Tensor, tokens: Tensor, documents: Tensor) -> HeadEvidence:
     layer = attended_layer()
-    collector = EvidenceCollector(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, most_documents=5)
+    collector = EvidenceCollector(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, max_documents=5)
     with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[collector]) as session:
         for part in parts:
             session.metadata = BatchMetadata(
@@ -350,10 +350,10 @@ def test_what_cannot_be_told_is_refused() -> None:
     with pytest.raises(ShapeError, match="every token has a class"):
         observed(BatchMetadata(documents=torch.arange(2), tokens=tokens, classes=tokens[:, :5]))
     with pytest.raises(OptionError, match="two documents at least"):
-        EvidenceCollector(most_documents=1)
+        EvidenceCollector(max_documents=1)
     with pytest.raises(ShapeError, match="rare must be boolean"):
         EvidenceCollector(rare=torch.ones(3))
-    one, other = (HeadEvidence.empty(EvidenceCollector(most_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
+    one, other = (HeadEvidence.empty(EvidenceCollector(max_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
     with pytest.raises(OptionError, match="one bound on its documents can be merged, got 3 and 5"):
         one.merge(other)
 

@@ -79,7 +79,7 @@ def test_routing_is_gathered_over_real_tokens(options):
     likely = torch.softmax(routing.logits[real], -1)
     entropy = -(likely * likely.log()).sum(-1)
     torch.testing.assert_close(found.gate_entropy.mean, entropy.mean())
-    torch.testing.assert_close(found.gate_entropy.spread, entropy.std(correction=0))
+    torch.testing.assert_close(found.gate_entropy.std, entropy.std(correction=0))
     torch.testing.assert_close(found.heads_per_token.mean, chosen.sum(-1).mean())
     weights = torch.zeros(BATCH, LENGTH, HEADS, dtype=DOUBLE).scatter_add(2, routing.heads, routing.weights)[real]
     torch.testing.assert_close(found.mean_weight, weights.sum(0) / chosen.sum(0), equal_nan=True)

@@ -17,7 +17,7 @@ from polyhead.observation.role_evidence_tokens import BINS, Meaning, Segments, T
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
-MOST_DOCUMENTS = 256
+MAX_DOCUMENTS = 256
 
 
 class EvidenceCollector:
@@ -46,14 +46,14 @@ class EvidenceCollector:
         rare: Tensor | None = None,
         meaning: Meaning | None = None,
         segments: Segments | None = None,
-        most_documents: int = MOST_DOCUMENTS,
+        max_documents: int = MAX_DOCUMENTS,
     ) -> None:
         if rare is not None and (rare.ndim != 1 or rare.dtype is not torch.bool or rare.device.type != "cpu"):
             raise ShapeError(f"rare must be boolean [vocabulary] on the CPU, got {rare.dtype} of {list(rare.shape)}")
-        if most_documents < 2:
-            raise OptionError(f"an interval needs two documents at least, got most_documents {most_documents}")
+        if max_documents < 2:
+            raise OptionError(f"an interval needs two documents at least, got most_documents {max_documents}")
         self.name = name
-        self.most_documents = most_documents
+        self.max_documents = max_documents
         self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments)
         self._latest: tuple[BatchMetadata, Mask | None, tuple[object, ...], Ground] | None = None
 
@@ -132,16 +132,16 @@ class HeadEvidence:
                 "set session.notes = Notes(documents=...) before the model is called"
             )
         found = measure(attended, self.collector.ground_of(attended, real, metadata))
-        return self._with(documents.to(torch.int64) % self.collector.most_documents, found)
+        return self._with(documents.to(torch.int64) % self.collector.max_documents, found)
 
     def merge(self, other: Self) -> Self:
         mine, theirs = ((x.site.name, x.site.kind, x.site.num_heads) for x in (self, other))
         if mine != theirs:
             raise OptionError(f"only evidence of one site can be merged, got {mine} and {theirs}")
-        if self.collector.most_documents != other.collector.most_documents:
+        if self.collector.max_documents != other.collector.max_documents:
             raise OptionError(
                 "only evidence with one bound on its documents can be merged, "
-                f"got {self.collector.most_documents} and {other.collector.most_documents}"
+                f"got {self.collector.max_documents} and {other.collector.max_documents}"
             )
         tensors = (x.to(self.sums.device) for x in (other.sums, other.hits, other.available, other.chance))
         return self._with(other.documents, Measured(*tensors))

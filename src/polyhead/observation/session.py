@@ -18,7 +18,7 @@ from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
 from polyhead.observation import returned_weights, torch_modules, transformers_models
 from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
-from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardStatistics, Keeper
+from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardStatistics, ForwardRecorder
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
@@ -113,7 +113,7 @@ class Call:
     mask: Mask | None = None
     sinks_in_view: Tensor | None = None  # [batch]; False where the first keys of the sequence are no longer there
     differentiable: bool = False
-    keeper: Keeper | None = None
+    keeper: ForwardRecorder | None = None
 
     def notify(self, attended: Attended) -> None:
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
@@ -180,7 +180,7 @@ class Session:
         if via_weights:
             self.wanted = returned_weights.without_logits(self.wanted, statistics)
         self.via_weights = via_weights
-        self._keeper = Keeper.requested(keep_statistics, self.wanted)
+        self._keeper = ForwardRecorder.requested(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
         self.collectors = _distinct(collect)
         self.every = every

@@ -160,14 +160,14 @@ class SiteStatistics:
 
     def compute(self) -> dict[str, Tensor]:
         """Columns of numbers, one a head, on the CPU: `tokens`, then each statistic's mean, spread and maximum."""
-        count, mean, spread = (x.cpu() for x in self.moments.compute())
+        count, mean, std = (x.cpu() for x in self.moments.compute())
         largest = torch.where(count > 0, self.largest.compute().cpu(), torch.nan)
         # A row with a single key has no share of a maximum that is 0, so its column counts fewer rows than the others.
         tokens = count.amax(0) if len(self.columns) else torch.zeros(len(self.heads), dtype=torch.float64)
         found = {"tokens": tokens}
         for index, name in enumerate(self.columns):
             found[name] = mean[index]
-            found[f"{name}_std"] = spread[index]
+            found[f"{name}_std"] = std[index]
             found[f"{name}_max"] = largest[index]
         return found
 
