@@ -203,9 +203,9 @@ def test_what_all_layers_of_a_stack_see_is_measured_once_and_is_the_same_bit_for
 
     def collected() -> tuple[int, list[dict[str, Tensor]]]:
         made: list[object] = []
-        true = role_evidence.ground
+        true = role_evidence.measure_baseline
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(role_evidence, "ground", lambda *given: made.append(given) or true(*given))
+            patch.setattr(role_evidence, "measure_baseline", lambda *given: made.append(given) or true(*given))
             with polyhead.observe(model, statistics=False, collect=[EvidenceCollector(segments=cut)]) as session:
                 session.metadata = metadata
                 masks = {"attention_mask": real.long(), "decoder_attention_mask": real.long()}
