@@ -72,10 +72,10 @@ class AttentionNotifier:
             call.mask = mask
             call.tokens = call.tokens if tokens is None else tokens
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
-                needed_value = value if call.whole else value[..., :1]
+                needed_value = value if call.has_collectors else value[..., :1]
                 result = attention(
                     query, key, needed_value, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=call.requested,
-                    logsumexp=call.whole,
+                    logsumexp=call.has_collectors,
                 )  # fmt: skip
                 call.notify(Attended(query, key, value, result, mask, scale, softcap, sinks))
         return call.gate
@@ -117,7 +117,9 @@ class Adapter(Protocol):
         """Attach to a module; return a context manager that detaches on exit, such as a PyTorch hook handle."""
 
 
-def adapted_modules(model: nn.Module, adapters: Adapters, interface_modules: tuple[nn.Module, ...]) -> dict[nn.Module, Adapter]:
+def adapted_modules(
+    model: nn.Module, adapters: Adapters, interface_modules: tuple[nn.Module, ...]
+) -> dict[nn.Module, Adapter]:
     """Return modules with their adapters; one for a module's path precedes those for its classes."""
     adapted: dict[nn.Module, Adapter] = {}
     used = set()
@@ -135,7 +137,9 @@ def adapted_modules(model: nn.Module, adapters: Adapters, interface_modules: tup
     for name in adapters:
         if name not in used:
             label = name.__name__ if isinstance(name, type) else repr(name)
-            raise OptionError(f"adapters are keyed by path or class of the model's modules, got {label}, which matches none")
+            raise OptionError(
+                f"adapters are keyed by path or class of the model's modules, got {label}, which matches none"
+            )
     return adapted
 
 

@@ -78,13 +78,17 @@ class SiteMaps:
         if real is not None:  # a log-sum-exp of -inf gives a row zero weights, which excludes it from the sums
             logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
         unpadded = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
-        summary = unpadded.profile(received=True, block_map=(self.block, self.block), offsets=self.offsets.shape[-1] > 0)
+        summary = unpadded.profile(
+            received=True, block_map=(self.block, self.block), offsets=self.offsets.shape[-1] > 0
+        )
         assert summary.block_map is not None and summary.received is not None
         side = self.rows.shape[0]
         grid = _folded(_folded(summary.block_map.sum(0, dtype=torch.float64), side, 2), side, 1)
         received = _folded(_blocks(summary.received.sum(0, dtype=torch.float64), self.block), side, 1)
         counted = torch.isfinite(logsumexp).any(1).sum(0, dtype=torch.float64)
-        offsets = self.offsets if summary.offsets is None else self.offsets + summary.offsets.sum(0, dtype=torch.float64)
+        offsets = (
+            self.offsets if summary.offsets is None else self.offsets + summary.offsets.sum(0, dtype=torch.float64)
+        )
         rows = self.rows + _folded(_blocks(counted, self.block), side, 0)
         return type(self)(self.block, self.map + grid, rows, offsets, self.received + received)
 

@@ -34,7 +34,9 @@ class _Call:
 
     rows: RowStatistics
     real: Tensor | None  # [batch or 1, queries], False for padding
-    hidden: Tensor | None  # number of keys masked by a bias but counted in `visible_keys`, [batch or 1, 1, queries or 1]
+    hidden: (
+        Tensor | None
+    )  # number of keys masked by a bias but counted in `visible_keys`, [batch or 1, 1, queries or 1]
     sinks_in_view: Tensor | None  # [batch]
     learned_sinks: bool
 
@@ -183,9 +185,7 @@ class ForwardStatistics(Mapping[Key, SiteRows]):
         """Return one mean per head over the counted rows, in the row order of `session.profile`."""
         means = [rows.mean(name) for rows in self._sites.values()]
         if not len(means):
-            raise OptionError(
-                f"a mean needs at least one observed head, got a forward without any for {name!r}"
-            )
+            raise OptionError(f"a mean needs at least one observed head, got a forward without any for {name!r}")
         return torch.cat([x.to(means[0].device) for x in means])
 
     def __repr__(self) -> str:

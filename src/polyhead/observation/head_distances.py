@@ -49,7 +49,9 @@ class SiteDistances:
             logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
         unpadded = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
         pairs = list(itertools.combinations(range(self.num_heads), 2))
-        mean_distances = unpadded.profile(head_pairs=pairs).head_distance  # [batch, pairs], mean over rows with a visible key
+        mean_distances = unpadded.profile(
+            head_pairs=pairs
+        ).head_distance  # [batch, pairs], mean over rows with a visible key
         assert mean_distances is not None
         rows = torch.isfinite(logsumexp).any(1).sum(-1, dtype=torch.float64)
         return type(self)(self.num_heads, self.distances + rows @ mean_distances.double(), self.rows + rows.sum())

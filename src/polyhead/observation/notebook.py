@@ -60,7 +60,10 @@ def cards_html(table: Table, describe: Callable[[AttentionSite, int], list[str]]
         cards.setdefault(site, []).append(
             card(f"layer {site.layer} head {head}{site.original(head)}", describe(site, head), numbers)
         )
-    return "".join(folded(f"cards of {site.name}, {site.kind}-attention", "".join(site_cards)) for site, site_cards in cards.items())
+    return "".join(
+        folded(f"cards of {site.name}, {site.kind}-attention", "".join(site_cards))
+        for site, site_cards in cards.items()
+    )
 
 
 def table_html(table: Table) -> str:

@@ -20,9 +20,7 @@ class Observations:
 
     wanted: Wanted
     sites: tuple[SiteStatistics, ...] = ()
-    collected: Mapping[AttentionSite, Mapping[str, CollectorState]] = field(
-        default_factory=dict
-    )  # by collector name
+    collected: Mapping[AttentionSite, Mapping[str, CollectorState]] = field(default_factory=dict)  # by collector name
     calls: Mapping[AttentionSite, int] = field(default_factory=dict)  # number of calls, observed or skipped
 
     def merge(self, other: Self) -> Self:
@@ -44,7 +42,10 @@ class Observations:
             states = collected.setdefault(location, {})
             for collector, value in values.items():
                 states[collector] = states[collector].merge(value) if collector in states else value
-        calls = {location: self.calls.get(location, 0) + other.calls.get(location, 0) for location in {**self.calls, **other.calls}}
+        calls = {
+            location: self.calls.get(location, 0) + other.calls.get(location, 0)
+            for location in {**self.calls, **other.calls}
+        }
         return type(self)(self.wanted, tuple(merged.values()), collected, calls)
 
     @property
@@ -59,7 +60,10 @@ class Observations:
         empty = torch.zeros(0, dtype=torch.float64)
         columns = {
             name: torch.cat(
-                [empty, *(site_columns.get(name, empty.new_full((heads,), torch.nan)) for site_columns, heads in computed)]
+                [
+                    empty,
+                    *(site_columns.get(name, empty.new_full((heads,), torch.nan)) for site_columns, heads in computed),
+                ]
             )
             for name in column_names
         }

@@ -35,7 +35,9 @@ def origins_of(model: nn.Module, path: str, module: nn.Module, num_heads: int) -
 
 def config_entry(origins: dict[str, HeadOrigins]) -> dict[str, Any] | None:
     """Return the config entry that describes the edited layers; None if there are none."""
-    return {path: layer_origins.to_dict() for path, layer_origins in origins.items() if not layer_origins.is_unedited} or None
+    return {
+        path: layer_origins.to_dict() for path, layer_origins in origins.items() if not layer_origins.is_unedited
+    } or None
 
 
 def is_edited(model: nn.Module) -> bool:

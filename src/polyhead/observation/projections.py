@@ -95,7 +95,9 @@ class _Tracer:
 
     def _record(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if len(inputs) and isinstance(inputs[0], Tensor) and isinstance(output, Tensor) and inputs[0].numel():
-            self.linear_calls.append(_LinearCall(module, *(x.detach().reshape(-1, x.shape[-1]) for x in (inputs[0], output))))
+            self.linear_calls.append(
+                _LinearCall(module, *(x.detach().reshape(-1, x.shape[-1]) for x in (inputs[0], output)))
+            )
 
     def head_projections(self, site: AttentionSite) -> HeadProjections:
         module = self.modules.get(site.name)

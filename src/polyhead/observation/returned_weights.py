@@ -21,7 +21,7 @@ from polyhead.errors import OptionError
 from polyhead.masks import Mask
 from polyhead.observation import transformers_models
 from polyhead.observation.statistics import Wanted
-from polyhead.observation.watcher import Place, Watcher
+from polyhead.observation.watcher import OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import Statistics, attention
 
@@ -50,7 +50,9 @@ def returning_models(model: nn.Module) -> dict[nn.Module, str]:
             continue
         enclosing = [outer for outer in prefixes if any(inner is module for inner in outer.modules())]
         prefix = f"{path}." if path else ""
-        prefixes[module] = _prefix_inside(enclosing[0], prefixes[enclosing[0]], module, prefix) if len(enclosing) else prefix
+        prefixes[module] = (
+            _prefix_inside(enclosing[0], prefixes[enclosing[0]], module, prefix) if len(enclosing) else prefix
+        )
     return prefixes
 
 
@@ -73,7 +75,9 @@ def without_logits(wanted: Wanted, requested: object) -> Wanted:
     """Remove logit statistics, which weights do not determine; raise if they were requested by name."""
     logit_names = [name for name in wanted.names if name in LOGITS]
     if len(logit_names) and requested is not None and requested is not True:
-        raise OptionError(f"logits cannot be recovered from attention weights, got a request for {', '.join(logit_names)}")
+        raise OptionError(
+            f"logits cannot be recovered from attention weights, got a request for {', '.join(logit_names)}"
+        )
     return replace(wanted, names=tuple(name for name in wanted.names if name not in LOGITS))
 
 
@@ -123,7 +127,7 @@ class _Reader:
     def __init__(self, watcher: Watcher, models: Mapping[nn.Module, str]) -> None:
         self.watcher = watcher
         self.models = models
-        self.places: dict[str, Place] = {}
+        self.output_sites: dict[str, OutputSite] = {}
         self.requested: _Request | None = None
 
     def before(
@@ -138,7 +142,9 @@ class _Reader:
         _check_call(module, parameters, arguments)
         config: Any = module.config
         callers_flag = arguments.get("output_attentions")
-        self.requested = _Request(module, arguments, bool(config.output_attentions if callers_flag is None else callers_flag))
+        self.requested = _Request(
+            module, arguments, bool(config.output_attentions if callers_flag is None else callers_flag)
+        )
         if "output_attentions" in names[: len(positional)]:
             index = names.index("output_attentions")
             return (*positional[:index], True, *positional[index + 1 :]), keywords
@@ -176,7 +182,9 @@ class _Reader:
             "attentions": (source, source),
             "encoder_attentions": (source, source),
             "decoder_attentions": (target_mask, target_mask),
-            "cross_attentions": (target_mask, source) if has_decoder else (source, arguments.get("encoder_attention_mask")),
+            "cross_attentions": (target_mask, source)
+            if has_decoder
+            else (source, arguments.get("encoder_attention_mask")),
         }
         cache = arguments.get("past_key_values")
         cache = output.get("past_key_values") if cache is None else cache
@@ -187,19 +195,21 @@ class _Reader:
             layer_cache = None if kind == "encoder_attentions" else cache
             for index, weights in enumerate(layers):
                 if weights is not None:  # not every layer has attention
-                    place = self._place(f"{self.models[requested.module]}{kind}.{index}")
-                    self._report(place, weights, *masks[kind], layer_cache, cross=cross)
+                    output_site = self._output_site(f"{self.models[requested.module]}{kind}.{index}")
+                    self._report(output_site, weights, *masks[kind], layer_cache, cross=cross)
 
-    def _place(self, name: str) -> Place:
-        if name not in self.places:
-            self.places[name] = Place(name)
-        return self.places[name]
+    def _output_site(self, name: str) -> OutputSite:
+        if name not in self.output_sites:
+            self.output_sites[name] = OutputSite(name)
+        return self.output_sites[name]
 
-    def _report(self, place: Place, weights: Any, rows: Any, columns: Any, cache: Any, *, cross: bool) -> None:
+    def _report(
+        self, output_site: OutputSite, weights: Any, rows: Any, columns: Any, cache: Any, *, cross: bool
+    ) -> None:
         """Report the weights of one layer; `rows` and `columns` are the padding masks of queries and keys."""
         if not isinstance(weights, Tensor) or weights.ndim != 4:
             got = f"shape {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-            raise OptionError(f"weights must be [batch, heads, queries, keys], got {got} at {place.name!r}")
+            raise OptionError(f"weights must be [batch, heads, queries, keys], got {got} at {output_site.name!r}")
         batch, heads, queries, keys = weights.shape
         get_length = getattr(cache, "get_seq_length", None)
         tokens = queries if get_length is None else int(get_length())
@@ -207,18 +217,18 @@ class _Reader:
             cache_text = "without a cache" if get_length is None else f"with a cache of {tokens} tokens"
             raise OptionError(
                 "via_weights needs one weight per query and key of a sequence, "
-                f"got {queries} queries and {keys} keys at {place.name!r} {cache_text}"
+                f"got {queries} queries and {keys} keys at {output_site.name!r} {cache_text}"
             )
         if not cross:
             weights = weights[..., :tokens]  # the filled slots of a preallocated cache
             keys = weights.shape[3]
         # A sliding-window cache has dropped the first keys.
         dropped = 0 if cross else tokens - keys
-        real = None if rows is None else _padding_mask(place, rows, batch, tokens)[:, tokens - queries :]
+        real = None if rows is None else _padding_mask(output_site, rows, batch, tokens)[:, tokens - queries :]
         first = None  # index of the first non-padding key, [batch]; negative if it was dropped
         if columns is not None:
-            first = _padding_mask(place, columns, batch, dropped + keys).to(torch.uint8).argmax(-1) - dropped
-        call = self.watcher.call(place, heads, real, cross=cross)
+            first = _padding_mask(output_site, columns, batch, dropped + keys).to(torch.uint8).argmax(-1) - dropped
+        call = self.watcher.call(output_site, heads, real, cross=cross)
         if call is None or not (call.counts or call.differentiable or call.gate is not None):
             return
         if call.gate is not None:
@@ -229,7 +239,7 @@ class _Reader:
         if dropped:
             call.sinks_in_view = weights.new_zeros(batch, dtype=torch.bool) if first is None else first >= 0
         with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
-            attended = _attended(place, weights, real, first, call.requested, cross=cross)
+            attended = _attended(output_site, weights, real, first, call.requested, cross=cross)
         call.notify(attended)
 
 
@@ -252,19 +262,19 @@ def _check_call(module: nn.Module, parameters: Mapping[str, inspect.Parameter], 
         raise OptionError(f"via_weights needs return_dict=True to find the weights by name, got {name} with False")
 
 
-def _padding_mask(place: Place, mask: Any, batch: int, tokens: int) -> Tensor:
+def _padding_mask(output_site: OutputSite, mask: Any, batch: int, tokens: int) -> Tensor:
     """Return the padding mask, boolean [batch, tokens], False for padding."""
     if not isinstance(mask, Tensor) or mask.shape != (batch, tokens):
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise OptionError(
             "via_weights needs a 2-D attention mask to identify padding, "
-            f"here [{batch}, {tokens}] at {place.name!r}, got {got}"
+            f"here [{batch}, {tokens}] at {output_site.name!r}, got {got}"
         )
     return mask != 0
 
 
 def _attended(
-    place: Place,
+    output_site: OutputSite,
     weights: Tensor,
     real: Tensor | None,
     first: Tensor | None,
@@ -285,7 +295,7 @@ def _attended(
     if is_invalid:
         raise OptionError(
             "the weights of a row must be non-negative and sum to 1, "
-            f"got a row that sums to {float(sums[invalid][0]):.3g} at {place.name!r}; "
+            f"got a row that sums to {float(sums[invalid][0]):.3g} at {output_site.name!r}; "
             "learned sinks and approximate attention are not supported by via_weights"
         )
     # Keys with zero weight in all heads count as masked, although some weights may only have underflowed.

@@ -151,7 +151,8 @@ class HeadEvidence:
     def _with(self, documents: Tensor, added: EvidenceSums) -> Self:
         all_documents = torch.unique(torch.cat([self.documents, documents]))
         own_rows, added_rows = (
-            torch.searchsorted(all_documents, x).to(self.sums.device, non_blocking=True) for x in (self.documents, documents)
+            torch.searchsorted(all_documents, x).to(self.sums.device, non_blocking=True)
+            for x in (self.documents, documents)
         )
 
         def combine(own: Tensor, new: Tensor) -> Tensor:
@@ -174,7 +175,9 @@ class HeadEvidence:
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         missing = [name for name in self.state() if name not in state]
         if len(missing):
-            raise OptionError(f"saved evidence must contain {', '.join(self.state())}, got none for {', '.join(missing)}")
+            raise OptionError(
+                f"saved evidence must contain {', '.join(self.state())}, got none for {', '.join(missing)}"
+            )
         return replace(
             self,
             documents=state["documents"].cpu(),

@@ -102,7 +102,10 @@ def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetad
     offset_counts = profile(zeros, zeros, ones, mask=mask, offsets=True).offsets
     assert offset_counts is not None
     return replace(
-        baseline, sums=_stack_columns(columns), available=_merge_far_bins(offset_counts)[:, 0].round().to(torch.int64), chance=histogram[:, 0]
+        baseline,
+        sums=_stack_columns(columns),
+        available=_merge_far_bins(offset_counts)[:, 0].round().to(torch.int64),
+        chance=histogram[:, 0],
     )
 
 
@@ -117,7 +120,9 @@ def measure(attended: Attended, baseline: BatchBaseline) -> EvidenceSums:
     bins = offset.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1
     hits = torch.zeros(*argmax.shape[:2], BINS, dtype=torch.int64, device=argmax.device)
     hits = hits.scatter_add(2, torch.where(counted, bins, 0), counted.to(torch.int64))
-    return EvidenceSums(torch.cat([_stack_columns(columns), baseline.sums], 1), hits, baseline.available, baseline.chance)
+    return EvidenceSums(
+        torch.cat([_stack_columns(columns), baseline.sums], 1), hits, baseline.available, baseline.chance
+    )
 
 
 def without_biases(mask: Mask | None) -> Mask | None:
@@ -133,7 +138,11 @@ def without_biases(mask: Mask | None) -> Mask | None:
 def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStatistics, Tensor | None]:
     """Return row statistics and attended embeddings [batch, heads, queries, 3 dims + 1], recomputed if needed."""
     computed = attended.result.statistics
-    if tokens.meaning is None and computed is not None and all(getattr(computed, name) is not None for name in _ROW_NAMES):
+    if (
+        tokens.meaning is None
+        and computed is not None
+        and all(getattr(computed, name) is not None for name in _ROW_NAMES)
+    ):
         return computed, None
     value, names = attended.value, list(_ROW_NAMES)
     if tokens.meaning is not None:
@@ -157,7 +166,12 @@ def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStati
 
 
 def _columns(
-    attended: Attended, rows: RowStatistics, baseline: BatchBaseline, *, learned_sink: bool, attended_embeddings: Tensor | None = None
+    attended: Attended,
+    rows: RowStatistics,
+    baseline: BatchBaseline,
+    *,
+    learned_sink: bool,
+    attended_embeddings: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return sums over rows, [batch, heads] each, with the argmax [batch, heads, queries], and weights by offset."""
     tokens, counted = baseline.tokens, baseline.counted
@@ -169,7 +183,11 @@ def _columns(
     summary = unpadded.profile(received=True, offsets=True, argmax=True)
     assert summary.received is not None and summary.offsets is not None and summary.argmax is not None
     assert rows.entropy is not None and rows.confidence is not None and rows.mean_distance is not None
-    received, histogram, heads = summary.received.to(torch.float64), _merge_far_bins(summary.offsets), attended.query.shape[1]
+    received, histogram, heads = (
+        summary.received.to(torch.float64),
+        _merge_far_bins(summary.offsets),
+        attended.query.shape[1],
+    )
     center = NEAR + 1
     count = _masked_sum(torch.ones_like(baseline.visible), counted)
     zeros = torch.zeros_like(count).expand(-1, heads)

@@ -114,8 +114,7 @@ class TokenTables:
         for name, tensor in (("tokens", tokens), ("classes", classes)):
             if tensor is not None and tensor.device.type != "cpu":
                 raise OptionError(
-                    f"batch metadata must be on the CPU, to avoid device synchronisation, "
-                    f"got {name} on {tensor.device}"
+                    f"batch metadata must be on the CPU, to avoid device synchronisation, got {name} on {tensor.device}"
                 )
         if classes is not None and classes.shape != tokens.shape:
             raise ShapeError(
@@ -223,7 +222,9 @@ def _mean_cosines(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:
     equal = runs.square().sum(-1)
     total_pairs = ordinary.sum(-1).to(torch.float64).square()
     far_count = (total_pairs - equal - 2 * counts[:, 0].sum(-1)).clamp_min(0.0)[:, None]
-    far_sum = vectors.sum(1).square().sum(-1) - equal[:, None] * _mean_squared_norm(vectors, ordinary) - 2 * sums.sum(-1)
+    far_sum = (
+        vectors.sum(1).square().sum(-1) - equal[:, None] * _mean_squared_norm(vectors, ordinary) - 2 * sums.sum(-1)
+    )
     far = torch.where(far_count > 0.5, far_sum / far_count.clamp_min(1.0), 0.0)[..., None]
     near = sums / counts.clamp_min(1.0)
     return torch.cat([far, near.flip(-1)[..., :-1], near, far], -1)

@@ -28,7 +28,7 @@ class WatchedCall(Protocol):
     """One call that somebody watches: what is to be told of it, whom to tell, and a factor for each head."""
 
     requested: Statistics | None
-    whole: bool  # whether the log-sum-exp is wanted as well, for a second look
+    has_collectors: bool  # whether the log-sum-exp is wanted as well, for a second look
     gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
 
     def notify(self, attended: Attended) -> None: ...
@@ -113,7 +113,7 @@ def attend(
         seed=seed,
         weights=wanted,
         statistics=None if watched is None else watched.requested,
-        logsumexp=watched is not None and watched.whole,
+        logsumexp=watched is not None and watched.has_collectors,
         finite=True,  # as transformers' own attention: nobody looks for NaN in keys that are hidden
     )
     if watched is not None:
