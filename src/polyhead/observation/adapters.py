@@ -74,8 +74,8 @@ class AttentionNotifier:
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
                 needed_value = value if call.has_collectors else value[..., :1]
                 result = attention(
-                    query, key, needed_value, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=call.requested,
-                    logsumexp=call.has_collectors,
+                    query, key, needed_value, mask=mask, scale=scale, softcap=softcap, sinks=sinks,
+                    statistics=call.requested, logsumexp=call.has_collectors,
                 )  # fmt: skip
                 call.notify(Attended(query, key, value, result, mask, scale, softcap, sinks))
         return call.gate

@@ -72,7 +72,7 @@ def card(title: str, lines: Sequence[str], numbers: Sequence[Number]) -> str:
     return (
         f'<div style="display: inline-block; vertical-align: top; max-width: 30em; margin: 4px; padding: 8px; '
         f'border: {_LINE}; border-radius: 6px"><strong>{html.escape(title)}</strong>'
-        f"{f'<ul>{items}</ul>' if said else ''}<table><tbody>{rows}</tbody></table></div>"
+        f"{f'<ul>{items}</ul>' if items else ''}<table><tbody>{rows}</tbody></table></div>"
     )
 
 

@@ -127,7 +127,7 @@ class SiteRows:
         if name not in (*self.columns, _COUNT):
             raise OptionError(
                 f"the statistics of {self.site.name!r} are {', '.join(self.columns)}, got {name!r}; "
-                "select them with observe(model, statistics=...); positional statistics are undefined for cross-attention"
+                "select them with observe(model, statistics=...); cross-attention has no positional statistics"
             )
         values = call.values(name)
         if name != _COUNT and torch.is_grad_enabled() and not values.requires_grad:

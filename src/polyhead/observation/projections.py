@@ -226,8 +226,8 @@ def _matching_rows(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | None
     """Return the weight rows [heads, dim, out] of the first layer that read these vectors [rows, heads, dim]."""
     concatenated = heads.flatten(1).double()
     for call in calls:
-        input = call.input.double()
-        is_comparable = input.shape == concatenated.shape and input.device == concatenated.device
-        if is_comparable and float((input - concatenated).norm()) <= TOLERANCE * float(concatenated.norm()):
+        inputs = call.input.double()
+        is_comparable = inputs.shape == concatenated.shape and inputs.device == concatenated.device
+        if is_comparable and float((inputs - concatenated).norm()) <= TOLERANCE * float(concatenated.norm()):
             return call.matrix.unflatten(0, heads.shape[1:])
     return None

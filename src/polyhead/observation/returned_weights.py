@@ -253,8 +253,8 @@ def _check_call(module: nn.Module, parameters: Mapping[str, inspect.Parameter], 
         )
     if any(inner.training for inner in module.modules()):
         raise OptionError(
-            f"via_weights needs evaluation mode, since weights are returned after dropout, got {name} in training mode; "
-            "call model.eval()"
+            "via_weights needs evaluation mode, since models return weights after dropout, "
+            f"got {name} in training mode; call model.eval()"
         )
     config: Any = module.config
     as_dict = arguments.get("return_dict")

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
 from polyhead.observation.collectors import BatchMetadata
-from polyhead.observation.role_evidence_rows import COLUMNS, BatchBaseline, EvidenceSums, measure_baseline, measure
+from polyhead.observation.role_evidence_rows import COLUMNS, BatchBaseline, EvidenceSums, measure, measure_baseline
 from polyhead.observation.role_evidence_tokens import BINS, Meaning, Segments, TokenTables
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyhead.masks import Mask
-from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenSegments, TokenMetadata
+from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata, TokenSegments
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile

@@ -97,7 +97,7 @@ def hidden_by_bias(mask: Mask | None) -> Tensor | None:
 
 
 def corrected(rows: RowStatistics, hidden: Tensor | None, sinks_in_view: Tensor | None) -> RowStatistics:
-    """Subtract keys masked by a bias (`hidden_by_bias`), and zero `sink_mass` where the sinks are out of view [batch]."""
+    """Subtract keys masked by a bias (`hidden_by_bias`), and zero `sink_mass` where [batch] is False."""
     if sinks_in_view is not None and rows.sink_mass is not None:
         rows = replace(rows, sink_mass=torch.where(sinks_in_view[:, None, None], rows.sink_mass, 0.0))
     if hidden is not None and rows.visible_keys is not None:

@@ -18,7 +18,7 @@ from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
 from polyhead.observation import returned_weights, torch_modules, transformers_models
 from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
-from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardStatistics, ForwardRecorder
+from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecorder, ForwardStatistics
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
@@ -27,10 +27,10 @@ from polyhead.observation.session_limits import (
     OneThread,
     check_chosen,
     check_heads,
+    check_modules_unchanged,
     check_numbers,
     check_paths,
     stack_of,
-    check_modules_unchanged,
 )
 from polyhead.observation.staging import Staging, Tally, enclosing_modules
 from polyhead.observation.statistics import AttentionSite, SiteStatistics, Wanted
@@ -328,8 +328,8 @@ class Session:
         gate = self.gates.get((site.name, site.kind)) if len(self.gates) else None
         if not plan.chosen or not (len(columns) or len(self.collectors)):
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
-        # A checkpointed layer is recomputed in the backward and must run the same operations as before. The recomputation
-        # cannot be matched to its call, so with gradients enabled every call runs the same operations, counted or not.
+        # A checkpointed layer is recomputed in the backward and must run the same operations as before. The
+        # recomputation cannot be matched to its call, so with gradients enabled every call runs the same operations.
         is_recomputation = is_recomputed()
         calls = self._staging.current.calls
         counts = not is_recomputation and calls[site] % self.every == 0
