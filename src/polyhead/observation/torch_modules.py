@@ -173,7 +173,8 @@ def _merge_requests(requested: Statistics | None, callers: Statistics | None, le
         if name in requested.names and name in callers_names and session_value != callers_value:
             raise OptionError(
                 f"the session and the layer's caller must request {name} with the same {option}, "
-                f"got {session_value} and {callers_value}; observe with statistics=polyhead.Statistics(..., {option}={callers_value})"
+                f"got {session_value} and {callers_value}; "
+                f"observe with statistics=polyhead.Statistics(..., {option}={callers_value})"
             )
     sinks, window = (callers if name in callers_names else requested for name in ("sink_mass", "window_mass"))
     names = dict.fromkeys((*requested.names, *callers_names))
