@@ -86,7 +86,7 @@ def test_state_goes_through_a_file_and_back(kind, tmp_path):
     after = type(before).from_state(load_file(tmp_path / "state.safetensors"))
     more = torch.randn(*SHAPE, 5)
     assert_equal(after.update(more), before.update(more), 0.0)
-    with pytest.raises(OptionError, match="a saved value must hold"):
+    with pytest.raises(OptionError, match="a saved accumulator must contain"):
         type(before).from_state({})
 
 

@@ -280,7 +280,7 @@ def test_gates_are_refused_for_an_adapter_that_does_not():
     made = model()
     with polyhead.observe(made, adapters={Handwritten: Adapter()}, statistics=False) as session:
         session.gates["0", "self"] = torch.ones(HEADS)
-        with pytest.raises(OptionError, match="leaves the heads' outputs alone, got a gate for '0' and Adapter"):
+        with pytest.raises(OptionError, match="multiplies the heads' outputs, got a gate for '0' and Adapter"):
             made(tokens())
 
 
@@ -288,9 +288,9 @@ def test_gates_are_refused_for_an_adapter_that_does_not():
 
 
 def test_names_that_the_model_does_not_have():
-    with pytest.raises(OptionError, match="got 'nowhere', which it has not"):
+    with pytest.raises(OptionError, match="got 'nowhere', which matches none"):
         polyhead.observe(model(), adapters={"nowhere": Adapter()})
-    with pytest.raises(OptionError, match="got Conv2d, which it has not"):
+    with pytest.raises(OptionError, match="got Conv2d, which matches none"):
         polyhead.observe(model(), adapters={nn.Conv2d: Adapter()})
     with pytest.raises(OptionError, match=r"got Sequential, which holds none of them.*adapters="):
         polyhead.observe(model())
@@ -302,7 +302,7 @@ def test_a_module_that_uses_the_interface_needs_no_adapter():
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
     )
-    with pytest.raises(OptionError, match=r"'layers.0.self_attn' uses the attention interface"):
+    with pytest.raises(OptionError, match=r"'layers.0.self_attn' is already observed through the attention interface"):
         polyhead.observe(transformers.LlamaModel(config), adapters={LlamaAttention: Adapter()})
 
 
@@ -311,7 +311,7 @@ def test_a_module_that_uses_the_interface_needs_no_adapter():
     [
         ({"query": torch.zeros(2, 3, 4)}, r"\[batch, heads, sequence, head_dim\], got \[2, 3, 4\]"),
         ({"value": None}, "got .* NoneType"),
-        ({"tokens": torch.ones(1, 3).bool()}, r"tokens are \[batch, queries\], here \[2, 4\], got \[1, 3\]"),
+        ({"tokens": torch.ones(1, 3).bool()}, r"tokens must be \[batch, queries\], here \[2, 4\], got \[1, 3\]"),
     ],
 )
 def test_what_an_adapter_tells_is_checked(told, words):

@@ -419,9 +419,12 @@ def test_a_sample_of_tokens_passes_by_where_nothing_is_written():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"statistics": ("entropy", "max_logit")}, "weights do not tell the logits they came from, got .* max_logit"),
-        ({"layers": ["transformer.h.0"]}, "places in what a model returns, got 'transformer.h.0'"),
-        ({"adapters": {"transformer": None}}, "got adapters as well"),
+        (
+            {"statistics": ("entropy", "max_logit")},
+            "logits cannot be recovered from attention weights, got .* max_logit",
+        ),
+        ({"layers": ["transformer.h.0"]}, "output names such as attentions.3, got 'transformer.h.0'"),
+        ({"adapters": {"transformer": None}}, "combined with adapters, got both"),
     ],
 )
 def test_options_that_cannot_be(options, words):
@@ -430,7 +433,7 @@ def test_options_that_cannot_be(options, words):
 
 
 def test_a_module_without_a_model_of_transformers_is_refused():
-    with pytest.raises(OptionError, match="got Linear, which holds none of its models"):
+    with pytest.raises(OptionError, match="got Linear, which contains no transformers model"):
         polyhead.observe(nn.Linear(3, 3), via_weights=True)
 
 
@@ -442,7 +445,7 @@ def test_without_it_the_error_names_it():
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ({"return_dict": False}, "finds the weights by their names, got LlamaForCausalLM with return_dict=False"),
+        ({"return_dict": False}, "needs a model output with named fields, got LlamaForCausalLM with return_dict=False"),
         ({"attention_mask": torch.ones(BATCH, 1, TOKENS, TOKENS).bool().tril()}, r"here \[3, 23\] .* got \[3, 1, 23,"),
     ],
 )
@@ -452,16 +455,20 @@ def test_calls_that_cannot_be_read(inputs, words):
 
 
 def test_training_is_refused_for_its_dropout():
-    with pytest.raises(OptionError, match=r"weights after dropout, got BloomForCausalLM; call model.eval"):
+    with pytest.raises(
+        OptionError, match=r"weights after dropout, got BloomForCausalLM in training mode; call model.eval"
+    ):
         read(build().train(), input_ids=models.tokens())
 
 
 def test_learned_sinks_are_refused():
-    with pytest.raises(OptionError, match="learned sinks and approximations"):
+    with pytest.raises(OptionError, match="learned sinks and approximate attention"):
         read(build("gpt_oss"), input_ids=models.tokens())
 
 
-@pytest.mark.parametrize(("globals_", "words"), [(0, "23 queries and 5 keys"), (1, "those of its global tokens")])
+@pytest.mark.parametrize(
+    ("globals_", "words"), [(0, "23 queries and 5 keys"), (1, "local and global attention separately")]
+)
 def test_weights_in_bands_are_refused(globals_, words):
     options = {**SIZES, "intermediate_size": 48, "attention_window": [4, 4], "max_position_embeddings": 66}
     model = models.build(Family("longformer", "encoder", options), dtype=torch.float32)
@@ -492,7 +499,7 @@ def test_models_that_know_nothing_of_weights_are_refused():
     config = transformers.PretrainedConfig()
     with pytest.raises(OptionError, match=r"got Taking, which has no such argument.*adapters="):
         read(Taking(config).eval(), input_ids=models.tokens())
-    with pytest.raises(OptionError, match="got Tensor of TakingAll with no names"):
+    with pytest.raises(OptionError, match="got Tensor of TakingAll with no named fields"):
         read(TakingAll(config).eval(), input_ids=models.tokens())
 
 
@@ -500,7 +507,7 @@ def test_gates_are_refused():
     model, ids = build(), models.tokens()
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         session.gates["attentions.1", "self"] = torch.ones(4)
-        with pytest.raises(OptionError, match=r"which via_weights does not see, got 'attentions.1'"):
+        with pytest.raises(OptionError, match=r"which via_weights does not observe, got 'attentions.1'"):
             model(input_ids=ids)
 
 

@@ -330,7 +330,7 @@ def test_a_state_goes_through_a_file_and_back(tmp_path) -> None:
     back = empty.with_state(load_file(tmp_path / "evidence.safetensors"))
     for name, tensor in found.state().items():
         assert torch.equal(back.state()[name], tensor)
-    with pytest.raises(OptionError, match="saved evidence must hold"):
+    with pytest.raises(OptionError, match="saved evidence must contain"):
         empty.with_state({})
 
 
@@ -344,17 +344,17 @@ def observed(metadata: BatchMetadata, **given: Tensor) -> None:
 def test_what_cannot_be_told_is_refused() -> None:
     with pytest.raises(OptionError, match="which document each of the 2 texts is from"):
         observed(BatchMetadata())
-    with pytest.raises(ShapeError, match=r"notes must name every token, here \[2, 7\], got \[2, 5\]"):
+    with pytest.raises(ShapeError, match=r"must have the shape of the batch, \[2, 7\], got \[2, 5\]"):
         observed(BatchMetadata(documents=torch.arange(2), tokens=torch.zeros(2, 5, dtype=torch.int64)))
     tokens = torch.zeros(2, 7, dtype=torch.int64)
-    with pytest.raises(ShapeError, match="every token has a class"):
+    with pytest.raises(ShapeError, match="tokens and classes must have the same shape"):
         observed(BatchMetadata(documents=torch.arange(2), tokens=tokens, classes=tokens[:, :5]))
-    with pytest.raises(OptionError, match="two documents at least"):
+    with pytest.raises(OptionError, match="at least two documents"):
         EvidenceCollector(max_documents=1)
     with pytest.raises(ShapeError, match="rare must be boolean"):
         EvidenceCollector(rare=torch.ones(3))
     one, other = (HeadEvidence.empty(EvidenceCollector(max_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
-    with pytest.raises(OptionError, match="one bound on its documents can be merged, got 3 and 5"):
+    with pytest.raises(OptionError, match="one same max_documents can be merged, got 3 and 5"):
         one.merge(other)
 
 
@@ -375,7 +375,7 @@ def test_a_call_that_goes_on_from_a_cache_and_a_cross_attention_have_no_evidence
 def test_the_rarest_tokens_make_up_no_more_than_their_share() -> None:
     counts = torch.tensor([5, 0, 90, 1, 4])
     assert rare_tokens(counts, 0.06).tolist() == [False, True, False, True, True]
-    with pytest.raises(OptionError, match="between 0 and 1"):
+    with pytest.raises(OptionError, match="share in \(0, 1\)"):
         rare_tokens(counts, 1.5)
 
 

@@ -254,7 +254,7 @@ def test_a_session_goes_on_when_it_is_entered_again():
 def test_other_statistics_and_other_heads_are_not_merged():
     model = build()
     one = observed(model, models.tokens()).observations
-    with pytest.raises(OptionError, match="only the same statistics can be merged"):
+    with pytest.raises(OptionError, match="of the same statistics can be merged"):
         one.merge(observed(model, models.tokens(), statistics="entropy").observations)
     with pytest.raises(OptionError, match="only the same heads"):
         one.merge(observed(model, models.tokens(), heads=[1]).observations)
@@ -445,7 +445,7 @@ def test_a_model_that_does_not_use_the_interface_is_refused():
         ({"every": 0}, "every must be an integer of at least 1, got 0"),
         ({"layers": [-1]}, "layers are numbers from 0 on or paths of modules, got -1"),
         ({"layers": ["q_projection"]}, "got 'q_projection'"),
-        ({"heads": ["a"]}, "heads are numbers from 0 on"),
+        ({"heads": ["a"]}, "heads must be non-negative indices"),
         ({"statistics": "entropie"}, "got 'entropie'"),
         ({"statistics": ()}, r"several names or polyhead.Statistics\(...\), got \(\)"),
     ],
@@ -459,7 +459,7 @@ def test_a_model_is_observed_by_one_session_at_a_time():
     model = build()
     before = trace_of(model)
     with polyhead.observe(model):
-        with pytest.raises(OptionError, match="got LlamaModel, of which 'LlamaModel' is observed already"):
+        with pytest.raises(OptionError, match="got LlamaModel, of which 'LlamaModel' is already observed"):
             polyhead.observe(model.model).__enter__()
         assert model.config._attn_implementation == "polyhead"
     assert_same_trace(trace_of(model), before)
@@ -467,7 +467,7 @@ def test_a_model_is_observed_by_one_session_at_a_time():
 
 def test_a_session_is_entered_once_at_a_time():
     session = polyhead.observe(polyhead.MultiHeadAttention(8, 2))
-    with session, pytest.raises(OptionError, match="entered already"), session:
+    with session, pytest.raises(OptionError, match="already entered"), session:
         pass
     with pytest.raises(OptionError, match=r"takes a torch.nn.Module, got str"):
         polyhead.observe("model")

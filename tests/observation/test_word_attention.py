@@ -242,7 +242,7 @@ def test_nothing_seen_has_a_state_and_a_cross_attention_has_no_words():
 def test_what_cannot_be_read_is_refused():
     value = empty(WordAttention(MAPS))
     three = attended(torch.zeros(1, 1, 3, dtype=torch.int64))
-    with pytest.raises(OptionError, match=r"session.notes = Notes\(documents"):
+    with pytest.raises(OptionError, match=r"session.metadata = BatchMetadata\(documents"):
         value.update(three, None, BatchMetadata())
     with pytest.raises(ShapeError, match=r"\[1\], got shape \[2\]"):
         value.update(three, None, BatchMetadata(documents=torch.tensor([0, 1])))
@@ -250,14 +250,14 @@ def test_what_cannot_be_read_is_refused():
         value.update(three, None, BatchMetadata(documents=torch.tensor([7])))
     with pytest.raises(ShapeError, match="got 9 tokens in a row of 3"):
         value.update(three, None, BatchMetadata(documents=torch.tensor([0])))
-    with pytest.raises(OptionError, match="at most 512 tokens, got 513; cut it into its sentences"):
+    with pytest.raises(OptionError, match="limited to 512 tokens, got 513; split the text into sentences"):
         value.update(
             attended(torch.zeros(1, 1, 513, dtype=torch.int64)), None, BatchMetadata(documents=torch.tensor([0]))
         )
     one_query = Attended(three.query[:, :, :1], three.key, three.value, three.result)
     with pytest.raises(ShapeError, match="1 queries for 3 keys; run without a cache"):
         value.update(one_query, None, BatchMetadata(documents=torch.tensor([2])))
-    with pytest.raises(ShapeError, match="one a word, got 2, 1 and 2"):
+    with pytest.raises(ShapeError, match="one entry per word, got 2, 1 and 2"):
         WordMap((0,), (-1, 0), ("x",), (0, 0))
     with pytest.raises(OptionError, match="tokens are indices of 1 words or -1, got 1"):
         WordMap((0, 1), (-1,), ("x",), (0,))

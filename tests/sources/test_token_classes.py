@@ -72,5 +72,5 @@ def test_a_vocabulary_in_which_nothing_can_be_told_is_refused():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"?": 0, "!": 1}, unk_token="?")), unk_token="?"
     )
-    with pytest.raises(OptionError, match="must hold one of a, A, 0, 一, e as a token"):
+    with pytest.raises(OptionError, match="must contain one of a, A, 0, 一, e as a token"):
         token_classes(tokenizer)

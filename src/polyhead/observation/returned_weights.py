@@ -259,7 +259,7 @@ def _check_call(module: nn.Module, parameters: Mapping[str, inspect.Parameter], 
     config: Any = module.config
     as_dict = arguments.get("return_dict")
     if not (config.return_dict if as_dict is None else as_dict):
-        raise OptionError(f"via_weights needs return_dict=True to find the weights by name, got {name} with False")
+        raise OptionError(f"via_weights needs a model output with named fields, got {name} with return_dict=False")
 
 
 def _padding_mask(output_site: OutputSite, mask: Any, batch: int, tokens: int) -> Tensor:

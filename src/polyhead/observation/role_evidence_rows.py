@@ -112,7 +112,9 @@ def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetad
 def measure(attended: Attended, baseline: BatchBaseline) -> EvidenceSums:
     """Measure all heads of one attention call."""
     rows, attended_embeddings = _row_statistics(attended, baseline.tokens)
-    columns, _ = _columns(attended, rows, baseline, learned_sink=attended.sinks is not None, meant=attended_embeddings)
+    columns, _ = _columns(
+        attended, rows, baseline, learned_sink=attended.sinks is not None, attended_embeddings=attended_embeddings
+    )
     argmax = columns.pop("argmax")
     queries = argmax.shape[2]
     offset = argmax - torch.arange(queries, device=argmax.device)

@@ -37,7 +37,7 @@ def check_file(file: Path, option: str) -> None:
     if not parent.is_dir():
         if os.path.lexists(parent):
             raise OptionError(f"{option} must be a file in a folder, got {file}, but {parent} is a file")
-        raise OptionError(f"{option} must be in an existing folder, got {file}; create {file.parent} first")
+        raise OptionError(f"there is no folder {file.parent}; create it first, got {option} {file}")
     if not os.access(file if file.exists() else parent, os.W_OK):
         raise OptionError(f"{option} must be a writable file, got {file}, which is not writable")
 

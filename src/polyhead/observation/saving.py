@@ -132,7 +132,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def _write_whole(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
-        raise OSError(None, "it exists and is not a regular file")
+        raise OSError(None, "it exists and is no regular file")
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     # Permissions follow the umask; files made by `tempfile` would be readable by their owner only.

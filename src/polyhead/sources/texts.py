@@ -109,7 +109,7 @@ def read_texts(name: str | os.PathLike[str], *, field: str = "text") -> Texts:
             )
         return Texts(str(path), files, ignored, field)
     if not path.exists():
-        raise OptionError(f"text must be a file, a folder or - for standard input, got {path}, which does not exist")
+        raise OptionError(f"text must be a file, a folder or - for standard input, got {path}: there is no such file")
     if _reader_of(path) is None:
         raise OptionError(f"a text file must end in {_known_endings()}, got {path.name}")
     return Texts(str(path), ((path.name, path),), (), field)

@@ -189,7 +189,7 @@ def test_packed_sequences_said_to_the_attention(said):
     options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} if said == "cumulative lengths" else {"seq_idx": ids[None]}
     result = ours.attend(Attention(True), query, key, value, None, max_length_q=3, max_length_k=3, **options)
     check(result, query, key, value, visible=causal(KEYS, KEYS) & (ids == ids[:, None]))
-    with pytest.raises(OptionError, match="cu_seq_lens_q and cu_seq_lens_k go together"):
+    with pytest.raises(OptionError, match="cu_seq_lens_q and cu_seq_lens_k must both be passed"):
         ours.attend(Attention(True), *states(KEYS), None, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
     with pytest.raises(OptionError, match=r"seq_idx must be .* got shape \[1, 7\] for 5 queries and 7 keys"):
         ours.attend(Attention(), *states(), None, seq_idx=ids[None])
@@ -197,7 +197,7 @@ def test_packed_sequences_said_to_the_attention(said):
 
 @pytest.mark.parametrize("name", [*REFUSED, "banana"])
 def test_an_argument_that_is_not_honoured_is_refused_by_its_name(name):
-    with pytest.raises(PolyheadError, match=f"does not honour the argument '{name}', got a tensor of shape"):
+    with pytest.raises(PolyheadError, match=f"does not support the argument '{name}', got a tensor of shape"):
         ours.attend(Attention(), *states(), None, **{name: torch.ones(3)})
     ours.attend(Attention(), *states(), None, **{name: None})
 
