@@ -375,7 +375,7 @@ def test_a_call_that_goes_on_from_a_cache_and_a_cross_attention_have_no_evidence
 def test_the_rarest_tokens_make_up_no_more_than_their_share() -> None:
     counts = torch.tensor([5, 0, 90, 1, 4])
     assert rare_tokens(counts, 0.06).tolist() == [False, True, False, True, True]
-    with pytest.raises(OptionError, match="share in \(0, 1\)"):
+    with pytest.raises(OptionError, match=r"share in \(0, 1\)"):
         rare_tokens(counts, 1.5)
 
 

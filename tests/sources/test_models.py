@@ -118,7 +118,7 @@ def test_the_dtype_is_float32_on_the_cpu_or_the_one_asked_for(tmp_path):
     save(tmp_path, "LlamaForCausalLM", llama(dtype="bfloat16"))
     assert load_model(tmp_path).model.dtype == torch.float32
     assert load_model(tmp_path, dtype=torch.float16).model.dtype == torch.float16
-    with pytest.raises(OptionError, match=r"floating-point dtype, got torch\.int8"):
+    with pytest.raises(OptionError, match=r"must be floating point, got torch\.int8"):
         load_model(tmp_path, dtype=torch.int8)
 
 
@@ -391,7 +391,7 @@ def test_a_gguf_file_gives_the_weights_and_the_tokenizer_in_it(tmp_path, monkeyp
     ("key", "number", "words"),
     [
         ("block_count", 10**6, "num_hidden_layers must be an integer of 1 to 4,096, got 1000000 in small.gguf"),
-        ("feed_forward_length", 10**7, "720,014,384 numbers for 74,[0-9]{3} bytes of weights in small.gguf"),
+        ("feed_forward_length", 10**7, "720,014,384 elements for 74,[0-9]{3} bytes of weights in small.gguf"),
     ],
 )
 def test_a_gguf_file_of_impossible_sizes_is_refused_before_anything_is_allocated(tmp_path, key, number, words):

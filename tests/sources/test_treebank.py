@@ -91,7 +91,7 @@ def test_packed_files_byte_order_marks_and_other_line_ends_are_read(tmp_path):
     [
         (["# x", "1 a _ _ _ _ 0 root _ _"], "line 2: a word must have 10 tab-separated columns, got 1"),
         ([line("1", "a") + "\t_"], "line 1: a word must have 10 tab-separated columns, got 11"),
-        ([line("1", "a"), line("3", "b", "1", "x")], "line 2: words must be numbered in order, the next one 2, got '3'"),
+        ([line("1", "a"), line("3", "b", "1", "x")], "line 2: words must be numbered in order, .* 2, got '3'"),
         ([line("0", "a")], "the next one 1, got '0'"),
         ([line("1", "")], "a word must have a form, got ''"),
         ([line("1", "a", "_")], "column 7 must be the number of the word's governor, 0 for the root, got '_'"),
@@ -102,7 +102,7 @@ def test_packed_files_byte_order_marks_and_other_line_ends_are_read(tmp_path):
         ([line("1-2", "ab", "_", "_"), line("1", "a")], "must be followed by all its words, got 1 words"),
         ([line("1", "a"), line("1-2", "ab", "_", "_")], "a multiword token must precede its words, .* got '1-2'"),
         ([line("1-1", "a", "_", "_"), line("1", "a")], "two or more, got '1-1'"),
-        ([line("1", "a"), "", "# text = b", "", line("1", "c")], "line 3: a sentence must have words, got only comments"),
+        ([line("1", "a"), "", "# text = b", "", line("1", "c")], "line 3: a sentence must have words, got only"),
         ([""], "must contain sentences"),
     ],
 )  # fmt: skip

@@ -66,6 +66,6 @@ def check_room(model_class: Any, config: Any, num_bytes: int, place: str) -> Non
     elements = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     if elements > MAX_ELEMENTS_PER_BYTE * num_bytes + _SLACK:
         raise CheckpointError(
-            f"a config must match the size of its weight files, got {elements:,} parameters for {num_bytes:,} bytes of "
+            f"a config must match the size of its weight files, got {elements:,} elements for {num_bytes:,} bytes of "
             f"weights in {place}"
         )
