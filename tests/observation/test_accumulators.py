@@ -90,7 +90,7 @@ def test_state_goes_through_a_file_and_back(kind, tmp_path):
         type(before).from_state({})
 
 
-def test_mean_and_spread_are_those_of_the_formula():
+def test_mean_and_std_match_the_formula():
     values = torch.randn(*SHAPE, 101, dtype=torch.float64) * 3 + 7
     weights = torch.rand(values.shape, dtype=torch.float64)
     count, mean, spread = MeanAndStd.empty(SHAPE).update(values, weights).compute()
@@ -101,7 +101,7 @@ def test_mean_and_spread_are_those_of_the_formula():
     torch.testing.assert_close(spread, variance.sqrt())
 
 
-def test_float32_rows_keep_their_spread_far_from_zero():
+def test_std_of_float32_rows_far_from_zero_is_accurate():
     # The textbook's E[x^2] - E[x]^2 in float32 loses all of a spread of 1 beside a mean of 1e4.
     values = torch.randn(1, 5000) + 1e4
     _, mean, spread = MeanAndStd.empty((1,)).update(values).compute()

@@ -1,4 +1,4 @@
-"""Attention modules of a user's own are watched through an adapter, and compute what they computed before."""
+"""Custom attention modules are observed through an adapter, and their outputs are unchanged."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_cross_attention_has_no_positions():
 
 
 @pytest.mark.parametrize("cross", [False, True])
-def test_tokens_that_the_mask_does_not_tell(cross):
+def test_padding_that_is_not_in_the_mask(cross):
     class Telling(Adapter):
         def watch(self, module, notify):
             def note(module, inputs):
@@ -167,7 +167,7 @@ def test_pytorchs_own_layer_through_an_adapter():
     assert_equal_tables(*tables, bound=1e-9)
 
 
-def test_what_takes_a_second_look_gathers_as_well():
+def test_collectors_work_with_adapters():
     made, x = model(causal=True), tokens()
     with polyhead.observe(made, adapters={"2": Adapter()}, collect=[AttentionMaps(TOKENS), Contributions()]) as session:
         made(x)
@@ -314,7 +314,7 @@ def test_a_module_that_uses_the_interface_needs_no_adapter():
         ({"tokens": torch.ones(1, 3).bool()}, r"tokens must be \[batch, queries\], here \[2, 4\], got \[1, 3\]"),
     ],
 )
-def test_what_an_adapter_tells_is_checked(told, words):
+def test_arguments_of_an_adapter_are_checked(told, words):
     class Telling:
         def watch(self, module, notify):
             parts = {name: torch.zeros(2, 3, 4, 5) for name in ("query", "key", "value")}

@@ -124,7 +124,7 @@ def test_statistics_that_were_not_requested_are_refused():
 
 
 class Saved:
-    """What autograd has saved for a backward, and how much of it is still held."""
+    """Track the tensors that autograd has saved for a backward, and how many are still alive."""
 
     class Box:
         def __init__(self, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Training on kept statistics: what a regulariser does, small batches, and layers that are computed again."""
+"""Training on `session.statistics`: regularisers, gradient accumulation and checkpointed layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that compute attention by themselves are read from the weights that they return."""
+"""`via_weights`: models that compute attention by themselves are observed through their returned weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def build(name="bloom", **options):
 
 
 def read(model, *, observing=None, **inputs):
-    """What a model returns when it is observed, and the table."""
+    """Return the output of an observed model, and its profile."""
     with torch.no_grad(), polyhead.observe(model, via_weights=True, **(observing or {})) as session:
         output = model(**inputs)
     return output, session
@@ -124,7 +124,7 @@ def test_encoder_decoder_and_cross_attention(side):
         ("bart", "right"), ("t5", "none"), ("t5", "left"), ("mistral", "left"), ("mistral", "right"), ("bert", "left"),
     ],
 )  # fmt: skip
-def test_the_ordinary_way_finds_the_same(name, side):
+def test_via_weights_agrees_with_the_attention_interface(name, side):
     """Statistics, maps and evidence, which take a second look."""
     model, inputs = build(name), models.inputs(FAMILIES[name], torch.float32)
     if side != "none":
@@ -249,7 +249,7 @@ def test_an_encoder_that_generation_calls_by_itself_is_counted_once(name):
 
 
 def test_the_work_grows_with_the_square_of_the_context():
-    """What a second look costs in products, beside what the model itself does: twice the context, four times that."""
+    """FLOPs beyond those of the model itself are quadratic in the context length."""
     model = build("bloom", dtype=torch.float32)
     costs = []
     for size in (32, 64):
@@ -363,7 +363,7 @@ def test_the_argument_may_be_given_by_its_place():
 # ---- what is chosen
 
 
-def test_a_body_and_a_whole_model_go_by_the_same_names():
+def test_base_model_and_full_model_use_the_same_names():
     model, ids = build(), models.tokens()
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         model(input_ids=ids)
@@ -495,7 +495,7 @@ class TakingAll(Taking):
         return input_ids
 
 
-def test_models_that_know_nothing_of_weights_are_refused():
+def test_models_without_output_attentions_are_rejected():
     config = transformers.PretrainedConfig()
     with pytest.raises(OptionError, match=r"got Taking, which has no such argument.*adapters="):
         read(Taking(config).eval(), input_ids=models.tokens())

@@ -1,4 +1,4 @@
-"""Evidence equals what the materialised weights say, and any split of the documents equals one pass."""
+"""Role evidence agrees with materialised weights, and any split of the documents equals one pass."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_evidence_equals_the_weights_of_eager_attention(name: str, side: str, kn
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_what_all_layers_of_a_stack_see_is_measured_once_and_is_the_same_bit_for_bit(padded: bool, monkeypatch) -> None:
+def test_the_baseline_is_shared_by_layers_with_the_same_mask(padded: bool, monkeypatch) -> None:
     """T5 joins a mask and a bias anew in every layer; encoder and decoder see different keys."""
     model = models.build(FAMILIES["t5"], dtype=torch.float32)
     tokens = models.tokens() % 19 + 3
@@ -341,7 +341,7 @@ def observed(metadata: BatchMetadata, **given: Tensor) -> None:
         layer(torch.randn(2, 7, 24, dtype=torch.float64), **given)
 
 
-def test_what_cannot_be_told_is_refused() -> None:
+def test_invalid_metadata_is_rejected() -> None:
     with pytest.raises(OptionError, match="which document each of the 2 texts is from"):
         observed(BatchMetadata())
     with pytest.raises(ShapeError, match=r"must have the shape of the batch, \[2, 7\], got \[2, 5\]"):

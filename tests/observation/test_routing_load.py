@@ -1,4 +1,4 @@
-"""Routed heads watched: statistics of the chosen rows, and who is taken how often, with what weight, beside whom."""
+"""Observed routed heads: statistics of the selected rows, load, gate weights and co-selection."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_observations_go_through_a_file(tmp_path):
         assert torch.equal(there["routing"].state()[name], expected)
 
 
-def test_layers_that_are_not_routed_have_nothing_to_say():
+def test_layers_without_routing_have_no_routing_state():
     layer = polyhead.MultiHeadAttention(16, 4)
     with polyhead.observe(layer, collect=[RoutingLoad()]) as session:
         layer(torch.randn(1, 3, 16))
@@ -141,7 +141,7 @@ def test_a_head_is_gated_by_the_session(options):
 
 
 @shapes
-def test_wiring_is_that_of_the_heads(options):
+def test_projections_match_the_heads(options):
     model, x = make(options), tokens(1)
     (head_projections,) = find_projections(model, lambda: model["attention"](x)).values()
     layer = model["attention"]
@@ -165,7 +165,7 @@ def test_wiring_is_that_of_the_heads(options):
         torch.testing.assert_close(output, layer(x).output)
 
 
-def test_a_second_look_sees_the_weights_of_chosen_rows():
+def test_collectors_receive_the_weights_of_selected_rows():
     model, x = make(SHAPES["full"]), tokens()
     layer, seen = model["attention"], []
     layer._listener = seen.append

@@ -1,4 +1,4 @@
-"""A session watches what it is asked to watch, and leaves no trace."""
+"""A session observes the requested layers and heads, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_some_statistics_and_their_parameters():
     assert observed(build("gpt_oss"), models.tokens(), statistics="learned_sink_mass").profile["tokens"].eq(69).all()
 
 
-def test_a_site_where_nothing_that_is_asked_for_has_a_meaning_is_left_out():
+def test_sites_without_defined_statistics_are_left_out():
     model = build("bart")
     with torch.no_grad(), polyhead.observe(model, statistics="mean_distance") as session:
         model(**models.inputs(FAMILIES["bart"]))
@@ -290,7 +290,7 @@ def test_a_compiled_model_is_watched_as_well():
 # ---- layers that are not of transformers
 
 
-def test_layers_of_ours():
+def test_polyhead_layers():
     layer = polyhead.MultiHeadAttention(32, 4, num_kv_heads=2, causal=True).double()
     model, x = nn.Sequential(layer), torch.randn(3, 11, 32, dtype=torch.float64)
     mask = Mask.lengths([11, 4, 7])
@@ -337,7 +337,7 @@ def test_our_cross_attention_has_no_positions():
     assert table["tokens"].eq(10).all()
 
 
-def test_a_caller_with_another_window_is_told():
+def test_a_caller_with_another_window_is_rejected():
     layer = polyhead.MultiHeadAttention(32, 4)
     with polyhead.observe(layer), pytest.raises(OptionError, match="with window 64 where the session has 8"):
         layer(torch.randn(2, 5, 32), statistics=polyhead.Statistics("window_mass", window=64))
@@ -450,7 +450,7 @@ def test_a_model_that_does_not_use_the_interface_is_refused():
         ({"statistics": ()}, r"several names or polyhead.Statistics\(...\), got \(\)"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options, words):
+def test_invalid_arguments_are_rejected(options, words):
     with pytest.raises(OptionError, match=words):
         polyhead.observe(polyhead.MultiHeadAttention(8, 2), **options)
 
@@ -526,8 +526,8 @@ def test_nothing_waits_for_the_device_inside_a_layer(name):
 
 
 @pytest.mark.parametrize("kind", ["latent", "latent, absorbed", "grouped", "mixed"])
-def test_every_arrangement_of_heads_is_watched(kind):
-    """What is seen of a layer is what its own weights say, and its output is as it is without anybody watching."""
+def test_every_attention_variant_is_observed(kind):
+    """Statistics agree with the layer's returned weights, and its output is unchanged."""
     torch.manual_seed(0)
     layer = {
         "latent": lambda: polyhead.LatentAttention(16, 4, kv_lora_rank=6, causal=True, form="expanded"),

@@ -1,4 +1,4 @@
-"""A session that would count less than its user believes says so."""
+"""A session raises where it would otherwise silently miss calls, layers or heads."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""A call of a model counts as a whole when it has ended; one that raised, at whichever attention, counts nowhere."""
+"""A call of a model is counted atomically when it finishes; one that raises is not counted at all."""
 
 from __future__ import annotations
 

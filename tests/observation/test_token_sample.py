@@ -1,4 +1,4 @@
-"""A sample of tokens: the same at every site, whatever the batches, and mergeable."""
+"""Token samples are the same at every site, independent of batching, and mergeable."""
 
 from __future__ import annotations
 

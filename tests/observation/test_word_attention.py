@@ -1,4 +1,4 @@
-"""Attention between words equals what the materialised weights say, whatever the padding and the split."""
+"""Word attention agrees with materialised weights, for any padding and split."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def padded(side: str, batch: list[int]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def test_circles_are_what_they_say():
+def test_circles_contain_word_phrase_and_sentence():
     word, phrase, sentence = MAPS[1].circles()
     assert word.nonzero().tolist() == [[1, 1]]
     assert phrase.any() == torch.tensor(False)  # every phrase here is a whole sentence
@@ -192,7 +192,7 @@ def test_ties_go_to_the_first_word_and_a_word_alone_looks_at_none():
     assert state["visible"].tolist() == [[False, True], [False, False], [True, False]]
 
 
-def test_a_hidden_key_told_by_a_bias_is_not_seen():
+def test_a_key_masked_by_a_bias_is_not_visible():
     maps = [WordMap((0, 1, 2), (2, -1, 1), ("x",) * 3, (0,) * 3)]
     bias = torch.zeros(1, 1, 3, 3, dtype=torch.float64)
     bias[..., 2] = torch.finfo(torch.float64).min

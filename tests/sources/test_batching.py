@@ -1,4 +1,4 @@
-"""Batches hold every context once, padding is never marked real, and a stopped run finds its batches again."""
+"""Batches contain every context once, padding is masked, and a resumed run gets the same batches."""
 
 from __future__ import annotations
 

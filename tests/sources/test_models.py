@@ -1,4 +1,4 @@
-"""A model comes by its name with its head and tokenizer, and nothing unsafe or half-filled is loaded unasked."""
+"""Models are loaded by name with head and tokenizer; nothing unsafe or incomplete is loaded by default."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_weights_that_do_not_fill_the_model_are_refused(tmp_path):
         load_model(tmp_path)
 
 
-def test_a_missing_pooler_is_no_matter(tmp_path):
+def test_a_missing_pooler_is_accepted(tmp_path):
     save(tmp_path, "BertForMaskedLM", bert())
     edit_config(tmp_path, architectures=["BertModel"])
     assert load_model(tmp_path).kind == "encoder"
@@ -270,7 +270,7 @@ def test_a_model_without_its_tokenizer_is_refused(tmp_path):
         load_model(tmp_path)
 
 
-def test_places_that_hold_no_model_are_refused(tmp_path, monkeypatch):
+def test_paths_without_a_model_are_rejected(tmp_path, monkeypatch):
     with pytest.raises(OptionError, match=r"must contain a config\.json, got .* without one$"):
         load_model(tmp_path)
     (tmp_path / "small.gguf").touch()
@@ -305,7 +305,7 @@ def raising(error: Exception, cause: Exception | None = None) -> Callable[..., A
         ("HfHubHTTPError", CheckpointError, "some/model cannot be loaded: it failed"),
     ],
 )  # fmt: skip
-def test_what_the_hub_says_becomes_one_line(monkeypatch, cause, kind, words):
+def test_hub_errors_become_one_line(monkeypatch, cause, kind, words):
     errors = importlib.import_module("huggingface_hub.errors")
     # The hub's own errors ask for the answer of a server; only their kind is looked at.
     found = getattr(errors, cause)
@@ -334,7 +334,7 @@ def test_hub_models_are_asked_for_safetensors_only_and_never_for_a_conversion(tm
     assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ
 
 
-def test_loading_says_nothing_and_leaves_the_settings_of_transformers(tmp_path, capfd):
+def test_loading_is_silent_and_restores_the_settings_of_transformers(tmp_path, capfd):
     from transformers.utils import logging
 
     save(tmp_path, "BertForMaskedLM", bert())

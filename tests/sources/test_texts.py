@@ -1,4 +1,4 @@
-"""Texts are read whole, in order, and what cannot be read is refused with the place where it lies."""
+"""Texts are read completely and in order, and errors report the position."""
 
 from __future__ import annotations
 

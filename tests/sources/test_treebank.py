@@ -1,4 +1,4 @@
-"""A treebank is read word by word, and a wrong line is refused with its number."""
+"""Treebanks are read word by word, and errors report the line."""
 
 from __future__ import annotations
 
