@@ -292,7 +292,7 @@ def test_names_that_the_model_does_not_have():
         polyhead.observe(model(), adapters={"nowhere": Adapter()})
     with pytest.raises(OptionError, match="got Conv2d, which matches none"):
         polyhead.observe(model(), adapters={nn.Conv2d: Adapter()})
-    with pytest.raises(OptionError, match=r"got Sequential, which holds none of them.*adapters="):
+    with pytest.raises(OptionError, match=r"got Sequential, which contains none of them.*adapters="):
         polyhead.observe(model())
 
 

@@ -349,7 +349,7 @@ def test_a_module_that_attends_in_both_ways_is_named_with_its_kind():
         assert "layer" in kept
         assert ("layer", "cross") in kept
         assert "other" not in kept
-        with pytest.raises(OptionError, match=r"\(path, kind\) where it has self- and cross-attention; got 'layer'"):
+        with pytest.raises(OptionError, match=r"\(path, kind\) if it has self- and cross-attention; got 'layer'"):
             _ = kept["layer"]
         assert kept["layer", "cross"].visible_keys.eq(5).all()
         kept["layer", "self"].mean("mean_distance").sum().backward()

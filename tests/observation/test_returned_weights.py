@@ -371,7 +371,7 @@ def test_base_model_and_full_model_use_the_same_names():
     table = session.profile
     assert [site.name for site in dict.fromkeys(table.sites)] == ["attentions.0", "attentions.1"]
     assert table["tokens"].eq(2 * ids.numel()).all()
-    assert repr(session) == f"Session(BloomForCausalLM, 8 heads seen; {COST})"
+    assert repr(session) == f"Session(BloomForCausalLM, 8 heads observed; {COST})"
 
 
 def test_a_model_inside_a_module_goes_by_its_path():
@@ -507,7 +507,7 @@ def test_gates_are_refused():
     model, ids = build(), models.tokens()
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         session.gates["attentions.1", "self"] = torch.ones(4)
-        with pytest.raises(OptionError, match=r"which via_weights does not observe, got 'attentions.1'"):
+        with pytest.raises(OptionError, match=r"which via_weights does not observe, got a gate for 'attentions.1'"):
             model(input_ids=ids)
 
 

@@ -342,7 +342,7 @@ def observed(metadata: BatchMetadata, **given: Tensor) -> None:
 
 
 def test_invalid_metadata_is_rejected() -> None:
-    with pytest.raises(OptionError, match="which document each of the 2 texts is from"):
+    with pytest.raises(OptionError, match="the document index of each of the 2 texts"):
         observed(BatchMetadata())
     with pytest.raises(ShapeError, match=r"must have the shape of the batch, \[2, 7\], got \[2, 5\]"):
         observed(BatchMetadata(documents=torch.arange(2), tokens=torch.zeros(2, 5, dtype=torch.int64)))
@@ -354,7 +354,7 @@ def test_invalid_metadata_is_rejected() -> None:
     with pytest.raises(ShapeError, match="rare must be boolean"):
         EvidenceCollector(rare=torch.ones(3))
     one, other = (HeadEvidence.empty(EvidenceCollector(max_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
-    with pytest.raises(OptionError, match="one same max_documents can be merged, got 3 and 5"):
+    with pytest.raises(OptionError, match="the same max_documents can be merged, got 3 and 5"):
         one.merge(other)
 
 

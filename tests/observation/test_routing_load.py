@@ -95,7 +95,7 @@ def test_any_split_merged_in_any_order_equals_one_pass():
         assert torch.equal(RoutingCounts.from_state(merged.state()).state()[name], merged.state()[name])
     with pytest.raises(ShapeError, match="got 5 and 4"):
         whole.merge(RoutingCounts.empty(4))
-    with pytest.raises(ShapeError, match="must be over 4 heads, got one over 5"):
+    with pytest.raises(ShapeError, match="must have 4 heads, got 5"):
         RoutingCounts.empty(4).update(layer(x).routing)
 
 

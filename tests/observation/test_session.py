@@ -339,7 +339,7 @@ def test_our_cross_attention_has_no_positions():
 
 def test_a_caller_with_another_window_is_rejected():
     layer = polyhead.MultiHeadAttention(32, 4)
-    with polyhead.observe(layer), pytest.raises(OptionError, match="with window 64 where the session has 8"):
+    with polyhead.observe(layer), pytest.raises(OptionError, match="with the same window, got 8 and 64"):
         layer(torch.randn(2, 5, 32), statistics=polyhead.Statistics("window_mass", window=64))
 
 
@@ -378,7 +378,7 @@ def test_the_encoder_of_torch(batch_first, evaluating):
 def test_nested_tensors_are_refused_and_the_shortcut_is_given_back():
     layer = nn.MultiheadAttention(32, 4, batch_first=True)
     nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)], layout=torch.jagged)
-    with pytest.raises(OptionError, match="got a nested tensor"), polyhead.observe(layer):
+    with pytest.raises(OptionError, match="got a nested input"), polyhead.observe(layer):
         layer(nested, nested, nested)
     assert torch.backends.mha.get_fastpath_enabled()
 
@@ -435,7 +435,7 @@ def test_a_model_that_does_not_use_the_interface_is_refused():
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
     with pytest.raises(OptionError, match=r"got BloomForCausalLM.*BloomAttention.*--via-weights"):
         polyhead.observe(transformers.BloomForCausalLM(config))
-    with pytest.raises(OptionError, match="got Linear, which holds none of them"):
+    with pytest.raises(OptionError, match="got Linear, which contains none of them"):
         polyhead.observe(nn.Linear(3, 3))
 
 
@@ -443,7 +443,7 @@ def test_a_model_that_does_not_use_the_interface_is_refused():
     ("options", "words"),
     [
         ({"every": 0}, "every must be an integer of at least 1, got 0"),
-        ({"layers": [-1]}, "layers are numbers from 0 on or paths of modules, got -1"),
+        ({"layers": [-1]}, "layers must be non-negative indices or module paths, got -1"),
         ({"layers": ["q_projection"]}, "got 'q_projection'"),
         ({"heads": ["a"]}, "heads must be non-negative indices"),
         ({"statistics": "entropie"}, "got 'entropie'"),

@@ -246,7 +246,7 @@ def test_what_cannot_be_read_is_refused():
         value.update(three, None, BatchMetadata())
     with pytest.raises(ShapeError, match=r"\[1\], got shape \[2\]"):
         value.update(three, None, BatchMetadata(documents=torch.tensor([0, 1])))
-    with pytest.raises(OptionError, match="count the 3 texts of words, got 7"):
+    with pytest.raises(OptionError, match="must index the 3 texts of words, got 7"):
         value.update(three, None, BatchMetadata(documents=torch.tensor([7])))
     with pytest.raises(ShapeError, match="got 9 tokens in a row of 3"):
         value.update(three, None, BatchMetadata(documents=torch.tensor([0])))
@@ -259,7 +259,7 @@ def test_what_cannot_be_read_is_refused():
         value.update(one_query, None, BatchMetadata(documents=torch.tensor([2])))
     with pytest.raises(ShapeError, match="one entry per word, got 2, 1 and 2"):
         WordMap((0,), (-1, 0), ("x",), (0, 0))
-    with pytest.raises(OptionError, match="tokens are indices of 1 words or -1, got 1"):
+    with pytest.raises(OptionError, match="tokens must be indices of 1 words or -1, got 1"):
         WordMap((0, 1), (-1,), ("x",), (0,))
 
 
