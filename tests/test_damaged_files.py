@@ -230,8 +230,8 @@ def test_a_record_for_other_parameters_leaves_the_model_as_it_was(place, tmp_pat
         ({"hidden_size": "x"}, "hidden_size must be an integer of 1 to 67,108,864, got 'x'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer of 1 to 4,096, got 1000000000"),
         ({"vocab_size": 10**400}, "vocab_size must be"),
-        ({"hidden_size": 1 << 16, "head_dim": 64}, "describes the weights beside it"),
-        ({"vocab_size": 1 << 26}, "describes the weights beside it"),
+        ({"hidden_size": 1 << 16, "head_dim": 64}, "must match the size of its weight files"),
+        ({"vocab_size": 1 << 26}, "must match the size of its weight files"),
         ({"attn_implementation": "somebody/kernels"}, "code from the hub"),
     ],
 )  # fmt: skip
@@ -273,7 +273,7 @@ def test_a_shard_outside_the_folder_is_refused(name, place, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
     (folder / "other.safetensors").write_bytes((tmp_path / "secret.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="a file of the model's folder"):
+    with pytest.raises(CheckpointError, match="a file in the model's folder"):
         load_model(folder)
 
 

@@ -677,7 +677,7 @@ def test_what_cannot_be_measured_is_refused():
             with_head("bert", "AutoModelForSequenceClassification"))  # fmt: skip
     raising(r"documents are numbered row by row, \[3\], got shape \[2\]",
             [Examples({"input_ids": ids}, torch.tensor([1, 2]))], "language")  # fmt: skip
-    raising("layers count from 0 in each stack, here to 1, got 5", good, "language", layers=[5])
+    raising("are numbered 0 to 1 in each stack, got 5", good, "language", layers=[5])
     raising(r"\[rows\], one number for each row, or a scalar, got torch.float64 of shape \[3, 23, 61\] from '<lambda>'",
             good, lambda model, batch: model(**batch).logits)  # fmt: skip
     raising("a loss is a floating-point tensor .* got 1.0", good, lambda model, batch: 1.0)

@@ -93,7 +93,7 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
         (("inspect", "MODEL", "--text", "TEXT", "--context", "3"), "a context must have room"),
         (("inspect", "MODEL", "--text", "TEXT", "--layers", "one"), "layers are numbers"),
         (("inspect", "MODEL", "--text", "TEXT", "--dtype", "int8"), "a dtype is float32"),
-        (("inspect", "MODEL", "--text", "TEXT", "--statistics", "magic"), "a statistic of a head is one of"),
+        (("inspect", "MODEL", "--text", "TEXT", "--statistics", "magic"), "statistics must be among"),
         (("inspect", "--resume", "nowhere"), "the folder of a run that was saved"),
         (("inspect", "--save", "one", "--resume", "one"), "got save as well"),
         (("inspect", "MODEL", "--text", "TEXT", "--resume", "one"), "got model, text as well"),

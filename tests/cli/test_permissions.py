@@ -62,7 +62,7 @@ def with_pickle(folder: Path, proof: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Payload(proof)}))
 
 
-HOSTILE = {"code": (with_code, "comes with code of its own"), "pickle": (with_pickle, "a pickle, which can run code")}
+HOSTILE = {"code": (with_code, "requires custom code"), "pickle": (with_pickle, "a pickle, which can run code")}
 
 
 @pytest.fixture(scope="module")

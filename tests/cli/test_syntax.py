@@ -81,7 +81,7 @@ def test_fewer_sentences_and_several_together(model):
     ("arguments", "words"),
     [
         ((), "a treebank is needed"),
-        (("--treebank", "nothing.conllu"), "a file in the CoNLL-U format, got nothing.conllu: no such file"),
+        (("--treebank", "nothing.conllu"), "a treebank must be a CoNLL-U file, got nothing.conllu: no such file"),
         (("--treebank", SMALL, "--sentences", 0), "Invalid value for '--sentences'"),
         (("--treebank", SMALL, "--sentences", 1), "there must be two at least, got 1 of 1 sentences"),
         (("--treebank", SMALL, "--output", "table.csv"), "must end in .json or .parquet, got 'table.csv'"),

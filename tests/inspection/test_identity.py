@@ -324,7 +324,7 @@ def test_a_run_does_not_go_on_with_other_heads(edited, text, tmp_path):
         site.pop("origins", None)
     header["facts"]["batches"], header["facts"]["digest"] = 0, None
     save_file(load_file(path), path, {"polyhead.observations": json.dumps(header)})
-    with pytest.raises(OptionError, match="counts heads that stay the same"):
+    with pytest.raises(OptionError, match="must not change during a session"):
         inspected(edited("reordered"), text, folder=tmp_path, resume=True)
 
 

@@ -264,7 +264,7 @@ def test_a_run_of_an_older_version_does_not_go_on(begun, monkeypatch):
 
 def test_one_process_at_a_time_keeps_a_run_in_a_folder(begun):
     settings, folder = begun
-    with held(folder), pytest.raises(OptionError, match="another one is at work"):
+    with held(folder), pytest.raises(OptionError, match="another process is using"):
         read(settings, folder, resume=True)
     (folder / f".{OBSERVATIONS}.0123456789abcdef").write_bytes(b"half")  # of a process that was killed
     read(settings, folder, resume=True)

@@ -1,4 +1,4 @@
-"""The entropy of materialised attention weights in float64, with its gradient: the reference of kept statistics."""
+"""Entropy of materialised attention weights in float64, with its gradient: reference for `session.statistics`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `observe` should gather, computed in float64 from the weights that eager attention returns."""
+"""Expected results of `observe`, computed in float64 from the weights that eager attention returns."""
 
 from __future__ import annotations
 

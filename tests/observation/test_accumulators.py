@@ -86,11 +86,11 @@ def test_state_goes_through_a_file_and_back(kind, tmp_path):
     after = type(before).from_state(load_file(tmp_path / "state.safetensors"))
     more = torch.randn(*SHAPE, 5)
     assert_equal(after.update(more), before.update(more), 0.0)
-    with pytest.raises(OptionError, match="a saved value must hold"):
+    with pytest.raises(OptionError, match="a saved accumulator must contain"):
         type(before).from_state({})
 
 
-def test_mean_and_spread_are_those_of_the_formula():
+def test_mean_and_std_match_the_formula():
     values = torch.randn(*SHAPE, 101, dtype=torch.float64) * 3 + 7
     weights = torch.rand(values.shape, dtype=torch.float64)
     count, mean, spread = MeanAndStd.empty(SHAPE).update(values, weights).compute()
@@ -101,7 +101,7 @@ def test_mean_and_spread_are_those_of_the_formula():
     torch.testing.assert_close(spread, variance.sqrt())
 
 
-def test_float32_rows_keep_their_spread_far_from_zero():
+def test_std_of_float32_rows_far_from_zero_is_accurate():
     # The textbook's E[x^2] - E[x]^2 in float32 loses all of a spread of 1 beside a mean of 1e4.
     values = torch.randn(1, 5000) + 1e4
     _, mean, spread = MeanAndStd.empty((1,)).update(values).compute()
@@ -131,4 +131,4 @@ def test_squares_that_half_precision_cannot_hold_are_right() -> None:
     values = torch.tensor([[300.0, -300.0, 300.0, -300.0]], dtype=torch.float16)
     found = MeanAndStd.empty((1,)).update(values).compute()
     assert found.mean.item() == 0
-    assert found.spread.item() == 300
+    assert found.std.item() == 300

@@ -1,4 +1,4 @@
-"""Attention modules of a user's own are watched through an adapter, and compute what they computed before."""
+"""Custom attention modules are observed through an adapter, and their outputs are unchanged."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_cross_attention_has_no_positions():
 
 
 @pytest.mark.parametrize("cross", [False, True])
-def test_tokens_that_the_mask_does_not_tell(cross):
+def test_padding_that_is_not_in_the_mask(cross):
     class Telling(Adapter):
         def watch(self, module, notify):
             def note(module, inputs):
@@ -167,7 +167,7 @@ def test_pytorchs_own_layer_through_an_adapter():
     assert_equal_tables(*tables, bound=1e-9)
 
 
-def test_what_takes_a_second_look_gathers_as_well():
+def test_collectors_work_with_adapters():
     made, x = model(causal=True), tokens()
     with polyhead.observe(made, adapters={"2": Adapter()}, collect=[AttentionMaps(TOKENS), Contributions()]) as session:
         made(x)
@@ -280,7 +280,7 @@ def test_gates_are_refused_for_an_adapter_that_does_not():
     made = model()
     with polyhead.observe(made, adapters={Handwritten: Adapter()}, statistics=False) as session:
         session.gates["0", "self"] = torch.ones(HEADS)
-        with pytest.raises(OptionError, match="leaves the heads' outputs alone, got a gate for '0' and Adapter"):
+        with pytest.raises(OptionError, match="multiplies the heads' outputs, got a gate for '0' and Adapter"):
             made(tokens())
 
 
@@ -288,11 +288,11 @@ def test_gates_are_refused_for_an_adapter_that_does_not():
 
 
 def test_names_that_the_model_does_not_have():
-    with pytest.raises(OptionError, match="got 'nowhere', which it has not"):
+    with pytest.raises(OptionError, match="got 'nowhere', which matches none"):
         polyhead.observe(model(), adapters={"nowhere": Adapter()})
-    with pytest.raises(OptionError, match="got Conv2d, which it has not"):
+    with pytest.raises(OptionError, match="got Conv2d, which matches none"):
         polyhead.observe(model(), adapters={nn.Conv2d: Adapter()})
-    with pytest.raises(OptionError, match=r"got Sequential, which holds none of them.*adapters="):
+    with pytest.raises(OptionError, match=r"got Sequential, which contains none of them.*adapters="):
         polyhead.observe(model())
 
 
@@ -302,7 +302,7 @@ def test_a_module_that_uses_the_interface_needs_no_adapter():
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
     )
-    with pytest.raises(OptionError, match=r"'layers.0.self_attn' uses the attention interface"):
+    with pytest.raises(OptionError, match=r"'layers.0.self_attn' is already observed through the attention interface"):
         polyhead.observe(transformers.LlamaModel(config), adapters={LlamaAttention: Adapter()})
 
 
@@ -311,10 +311,10 @@ def test_a_module_that_uses_the_interface_needs_no_adapter():
     [
         ({"query": torch.zeros(2, 3, 4)}, r"\[batch, heads, sequence, head_dim\], got \[2, 3, 4\]"),
         ({"value": None}, "got .* NoneType"),
-        ({"tokens": torch.ones(1, 3).bool()}, r"tokens are \[batch, queries\], here \[2, 4\], got \[1, 3\]"),
+        ({"tokens": torch.ones(1, 3).bool()}, r"tokens must be \[batch, queries\], here \[2, 4\], got \[1, 3\]"),
     ],
 )
-def test_what_an_adapter_tells_is_checked(told, words):
+def test_arguments_of_an_adapter_are_checked(told, words):
     class Telling:
         def watch(self, module, notify):
             parts = {name: torch.zeros(2, 3, 4, 5) for name in ("query", "key", "value")}

@@ -1,4 +1,4 @@
-"""What `observe` gathers equals what the weights of eager attention say, family by family."""
+"""`observe` agrees with statistics of the weights of eager attention, for each model family."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_largest_logit(name):
 
 @pytest.mark.parametrize("form", ["booleans", "least numbers", "infinities", "one row of least numbers"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_a_mask_of_the_callers_own_tells_padding_as_well(name, form):
+def test_padding_is_derived_from_a_custom_mask(name, form):
     model, ids = models.build(FAMILIES[name], dtype=PADDED), models.tokens()
     real = padding("right")
     allowed = real[:, None, None, :].bool()

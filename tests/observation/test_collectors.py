@@ -1,4 +1,4 @@
-"""What is gathered beside the statistics of rows: against materialised weights, split and merged, saved and gone on."""
+"""Collectors agree with materialised weights, also split and merged, saved and resumed."""
 
 from __future__ import annotations
 
@@ -142,16 +142,16 @@ def test_top_keys_are_sums_of_the_weights_and_padding_is_none_of_them(name):
         torch.testing.assert_close(others, exact[:, [1, 2, 4, 6]].sum(1), rtol=1e-5, atol=1e-6)
 
 
-def test_top_keys_that_are_not_told_their_tokens_are_refused():
+def test_top_keys_without_token_metadata_are_rejected():
     layer = polyhead.MultiHeadAttention(16, 2)
     session = polyhead.observe(layer, collect=[TopKeys(torch.tensor([3]))])
-    with torch.no_grad(), session, pytest.raises(OptionError, match=r"what the 7 tokens of each text are.* got None"):
+    with torch.no_grad(), session, pytest.raises(OptionError, match=r"the ids of the 7 tokens of each text.* got None"):
         layer(torch.randn(1, 7, 16))
-    with pytest.raises(OptionError, match="different ids, got some twice"):
+    with pytest.raises(OptionError, match="distinct ids, got duplicates"):
         TopKeys(torch.tensor([3, 3]))
 
 
-def test_what_is_longer_than_the_map_falls_into_its_last_block():
+def test_positions_beyond_the_map_fall_into_the_last_block():
     layer = polyhead.MultiHeadAttention(16, 2)
     with torch.no_grad(), polyhead.observe(layer, collect=[AttentionMaps(8, resolution=2)]) as session:
         layer(torch.randn(3, 21, 16))
@@ -222,7 +222,7 @@ def test_any_split_merged_in_any_order_equals_one_pass(name):
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_saved_session_goes_on_bit_by_bit(tmp_path, name, every):
+def test_a_resumed_session_is_bitwise_identical(tmp_path, name, every):
     model = models.build(FAMILIES[name])
     inputs = batches(name)
     whole = collected(model, inputs, every=every).observations
@@ -252,22 +252,22 @@ def assert_bit_equal(one, other):
                 assert torch.equal(tensor, other.collected[site][name].state()[key]), (site, name, key)
 
 
-def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
+def test_other_files_are_rejected(tmp_path):
     path = tmp_path / "other.safetensors"
     path.write_bytes(b"not tensors")
-    with pytest.raises(OptionError, match="read from a safetensors file"):
+    with pytest.raises(OptionError, match="must be a safetensors file"):
         load(path)
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(1)}, path)
-    with pytest.raises(OptionError, match="a file that polyhead saved"):
+    with pytest.raises(OptionError, match="must be a file saved by polyhead"):
         load(path)
     layer = polyhead.MultiHeadAttention(16, 2)
     with torch.no_grad(), polyhead.observe(layer, collect=GATHERERS) as session:
         session.metadata = BatchMetadata(tokens=torch.zeros(1, 4, dtype=torch.int64))
         layer(torch.randn(1, 4, 16))
     save(path, session.observations)
-    with pytest.raises(OptionError, match="holds what 'maps' gathered, got gatherers none"):
+    with pytest.raises(OptionError, match="contains states of the collector 'maps', got collectors none"):
         load(path)
 
 
@@ -285,11 +285,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [x.name for x in tmp_path.iterdir()] == ["seen.safetensors"]
 
 
-def test_a_session_goes_on_with_the_same_model_and_statistics_alone():
+def test_resuming_needs_the_same_model_and_statistics():
     layer, other = polyhead.MultiHeadAttention(16, 2), polyhead.MultiHeadAttention(16, 4)
     with torch.no_grad(), polyhead.observe(layer) as session:
         layer(torch.randn(1, 4, 16))
-    with pytest.raises(OptionError, match="the statistics it began with"):
+    with pytest.raises(OptionError, match="of the same statistics"):
         polyhead.observe(layer, statistics="entropy").go_on_from(session.observations)
     again = polyhead.observe(other)
     with torch.no_grad(), again:
@@ -298,6 +298,6 @@ def test_a_session_goes_on_with_the_same_model_and_statistics_alone():
         again.go_on_from(session.observations)
 
 
-def test_gatherers_have_names_of_their_own():
-    with pytest.raises(OptionError, match="different names"):
+def test_collector_names_must_be_distinct():
+    with pytest.raises(OptionError, match="distinct names"):
         polyhead.observe(polyhead.MultiHeadAttention(16, 2), collect=[Contributions(), Contributions()])

@@ -1,4 +1,4 @@
-"""The gradient of a kept statistic, in every integration, is that of attention weights that are held as a whole."""
+"""The gradients of `session.statistics` agree with those of materialised weights, in every integration."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_models_of_transformers_it_is_that_of_eager_weights(case):
+def test_transformers_models_have_the_gradient_of_eager_weights(case):
     name, options, lists = CASES[case]
     model = build(name)
     inputs = {"input_ids": models.tokens()} if name == "albert" else models.inputs(FAMILIES[name])
@@ -121,7 +121,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_in_layers_of_ours_it_is_that_of_the_formula(kind):
+def test_polyhead_layers_have_the_gradient_of_the_formula(kind):
     layer = disturbed(OURS[kind]().double())
     x, mask = noise(BATCH, TOKENS, WIDTH), Mask.lengths(LENGTHS)
     # Chosen rows have no matrix of weights; what the formula gives of them is tested against one by itself.
@@ -161,7 +161,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.MultiheadAttention, MultiheadAttention])
 @pytest.mark.parametrize("training", [False, True])
-def test_in_layers_of_pytorch_it_is_that_of_the_weights_they_return(kind, training):
+def test_torch_layers_have_the_gradient_of_their_returned_weights(kind, training):
     model = disturbed(Two(kind)).train(training)
     x, real = noise(BATCH, TOKENS, WIDTH), torch.arange(TOKENS) < torch.tensor(LENGTHS)[:, None]
     expected = torch.cat([head_means(weights, real) for weights in model(x, ~real, weights=True)])
@@ -201,7 +201,7 @@ class Adapter:
         return module.register_forward_pre_hook(note)
 
 
-def test_in_modules_with_an_adapter_it_is_that_of_their_own_weights():
+def test_modules_with_an_adapter_have_the_gradient_of_their_weights():
     model = disturbed(nn.Sequential(Handwritten(), Handwritten()).double())
     options = {"statistics": "entropy", "keep_statistics": True}
     with polyhead.observe(model, adapters={Handwritten: Adapter()}, **options) as session:
@@ -212,11 +212,11 @@ def test_in_modules_with_an_adapter_it_is_that_of_their_own_weights():
     assert_same_gradients(gradients(mean, model), gradients(expected, model))
     with polyhead.observe(model, adapters={Handwritten: Adapter(detached=True)}, **options) as session:
         model(noise(BATCH, TOKENS, WIDTH))
-        with pytest.raises(polyhead.errors.GradientError, match="got entropy of '0', which has none"):
+        with pytest.raises(polyhead.errors.GradientError, match="got entropy of '0', which does not"):
             session.statistics.mean("entropy")
 
 
-def test_read_from_the_weights_that_a_model_returns_it_is_theirs():
+def test_via_weights_has_the_gradient_of_the_returned_weights():
     config = transformers.BloomConfig(vocab_size=models.VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
     torch.manual_seed(0)
     model = disturbed(transformers.BloomModel(config).double().eval())
@@ -235,7 +235,7 @@ def test_read_from_the_weights_that_a_model_returns_it_is_theirs():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_in_float32_it_stays_within_the_error_budget(name, device):
+def test_float32_gradients_are_within_the_error_budget(name, device):
     exact_model = build(name)
     model = models.build(FAMILIES[name], dtype=torch.float32)
     model.load_state_dict(exact_model.state_dict())

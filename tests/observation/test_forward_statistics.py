@@ -68,9 +68,9 @@ def test_without_gradients_numbers_can_be_read_and_a_loss_cannot(mode):
             model(input_ids=models.tokens())
             mean = session.statistics.mean("entropy")
             assert_close(mean, session.profile["entropy"])
-        with pytest.raises(GradientError, match=r"got entropy of 'model.layers.0.self_attn', which has none"):
+        with pytest.raises(GradientError, match=r"got entropy of 'model.layers.0.self_attn', which does not"):
             session.statistics.mean("entropy")
-        with pytest.raises(GradientError, match=r"read it under torch.no_grad\(\)"):
+        with pytest.raises(GradientError, match=r"use torch.no_grad\(\)"):
             _ = session.statistics["model.layers.1.self_attn"].entropy
         assert session.statistics["model.layers.1.self_attn"].visible_keys.eq(torch.arange(1.0, 24)).all()
 
@@ -81,7 +81,7 @@ def test_a_frozen_part_of_a_model_has_no_gradient_and_the_rest_has():
         part.requires_grad_(False)
     with polyhead.observe(model, **KEEP) as session:
         model(input_ids=models.tokens())
-        with pytest.raises(GradientError, match=r"layers\.0.*nothing before it requires a gradient"):
+        with pytest.raises(GradientError, match=r"layers\.0.*before it requires grad"):
             session.statistics.mean("entropy")
         session.statistics["model.layers.1.self_attn"].mean("entropy").sum().backward()
     assert model.model.layers[1].self_attn.q_proj.weight.grad.abs().max() > 0
@@ -124,7 +124,7 @@ def test_statistics_that_were_not_requested_are_refused():
 
 
 class Saved:
-    """What autograd has saved for a backward, and how much of it is still held."""
+    """Track the tensors that autograd has saved for a backward, and how many are still alive."""
 
     class Box:
         def __init__(self, tensor: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ def test_they_are_released_when_the_next_forward_begins():
         rows = weakref.ref(session.statistics["layers.0"].entropy)
     gc.collect()
     assert rows() is None
-    with pytest.raises(OptionError, match="released when the session was left: read them inside the `with` block"):
+    with pytest.raises(OptionError, match="released when the session exited; read them inside the `with` block"):
         _ = session.statistics
 
 
@@ -197,7 +197,7 @@ def test_they_are_released_when_the_next_forward_begins():
 def test_a_forward_that_fails_leaves_nothing_to_read(error):
     model, x = Stack(), noise(BATCH, TOKENS, WIDTH)
     with polyhead.observe(model, **KEEP) as session:
-        with pytest.raises(OptionError, match="no forward of the model has ended yet"):
+        with pytest.raises(OptionError, match="no forward of the model has finished yet"):
             _ = session.statistics
         model(x)
         expected = session.statistics.mean("entropy").detach()
@@ -211,7 +211,7 @@ def test_a_forward_that_fails_leaves_nothing_to_read(error):
         handle.remove()
         # Its rows are not held either, unless PyTorch was kept from calling the hooks of the model's end.
         assert saved.held() == 0 or error is KeyboardInterrupt
-        with pytest.raises(OptionError, match="did not reach its end"):
+        with pytest.raises(OptionError, match="did not finish"):
             _ = session.statistics
         model(x)
         assert torch.equal(session.statistics.mean("entropy"), expected)
@@ -222,7 +222,7 @@ def test_while_a_forward_runs_there_is_nothing_to_read():
     model = Stack()
     with polyhead.observe(model, **KEEP) as session:
         handle = model.layers[1].register_forward_hook(lambda *given: session.statistics and None)
-        with pytest.raises(OptionError, match="did not reach its end"):
+        with pytest.raises(OptionError, match="did not finish"):
             model(noise(BATCH, TOKENS, WIDTH))
         handle.remove()
 
@@ -349,12 +349,13 @@ def test_a_module_that_attends_in_both_ways_is_named_with_its_kind():
         assert "layer" in kept
         assert ("layer", "cross") in kept
         assert "other" not in kept
-        with pytest.raises(OptionError, match=r"\(path, kind\) where it attends in both ways; got 'layer'"):
+        with pytest.raises(OptionError, match=r"\(path, kind\) if it has self- and cross-attention; got 'layer'"):
             _ = kept["layer"]
         assert kept["layer", "cross"].visible_keys.eq(5).all()
         kept["layer", "self"].mean("mean_distance").sum().backward()
         with pytest.raises(
-            OptionError, match=r"of 'layer' are entropy, got 'mean_distance'.*cross-attention has no positions"
+            OptionError,
+            match=r"of 'layer' are entropy, got 'mean_distance'.*cross-attention has no positional statistics",
         ):
             kept.mean("mean_distance")
 
@@ -392,7 +393,7 @@ def test_keeping_changes_nothing_else(collect):
         assert_same_trace(trace_of(model), before)
     assert torch.equal(*outputs)
     assert_equal_tables(*tables, bound=0)
-    assert repr(session) == "Session(Stack, 8 heads seen)"
+    assert repr(session) == "Session(Stack, 8 heads observed)"
 
 
 def test_a_session_that_is_entered_again_keeps_again():

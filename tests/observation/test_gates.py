@@ -1,4 +1,4 @@
-"""Gates of a session: a factor for each head, for each row, for each query, in every kind of layer."""
+"""Gates of a session: factors per head, per row and per query, in every kind of layer."""
 
 from __future__ import annotations
 

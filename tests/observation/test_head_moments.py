@@ -75,7 +75,7 @@ def test_other_shapes_are_refused() -> None:
     empty = HeadMoments.empty(HEADS, DIM)
     with pytest.raises(ShapeError, match=r"\[tokens, 3 heads, 2\], got shape \[5, 2, 3\]"):
         empty.update(torch.zeros(5, 2, 3))
-    with pytest.raises(ShapeError, match="one a token"):
+    with pytest.raises(ShapeError, match="one per token"):
         empty.update(torch.zeros(5, 3, 2), torch.ones(4))
     with pytest.raises(ShapeError, match="3 heads of 2 and 4 of 2"):
         empty.merge(HeadMoments.empty(4, 2))

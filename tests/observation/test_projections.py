@@ -1,4 +1,4 @@
-"""The matrices of a model's heads, found by watching numbers pass."""
+"""The projection matrices of a model's heads, found from activations."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_fused_projections_are_taken_apart():
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_layers_of_ours_and_of_torch(kv_heads):
+def test_polyhead_and_torch_layers(kv_heads):
     layer = polyhead.MultiHeadAttention(16, 4, num_kv_heads=kv_heads)
     ((_, head_projections),) = find_projections(layer, lambda: layer(torch.randn(1, 3, 16))).items()
     torch.testing.assert_close(head_projections.query[3], layer.heads[3].query)
@@ -87,7 +87,7 @@ def test_layers_of_ours_and_of_torch(kv_heads):
     assert theirs.training
 
 
-def test_what_is_only_a_part_of_the_way_is_no_matrix_of_a_head():
+def test_partial_projections_are_none():
     """Keys and values of latent heads are made of a latent; heads that are combined have no rows of their own."""
     latent = polyhead.LatentAttention(16, 4, kv_lora_rank=6, form="expanded")
     ((_, head_projections),) = find_projections(latent, lambda: latent(torch.randn(1, 3, 16))).items()

@@ -1,4 +1,4 @@
-"""Models that compute attention by themselves are read from the weights that they return."""
+"""`via_weights`: models that compute attention by themselves are observed through their returned weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def build(name="bloom", **options):
 
 
 def read(model, *, observing=None, **inputs):
-    """What a model returns when it is observed, and the table."""
+    """Return the output of an observed model, and its profile."""
     with torch.no_grad(), polyhead.observe(model, via_weights=True, **(observing or {})) as session:
         output = model(**inputs)
     return output, session
@@ -124,7 +124,7 @@ def test_encoder_decoder_and_cross_attention(side):
         ("bart", "right"), ("t5", "none"), ("t5", "left"), ("mistral", "left"), ("mistral", "right"), ("bert", "left"),
     ],
 )  # fmt: skip
-def test_the_ordinary_way_finds_the_same(name, side):
+def test_via_weights_agrees_with_the_attention_interface(name, side):
     """Statistics, maps and evidence, which take a second look."""
     model, inputs = build(name), models.inputs(FAMILIES[name], torch.float32)
     if side != "none":
@@ -249,7 +249,7 @@ def test_an_encoder_that_generation_calls_by_itself_is_counted_once(name):
 
 
 def test_the_work_grows_with_the_square_of_the_context():
-    """What a second look costs in products, beside what the model itself does: twice the context, four times that."""
+    """FLOPs beyond those of the model itself are quadratic in the context length."""
     model = build("bloom", dtype=torch.float32)
     costs = []
     for size in (32, 64):
@@ -363,7 +363,7 @@ def test_the_argument_may_be_given_by_its_place():
 # ---- what is chosen
 
 
-def test_a_body_and_a_whole_model_go_by_the_same_names():
+def test_base_model_and_full_model_use_the_same_names():
     model, ids = build(), models.tokens()
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         model(input_ids=ids)
@@ -371,7 +371,7 @@ def test_a_body_and_a_whole_model_go_by_the_same_names():
     table = session.profile
     assert [site.name for site in dict.fromkeys(table.sites)] == ["attentions.0", "attentions.1"]
     assert table["tokens"].eq(2 * ids.numel()).all()
-    assert repr(session) == f"Session(BloomForCausalLM, 8 heads seen; {COST})"
+    assert repr(session) == f"Session(BloomForCausalLM, 8 heads observed; {COST})"
 
 
 def test_a_model_inside_a_module_goes_by_its_path():
@@ -419,9 +419,12 @@ def test_a_sample_of_tokens_passes_by_where_nothing_is_written():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"statistics": ("entropy", "max_logit")}, "weights do not tell the logits they came from, got .* max_logit"),
-        ({"layers": ["transformer.h.0"]}, "places in what a model returns, got 'transformer.h.0'"),
-        ({"adapters": {"transformer": None}}, "got adapters as well"),
+        (
+            {"statistics": ("entropy", "max_logit")},
+            "logits cannot be recovered from attention weights, got .* max_logit",
+        ),
+        ({"layers": ["transformer.h.0"]}, "output names such as attentions.3, got 'transformer.h.0'"),
+        ({"adapters": {"transformer": None}}, "combined with adapters, got both"),
     ],
 )
 def test_options_that_cannot_be(options, words):
@@ -430,7 +433,7 @@ def test_options_that_cannot_be(options, words):
 
 
 def test_a_module_without_a_model_of_transformers_is_refused():
-    with pytest.raises(OptionError, match="got Linear, which holds none of its models"):
+    with pytest.raises(OptionError, match="got Linear, which contains no transformers model"):
         polyhead.observe(nn.Linear(3, 3), via_weights=True)
 
 
@@ -442,7 +445,7 @@ def test_without_it_the_error_names_it():
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ({"return_dict": False}, "finds the weights by their names, got LlamaForCausalLM with return_dict=False"),
+        ({"return_dict": False}, "needs a model output with named fields, got LlamaForCausalLM with return_dict=False"),
         ({"attention_mask": torch.ones(BATCH, 1, TOKENS, TOKENS).bool().tril()}, r"here \[3, 23\] .* got \[3, 1, 23,"),
     ],
 )
@@ -452,16 +455,20 @@ def test_calls_that_cannot_be_read(inputs, words):
 
 
 def test_training_is_refused_for_its_dropout():
-    with pytest.raises(OptionError, match=r"weights after dropout, got BloomForCausalLM; call model.eval"):
+    with pytest.raises(
+        OptionError, match=r"weights after dropout, got BloomForCausalLM in training mode; call model.eval"
+    ):
         read(build().train(), input_ids=models.tokens())
 
 
 def test_learned_sinks_are_refused():
-    with pytest.raises(OptionError, match="learned sinks and approximations"):
+    with pytest.raises(OptionError, match="learned sinks and approximate attention"):
         read(build("gpt_oss"), input_ids=models.tokens())
 
 
-@pytest.mark.parametrize(("globals_", "words"), [(0, "23 queries and 5 keys"), (1, "those of its global tokens")])
+@pytest.mark.parametrize(
+    ("globals_", "words"), [(0, "23 queries and 5 keys"), (1, "local and global attention separately")]
+)
 def test_weights_in_bands_are_refused(globals_, words):
     options = {**SIZES, "intermediate_size": 48, "attention_window": [4, 4], "max_position_embeddings": 66}
     model = models.build(Family("longformer", "encoder", options), dtype=torch.float32)
@@ -488,11 +495,11 @@ class TakingAll(Taking):
         return input_ids
 
 
-def test_models_that_know_nothing_of_weights_are_refused():
+def test_models_without_output_attentions_are_rejected():
     config = transformers.PretrainedConfig()
     with pytest.raises(OptionError, match=r"got Taking, which has no such argument.*adapters="):
         read(Taking(config).eval(), input_ids=models.tokens())
-    with pytest.raises(OptionError, match="got Tensor of TakingAll with no names"):
+    with pytest.raises(OptionError, match="got Tensor of TakingAll with no named fields"):
         read(TakingAll(config).eval(), input_ids=models.tokens())
 
 
@@ -500,7 +507,7 @@ def test_gates_are_refused():
     model, ids = build(), models.tokens()
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         session.gates["attentions.1", "self"] = torch.ones(4)
-        with pytest.raises(OptionError, match=r"which via_weights does not see, got 'attentions.1'"):
+        with pytest.raises(OptionError, match=r"which via_weights does not observe, got a gate for 'attentions.1'"):
             model(input_ids=ids)
 
 

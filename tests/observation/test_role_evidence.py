@@ -1,4 +1,4 @@
-"""Evidence equals what the materialised weights say, and any split of the documents equals one pass."""
+"""Role evidence agrees with materialised weights, and any split of the documents equals one pass."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_evidence_equals_the_weights_of_eager_attention(name: str, side: str, kn
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_what_all_layers_of_a_stack_see_is_measured_once_and_is_the_same_bit_for_bit(padded: bool, monkeypatch) -> None:
+def test_the_baseline_is_shared_by_layers_with_the_same_mask(padded: bool, monkeypatch) -> None:
     """T5 joins a mask and a bias anew in every layer; encoder and decoder see different keys."""
     model = models.build(FAMILIES["t5"], dtype=torch.float32)
     tokens = models.tokens() % 19 + 3
@@ -203,9 +203,9 @@ def test_what_all_layers_of_a_stack_see_is_measured_once_and_is_the_same_bit_for
 
     def collected() -> tuple[int, list[dict[str, Tensor]]]:
         made: list[object] = []
-        true = role_evidence.ground
+        true = role_evidence.measure_baseline
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(role_evidence, "ground", lambda *given: made.append(given) or true(*given))
+            patch.setattr(role_evidence, "measure_baseline", lambda *given: made.append(given) or true(*given))
             with polyhead.observe(model, statistics=False, collect=[EvidenceCollector(segments=cut)]) as session:
                 session.metadata = metadata
                 masks = {"attention_mask": real.long(), "decoder_attention_mask": real.long()}
@@ -287,7 +287,7 @@ def test_of_many_occurrences_the_nearest_count() -> None:
 
 def run_in_parts(parts: list[Tensor], texts: Tensor, tokens: Tensor, documents: Tensor) -> HeadEvidence:
     layer = attended_layer()
-    collector = EvidenceCollector(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, most_documents=5)
+    collector = EvidenceCollector(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, max_documents=5)
     with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[collector]) as session:
         for part in parts:
             session.metadata = BatchMetadata(
@@ -330,7 +330,7 @@ def test_a_state_goes_through_a_file_and_back(tmp_path) -> None:
     back = empty.with_state(load_file(tmp_path / "evidence.safetensors"))
     for name, tensor in found.state().items():
         assert torch.equal(back.state()[name], tensor)
-    with pytest.raises(OptionError, match="saved evidence must hold"):
+    with pytest.raises(OptionError, match="saved evidence must contain"):
         empty.with_state({})
 
 
@@ -341,20 +341,20 @@ def observed(metadata: BatchMetadata, **given: Tensor) -> None:
         layer(torch.randn(2, 7, 24, dtype=torch.float64), **given)
 
 
-def test_what_cannot_be_told_is_refused() -> None:
-    with pytest.raises(OptionError, match="which document each of the 2 texts is from"):
+def test_invalid_metadata_is_rejected() -> None:
+    with pytest.raises(OptionError, match="the document index of each of the 2 texts"):
         observed(BatchMetadata())
-    with pytest.raises(ShapeError, match=r"notes must name every token, here \[2, 7\], got \[2, 5\]"):
+    with pytest.raises(ShapeError, match=r"must have the shape of the batch, \[2, 7\], got \[2, 5\]"):
         observed(BatchMetadata(documents=torch.arange(2), tokens=torch.zeros(2, 5, dtype=torch.int64)))
     tokens = torch.zeros(2, 7, dtype=torch.int64)
-    with pytest.raises(ShapeError, match="every token has a class"):
+    with pytest.raises(ShapeError, match="tokens and classes must have the same shape"):
         observed(BatchMetadata(documents=torch.arange(2), tokens=tokens, classes=tokens[:, :5]))
-    with pytest.raises(OptionError, match="two documents at least"):
-        EvidenceCollector(most_documents=1)
+    with pytest.raises(OptionError, match="at least two documents"):
+        EvidenceCollector(max_documents=1)
     with pytest.raises(ShapeError, match="rare must be boolean"):
         EvidenceCollector(rare=torch.ones(3))
-    one, other = (HeadEvidence.empty(EvidenceCollector(most_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
-    with pytest.raises(OptionError, match="one bound on its documents can be merged, got 3 and 5"):
+    one, other = (HeadEvidence.empty(EvidenceCollector(max_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
+    with pytest.raises(OptionError, match="the same max_documents can be merged, got 3 and 5"):
         one.merge(other)
 
 
@@ -375,7 +375,7 @@ def test_a_call_that_goes_on_from_a_cache_and_a_cross_attention_have_no_evidence
 def test_the_rarest_tokens_make_up_no_more_than_their_share() -> None:
     counts = torch.tensor([5, 0, 90, 1, 4])
     assert rare_tokens(counts, 0.06).tolist() == [False, True, False, True, True]
-    with pytest.raises(OptionError, match="between 0 and 1"):
+    with pytest.raises(OptionError, match=r"share in \(0, 1\)"):
         rare_tokens(counts, 1.5)
 
 

@@ -1,4 +1,4 @@
-"""Routed heads watched: statistics of the chosen rows, and who is taken how often, with what weight, beside whom."""
+"""Observed routed heads: statistics of the selected rows, load, gate weights and co-selection."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_routing_is_gathered_over_real_tokens(options):
     likely = torch.softmax(routing.logits[real], -1)
     entropy = -(likely * likely.log()).sum(-1)
     torch.testing.assert_close(found.gate_entropy.mean, entropy.mean())
-    torch.testing.assert_close(found.gate_entropy.spread, entropy.std(correction=0))
+    torch.testing.assert_close(found.gate_entropy.std, entropy.std(correction=0))
     torch.testing.assert_close(found.heads_per_token.mean, chosen.sum(-1).mean())
     weights = torch.zeros(BATCH, LENGTH, HEADS, dtype=DOUBLE).scatter_add(2, routing.heads, routing.weights)[real]
     torch.testing.assert_close(found.mean_weight, weights.sum(0) / chosen.sum(0), equal_nan=True)
@@ -95,7 +95,7 @@ def test_any_split_merged_in_any_order_equals_one_pass():
         assert torch.equal(RoutingCounts.from_state(merged.state()).state()[name], merged.state()[name])
     with pytest.raises(ShapeError, match="got 5 and 4"):
         whole.merge(RoutingCounts.empty(4))
-    with pytest.raises(ShapeError, match="must be over 4 heads, got one over 5"):
+    with pytest.raises(ShapeError, match="must have 4 heads, got 5"):
         RoutingCounts.empty(4).update(layer(x).routing)
 
 
@@ -116,7 +116,7 @@ def test_observations_go_through_a_file(tmp_path):
         assert torch.equal(there["routing"].state()[name], expected)
 
 
-def test_layers_that_are_not_routed_have_nothing_to_say():
+def test_layers_without_routing_have_no_routing_state():
     layer = polyhead.MultiHeadAttention(16, 4)
     with polyhead.observe(layer, collect=[RoutingLoad()]) as session:
         layer(torch.randn(1, 3, 16))
@@ -141,7 +141,7 @@ def test_a_head_is_gated_by_the_session(options):
 
 
 @shapes
-def test_wiring_is_that_of_the_heads(options):
+def test_projections_match_the_heads(options):
     model, x = make(options), tokens(1)
     (head_projections,) = find_projections(model, lambda: model["attention"](x)).values()
     layer = model["attention"]
@@ -165,7 +165,7 @@ def test_wiring_is_that_of_the_heads(options):
         torch.testing.assert_close(output, layer(x).output)
 
 
-def test_a_second_look_sees_the_weights_of_chosen_rows():
+def test_collectors_receive_the_weights_of_selected_rows():
     model, x = make(SHAPES["full"]), tokens()
     layer, seen = model["attention"], []
     layer._listener = seen.append

@@ -1,4 +1,4 @@
-"""A session watches what it is asked to watch, and leaves no trace."""
+"""A session observes the requested layers and heads, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_some_statistics_and_their_parameters():
     assert observed(build("gpt_oss"), models.tokens(), statistics="learned_sink_mass").profile["tokens"].eq(69).all()
 
 
-def test_a_site_where_nothing_that_is_asked_for_has_a_meaning_is_left_out():
+def test_sites_without_defined_statistics_are_left_out():
     model = build("bart")
     with torch.no_grad(), polyhead.observe(model, statistics="mean_distance") as session:
         model(**models.inputs(FAMILIES["bart"]))
@@ -254,7 +254,7 @@ def test_a_session_goes_on_when_it_is_entered_again():
 def test_other_statistics_and_other_heads_are_not_merged():
     model = build()
     one = observed(model, models.tokens()).observations
-    with pytest.raises(OptionError, match="only the same statistics can be merged"):
+    with pytest.raises(OptionError, match="of the same statistics can be merged"):
         one.merge(observed(model, models.tokens(), statistics="entropy").observations)
     with pytest.raises(OptionError, match="only the same heads"):
         one.merge(observed(model, models.tokens(), heads=[1]).observations)
@@ -290,7 +290,7 @@ def test_a_compiled_model_is_watched_as_well():
 # ---- layers that are not of transformers
 
 
-def test_layers_of_ours():
+def test_polyhead_layers():
     layer = polyhead.MultiHeadAttention(32, 4, num_kv_heads=2, causal=True).double()
     model, x = nn.Sequential(layer), torch.randn(3, 11, 32, dtype=torch.float64)
     mask = Mask.lengths([11, 4, 7])
@@ -337,9 +337,9 @@ def test_our_cross_attention_has_no_positions():
     assert table["tokens"].eq(10).all()
 
 
-def test_a_caller_with_another_window_is_told():
+def test_a_caller_with_another_window_is_rejected():
     layer = polyhead.MultiHeadAttention(32, 4)
-    with polyhead.observe(layer), pytest.raises(OptionError, match="with window 64 where the session has 8"):
+    with polyhead.observe(layer), pytest.raises(OptionError, match="with the same window, got 8 and 64"):
         layer(torch.randn(2, 5, 32), statistics=polyhead.Statistics("window_mass", window=64))
 
 
@@ -378,7 +378,7 @@ def test_the_encoder_of_torch(batch_first, evaluating):
 def test_nested_tensors_are_refused_and_the_shortcut_is_given_back():
     layer = nn.MultiheadAttention(32, 4, batch_first=True)
     nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)], layout=torch.jagged)
-    with pytest.raises(OptionError, match="got a nested tensor"), polyhead.observe(layer):
+    with pytest.raises(OptionError, match="got a nested input"), polyhead.observe(layer):
         layer(nested, nested, nested)
     assert torch.backends.mha.get_fastpath_enabled()
 
@@ -435,7 +435,7 @@ def test_a_model_that_does_not_use_the_interface_is_refused():
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
     with pytest.raises(OptionError, match=r"got BloomForCausalLM.*BloomAttention.*--via-weights"):
         polyhead.observe(transformers.BloomForCausalLM(config))
-    with pytest.raises(OptionError, match="got Linear, which holds none of them"):
+    with pytest.raises(OptionError, match="got Linear, which contains none of them"):
         polyhead.observe(nn.Linear(3, 3))
 
 
@@ -443,14 +443,14 @@ def test_a_model_that_does_not_use_the_interface_is_refused():
     ("options", "words"),
     [
         ({"every": 0}, "every must be an integer of at least 1, got 0"),
-        ({"layers": [-1]}, "layers are numbers from 0 on or paths of modules, got -1"),
+        ({"layers": [-1]}, "layers must be non-negative indices or module paths, got -1"),
         ({"layers": ["q_projection"]}, "got 'q_projection'"),
-        ({"heads": ["a"]}, "heads are numbers from 0 on"),
+        ({"heads": ["a"]}, "heads must be non-negative indices"),
         ({"statistics": "entropie"}, "got 'entropie'"),
         ({"statistics": ()}, r"several names or polyhead.Statistics\(...\), got \(\)"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options, words):
+def test_invalid_arguments_are_rejected(options, words):
     with pytest.raises(OptionError, match=words):
         polyhead.observe(polyhead.MultiHeadAttention(8, 2), **options)
 
@@ -459,7 +459,7 @@ def test_a_model_is_observed_by_one_session_at_a_time():
     model = build()
     before = trace_of(model)
     with polyhead.observe(model):
-        with pytest.raises(OptionError, match="got LlamaModel, of which 'LlamaModel' is observed already"):
+        with pytest.raises(OptionError, match="got LlamaModel, of which 'LlamaModel' is already observed"):
             polyhead.observe(model.model).__enter__()
         assert model.config._attn_implementation == "polyhead"
     assert_same_trace(trace_of(model), before)
@@ -467,7 +467,7 @@ def test_a_model_is_observed_by_one_session_at_a_time():
 
 def test_a_session_is_entered_once_at_a_time():
     session = polyhead.observe(polyhead.MultiHeadAttention(8, 2))
-    with session, pytest.raises(OptionError, match="entered already"), session:
+    with session, pytest.raises(OptionError, match="already entered"), session:
         pass
     with pytest.raises(OptionError, match=r"takes a torch.nn.Module, got str"):
         polyhead.observe("model")
@@ -526,8 +526,8 @@ def test_nothing_waits_for_the_device_inside_a_layer(name):
 
 
 @pytest.mark.parametrize("kind", ["latent", "latent, absorbed", "grouped", "mixed"])
-def test_every_arrangement_of_heads_is_watched(kind):
-    """What is seen of a layer is what its own weights say, and its output is as it is without anybody watching."""
+def test_every_attention_variant_is_observed(kind):
+    """Statistics agree with the layer's returned weights, and its output is unchanged."""
     torch.manual_seed(0)
     layer = {
         "latent": lambda: polyhead.LatentAttention(16, 4, kv_lora_rank=6, causal=True, form="expanded"),

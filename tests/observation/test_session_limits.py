@@ -1,4 +1,4 @@
-"""A session that would count less than its user believes says so."""
+"""A session raises where it would otherwise silently miss calls, layers or heads."""
 
 import copy
 import threading
@@ -77,7 +77,7 @@ def test_a_model_switched_to_another_attention_inside_a_session_is_refused() -> 
     with observe(model) as session:
         model(IDS)
         model.set_attn_implementation("eager")
-        with pytest.raises(OptionError, match="switched to 'eager' inside"):
+        with pytest.raises(OptionError, match="got 'eager'; switch it before"):
             model(IDS)
     assert model.config._attn_implementation == "eager"
     assert session.profile["tokens"].tolist() == [21] * 8
@@ -87,11 +87,11 @@ def test_a_model_switched_to_another_attention_inside_a_session_is_refused() -> 
 def test_attention_modules_that_are_new_inside_a_session_are_named() -> None:
     model = nn.Sequential(MultiHeadAttention(8, 2), nn.Identity()).eval()
     fresh = MultiHeadAttention(8, 2)
-    with pytest.raises(OptionError, match="got 0 in their place"), observe(model):
+    with pytest.raises(OptionError, match="got new ones: 0"), observe(model):
         model[0] = fresh
     hf = llama()
     attending = copy.deepcopy(hf.model.layers[0].self_attn)
-    with pytest.raises(OptionError, match=r"model\.layers\.0\.self_attn in their place"), observe(hf):
+    with pytest.raises(OptionError, match=r"got new ones: model\.layers\.0\.self_attn"), observe(hf):
         hf.model.layers[0].self_attn = attending
     assert hf.config._attn_implementation == "sdpa"
 
@@ -114,7 +114,7 @@ def test_heads_that_are_removed_inside_a_session_or_between_two_entries_are_refu
 def test_heads_that_no_layer_has_are_refused_when_all_layers_were_seen() -> None:
     model = llama()
     for heads, named in (([9], "9"), ([0, HeadId(7, 0)], r"7\.0"), ([HeadId(1, 4)], r"1\.4")):
-        with pytest.raises(OptionError, match=f"up to 4 in each, got {named}"), observe(model, heads=heads):
+        with pytest.raises(OptionError, match=f"up to 4 per layer, got {named}"), observe(model, heads=heads):
             model(IDS)
     with observe(model, heads=[0, HeadId(1, 3)]) as session:
         model(IDS)
@@ -122,7 +122,7 @@ def test_heads_that_no_layer_has_are_refused_when_all_layers_were_seen() -> None
 
 
 def test_the_path_of_a_module_that_does_not_attend_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"got 'model\.layers\.1', which holds model\.layers\.1\.self_attn"):
+    with pytest.raises(OptionError, match=r"got 'model\.layers\.1', which contains model\.layers\.1\.self_attn"):
         observe(llama(), layers=["model.layers.1"])
 
 

@@ -1,4 +1,4 @@
-"""A call of a model counts as a whole when it has ended; one that raised, at whichever attention, counts nowhere."""
+"""A call of a model is counted atomically when it finishes; one that raises is not counted at all."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_session_that_has_counted_does_not_take_up_another_one():
     model = Blocks()
     with torch.no_grad(), polyhead.observe(model) as session:
         model(HIDDEN)
-    with pytest.raises(OptionError, match="before it has its own"):
+    with pytest.raises(OptionError, match="before its first call"):
         session.go_on_from(session.observations)
     assert session.profile["tokens"].tolist() == [BATCH * TOKENS] * LAYERS * HEADS
 
@@ -291,9 +291,9 @@ def test_a_session_is_of_one_model_whose_heads_stay():
 
 @pytest.mark.parametrize("layers", [[3], [0, 3], [99]])
 def test_layers_that_the_model_does_not_have_are_refused(layers):
-    with pytest.raises(OptionError, match="here to 2, got"):
+    with pytest.raises(OptionError, match="numbered 0 to 2 in each stack, got"):
         polyhead.observe(Blocks(), layers=layers)
-    with pytest.raises(OptionError, match="here to 2, got"):
+    with pytest.raises(OptionError, match="numbered 0 to 2 in each stack, got"):
         polyhead.observe(_bert(), layers=layers)
 
 

@@ -1,4 +1,4 @@
-"""A sample of tokens: the same at every site, whatever the batches, and mergeable."""
+"""Token samples are the same at every site, independent of batching, and mergeable."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ def test_documents_must_be_known():
     layer = polyhead.MultiHeadAttention(16, 2)
     same = {("MultiHeadAttention", "self"): torch.eye(8).expand(2, 8, 8)}
     session = polyhead.observe(layer, statistics=False, collect=[TokenSample(same)])
-    with torch.no_grad(), session, pytest.raises(OptionError, match="say which document each row is from"):
+    with torch.no_grad(), session, pytest.raises(OptionError, match="the document index of each row"):
         layer(torch.randn(1, 3, 16))

@@ -1,4 +1,4 @@
-"""A real model that listens: its three kinds of attention are told apart, and each head's statistics are its own."""
+"""Whisper: its three kinds of attention are distinguished, and the statistics match its returned weights."""
 
 from __future__ import annotations
 

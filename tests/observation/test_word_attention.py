@@ -1,4 +1,4 @@
-"""Attention between words equals what the materialised weights say, whatever the padding and the split."""
+"""Word attention agrees with materialised weights, for any padding and split."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def padded(side: str, batch: list[int]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def test_circles_are_what_they_say():
+def test_circles_contain_word_phrase_and_sentence():
     word, phrase, sentence = MAPS[1].circles()
     assert word.nonzero().tolist() == [[1, 1]]
     assert phrase.any() == torch.tensor(False)  # every phrase here is a whole sentence
@@ -192,7 +192,7 @@ def test_ties_go_to_the_first_word_and_a_word_alone_looks_at_none():
     assert state["visible"].tolist() == [[False, True], [False, False], [True, False]]
 
 
-def test_a_hidden_key_told_by_a_bias_is_not_seen():
+def test_a_key_masked_by_a_bias_is_not_visible():
     maps = [WordMap((0, 1, 2), (2, -1, 1), ("x",) * 3, (0,) * 3)]
     bias = torch.zeros(1, 1, 3, 3, dtype=torch.float64)
     bias[..., 2] = torch.finfo(torch.float64).min
@@ -242,24 +242,24 @@ def test_nothing_seen_has_a_state_and_a_cross_attention_has_no_words():
 def test_what_cannot_be_read_is_refused():
     value = empty(WordAttention(MAPS))
     three = attended(torch.zeros(1, 1, 3, dtype=torch.int64))
-    with pytest.raises(OptionError, match=r"session.notes = Notes\(documents"):
+    with pytest.raises(OptionError, match=r"session.metadata = BatchMetadata\(documents"):
         value.update(three, None, BatchMetadata())
     with pytest.raises(ShapeError, match=r"\[1\], got shape \[2\]"):
         value.update(three, None, BatchMetadata(documents=torch.tensor([0, 1])))
-    with pytest.raises(OptionError, match="count the 3 texts of words, got 7"):
+    with pytest.raises(OptionError, match="must index the 3 texts of words, got 7"):
         value.update(three, None, BatchMetadata(documents=torch.tensor([7])))
     with pytest.raises(ShapeError, match="got 9 tokens in a row of 3"):
         value.update(three, None, BatchMetadata(documents=torch.tensor([0])))
-    with pytest.raises(OptionError, match="at most 512 tokens, got 513; cut it into its sentences"):
+    with pytest.raises(OptionError, match="limited to 512 tokens, got 513; split the text into sentences"):
         value.update(
             attended(torch.zeros(1, 1, 513, dtype=torch.int64)), None, BatchMetadata(documents=torch.tensor([0]))
         )
     one_query = Attended(three.query[:, :, :1], three.key, three.value, three.result)
     with pytest.raises(ShapeError, match="1 queries for 3 keys; run without a cache"):
         value.update(one_query, None, BatchMetadata(documents=torch.tensor([2])))
-    with pytest.raises(ShapeError, match="one a word, got 2, 1 and 2"):
+    with pytest.raises(ShapeError, match="one entry per word, got 2, 1 and 2"):
         WordMap((0,), (-1, 0), ("x",), (0, 0))
-    with pytest.raises(OptionError, match="tokens are indices of 1 words or -1, got 1"):
+    with pytest.raises(OptionError, match="tokens must be indices of 1 words or -1, got 1"):
         WordMap((0, 1), (-1,), ("x",), (0,))
 
 

@@ -81,7 +81,7 @@ def test_many_heads_have_a_grid_and_a_table_and_no_cards(inspections, monkeypatc
     monkeypatch.setattr("polyhead.observation.notebook.MOST_CARDS", 7)
     shown = inspections["bert"]._repr_html_()
     Checked(shown)
-    assert "8 heads are too many for cards here" in shown
+    assert "8 heads are too many for cards in a notebook" in shown
     assert "display: inline-block" not in shown
     assert shown.count("<td>encoder.layer.1.attention.self</td>") == 4
 

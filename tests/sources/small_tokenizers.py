@@ -1,4 +1,4 @@
-"""One small tokenizer of each family, made by hand, so that every token's class and place is known."""
+"""One small handmade tokenizer per family, with known token classes and positions."""
 
 from __future__ import annotations
 

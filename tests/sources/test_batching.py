@@ -1,4 +1,4 @@
-"""Batches hold every context once, padding is never marked real, and a stopped run finds its batches again."""
+"""Batches contain every context once, padding is masked, and a resumed run gets the same batches."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_a_changed_text_is_told_before_the_first_new_batch():
     changed = contexts_of([5, 5, 5, 5, 5])
     changed[0].ids[2] = 11
     resumed = iter(batches(changed, TOKENIZER, batch_tokens=10, start=2, digest=second.digest))
-    with pytest.raises(OptionError, match=f"other batches before batch 2: digest .*, not {second.digest}"):
+    with pytest.raises(OptionError, match=f"different batches before batch 2: digest .*, not {second.digest}"):
         next(resumed)
-    with pytest.raises(OptionError, match="after 9 batches must find them again, got 3 batches"):
+    with pytest.raises(OptionError, match="after 9 batches needs the same text and contexts, got only 3 batches"):
         list(batches(changed, TOKENIZER, batch_tokens=10, start=9))
 
 

@@ -1,4 +1,4 @@
-"""The cutting rule: nothing is joined, nothing is lost but what is counted, and each piece wears its special tokens."""
+"""Contexts: documents are never joined, dropped tokens are counted, and each piece has its special tokens."""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def test_words_come_from_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> No
 
 
 def test_what_does_not_fit_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(OptionError, match="a block of 1 to 5 words, as many as there are, got batch 2 and block 6"):
+    with pytest.raises(
+        OptionError, match="a block of 1 to 5 words, the size of the vocabulary, got batch 2 and block 6"
+    ):
         repeated_batch(torch.arange(5), batch=2, block=6)
     with pytest.raises(OptionError, match="words must be ids"):
         repeated_batch(torch.ones(3), batch=2, block=2)

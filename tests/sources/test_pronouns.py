@@ -1,4 +1,4 @@
-"""The sentences cannot be solved by where a name stands, how long it is, or which name it is."""
+"""The pronoun sentences cannot be solved by the position, length or identity of a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts are read whole, in order, and what cannot be read is refused with the place where it lies."""
+"""Texts are read completely and in order, and errors report the position."""
 
 from __future__ import annotations
 
@@ -134,13 +134,13 @@ def test_documents_before_a_bad_line_are_still_given(tmp_path):
 def test_broken_compression_is_refused(tmp_path, content):
     path = tmp_path / "a.txt.gz"
     path.write_bytes(content)
-    with pytest.raises(OptionError, match=r"must be whole gzip data, got .*a\.txt\.gz"):
+    with pytest.raises(OptionError, match=r"must be complete gzip data, got .*a\.txt\.gz"):
         list(read_texts(path))
 
 
 def test_a_column_that_is_missing_or_no_text_is_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", {"text": [1, 2], "body": ["one", "two"]})
-    with pytest.raises(OptionError, match=r"the column 'text' must hold strings, got a\.parquet: int64"):
+    with pytest.raises(OptionError, match=r"the column 'text' must contain strings, got a\.parquet: int64"):
         list(read_texts(path))
     with pytest.raises(OptionError, match=r"a\.parquet has no column 'page', only 'text', 'body'"):
         list(read_texts(path, field="page"))
@@ -165,7 +165,7 @@ def test_names_that_lead_to_no_text_are_refused(tmp_path):
         read_texts(tmp_path / "nowhere.txt")
     with pytest.raises(OptionError, match=r"must end in \.txt, \.md, .*, got page\.html"):
         read_texts(write(tmp_path / "page.html", "<p>"))
-    with pytest.raises(OptionError, match="with 1 files of other kinds"):
+    with pytest.raises(OptionError, match="with 1 other files"):
         read_texts(tmp_path)
 
 

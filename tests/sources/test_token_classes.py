@@ -1,4 +1,4 @@
-"""A token's class is that of the text it stands for, in every family of vocabularies."""
+"""Token classes follow the text of the token, for every family of vocabularies."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_the_numbers_of_the_classes_stay_because_files_hold_them():
     }  # fmt: skip
 
 
-def test_a_vocabulary_in_which_nothing_can_be_told_is_refused():
+def test_a_vocabulary_without_an_anchor_token_is_rejected():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"?": 0, "!": 1}, unk_token="?")), unk_token="?"
     )
-    with pytest.raises(OptionError, match="must hold one of a, A, 0, 一, e as a token"):
+    with pytest.raises(OptionError, match="must contain one of a, A, 0, 一, e as a token"):
         token_classes(tokenizer)

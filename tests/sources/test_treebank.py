@@ -1,4 +1,4 @@
-"""A treebank is read word by word, and a wrong line is refused with its number."""
+"""Treebanks are read word by word, and errors report the line."""
 
 from __future__ import annotations
 
@@ -82,28 +82,28 @@ def test_packed_files_byte_order_marks_and_other_line_ends_are_read(tmp_path):
     assert list(read_treebank(windows)) == expected
     assert list(read_treebank(SMALL, limit=2)) == expected[:2]
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(OptionError, match="cannot be unpacked"):
+    with pytest.raises(OptionError, match="cannot be decompressed"):
         list(read_treebank(packed))
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["# x", "1 a _ _ _ _ 0 root _ _"], "line 2: a word has 10 columns with tabs between, got 1"),
-        ([line("1", "a") + "\t_"], "line 1: a word has 10 columns with tabs between, got 11"),
-        ([line("1", "a"), line("3", "b", "1", "x")], "line 2: words are numbered in order, the next one 2, got '3'"),
+        (["# x", "1 a _ _ _ _ 0 root _ _"], "line 2: a word must have 10 tab-separated columns, got 1"),
+        ([line("1", "a") + "\t_"], "line 1: a word must have 10 tab-separated columns, got 11"),
+        ([line("1", "a"), line("3", "b", "1", "x")], "line 2: words must be numbered in order, .* 2, got '3'"),
         ([line("0", "a")], "the next one 1, got '0'"),
-        ([line("1", "")], "a word has a form, got ''"),
-        ([line("1", "a", "_")], "column 7 is the number of the word's governor, 0 for the root, got '_'"),
-        ([line("1", "a", "2", "x")], "line 1: a governor is one of the sentence's 1 words, got 2"),
-        ([line("1", "a", "0", "_")], "column 8 is the word's relation to its governor, got '_'"),
-        ([line("1", "a"), line("2", "b", "2", "x")], "line 2: every word leads to the root, got a circle, 2 -> 2"),
-        ([line("1", "a", "2", "x"), line("2", "b", "1", "x")], "line 1: .* got a circle, 1 -> 2 -> 1"),
-        ([line("1-2", "ab", "_", "_"), line("1", "a")], "is followed by all its words, got 1 words"),
-        ([line("1", "a"), line("1-2", "ab", "_", "_")], "a multiword token stands before its own words, .* got '1-2'"),
+        ([line("1", "")], "a word must have a form, got ''"),
+        ([line("1", "a", "_")], "column 7 must be the number of the word's governor, 0 for the root, got '_'"),
+        ([line("1", "a", "2", "x")], "line 1: a governor must be one of the sentence's 1 words, got 2"),
+        ([line("1", "a", "0", "_")], "column 8 must be the word's relation to its governor, got '_'"),
+        ([line("1", "a"), line("2", "b", "2", "x")], "line 2: every word must lead to the root, got a cycle, 2 -> 2"),
+        ([line("1", "a", "2", "x"), line("2", "b", "1", "x")], "line 1: .* got a cycle, 1 -> 2 -> 1"),
+        ([line("1-2", "ab", "_", "_"), line("1", "a")], "must be followed by all its words, got 1 words"),
+        ([line("1", "a"), line("1-2", "ab", "_", "_")], "a multiword token must precede its words, .* got '1-2'"),
         ([line("1-1", "a", "_", "_"), line("1", "a")], "two or more, got '1-1'"),
-        ([line("1", "a"), "", "# text = b", "", line("1", "c")], "line 3: a sentence has words, got comments alone"),
-        ([""], "must hold sentences"),
+        ([line("1", "a"), "", "# text = b", "", line("1", "c")], "line 3: a sentence must have words, got only"),
+        ([""], "must contain sentences"),
     ],
 )  # fmt: skip
 def test_a_wrong_line_is_refused_with_its_number(tmp_path, lines, words):
@@ -114,7 +114,7 @@ def test_a_wrong_line_is_refused_with_its_number(tmp_path, lines, words):
 def test_bytes_that_are_no_text_are_refused_with_their_place(tmp_path):
     path = tmp_path / "latin.conllu"
     path.write_bytes(line("1", "a").encode() + b"\n" + line("2", "caf", "1", "x").encode().replace(b"caf", b"caf\xe9"))
-    with pytest.raises(OptionError, match="line 2: text must be UTF-8, got the byte 0xe9 at place 5"):
+    with pytest.raises(OptionError, match="line 2: text must be UTF-8, got the byte 0xe9 at position 5"):
         list(read_treebank(path))
 
 

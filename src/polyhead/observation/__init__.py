@@ -1,4 +1,4 @@
-"""Watching the heads of a running model: `observe`, and the mergeable values it gathers."""
+"""Observe the attention heads of a running model: `observe` and the mergeable values it collects."""
 
 from polyhead.observation.adapters import Adapter
 from polyhead.observation.attention_maps import AttentionMaps

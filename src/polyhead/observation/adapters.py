@@ -1,4 +1,4 @@
-"""Attention modules of a user's own: an adapter tells a session what they attend with."""
+"""Adapters for custom attention modules: they report queries, keys and values to a session."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Adapters = Mapping[str | type[nn.Module], "Adapter"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tell:
-    """Called by an adapter whenever its module attends."""
+class AttentionNotifier:
+    """Callback that an adapter calls whenever its module computes attention."""
 
     module: nn.Module
     adapter: Adapter
@@ -41,50 +41,50 @@ class Tell:
         cross: bool = False,
         tokens: Tensor | None = None,
     ) -> Tensor | None:
-        """Tell of one attention, in the words of `polyhead.attention`.
+        """Report one attention call, with the arguments of `polyhead.attention`.
 
         Args:
-            query, key, value: [batch, heads, sequence, head_dim], as they meet in the softmax: after position
-                embeddings, with the keys of a cache.
-            mask, scale, softcap, sinks: as `polyhead.attention` takes them.
-            cross: whether queries and keys are different sequences.
-            tokens: [batch, queries], False for padding; without it, what the mask says.
+            query, key, value: [batch, heads, sequence, head_dim], as they enter the softmax: after position
+                embeddings, including the keys of a KV cache.
+            mask, scale, softcap, sinks: as for `polyhead.attention`.
+            cross: whether queries and keys come from different sequences.
+            tokens: [batch, queries], False for padding; derived from the mask by default.
 
-        Returns the factors of the heads' outputs (as `Session.gates` has them), None where there are none.
+        Returns the gates for the heads' outputs (see `Session.gates`), or None where there are none.
         """
         if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (query, key, value)):
             got = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (query, key, value)]
             raise ShapeError(
-                f"an adapter tells of [batch, heads, sequence, head_dim], got {got[0]}, {got[1]}, {got[2]}"
+                f"an adapter must pass tensors [batch, heads, sequence, head_dim], got {got[0]}, {got[1]}, {got[2]}"
             )
         if tokens is not None and tokens.shape != (query.shape[0], query.shape[2]):
-            raise ShapeError(f"tokens are [batch, queries], here {[*query.shape[::2]]}, got {list(tokens.shape)}")
+            raise ShapeError(f"tokens must be [batch, queries], here {[*query.shape[::2]]}, got {list(tokens.shape)}")
         rows = Tokens.of(mask, query, key) if tokens is None else tokens
         call = self.watcher.call(self.module, query.shape[1], rows, cross=cross, learned_sinks=sinks is not None)
         if call is None:
             return None
         if call.gate is not None and not getattr(self.adapter, "gates", False):
             raise OptionError(
-                f"an adapter without a true attribute `gates` leaves the heads' outputs alone, "
+                f"gates need an adapter that declares `gates = True` and multiplies the heads' outputs, "
                 f"got a gate for {call.site.name!r} and {type(self.adapter).__name__}"
             )
         if call.counts or call.differentiable:
             call.mask = mask
             call.tokens = call.tokens if tokens is None else tokens
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
-                seen = value if call.whole else value[..., :1]
+                needed_value = value if call.has_collectors else value[..., :1]
                 result = attention(
-                    query, key, seen, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=call.requested,
-                    logsumexp=call.whole,
+                    query, key, needed_value, mask=mask, scale=scale, softcap=softcap, sinks=sinks,
+                    statistics=call.requested, logsumexp=call.has_collectors,
                 )  # fmt: skip
                 call.notify(Attended(query, key, value, result, mask, scale, softcap, sinks))
         return call.gate
 
 
 class Adapter(Protocol):
-    """Knows how modules of one kind attend; handed to `observe(model, adapters={path or class: adapter})`.
+    """Protocol of adapters, passed as `observe(model, adapters={path or class: adapter})`.
 
-    The session computes its statistics beside the module, whose results stay its own.
+    The session recomputes the attention for its statistics; the output of the module itself is unchanged.
 
     >>> import torch, polyhead
     >>> from torch import nn
@@ -100,45 +100,49 @@ class Adapter(Protocol):
     ...         return (weights @ value).transpose(1, 2).flatten(2)
     >>> class HandwrittenAdapter:
     ...     def watch(self, module, notify):
-    ...         def note(module, inputs):
+    ...         def hook(module, inputs):
     ...             notify(*module.heads(*inputs))
-    ...         return module.register_forward_pre_hook(note)
+    ...         return module.register_forward_pre_hook(hook)
     >>> model = nn.Sequential(Handwritten(), nn.Linear(16, 16), Handwritten())
     >>> with polyhead.observe(model, adapters={Handwritten: HandwrittenAdapter()}) as session:
     ...     output = model(torch.randn(3, 5, 16))
     >>> session.profile["tokens"].tolist()
     [15.0, 15.0, 15.0, 15.0]
 
-    An adapter with a true attribute `gates` promises to multiply the heads' outputs with what `notify` returns. For
-    others the gates of a session are refused.
+    An adapter with an attribute `gates = True` promises to multiply the heads' outputs by the return value of `notify`.
+    Without it, a session that sets gates for the module raises.
     """
 
-    def watch(self, module: nn.Module, notify: Tell) -> AbstractContextManager[Any]:
-        """Begin to watch a module. What comes back ends it on leaving, as the handle of a PyTorch hook does."""
+    def watch(self, module: nn.Module, notify: AttentionNotifier) -> AbstractContextManager[Any]:
+        """Attach to a module; return a context manager that detaches on exit, such as a PyTorch hook handle."""
 
 
-def adapted_modules(model: nn.Module, adapters: Adapters, asking: tuple[nn.Module, ...]) -> dict[nn.Module, Adapter]:
-    """The modules that have an adapter: one for their path, or else the first for a class that they are of."""
-    found: dict[nn.Module, Adapter] = {}
+def adapted_modules(
+    model: nn.Module, adapters: Adapters, interface_modules: tuple[nn.Module, ...]
+) -> dict[nn.Module, Adapter]:
+    """Return modules with their adapters; one for a module's path precedes those for its classes."""
+    adapted: dict[nn.Module, Adapter] = {}
     used = set()
     for path, module in model.named_modules():
         classes = [name for name in adapters if isinstance(name, type) and isinstance(module, name)]
         name = path if path in adapters else next(iter(classes), None)
         if name is None:
             continue
-        if any(module is other for other in asking):
+        if any(module is other for other in interface_modules):
             raise OptionError(
-                f"{path!r} uses the attention interface of transformers and is watched there, got an adapter for it"
+                f"{path!r} is already observed through the attention interface of transformers, got an adapter for it"
             )
         used.update([name, *classes])
-        found[module] = adapters[name]
+        adapted[module] = adapters[name]
     for name in adapters:
         if name not in used:
-            what = name.__name__ if isinstance(name, type) else repr(name)
-            raise OptionError(f"adapters go by paths or classes of the model's modules, got {what}, which it has not")
-    return found
+            label = name.__name__ if isinstance(name, type) else repr(name)
+            raise OptionError(
+                f"adapters are keyed by path or class of the model's modules, got {label}, which matches none"
+            )
+    return adapted
 
 
 def watched(module: nn.Module, adapter: Adapter, watcher: Watcher) -> AbstractContextManager[Any]:
-    """An adapter at work, until it is left."""
-    return adapter.watch(module, Tell(module, adapter, watcher))
+    """Attach an adapter to a module for the duration of the context."""
+    return adapter.watch(module, AttentionNotifier(module, adapter, watcher))

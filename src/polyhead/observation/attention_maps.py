@@ -1,4 +1,4 @@
-"""`AttentionMaps`: where a head's attention goes, as pictures: by offset, by place, and what each place receives."""
+"""`AttentionMaps`: collect downsampled attention maps, attention by offset, and attention received per position."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from polyhead.ops.profile.request import OFFSET_BINS
 
 @dataclass(frozen=True, slots=True)
 class AttentionMaps:
-    """Gathers, for each head, the weights summed over a grid of places and over offsets.
+    """Collector of per-head attention weights summed over a grid of positions and over offsets.
 
     Args:
-        tokens: the longest sequence to draw, such as the context; what lies beyond falls into the last block.
-        resolution: how many blocks a side of the map has at most.
+        tokens: the longest sequence to map, such as the context length; positions beyond it go into the last block.
+        resolution: maximum number of blocks per side of the map.
 
-    The grid is of places counted from the start of the sequence, padding included, so that maps of sequences of
-    different lengths lie on top of each other. Rows of padding count nowhere.
+    Positions count from the start of the sequence, padding included, so that maps of sequences of different lengths
+    align. Padding queries are excluded.
     """
 
     tokens: int
@@ -44,12 +44,12 @@ class AttentionMaps:
 
     @property
     def block(self) -> int:
-        """The side of a block in tokens."""
+        """Side length of a block in tokens."""
         return BlockMap(resolution=(self.resolution, self.resolution)).block_of(self.tokens, self.tokens)[0]
 
     @property
     def side(self) -> int:
-        """How many blocks a side of the map has."""
+        """Number of blocks per side of the map."""
         return -(-self.tokens // self.block)
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteMaps:
@@ -63,36 +63,39 @@ class AttentionMaps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteMaps:
-    """What `AttentionMaps` gathered at one site; sums, so that any two can be added."""
+    """State of `AttentionMaps` at one site; all tensors are sums, so two states add up."""
 
     block: int
-    map: Tensor  # [heads, row blocks, column blocks]: the weight from the queries of a block to the keys of another
-    rows: Tensor  # [row blocks]: how many queries each block had
-    offsets: (
-        Tensor  # [heads, bins]: the weight by offset, in the bins of `polyhead.ops.profile.offset_bins`; none for cross
-    )
-    received: Tensor  # [heads, column blocks]: the weight that the keys of a block received
+    map: Tensor  # [heads, query blocks, key blocks]: summed weight from the queries of a block to the keys of another
+    rows: Tensor  # [query blocks]: number of queries in each block
+    # [heads, bins]: summed weight by offset, binned as in `polyhead.ops.profile.offset_bins`; no bins for cross
+    offsets: Tensor
+    received: Tensor  # [heads, key blocks]: summed weight received by the keys of a block
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         logsumexp = attended.result.logsumexp
         assert logsumexp is not None
-        if real is not None:  # a row whose log-sum-exp is -inf sees nothing, and so is in no sum
+        if real is not None:  # a log-sum-exp of -inf gives a row zero weights, which excludes it from the sums
             logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
-        seen = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
-        found = seen.profile(received=True, block_map=(self.block, self.block), offsets=self.offsets.shape[-1] > 0)
-        assert found.block_map is not None and found.received is not None
+        unpadded = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
+        summary = unpadded.profile(
+            received=True, block_map=(self.block, self.block), offsets=self.offsets.shape[-1] > 0
+        )
+        assert summary.block_map is not None and summary.received is not None
         side = self.rows.shape[0]
-        grid = _folded(_folded(found.block_map.sum(0, dtype=torch.float64), side, 2), side, 1)
-        received = _folded(_blocks(found.received.sum(0, dtype=torch.float64), self.block), side, 1)
+        grid = _folded(_folded(summary.block_map.sum(0, dtype=torch.float64), side, 2), side, 1)
+        received = _folded(_blocks(summary.received.sum(0, dtype=torch.float64), self.block), side, 1)
         counted = torch.isfinite(logsumexp).any(1).sum(0, dtype=torch.float64)
-        offsets = self.offsets if found.offsets is None else self.offsets + found.offsets.sum(0, dtype=torch.float64)
+        offsets = (
+            self.offsets if summary.offsets is None else self.offsets + summary.offsets.sum(0, dtype=torch.float64)
+        )
         rows = self.rows + _folded(_blocks(counted, self.block), side, 0)
         return type(self)(self.block, self.map + grid, rows, offsets, self.received + received)
 
     def merge(self, other: Self) -> Self:
         if self.block != other.block or self.map.shape != other.map.shape:
             raise OptionError(
-                "maps of one grid can be merged, "
+                "only maps on the same grid can be merged, "
                 f"got blocks of {self.block} and {other.block} tokens, "
                 f"{list(self.map.shape)} and {list(other.map.shape)}"
             )
@@ -111,18 +114,18 @@ _SUMS = tuple(field.name for field in fields(SiteMaps) if field.name != "block")
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """Sums over blocks of the last axis."""
+    """Return sums over blocks of the last axis."""
     missing = -x.shape[-1] % block
     padded = torch.nn.functional.pad(x, (0, missing))
     return padded.unflatten(-1, (-1, block)).sum(-1)
 
 
 def _folded(x: Tensor, size: int, axis: int) -> Tensor:
-    """Of exactly `size` along an axis: zeros where it is shorter, the rest in the last place where it is longer."""
-    here = x.shape[axis]
-    if here > size:
-        first, rest = x.split((size - 1, here - size + 1), axis)
-        return torch.cat([first, rest.sum(axis, keepdim=True)], axis)
-    if here < size:
-        return torch.cat([x, x.new_zeros(*x.shape[:axis], size - here, *x.shape[axis + 1 :])], axis)
+    """Return `x` with exactly `size` entries along an axis: zero-padded, or with the excess summed into the last."""
+    current = x.shape[axis]
+    if current > size:
+        first, excess = x.split((size - 1, current - size + 1), axis)
+        return torch.cat([first, excess.sum(axis, keepdim=True)], axis)
+    if current < size:
+        return torch.cat([x, x.new_zeros(*x.shape[:axis], size - current, *x.shape[axis + 1 :])], axis)
     return x

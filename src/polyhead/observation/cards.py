@@ -1,4 +1,4 @@
-"""Heads as HTML fragments for notebooks: a grid of heads and a card of each; no script, and all text escaped."""
+"""HTML fragments for notebooks: a grid of heads and a card per head; no scripts, all text escaped."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from polyhead.observation.statistics import AttentionSite
 
-# Half-transparent, so that they are seen on light and on dark ground; the text keeps the notebook's colour.
+# Translucent, to work in light and dark themes; the text keeps the notebook's colour.
 _GROUND = "rgba(64, 120, 200, {:.2f})"
 _LINE = "1px solid rgba(128, 128, 128, 0.35)"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One head in a grid: what stands there, how strongly it is shaded (0 to 1), and what a pointer is told."""
+    """One head in a grid: its text, the strength of its shading (0 to 1), and its tooltip."""
 
     text: str
     shade: float
@@ -24,7 +24,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One line of a card: a name, a number as text, and where it lies among all heads (0 to 1; None: nowhere)."""
+    """One line of a card: name, formatted value, and its rank within the range of all heads (0 to 1, or None)."""
 
     name: str
     text: str
@@ -32,11 +32,11 @@ class Number:
 
 
 def grids(sites: Sequence[AttentionSite], cell: Callable[[AttentionSite, int], Cell | None]) -> str:
-    """A table a stack: a row a layer, a cell a head; nothing where there is no cell."""
+    """Return one HTML table per stack, with one row per layer and one cell per head; None gives an empty cell."""
     stacks: dict[tuple[str, str], list[AttentionSite]] = {}
     for site in sites:
         stacks.setdefault((site.stack, site.kind), []).append(site)
-    return "".join(_grid(f"{stack}, {kind}-attention", found, cell) for (stack, kind), found in stacks.items())
+    return "".join(_grid(f"{stack}, {kind}-attention", members, cell) for (stack, kind), members in stacks.items())
 
 
 def _grid(title: str, sites: list[AttentionSite], cell: Callable[[AttentionSite, int], Cell | None]) -> str:
@@ -47,7 +47,7 @@ def _grid(title: str, sites: list[AttentionSite], cell: Callable[[AttentionSite,
         cells = "".join(_cell(cell(site, head) if head < site.num_heads else None) for head in heads)
         lines.append(f'<tr><th scope="row">{site.layer}</th>{cells}</tr>')
     return (
-        f'<table><caption style="white-space: nowrap">{html.escape(title)}: a row a layer, a column a head</caption>'
+        f'<table><caption style="white-space: nowrap">{html.escape(title)}: one row per layer, one column per head</caption>'
         f'<thead><tr><th scope="col">layer</th>{header}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
     )
 
@@ -63,8 +63,8 @@ def _cell(cell: Cell | None) -> str:
 
 
 def card(title: str, lines: Sequence[str], numbers: Sequence[Number]) -> str:
-    """A head's card: its place, what is said of it in words, and its numbers, each with a bar: how much among all."""
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    """Return the card of a head: title, lines of text, and a table of numbers, each with a bar for its rank."""
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     rows = "".join(
         f'<tr><th scope="row">{html.escape(x.name)}</th><td>{html.escape(x.text)}</td><td>{_bar(x.place)}</td></tr>'
         for x in numbers
@@ -72,7 +72,7 @@ def card(title: str, lines: Sequence[str], numbers: Sequence[Number]) -> str:
     return (
         f'<div style="display: inline-block; vertical-align: top; max-width: 30em; margin: 4px; padding: 8px; '
         f'border: {_LINE}; border-radius: 6px"><strong>{html.escape(title)}</strong>'
-        f"{f'<ul>{said}</ul>' if said else ''}<table><tbody>{rows}</tbody></table></div>"
+        f"{f'<ul>{items}</ul>' if items else ''}<table><tbody>{rows}</tbody></table></div>"
     )
 
 
@@ -81,5 +81,5 @@ def _bar(place: float | None) -> str:
 
 
 def folded(summary: str, content: str) -> str:
-    """What opens when it is asked for."""
+    """Return collapsible content (a `<details>` element)."""
     return f"<details><summary>{html.escape(summary)}</summary>{content}</details>"

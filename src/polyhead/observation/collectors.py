@@ -1,4 +1,4 @@
-"""What a session gathers beside the statistics of rows: whatever a second look at each attention can tell."""
+"""Protocol of collectors, which receive each attention call in full, beyond the per-row statistics of a session."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from polyhead.ops.attended import Attended
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchMetadata:
-    """What is known of a batch beside what the model is told; `session.metadata` holds those of the calls to come."""
+    """Batch metadata that the model itself does not receive; set `session.metadata` before calling the model."""
 
-    documents: Tensor | None = None  # [batch]: the number of the document that each row is from
-    pieces: Tensor | None = None  # [batch]: which piece of its document each row is, where documents were cut
-    tokens: Tensor | None = None  # [batch, tokens]: their ids
-    classes: Tensor | None = None  # [batch, tokens]: what each token is (a word, punctuation, ...), as small integers
+    documents: Tensor | None = None  # [batch]: document index of each row
+    pieces: Tensor | None = None  # [batch]: index of the piece within its document, where documents were split
+    tokens: Tensor | None = None  # [batch, tokens]: token ids
+    classes: Tensor | None = None  # [batch, tokens]: token class (word, punctuation, ...), as small integers
 
 
 class CollectorState(Protocol):
-    """What was gathered at one site: a mergeable value, like those of `accumulators`."""
+    """State of a collector at one site: a mergeable value, like those of `accumulators`."""
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        """With one attention; `real` [batch or 1, queries] is False for padding, None where there is none.
+        """Add one attention call; `real` [batch or 1, queries] is False for padding, None where there is none.
 
-        Waits for no device.
+        Must not synchronise with the device.
         """
 
     def merge(self, other: Self) -> Self: ...
@@ -37,14 +37,14 @@ class CollectorState(Protocol):
     def state(self) -> dict[str, Tensor]: ...
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        """The same value with what was saved of it, on the device on which that lies."""
+        """Return a copy with the saved tensors, on the device of those tensors."""
 
 
 class Collector(Protocol):
-    """What to gather: handed to `observe(collect=...)`, and asked once for every site."""
+    """Protocol of `observe(collect=[...])`: creates the state for each attention site."""
 
     @property
     def name(self) -> str: ...
 
     def empty(self, site: AttentionSite, device: torch.device) -> CollectorState | None:
-        """A value that has seen nothing; None where there is nothing to gather at this site."""
+        """Return an empty state; None if this site is not collected."""

@@ -1,4 +1,4 @@
-"""`Contributions`: the second moments of what the heads of a layer say, from which their relations follow."""
+"""`Contributions`: collect second moments of a layer's head outputs, from which head similarities are derived."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyhead.ops.attended import Attended
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """Gathers a `HeadMoments` of the heads' outputs before the output projection, over real tokens."""
+    """Collector of `HeadMoments` of the head outputs before the output projection, over non-padding tokens."""
 
     @property
     def name(self) -> str:
@@ -29,7 +29,7 @@ class Contributions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteContributions:
-    """What was gathered at one site; its width is known once something was seen."""
+    """State of `Contributions` at one site; None until the first update, which determines the width."""
 
     moments: HeadMoments | None
 
@@ -38,13 +38,13 @@ class SiteContributions:
         assert logsumexp is not None
         batch, heads, queries, dim = output.shape
         if not dim:
-            return self  # only the weights are known
-        counted = torch.isfinite(logsumexp).any(1)  # a row that sees nothing says nothing
+            return self  # only the weights are available (via_weights)
+        counted = torch.isfinite(logsumexp).any(1)  # rows without visible keys have no output
         if real is not None:
             counted = counted & real
-        before = HeadMoments.empty(heads, dim, output.device) if self.moments is None else self.moments
+        moments = HeadMoments.empty(heads, dim, output.device) if self.moments is None else self.moments
         samples = output.transpose(1, 2).reshape(batch * queries, heads, dim)
-        return type(self)(before.update(samples, counted.expand(batch, -1).reshape(-1)))
+        return type(self)(moments.update(samples, counted.expand(batch, -1).reshape(-1)))
 
     def merge(self, other: Self) -> Self:
         if self.moments is None or other.moments is None:

@@ -1,4 +1,4 @@
-"""`AttentionDistances`: how differently the heads of a layer look, whatever they then say."""
+"""`AttentionDistances`: collect distances between the attention patterns of a layer's heads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from polyhead.ops.attended import Attended
 
 @dataclass(frozen=True, slots=True)
 class AttentionDistances:
-    """Gathers the Jensen-Shannon distance between the weights of every two heads of a layer, the mean over rows.
+    """Collector of the Jensen-Shannon distance between each pair of heads of a layer, averaged over query rows.
 
-    Every pair looks at all weights once more: this is for a sample of the text.
+    Each pair of heads costs a pass over all attention weights; use a sample of the text.
     """
 
     @property
@@ -36,7 +36,7 @@ class AttentionDistances:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteDistances:
-    """Sums over rows, of the pairs (0, 1), (0, 2), ... (1, 2), ..."""
+    """Sums over rows for the head pairs (0, 1), (0, 2), ... (1, 2), ..."""
 
     num_heads: int
     distances: Tensor  # [pairs]
@@ -47,12 +47,14 @@ class SiteDistances:
         assert logsumexp is not None
         if real is not None:
             logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
-        seen = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
+        unpadded = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
         pairs = list(itertools.combinations(range(self.num_heads), 2))
-        found = seen.profile(head_pairs=pairs).head_distance  # [batch, pairs], the mean over the rows that see a key
-        assert found is not None
+        mean_distances = unpadded.profile(
+            head_pairs=pairs
+        ).head_distance  # [batch, pairs], mean over rows with a visible key
+        assert mean_distances is not None
         rows = torch.isfinite(logsumexp).any(1).sum(-1, dtype=torch.float64)
-        return type(self)(self.num_heads, self.distances + rows @ found.double(), self.rows + rows.sum())
+        return type(self)(self.num_heads, self.distances + rows @ mean_distances.double(), self.rows + rows.sum())
 
     def merge(self, other: Self) -> Self:
         device = self.distances.device
@@ -60,10 +62,10 @@ class SiteDistances:
         return type(self)(self.num_heads, *sums)
 
     def compute(self) -> Tensor:
-        """[heads, heads], from 0 for heads that look alike to sqrt(log 2) = 0.83; NaN where nothing was seen."""
-        one, other = torch.triu_indices(self.num_heads, self.num_heads, 1)
+        """Return distances [heads, heads], from 0 (equal weights) to sqrt(log 2) = 0.83; NaN without data."""
+        row, column = torch.triu_indices(self.num_heads, self.num_heads, 1)
         matrix = torch.zeros(self.num_heads, self.num_heads, dtype=torch.float64)
-        matrix[one, other] = (self.distances / torch.where(self.rows > 0, self.rows, torch.nan)).cpu()
+        matrix[row, column] = (self.distances / torch.where(self.rows > 0, self.rows, torch.nan)).cpu()
         return matrix + matrix.T
 
     def state(self) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
-"""What a layer's heads have in common, in one matrix: the second moments of all head outputs side by side.
+"""Second moments of the concatenated head outputs of a layer, as a mergeable accumulator.
 
-Cosine between contributions, CKA, mutual information, total correlation, effective rank: all that compares heads
-linearly follows from it (`polyhead.analysis.relations`), so that no output of a head need be kept. It is a mergeable
-value like those of `accumulators`.
+Every linear comparison of heads can be computed from them (`polyhead.analysis.relations`): cosine similarity of
+contributions, CKA, mutual information, total correlation, effective rank. No head output has to be stored.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from polyhead.errors import ShapeError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadMoments:
-    """Count, mean and scatter of the outputs of all heads of a layer, in float64.
+    """Count, mean and scatter matrix of the outputs of all heads of a layer, in float64.
 
     >>> import torch
     >>> outputs = torch.randn(50, 4, 3, generator=torch.Generator().manual_seed(0))
-    >>> whole = HeadMoments.empty(4, 3).update(outputs)
-    >>> parts = HeadMoments.empty(4, 3).update(outputs[:20]).merge(HeadMoments.empty(4, 3).update(outputs[20:]))
-    >>> torch.allclose(parts.covariance, whole.covariance), whole.covariance.shape
+    >>> one_pass = HeadMoments.empty(4, 3).update(outputs)
+    >>> merged = HeadMoments.empty(4, 3).update(outputs[:20]).merge(HeadMoments.empty(4, 3).update(outputs[20:]))
+    >>> torch.allclose(merged.covariance, one_pass.covariance), one_pass.covariance.shape
     (True, torch.Size([4, 3, 4, 3]))
     """
 
     count: Tensor  # the sum of the weights
     mean: Tensor  # [heads, dim]
-    scatter: Tensor  # [heads, dim, heads, dim]: the weighted sum of products of distances from the mean
+    scatter: Tensor  # [heads, dim, heads, dim]: weighted sum of outer products of deviations from the mean
 
     @classmethod
     def empty(cls, num_heads: int, dim: int, device: torch.device | str | None = None) -> Self:
@@ -50,13 +49,13 @@ class HeadMoments:
 
     @property
     def covariance(self) -> Tensor:
-        """[heads, dim, heads, dim]; NaN where fewer than two tokens were seen."""
+        """Covariance [heads, dim, heads, dim]; NaN for fewer than two tokens."""
         return self.scatter / torch.where(self.count > 1, self.count - 1, torch.nan)
 
     def update(self, values: Tensor, weights: Tensor | None = None) -> Self:
-        """With the outputs of the heads at some tokens [tokens, heads, dim], and a weight for each token.
+        """Add head outputs [tokens, heads, dim] with one weight per token.
 
-        A token of weight 0 is never read, whatever stands there.
+        A token of weight 0 is ignored, even if it is NaN.
         """
         if values.ndim != 3 or values.shape[1:] != self.mean.shape:
             raise ShapeError(
@@ -66,26 +65,26 @@ class HeadMoments:
         if weights is None:
             weights = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
         elif weights.shape != rows.shape[:1]:
-            raise ShapeError(f"weights must be one a token, [{rows.shape[0]}], got shape {list(weights.shape)}")
+            raise ShapeError(f"weights must be one per token, [{rows.shape[0]}], got shape {list(weights.shape)}")
         weights = weights.to(torch.float64)
         count = weights.sum()
         rows = torch.where((weights != 0)[:, None], rows, 0.0)
         mean = (weights @ rows) / torch.where(count > 0, count, 1.0)
-        distance = rows - mean
-        scatter = (distance * weights[:, None]).T @ distance
+        deviation = rows - mean
+        scatter = (deviation * weights[:, None]).T @ deviation
         return self.merge(type(self)(count, mean.view_as(self.mean), scatter.view_as(self.scatter)))
 
     def merge(self, other: Self) -> Self:
         if other.mean.shape != self.mean.shape:
             raise ShapeError(
-                "moments of one layout can be merged, "
+                "only moments of the same shape can be merged, "
                 f"got {self.num_heads} heads of {self.dim} and {other.num_heads} of {other.dim}"
             )
         count = self.count + other.count
-        some = torch.where(count > 0, count, 1.0)
-        apart = (other.mean - self.mean).flatten()
-        between = torch.outer(apart, apart) * (self.count * other.count / some)
-        mean = (self.mean * self.count + other.mean * other.count) / some
+        divisor = torch.where(count > 0, count, 1.0)
+        delta = (other.mean - self.mean).flatten()
+        between = torch.outer(delta, delta) * (self.count * other.count / divisor)
+        mean = (self.mean * self.count + other.mean * other.count) / divisor
         return type(self)(count, mean, self.scatter + other.scatter + between.view_as(self.scatter))
 
     def state(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""`HeadProfile`: the table of what is known of each head, one row a head."""
+"""`HeadProfile`: table of per-head statistics, one row per head."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from polyhead.observation.statistics import AttentionSite
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadProfile:
-    """One row a head: where it is, over how many tokens it was watched, and each statistic.
+    """Table with one row per head: its site, the number of observed tokens, and each statistic.
 
-    In tables that are handed on, `original_head` is its number in the unedited model: `5`, `2+7` for a merged head,
-    `new` for one that an edit grew.
+    In exported tables, `original_head` is the index in the unedited model: `5`, `2+7` for a merged head, `new` for a
+    head that an edit added.
 
     `table["entropy"]` is the mean over tokens, `table["entropy_std"]` the standard deviation, `table["entropy_max"]`
-    the largest, each a float64 tensor of as many numbers as there are heads. NaN where a statistic has no meaning, as
-    reach has none in a cross-attention. `print(table)` shows it, a notebook shows cards; `to_arrow`, `to_pandas` and
-    `to_polars` hand it on.
+    the maximum; each is a float64 tensor with one entry per head. NaN where a statistic is undefined, such as
+    mean_distance in a cross-attention. `print(table)` prints it, a notebook shows cards; `to_arrow`, `to_pandas` and
+    `to_polars` export it.
     """
 
     sites: tuple[AttentionSite, ...]  # of each row
@@ -38,16 +38,16 @@ class HeadProfile:
 
     def __getitem__(self, column: str) -> Tensor:
         if column not in self.columns:
-            raise OptionError(f"a column is one of {', '.join(self.columns)}; got {column!r}")
+            raise OptionError(f"the columns are {', '.join(self.columns)}; got {column!r}")
         return self.columns[column]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Every row as a plain dict: what `pandas.DataFrame(table.rows())` or `pyarrow.Table.from_pylist` takes."""
-        numbers = {name: column.tolist() for name, column in self.columns.items()}
+        """Yield rows as dicts, e.g. for `pandas.DataFrame(table.rows())` or `pyarrow.Table.from_pylist`."""
+        values = {name: column.tolist() for name, column in self.columns.items()}
         for index, (site, head) in enumerate(zip(self.sites, self.heads, strict=True)):
-            place = {"site": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "head": head}
-            place["original_head"] = site.label(head)
-            yield {**place, **{name: column[index] for name, column in numbers.items()}}
+            location = {"site": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "head": head}
+            location["original_head"] = site.label(head)
+            yield {**location, **{name: column[index] for name, column in values.items()}}
 
     def __repr__(self) -> str:
         tokens = int(self.columns["tokens"].max()) if len(self) else 0
@@ -65,31 +65,31 @@ class HeadProfile:
             lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return "\n".join(lines)
 
-    # ---- for other tools
+    # ---- export
 
     def to_arrow(self) -> Any:
-        """A `pyarrow.Table`, a row a head."""
+        """Return a `pyarrow.Table` with one row per head."""
         return _package("pyarrow", "polyhead[hf]").table(self._arrays())
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, a row a head."""
+        """Return a `pandas.DataFrame` with one row per head."""
         return _package("pandas", "pandas").DataFrame(self._arrays())
 
     def to_polars(self) -> Any:
-        """A `polars.DataFrame`, a row a head."""
+        """Return a `polars.DataFrame` with one row per head."""
         return _package("polars", "polars").DataFrame(self._arrays())
 
     def _arrays(self) -> dict[str, Any]:
-        places = {name: [getattr(site, name) for site in self.sites] for name in ("kind", "stack", "layer")}
-        place = {"site": [site.name for site in self.sites], **places, "head": list(self.heads)}
-        place["original_head"] = [site.label(head) for site, head in zip(self.sites, self.heads, strict=True)]
-        return {**place, **{name: column.numpy() for name, column in self.columns.items()}}
+        fields = {name: [getattr(site, name) for site in self.sites] for name in ("kind", "stack", "layer")}
+        location = {"site": [site.name for site in self.sites], **fields, "head": list(self.heads)}
+        location["original_head"] = [site.label(head) for site, head in zip(self.sites, self.heads, strict=True)]
+        return {**location, **{name: column.numpy() for name, column in self.columns.items()}}
 
     def _repr_html_(self) -> str:
         return profile_html(self)
 
-    def places_among_all(self, name: str) -> list[float | None]:
-        """Where each head's number lies between the smallest of all heads, 0, and the largest, 1; None: it has none."""
+    def scaled_column(self, name: str) -> list[float | None]:
+        """Return a column scaled to [0, 1] over all heads; None for non-finite entries."""
         column = self[name]
         finite = column[column.isfinite()]
         if not len(finite):
@@ -99,22 +99,22 @@ class HeadProfile:
         return [((x - low) / width if width > 0 else 0.5) if math.isfinite(x) else None for x in column.tolist()]
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """The header, and each row as text: `mean ±spread`, and for the largest logit its maximum."""
-        header, shown = ["head", "tokens"], []
+        """Return the header and each row as text: `mean ±std`, plus the maximum for logit statistics."""
+        header, displayed = ["head", "tokens"], []
         for name in self.names:
             header.append(name)
-            spread = f"{name}_std" if f"{name}_std" in self.columns else f"{name}_error"
-            shown.append((name, spread if spread in self.columns else ""))
+            std = f"{name}_std" if f"{name}_std" in self.columns else f"{name}_error"
+            displayed.append((name, std if std in self.columns else ""))
             if name in ("max_logit", "max_abs_logit"):
                 header.append(f"{name}_max")
-                shown.append((f"{name}_max", ""))
+                displayed.append((f"{name}_max", ""))
         body = []
         for site, row in zip(self.sites, self.rows(), strict=True):
             cells = [f"{row['layer']}.{row['head']}{site.original(row['head'])}", f"{row['tokens']:,.0f}"]
-            for name, spread in shown:
+            for name, std in displayed:
                 number = row[name]
                 text = "-" if math.isnan(number) else f"{number:.3g}"
-                cells.append(f"{text} ±{row[spread]:.2g}" if spread and text != "-" else text)
+                cells.append(f"{text} ±{row[std]:.2g}" if std and text != "-" else text)
             body.append(cells)
         return header, body
 
@@ -124,5 +124,5 @@ def _package(name: str, install: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise OptionError(
-            f"a table for {name} needs the package {name}; install it with: pip install '{install}'"
+            f"export to {name} needs the package {name}; install it with: pip install '{install}'"
         ) from None

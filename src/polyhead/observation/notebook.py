@@ -1,4 +1,4 @@
-"""A `HeadProfile` as a notebook shows it: a shaded grid of heads, their cards, and the table of every number."""
+"""Notebook rendering of a `HeadProfile`: a shaded grid of heads, one card per head, and the full table."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from polyhead.observation.cards import Cell, Number, card, folded, grids
 from polyhead.observation.statistics import AttentionSite
 
-# What a grid is shaded by: the first of these that was gathered.
+# The grid is shaded by the first of these columns that was collected.
 SHADED_BY = ("normalized_entropy", "entropy", "confidence", "mean_distance", "sink_mass")
-MOST_CARDS = 256  # a notebook keeps what it shows; the page of an inspection has one for each of any number
+MOST_CARDS = 256  # a notebook stores its output; the HTML page of an inspection has no such limit
 
 
 class Table(Protocol):
-    """What is read of a `HeadProfile` to show it."""
+    """The part of `HeadProfile` that rendering reads."""
 
     @property
     def sites(self) -> tuple[AttentionSite, ...]: ...
@@ -29,11 +29,11 @@ class Table(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, name: str) -> Tensor: ...
     def cells(self) -> tuple[list[str], list[list[str]]]: ...
-    def places_among_all(self, name: str) -> list[float | None]: ...
+    def scaled_column(self, name: str) -> list[float | None]: ...
 
 
 def profile_html(table: Table) -> str:
-    """The fragment; it needs no script, and what opens is folded until then."""
+    """Return an HTML fragment without scripts; cards and table are collapsed."""
     title = f"<p><strong>{html.escape(repr(table))}</strong></p>"
     if not len(table):
         return title
@@ -41,29 +41,33 @@ def profile_html(table: Table) -> str:
     shading = ""
     if shaded is not None:
         grid = grids(list(dict.fromkeys(table.sites)), _shaded_by(table, shaded))
-        shading = f"{grid}<p>shaded by {html.escape(shaded)}, from the smallest of all heads to the largest</p>"
+        shading = f"{grid}<p>shaded by {html.escape(shaded)}, from the minimum to the maximum over all heads</p>"
     return f"{title}{shading}{cards_html(table)}{folded('every number', table_html(table))}"
 
 
-def cards_html(table: Table, said: Callable[[AttentionSite, int], list[str]] = lambda site, head: []) -> str:
-    """The cards of all heads, folded by site; `said` gives what is said of a head in words."""
+def cards_html(table: Table, describe: Callable[[AttentionSite, int], list[str]] = lambda site, head: []) -> str:
+    """Return the cards of all heads, collapsed by site; `describe` returns lines of text about a head."""
     if len(table) > MOST_CARDS:
         return (
-            f"<p>{len(table)} heads are too many for cards here; <code>polyhead inspect --html</code> has them all</p>"
+            f"<p>{len(table)} heads are too many for cards in a notebook; <code>polyhead inspect --html</code> shows "
+            "all of them</p>"
         )
     header, body = table.cells()
-    places = {name: table.places_among_all(name) for name in header[1:]}
-    found: dict[AttentionSite, list[str]] = {}
+    scaled = {name: table.scaled_column(name) for name in header[1:]}
+    cards: dict[AttentionSite, list[str]] = {}
     for row, (site, head) in enumerate(zip(table.sites, table.heads, strict=True)):
-        numbers = [Number(name, text, places[name][row]) for name, text in zip(header[1:], body[row][1:], strict=True)]
-        found.setdefault(site, []).append(
-            card(f"layer {site.layer} head {head}{site.original(head)}", said(site, head), numbers)
+        numbers = [Number(name, text, scaled[name][row]) for name, text in zip(header[1:], body[row][1:], strict=True)]
+        cards.setdefault(site, []).append(
+            card(f"layer {site.layer} head {head}{site.original(head)}", describe(site, head), numbers)
         )
-    return "".join(folded(f"cards of {site.name}, {site.kind}-attention", "".join(x)) for site, x in found.items())
+    return "".join(
+        folded(f"cards of {site.name}, {site.kind}-attention", "".join(site_cards))
+        for site, site_cards in cards.items()
+    )
 
 
 def table_html(table: Table) -> str:
-    """Every number of every head."""
+    """Return the full table as HTML."""
     header, body = table.cells()
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in ("site", *header))
     lines = []
@@ -74,14 +78,14 @@ def table_html(table: Table) -> str:
 
 
 def _shaded_by(table: Table, name: str) -> Callable[[AttentionSite, int], Cell | None]:
-    numbers, places = table[name].tolist(), table.places_among_all(name)
-    rows = {place: row for row, place in enumerate(zip(table.sites, table.heads, strict=True))}
+    values, scaled = table[name].tolist(), table.scaled_column(name)
+    rows = {location: row for row, location in enumerate(zip(table.sites, table.heads, strict=True))}
 
     def cell(site: AttentionSite, head: int) -> Cell | None:
         row = rows.get((site, head))
         if row is None:
             return None
-        text = "-" if math.isnan(numbers[row]) else f"{numbers[row]:.2g}"
-        return Cell(text, places[row] or 0.0, f"layer {site.layer} head {head}{site.original(head)}: {name} {text}")
+        text = "-" if math.isnan(values[row]) else f"{values[row]:.2g}"
+        return Cell(text, scaled[row] or 0.0, f"layer {site.layer} head {head}{site.original(head)}: {name} {text}")
 
     return cell

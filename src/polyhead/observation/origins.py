@@ -1,7 +1,7 @@
-"""The original heads of an edited layer, as a model carries them: on its modules, and in its config for files.
+"""Original heads of edited layers, stored as an attribute of attention modules and in the model's config.
 
-The attribute of a module is what counts while a model lives. The config has the same for a model of transformers, so
-that it goes wherever `save_pretrained` and `from_pretrained` take it.
+In memory, the module attribute takes precedence. The config of a transformers model stores the same data, so that it
+survives `save_pretrained` and `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -13,51 +13,53 @@ from torch import nn
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadOrigins
 
-ATTRIBUTE = "polyhead_origins"  # of an attention module
-IN_CONFIG = "polyhead_heads"  # by the path of the module
+ATTRIBUTE = "polyhead_origins"  # on an attention module
+IN_CONFIG = "polyhead_heads"  # keyed by module path
 
 
 def origins_of(model: nn.Module, path: str, module: nn.Module, num_heads: int) -> HeadOrigins | None:
-    """The origins of the heads that an attention module has now; None for a layer that was not edited.
+    """Return the origins of an attention module's current heads; None for a layer that was not edited.
 
-    `path` leads from the model to the module.
+    `path` is the path of the module in the model.
     """
-    found: HeadOrigins | None = getattr(module, ATTRIBUTE, None)
-    if found is None:
+    origins: HeadOrigins | None = getattr(module, ATTRIBUTE, None)
+    if origins is None:
         return _in_config(getattr(model, "config", None), path, num_heads)
-    if len(found.heads) != num_heads:
+    if len(origins.heads) != num_heads:
         raise OptionError(
-            f"heads keep their identity in edits of polyhead.surgery, got {path!r} with {num_heads} heads, which such "
-            f"an edit left with {len(found.heads)}; undo what changed them since"
+            f"heads can only be traced through edits of polyhead.surgery, got {path!r} with {num_heads} heads, of "
+            f"which the last edit left {len(origins.heads)}; undo the later change"
         )
-    return found
+    return origins
 
 
 def config_entry(origins: dict[str, HeadOrigins]) -> dict[str, Any] | None:
-    """What a config says of the edited layers; None where there are none."""
-    return {path: one.to_dict() for path, one in origins.items() if not one.is_unedited} or None
+    """Return the config entry that describes the edited layers; None if there are none."""
+    return {
+        path: layer_origins.to_dict() for path, layer_origins in origins.items() if not layer_origins.is_unedited
+    } or None
 
 
 def is_edited(model: nn.Module) -> bool:
-    """Whether a model has a layer whose heads were edited."""
+    """Return whether any layer of the model has edited heads."""
     on_modules = any(hasattr(module, ATTRIBUTE) for module in model.modules())
     return on_modules or bool(getattr(getattr(model, "config", None), IN_CONFIG, None))
 
 
 def _in_config(config: Any, path: str, num_heads: int) -> HeadOrigins | None:
-    """As a config says it, which may be that of another class, whose paths begin with a name more or less."""
+    """Look up a layer in the config; paths may differ by a prefix if the config was saved by another class."""
     entries = getattr(config, IN_CONFIG, None)
     if not entries:
         return None
     if not isinstance(entries, dict):
-        raise OptionError(f"{IN_CONFIG} of a config lists layers by their paths, got {entries!r}")
-    told = [x for name, x in entries.items() if name == path or f".{path}".endswith(f".{name}")]
-    told = told or [x for name, x in entries.items() if f".{name}".endswith(f".{path}")]
-    if not told:
+        raise OptionError(f"{IN_CONFIG} in a config must map layer paths to entries, got {entries!r}")
+    matches = [x for name, x in entries.items() if name == path or f".{path}".endswith(f".{name}")]
+    matches = matches or [x for name, x in entries.items() if f".{name}".endswith(f".{path}")]
+    if not matches:
         return None
     try:
-        found = HeadOrigins.from_dict(told[0])
+        origins = HeadOrigins.from_dict(matches[0])
     except ShapeError as error:
-        raise OptionError(f"{IN_CONFIG} of a config says where heads came from, got for {path}: {error}") from None
-    # A model that was only built from this config has heads of its own.
-    return found if len(told) == 1 and len(found.heads) == num_heads else None
+        raise OptionError(f"{IN_CONFIG} in a config must list the original heads, got for {path}: {error}") from None
+    # A freshly initialised model with this config has its own heads.
+    return origins if len(matches) == 1 and len(origins.heads) == num_heads else None

@@ -1,10 +1,10 @@
-"""Which matrices a model's heads are made of, found by watching numbers pass: no table of names, no family left out.
+"""Find the Q/K/V/O projection matrices of a model's heads from activations, without a table of model families.
 
-One short call is watched. A linear layer whose output holds a head's value, number for number, has that head's W_V in
-its columns; the one that is given the heads' outputs side by side has W_O in its rows. Queries and keys are compared
-at the first token, where rotary positions turn by nothing, and in length at every token, since turning leaves that
-alone. What is put in between (a norm of queries, a gate) breaks the match, and then the matrix is None: it would not
-say what the head does.
+One short call is traced. A linear layer whose output contains a head's value vectors holds that head's W_V in its
+columns; the layer whose input is the concatenation of the head outputs holds W_O in its rows. Queries and keys are
+compared at the first token, where rotary embeddings are the identity, and by norm at every token, which rotations
+preserve. Anything in between (a norm of the queries, a gate) breaks the match; the matrix is then None, since the
+weight alone would not describe the head.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
-# Of the size of a vector: how far the same numbers may be apart after they were scaled or rounded to another dtype.
+# Relative tolerance for vectors that were rescaled or rounded to another dtype.
 TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadProjections:
-    """The matrices of a site's heads, as they stand in its layers; None where nothing matched.
+    """Projection matrices of a site's heads, as stored in its layers; None where no layer matched.
 
-    A query is x @ query[head], and a head's contribution is its output @ output[head]. Scales of queries are in them.
+    A query is x @ query[head], and a head's contribution is its output @ output[head]. A scale applied to the queries
+    is included.
     """
 
     query: Tensor | None = None  # [heads, embed_dim, head_dim]
@@ -45,76 +46,78 @@ class HeadProjections:
 
 
 def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[AttentionSite, HeadProjections]:
-    """The wiring of every site that `run`, a short call of the model, passes through."""
+    """Return the Q/K/V/O projections of every attention site that `run`, a short call of the model, executes."""
     tracer = _Tracer({name or type(module).__name__: module for name, module in model.named_modules()})
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), tracer.listening(model), observe(model, statistics=False, collect=[tracer]):
+        with torch.no_grad(), tracer.recording(model), observe(model, statistics=False, collect=[tracer]):
             run()
     finally:
         model.train(was_training)
-    return {site: tracer.head_projections(site) for site in tracer.seen}
+    return {site: tracer.head_projections(site) for site in tracer.first_attended}
 
 
 @dataclass(eq=False)
-class _Passed:
-    """The rows that a linear layer was given, and what it gave, [rows, features]."""
+class _LinearCall:
+    """Input and output of one call of a linear layer, [rows, features]."""
 
     module: nn.Module
-    given: Tensor
-    gave: Tensor
+    input: Tensor
+    output: Tensor
 
     @property
     def matrix(self) -> Tensor:
-        """[in, out]."""
+        """Weight as [in, out]."""
         weight: Tensor = self.module.get_parameter("weight").detach()
         return weight.T if isinstance(self.module, nn.Linear) else weight
 
 
 @dataclass(eq=False)
 class _Tracer:
-    """Gathers nothing: it only notes what passes."""
+    """Collector that records linear layer calls and the first attention call of each site."""
 
     modules: Mapping[str, nn.Module]
     name: str = "head_projections"
-    passed: list[_Passed] = field(default_factory=list)
-    seen: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
+    linear_calls: list[_LinearCall] = field(default_factory=list)
+    first_attended: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
 
     def empty(self, site: AttentionSite, device: torch.device) -> _Site:
         return _Site(self, site)
 
     @contextmanager
-    def listening(self, model: nn.Module) -> Iterator[None]:
+    def recording(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as undo:
             for module in model.modules():
                 if _is_linear(module):
-                    undo.callback(module.register_forward_hook(self._note).remove)
+                    undo.callback(module.register_forward_hook(self._record).remove)
             yield
 
-    def _note(self, module: nn.Module, given: tuple[Any, ...], gave: Any) -> None:
-        if len(given) and isinstance(given[0], Tensor) and isinstance(gave, Tensor) and given[0].numel():
-            self.passed.append(_Passed(module, *(x.detach().reshape(-1, x.shape[-1]) for x in (given[0], gave))))
+    def _record(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if len(inputs) and isinstance(inputs[0], Tensor) and isinstance(output, Tensor) and inputs[0].numel():
+            self.linear_calls.append(
+                _LinearCall(module, *(x.detach().reshape(-1, x.shape[-1]) for x in (inputs[0], output)))
+            )
 
     def head_projections(self, site: AttentionSite) -> HeadProjections:
         module = self.modules.get(site.name)
         if isinstance(module, MultiHeadAttention):
-            return _of_ours(module)
+            return _of_multi_head(module)
         if isinstance(module, RoutedHeads):
             return _of_routed(module)
         if isinstance(module, nn.MultiheadAttention):
-            return _of_ours(MultiHeadAttention.from_torch(module))
-        moment, attended = self.seen[site]
-        before, after = self.passed[:moment], self.passed[moment:]
-        output = _rows(after, _by_row(attended.result.output))
+            return _of_multi_head(MultiHeadAttention.from_torch(module))
+        num_before, attended = self.first_attended[site]
+        before, after = self.linear_calls[:num_before], self.linear_calls[num_before:]
+        output = _matching_rows(after, _flatten_rows(attended.result.output))
 
-        def columns(heads: Tensor) -> Tensor | None:
-            found = _columns(before, _by_row(heads))
-            # Columns of a layer that is not given the embedding, as of latent heads, are only a part of the way.
-            is_whole = found is None or output is None or found.shape[1] == output.shape[2]
-            return found if is_whole else None
+        def projection(heads: Tensor) -> Tensor | None:
+            matrix = _matching_columns(before, _flatten_rows(heads))
+            # A layer that does not read the residual stream, as in latent attention, is only part of the projection.
+            is_complete = matrix is None or output is None or matrix.shape[1] == output.shape[2]
+            return matrix if is_complete else None
 
-        return HeadProjections(columns(attended.query), columns(attended.key), columns(attended.value), output)
+        return HeadProjections(projection(attended.query), projection(attended.key), projection(attended.value), output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +126,7 @@ class _Site:
     site: AttentionSite
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> _Site:
-        self.tracer.seen.setdefault(self.site, (len(self.tracer.passed), attended))
+        self.tracer.first_attended.setdefault(self.site, (len(self.tracer.linear_calls), attended))
         return self
 
     def merge(self, other: _Site) -> _Site:
@@ -137,13 +140,13 @@ class _Site:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """`torch.nn.Linear`, or transformers' Conv1D, whose weight is the other way round."""
+    """Return whether a module is `torch.nn.Linear` or transformers' Conv1D, whose weight is transposed."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _of_ours(layer: MultiHeadAttention) -> HeadProjections:
-    if isinstance(layer, DifferentialAttention):  # a map writes nothing by itself, and each has half of the channels
-        query, key, value = _sources(layer)
+def _of_multi_head(layer: MultiHeadAttention) -> HeadProjections:
+    if isinstance(layer, DifferentialAttention):  # each map has half of the channels and no output of its own
+        query, key, value = _qkv_projections(layer)
         query, key = (torch.cat(x.chunk(2, -1)) for x in (query, key))
         return HeadProjections(query, key, torch.cat((value, value)))
     if isinstance(layer, CollaborativeAttention):
@@ -152,30 +155,30 @@ def _of_ours(layer: MultiHeadAttention) -> HeadProjections:
         value = layer.v_proj.weight.detach().unflatten(0, (heads, -1)).mT
         output = layer.out_proj.weight.detach().mT.unflatten(0, (heads, -1))
         return HeadProjections(query * layer.mixing.detach()[:, None], key.expand(heads, -1, -1), value, output)
-    if isinstance(layer, TalkingHeads):  # a map reads every query and every key
-        query, key, value = _sources(layer)
+    if isinstance(layer, TalkingHeads):  # each map reads the queries and keys of all heads
+        query, key, value = _qkv_projections(layer)
         output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
         query = torch.einsum("hed,hg->gehd", query, layer.logits_mix.detach()).flatten(2)
         key = key.repeat_interleave(layer.layout.group_size, 0).transpose(0, 1).flatten(1)[None]
         return HeadProjections(query, key, value, output)
-    if layer.combine is not None:  # the output projection reads no head by itself
-        return HeadProjections(*_sources(layer))
+    if layer.combine is not None:  # the output projection does not read single heads
+        return HeadProjections(*_qkv_projections(layer))
     output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
-    return HeadProjections(*_sources(layer), output)
+    return HeadProjections(*_qkv_projections(layer), output)
 
 
-def _sources(layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """What queries, keys and values are made by, [heads, embed_dim, dim] of each."""
+def _qkv_projections(layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the query, key and value projections, each [heads, embed_dim, dim]."""
     layout = layer.layout
     parts = ((layer.q_proj, layout.num_heads), (layer.k_proj, layout.num_kv_heads), (layer.v_proj, layout.num_kv_heads))
     query, key, value = (linear.weight.detach().unflatten(0, (size, -1)).mT for linear, size in parts)
-    if layout.key_heads is not None:  # who watches sees every head with a key and a value of its own
+    if layout.key_heads is not None:  # with uneven groups, collectors receive one key and value per head
         key, value = key[list(layout.key_heads)], value[list(layout.key_heads)]
     return query, key, value
 
 
 def _of_routed(layer: RoutedHeads) -> HeadProjections:
-    """A head that reads several KV heads is as many rows, those of one KV head side by side."""
+    """Return the projections of routed heads; a head that reads several KV heads becomes one row per KV head."""
     query = layer.query_weight.detach().unflatten(2, (layer.rows_per_head, -1)).permute(2, 0, 1, 3).flatten(0, 1)
     output = layer.output_weight.detach().unflatten(1, (layer.rows_per_head, -1)).transpose(0, 1).flatten(0, 1)
     key, value = (
@@ -185,46 +188,46 @@ def _of_routed(layer: RoutedHeads) -> HeadProjections:
     return HeadProjections(query, key, value, output)
 
 
-def _by_row(x: Tensor) -> Tensor:
-    """[batch, heads, tokens, dim] to [rows, heads, dim]."""
+def _flatten_rows(x: Tensor) -> Tensor:
+    """Reshape [batch, heads, tokens, dim] to [rows, heads, dim]."""
     return x.detach().transpose(1, 2).flatten(0, 1)
 
 
-def _columns(passed: Sequence[_Passed], heads: Tensor) -> Tensor | None:
-    """The columns of the layer that gave these vectors [rows, heads, dim], the latest that did: [heads, in, dim]."""
+def _matching_columns(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | None:
+    """Return the weight columns [heads, in, dim] of the latest layer that output these vectors [rows, heads, dim]."""
     count, dim = heads.shape[1:]
-    for one in reversed(passed):
-        if one.gave.shape[0] != heads.shape[0] or one.gave.shape[1] < dim or one.gave.device != heads.device:
+    for call in reversed(calls):
+        if call.output.shape[0] != heads.shape[0] or call.output.shape[1] < dim or call.output.device != heads.device:
             continue
-        found = [_place(one.gave[0], vector) for vector in heads[0]]
-        starts = [start for start in found if start is not None]
+        offsets = [_find_window(call.output[0], vector) for vector in heads[0]]
+        starts = [start for start in offsets if start is not None]
         if len(starts) < count:
             continue
-        there = torch.stack([one.gave[:, start : start + dim] for start in starts], 1)
-        longer = heads.double().norm(dim=-1) / there.double().norm(dim=-1)
-        if bool((longer / longer[0, 0] - 1).abs().max() <= TOLERANCE):
-            scale = float(longer[0, 0])
-            columns = torch.stack([one.matrix[:, start : start + dim] for start in starts])
+        windows = torch.stack([call.output[:, start : start + dim] for start in starts], 1)
+        ratio = heads.double().norm(dim=-1) / windows.double().norm(dim=-1)
+        if bool((ratio / ratio[0, 0] - 1).abs().max() <= TOLERANCE):
+            scale = float(ratio[0, 0])
+            columns = torch.stack([call.matrix[:, start : start + dim] for start in starts])
             return columns if abs(scale - 1) <= TOLERANCE else columns * scale
     return None
 
 
-def _place(row: Tensor, vector: Tensor) -> int | None:
-    """Where in a row a multiple of a vector stands."""
-    windows, wanted = row.double().unfold(0, vector.shape[0], 1), vector.double()
-    along, sizes = windows @ wanted, windows.square().sum(-1) * wanted.square().sum()
-    # The sine of the angle between the two, squared.
-    missing = (1 - along.square() / sizes.clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0)
-    best = int(torch.where(along > 0, missing, 1.0).argmin())
-    return best if float(along[best]) > 0 and float(missing[best]) <= TOLERANCE**2 else None
+def _find_window(row: Tensor, vector: Tensor) -> int | None:
+    """Return the offset in a row at which a positive multiple of a vector occurs; None if it does not."""
+    windows, target = row.double().unfold(0, vector.shape[0], 1), vector.double()
+    dots, squared_norms = windows @ target, windows.square().sum(-1) * target.square().sum()
+    # Squared sine of the angle between the two.
+    squared_sine = (1 - dots.square() / squared_norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0)
+    best = int(torch.where(dots > 0, squared_sine, 1.0).argmin())
+    return best if float(dots[best]) > 0 and float(squared_sine[best]) <= TOLERANCE**2 else None
 
 
-def _rows(passed: Sequence[_Passed], heads: Tensor) -> Tensor | None:
-    """The rows of the first layer that was given these vectors [rows, heads, dim] side by side: [heads, dim, out]."""
-    together = heads.flatten(1).double()
-    for one in passed:
-        given = one.given.double()
-        same = given.shape == together.shape and given.device == together.device
-        if same and float((given - together).norm()) <= TOLERANCE * float(together.norm()):
-            return one.matrix.unflatten(0, heads.shape[1:])
+def _matching_rows(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | None:
+    """Return the weight rows [heads, dim, out] of the first layer that read these vectors [rows, heads, dim]."""
+    concatenated = heads.flatten(1).double()
+    for call in calls:
+        inputs = call.input.double()
+        is_comparable = inputs.shape == concatenated.shape and inputs.device == concatenated.device
+        if is_comparable and float((inputs - concatenated).norm()) <= TOLERANCE * float(concatenated.norm()):
+            return call.matrix.unflatten(0, heads.shape[1:])
     return None

@@ -1,4 +1,4 @@
-"""Statistics by their current names, for files that were saved under earlier ones."""
+"""Current names of statistics, for files that were saved with earlier names."""
 
 from __future__ import annotations
 

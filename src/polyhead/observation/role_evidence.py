@@ -1,4 +1,4 @@
-"""What the roles of heads are decided from, gathered document by document, so that every score has its interval."""
+"""`EvidenceCollector`: per-document evidence for head roles, from which scores and confidence intervals follow."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
 from polyhead.observation.collectors import BatchMetadata
-from polyhead.observation.role_evidence_rows import COLUMNS, Ground, Measured, ground, measure
+from polyhead.observation.role_evidence_rows import COLUMNS, BatchBaseline, EvidenceSums, measure, measure_baseline
 from polyhead.observation.role_evidence_tokens import BINS, Meaning, Segments, TokenTables
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
-MOST_DOCUMENTS = 256
+MAX_DOCUMENTS = 256
 
 
 class EvidenceCollector:
-    """Gathers, for each document and head, what `polyhead.analysis.roles` needs; for `observe(collect=[...])`.
+    """Collector of the per-document, per-head sums that `polyhead.analysis.roles` needs.
 
-    `session.metadata` must say which document each row of the batch is from; with the tokens and their classes it
-    learns about repeated tokens, punctuation and rare tokens as well. Texts are taken whole, one a row: no cache, no
-    packing.
+    `session.metadata.documents` is required; `tokens` and `classes` add evidence on repeated tokens, punctuation and
+    rare tokens. Each row of a batch must be one complete text: no KV cache, no packing.
 
     Args:
-        special, punctuation: which of `metadata.classes` are these; by default the numbers of `sources.TokenClass`,
-            with line ends among the punctuation.
-        rare: boolean [vocabulary], such as `evidence_tokens.rare_tokens` of the counts in a text.
-        meaning: what tokens mean, such as `Meaning.of(model.get_input_embeddings().weight)`.
-        segments: which word and which sentence each token is in, such as `polyhead.sources.segments.Segments`.
-        most_documents: with more documents than these, those whose numbers are equal modulo this number count as one.
-            That bounds the memory: about 1.2 KB for each document and head.
+        special, punctuation: values of `metadata.classes` for these token classes; by default those of
+            `sources.TokenClass`, with newlines as punctuation.
+        rare: boolean [vocabulary], such as `role_evidence_tokens.rare_tokens` of the token counts of a text.
+        meaning: token embeddings, such as `Meaning.of(model.get_input_embeddings().weight)`.
+        segments: function from tokens to word and sentence indices, such as `polyhead.sources.segments.Segments`.
+        max_documents: documents whose indices are equal modulo this number are pooled. This bounds the memory: about
+            1.2 KB per document and head.
     """
 
     def __init__(
@@ -46,23 +45,23 @@ class EvidenceCollector:
         rare: Tensor | None = None,
         meaning: Meaning | None = None,
         segments: Segments | None = None,
-        most_documents: int = MOST_DOCUMENTS,
+        max_documents: int = MAX_DOCUMENTS,
     ) -> None:
         if rare is not None and (rare.ndim != 1 or rare.dtype is not torch.bool or rare.device.type != "cpu"):
             raise ShapeError(f"rare must be boolean [vocabulary] on the CPU, got {rare.dtype} of {list(rare.shape)}")
-        if most_documents < 2:
-            raise OptionError(f"an interval needs two documents at least, got most_documents {most_documents}")
+        if max_documents < 2:
+            raise OptionError(f"confidence intervals need at least two documents, got max_documents {max_documents}")
         self.name = name
-        self.most_documents = most_documents
+        self.max_documents = max_documents
         self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments)
-        self._latest: tuple[BatchMetadata, Mask | None, tuple[object, ...], Ground] | None = None
+        self._latest: tuple[BatchMetadata, Mask | None, tuple[object, ...], BatchBaseline] | None = None
 
     def empty(self, site: AttentionSite, device: torch.device) -> HeadEvidence | None:
-        """None for a cross-attention: its queries have no place among its keys."""
+        """Return an empty state; None for cross-attention, whose queries have no positions among its keys."""
         return HeadEvidence.empty(self, site, device) if site.kind == "self" else None
 
-    def ground_of(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Ground:
-        """Return what no head decides about the batch; computed once for consecutive layers that see the same keys."""
+    def baseline_of(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> BatchBaseline:
+        """Return the head-independent baseline of a batch, cached for consecutive layers with the same mask."""
         shape, device = attended.query.shape, attended.query.device
         size = torch.Size((shape[0], shape[2]))
         key = (size, device, attended.query.dtype, attended.sinks is None)
@@ -71,33 +70,36 @@ class EvidenceCollector:
             return latest[3]
         causal = attended.mask is not None and attended.mask.right == 0
         if metadata.tokens is not None and metadata.tokens.shape != size:
-            raise ShapeError(f"notes must name every token, here {list(size)}, got {list(metadata.tokens.shape)}")
+            raise ShapeError(
+                f"session.metadata.tokens must have the shape of the batch, {list(size)}, "
+                f"got {list(metadata.tokens.shape)}"
+            )
         tokens = self.tables.read(metadata, real, causal=causal, device=device)
-        found = ground(attended, real, tokens)
-        self._latest = (metadata, attended.mask, key, found)
-        return found
+        baseline = measure_baseline(attended, real, tokens)
+        self._latest = (metadata, attended.mask, key, baseline)
+        return baseline
 
 
-def _same_keys(one: Mask | None, other: Mask | None) -> bool:
-    """Whether two masks show the same keys, by the identity of their parts: T5 joins them anew in every layer."""
-    if one is None or other is None:
-        return one is other
-    edges = [(m.left, m.right, m.sinks, m.padding, m.packed, m.relative_biases) for m in (one, other)]
-    tensors = [(len(m.allowed), *map(id, (*m.allowed, *m.biases))) for m in (one, other)]
-    return edges[0] == edges[1] and one.placed is other.placed and tensors[0] == tensors[1]
+def _same_keys(first: Mask | None, second: Mask | None) -> bool:
+    """Return whether two masks have identical parts; T5 combines the same parts into a new mask in every layer."""
+    if first is None or second is None:
+        return first is second
+    edges = [(m.left, m.right, m.sinks, m.padding, m.packed, m.relative_biases) for m in (first, second)]
+    tensors = [(len(m.allowed), *map(id, (*m.allowed, *m.biases))) for m in (first, second)]
+    return edges[0] == edges[1] and first.placed is second.placed and tensors[0] == tensors[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadEvidence:
-    """The sums of one site: one row a document, in the order of their numbers. A mergeable value."""
+    """State of `EvidenceCollector` at one site: sums per document, sorted by document index."""
 
     collector: EvidenceCollector = field(repr=False)
     site: AttentionSite
     documents: Tensor  # int64 [documents], on the CPU
-    sums: Tensor  # float64 [documents, heads + 1, columns]; the last row is chance. See `evidence_rows.COLUMNS`
-    hits: Tensor  # int64 [documents, heads, bins]: rows whose largest weight is at each offset, -64 to 64 and beyond
-    available: Tensor  # int64 [documents, bins]: rows that see a key there
-    chance: Tensor  # float64 [documents, bins]: the weight there of a head that looks everywhere alike
+    sums: Tensor  # float64 [documents, heads + 1, columns]; the last row is chance. See `role_evidence_rows.COLUMNS`
+    hits: Tensor  # int64 [documents, heads, bins]: rows whose max weight is at each offset, -64 to 64 and beyond
+    available: Tensor  # int64 [documents, bins]: rows with a visible key at each offset
+    chance: Tensor  # float64 [documents, bins]: weight at each offset under uniform attention
 
     @classmethod
     def empty(cls, collector: EvidenceCollector, site: AttentionSite, device: torch.device) -> Self:
@@ -115,54 +117,55 @@ class HeadEvidence:
         )
 
     def column(self, name: str) -> Tensor:
-        """The sums of one name, [documents, heads + 1]."""
+        """Return the sums of one column, [documents, heads + 1]."""
         return self.sums[..., COLUMNS.index(name)]
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         queries, keys = attended.query.shape[2], attended.key.shape[2]
         if queries != keys:
             raise OptionError(
-                f"evidence is of whole texts, got {queries} queries over {keys} keys; "
-                "run the model on whole texts, with use_cache=False"
+                f"evidence needs complete texts, got {queries} queries over {keys} keys; "
+                "run the model on complete texts, with use_cache=False"
             )
         documents = metadata.documents
         if documents is None or documents.shape != (attended.query.shape[0],) or documents.device.type != "cpu":
             raise OptionError(
-                f"notes must say on the CPU which document each of the {attended.query.shape[0]} texts is from; "
-                "set session.notes = Notes(documents=...) before the model is called"
+                f"evidence needs the document index of each of the {attended.query.shape[0]} texts, on the CPU; "
+                "set session.metadata = BatchMetadata(documents=...) before calling the model"
             )
-        found = measure(attended, self.collector.ground_of(attended, real, metadata))
-        return self._with(documents.to(torch.int64) % self.collector.most_documents, found)
+        sums = measure(attended, self.collector.baseline_of(attended, real, metadata))
+        return self._with(documents.to(torch.int64) % self.collector.max_documents, sums)
 
     def merge(self, other: Self) -> Self:
-        mine, theirs = ((x.site.name, x.site.kind, x.site.num_heads) for x in (self, other))
-        if mine != theirs:
-            raise OptionError(f"only evidence of one site can be merged, got {mine} and {theirs}")
-        if self.collector.most_documents != other.collector.most_documents:
+        own_site, other_site = ((x.site.name, x.site.kind, x.site.num_heads) for x in (self, other))
+        if own_site != other_site:
+            raise OptionError(f"only evidence of the same site can be merged, got {own_site} and {other_site}")
+        if self.collector.max_documents != other.collector.max_documents:
             raise OptionError(
-                "only evidence with one bound on its documents can be merged, "
-                f"got {self.collector.most_documents} and {other.collector.most_documents}"
+                "only evidence with the same max_documents can be merged, "
+                f"got {self.collector.max_documents} and {other.collector.max_documents}"
             )
         tensors = (x.to(self.sums.device) for x in (other.sums, other.hits, other.available, other.chance))
-        return self._with(other.documents, Measured(*tensors))
+        return self._with(other.documents, EvidenceSums(*tensors))
 
-    def _with(self, documents: Tensor, found: Measured) -> Self:
-        every = torch.unique(torch.cat([self.documents, documents]))
-        mine, theirs = (
-            torch.searchsorted(every, x).to(self.sums.device, non_blocking=True) for x in (self.documents, documents)
+    def _with(self, documents: Tensor, added: EvidenceSums) -> Self:
+        all_documents = torch.unique(torch.cat([self.documents, documents]))
+        own_rows, added_rows = (
+            torch.searchsorted(all_documents, x).to(self.sums.device, non_blocking=True)
+            for x in (self.documents, documents)
         )
 
-        def joined(one: Tensor, other: Tensor) -> Tensor:
-            table = torch.zeros(len(every), *one.shape[1:], dtype=one.dtype, device=one.device)
-            return table.index_add_(0, mine, one).index_add_(0, theirs, other)
+        def combine(own: Tensor, new: Tensor) -> Tensor:
+            table = torch.zeros(len(all_documents), *own.shape[1:], dtype=own.dtype, device=own.device)
+            return table.index_add_(0, own_rows, own).index_add_(0, added_rows, new)
 
         return replace(
             self,
-            documents=every,
-            sums=joined(self.sums, found.sums),
-            hits=joined(self.hits, found.hits),
-            available=joined(self.available, found.available),
-            chance=joined(self.chance, found.chance),
+            documents=all_documents,
+            sums=combine(self.sums, added.sums),
+            hits=combine(self.hits, added.hits),
+            available=combine(self.available, added.available),
+            chance=combine(self.chance, added.chance),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -172,7 +175,9 @@ class HeadEvidence:
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         missing = [name for name in self.state() if name not in state]
         if len(missing):
-            raise OptionError(f"saved evidence must hold {', '.join(self.state())}; {', '.join(missing)} not found")
+            raise OptionError(
+                f"saved evidence must contain {', '.join(self.state())}, got none for {', '.join(missing)}"
+            )
         return replace(
             self,
             documents=state["documents"].cpu(),

@@ -1,7 +1,7 @@
-"""One attention, measured: what every role is decided from, summed over the rows of each text.
+"""Role evidence of one attention call, summed over the query rows of each text.
 
-Beside the heads stands chance: a head that looks alike at all the keys it may see, measured by the same steps on the
-same text under the same mask.
+The chance baseline is a head with uniform attention over its visible keys, measured by the same code on the same text
+under the same mask.
 """
 
 from __future__ import annotations
@@ -12,66 +12,66 @@ import torch
 from torch import Tensor
 
 from polyhead.masks import Mask
-from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, Pieces, TokenMetadata
+from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata, TokenSegments
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile
 from polyhead.ops.profile.request import OFFSET_BINS
 
-WINDOW = 8  # a key at most so far away is near
+WINDOW = 8  # keys up to this distance are near
 COLUMNS = (
-    "rows",  # how many rows there are
-    "self", "previous", "next", "first", "near",  # the weight there, and within `WINDOW`
+    "rows",  # number of rows
+    "self", "previous", "next", "first", "near",  # weight on that key; near: on keys within `WINDOW`
     *KEY_SETS,
-    "key_set_rows",  # how many rows there are whose tokens are known
-    "normalized_entropy", "entropy_rows",  # of rows that see two keys or more
+    "key_set_rows",  # number of rows with token metadata
+    "normalized_entropy", "entropy_rows",  # over rows with at least two visible keys
     "mean_distance",
-    "far", "far_rows",  # rows with most of their weight on one far key; rows that see such a key. The first is none
-    "duplicate", "duplicate_rows",  # the weight on other occurrences of the row's token; rows that see one
-    "induction", "induction_rows",  # the weight on what follows those; rows that see it
-    "alike", "alike_expected",  # cosine of what is attended to, other tokens only; what their offsets alone would give
-    "shuffled", "shuffled_expected",  # the same with meanings dealt out anew
-    "reshuffled", "reshuffled_expected",  # and once more
-    "different",  # the weight on other tokens
-    "word", "word_rows",  # the weight inside the row's word; rows of words of several tokens
-    "sentence", "sentence_rows",  # the weight inside the row's sentence; rows of texts of several
+    "far", "far_rows",  # rows with most weight on one far key; rows with a visible far key. The first key is excluded
+    "duplicate", "duplicate_rows",  # weight on other occurrences of the row's token; rows with one visible
+    "induction", "induction_rows",  # weight on the tokens after those; rows with one visible
+    "alike", "alike_expected",  # cosine similarity with the attended tokens, other tokens only; expected by offset
+    "shuffled", "shuffled_expected",  # the same with shuffled embeddings
+    "reshuffled", "reshuffled_expected",  # a second shuffle
+    "different",  # weight on other tokens
+    "word", "word_rows",  # weight inside the row's word; rows in multi-token words
+    "sentence", "sentence_rows",  # weight inside the row's sentence; rows in texts of several sentences
 )  # fmt: skip
 _ROW_NAMES = ("entropy", "confidence", "mean_distance")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Measured:
-    """Sums over the rows of each text of a batch, in float64; the counts are whole numbers."""
+class EvidenceSums:
+    """Sums over the rows of each text of a batch."""
 
     sums: Tensor  # float64 [batch, heads + 1, columns]; the last row is chance
-    hits: Tensor  # int64 [batch, heads, bins]: rows whose largest weight is at an offset
-    available: Tensor  # int64 [batch, bins]: rows that see a key there
-    chance: Tensor  # float64 [batch, bins]: the weight there of a head that looks everywhere alike
+    hits: Tensor  # int64 [batch, heads, bins]: rows whose max weight is at an offset
+    available: Tensor  # int64 [batch, bins]: rows with a visible key at an offset
+    chance: Tensor  # float64 [batch, bins]: weight at an offset under uniform attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ground:
-    """What one batch shows before any head is looked at: the same for all layers with one mask."""
+class BatchBaseline:
+    """Head-independent measurements of one batch, shared by all layers with the same mask."""
 
     tokens: TokenMetadata
-    visible: Tensor  # [batch, 1, queries]: how many keys each row sees
-    counted: Tensor  # bool [batch, 1, queries]: rows that count
-    first: Tensor  # int64 [batch]: the first key of each text
-    far: Tensor  # bool [batch, 1, queries]: rows that see a far key which is not the first
-    duplicate: Tensor  # bool [batch, 1, queries]: rows that see their token elsewhere
+    visible: Tensor  # [batch, 1, queries]: number of visible keys
+    counted: Tensor  # bool [batch, 1, queries]: non-padding rows with a visible key
+    first: Tensor  # int64 [batch]: index of the first key of each text
+    far: Tensor  # bool [batch, 1, queries]: rows with a visible far key other than the first
+    duplicate: Tensor  # bool [batch, 1, queries]: rows with another visible occurrence of their token
     induction: Tensor
     sums: Tensor  # [batch, 1, columns]
     available: Tensor
     chance: Tensor
 
 
-def ground(attended: Attended, real: Tensor | None, tokens: TokenMetadata) -> Ground:
-    """Measure chance."""
+def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetadata) -> BatchBaseline:
+    """Measure the chance baseline: uniform attention over the visible keys."""
     batch, _, queries, _ = attended.query.shape
-    flat, mask = attended.query.new_zeros(batch, 1, queries, 8), without_biases(attended.mask)
+    zeros, mask = attended.query.new_zeros(batch, 1, queries, 8), without_biases(attended.mask)
     requested = Statistics(*_ROW_NAMES, "visible_keys", "window_mass", "sink_mass", sink_keys=1, window=WINDOW)
-    result = attention(flat, flat, flat, mask=mask, statistics=requested, logsumexp=True)
-    rows, alike = result.statistics, Attended(flat, flat, flat, result, mask)
+    result = attention(zeros, zeros, zeros, mask=mask, statistics=requested, logsumexp=True)
+    rows, uniform = result.statistics, Attended(zeros, zeros, zeros, result, mask)
     assert rows is not None and rows.visible_keys is not None
     assert rows.window_mass is not None and rows.sink_mass is not None
     visible = rows.visible_keys
@@ -85,56 +85,67 @@ def ground(attended: Attended, real: Tensor | None, tokens: TokenMetadata) -> Gr
     first_is_far = (index - first[:, None]).abs() > WINDOW
     others = visible * (1 - rows.window_mass - rows.sink_mass * first_is_far[:, None])
     none = torch.zeros_like(counted)
-    made = Ground(tokens, visible, counted, first, counted & (others > 0.5), none, none, none, none, none)
-    made = replace(
-        made,
-        duplicate=_seeing(alike, tokens.duplicates, counted),
-        induction=_seeing(alike, tokens.inductions, counted),
+    baseline = BatchBaseline(tokens, visible, counted, first, counted & (others > 0.5), none, none, none, none, none)
+    baseline = replace(
+        baseline,
+        duplicate=_has_visible_pair(uniform, tokens.duplicates, counted),
+        induction=_has_visible_pair(uniform, tokens.inductions, counted),
     )
-    columns, histogram = _columns(alike, rows, made, learned_sink=attended.sinks is not None)
-    # A head is not broad for being no sharper than random ones: those of unit variance, for which logits are scaled,
-    # have an entropy of log(n) - (1 - 1/n) / 2.
-    most = visible + (attended.sinks is not None)
-    expected = 1 - (1 - 1 / most.clamp_min(2)) / (2 * most.clamp_min(2).log())
-    columns["normalized_entropy"] = _total(expected, counted & (most > 1))
-    # Nothing is summed over rows that do not count; those that do have a weight of one on each key they see.
+    columns, histogram = _columns(uniform, rows, baseline, learned_sink=attended.sinks is not None)
+    # Baseline entropy: random logits of unit variance, which the 1/sqrt(d) scale aims for, give
+    # log(n) - (1 - 1/n) / 2 rather than the log(n) of uniform attention.
+    num_targets = visible + (attended.sinks is not None)
+    expected = 1 - (1 - 1 / num_targets.clamp_min(2)) / (2 * num_targets.clamp_min(2).log())
+    columns["normalized_entropy"] = _masked_sum(expected, counted & (num_targets > 1))
+    # A log-sum-exp of 0 gives counted rows a weight of 1 on each visible key; -inf excludes the other rows.
     ones = torch.where(counted, 0.0, -torch.inf).to(result.logsumexp.dtype)  # type: ignore[union-attr]
-    seen = profile(flat, flat, ones, mask=mask, offsets=True).offsets
-    assert seen is not None
+    offset_counts = profile(zeros, zeros, ones, mask=mask, offsets=True).offsets
+    assert offset_counts is not None
     return replace(
-        made, sums=_stacked(columns), available=_folded(seen)[:, 0].round().to(torch.int64), chance=histogram[:, 0]
+        baseline,
+        sums=_stack_columns(columns),
+        available=_merge_far_bins(offset_counts)[:, 0].round().to(torch.int64),
+        chance=histogram[:, 0],
     )
 
 
-def measure(attended: Attended, found: Ground) -> Measured:
-    """Measure every head."""
-    rows, meant = _rows(attended, found.tokens)
-    columns, _ = _columns(attended, rows, found, learned_sink=attended.sinks is not None, meant=meant)
+def measure(attended: Attended, baseline: BatchBaseline) -> EvidenceSums:
+    """Measure all heads of one attention call."""
+    rows, attended_embeddings = _row_statistics(attended, baseline.tokens)
+    columns, _ = _columns(
+        attended, rows, baseline, learned_sink=attended.sinks is not None, attended_embeddings=attended_embeddings
+    )
     argmax = columns.pop("argmax")
     queries = argmax.shape[2]
     offset = argmax - torch.arange(queries, device=argmax.device)
-    looked = (argmax >= 0) & found.counted
+    counted = (argmax >= 0) & baseline.counted
     bins = offset.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1
     hits = torch.zeros(*argmax.shape[:2], BINS, dtype=torch.int64, device=argmax.device)
-    hits = hits.scatter_add(2, torch.where(looked, bins, 0), looked.to(torch.int64))
-    return Measured(torch.cat([_stacked(columns), found.sums], 1), hits, found.available, found.chance)
+    hits = hits.scatter_add(2, torch.where(counted, bins, 0), counted.to(torch.int64))
+    return EvidenceSums(
+        torch.cat([_stack_columns(columns), baseline.sums], 1), hits, baseline.available, baseline.chance
+    )
 
 
 def without_biases(mask: Mask | None) -> Mask | None:
-    """The same keys in view, all alike. What some heads see and others do not counts as seen."""
+    """Return the mask without biases; a key visible to any head counts as visible."""
     if mask is None:
         return None
-    # transformers hides with the least number of a dtype as well as with -inf.
-    shown = [bias.detach() > torch.finfo(bias.dtype).min / 2 for bias in mask.biases]
-    allowed = tuple(x.any(1, keepdim=True) for x in (*mask.allowed, *shown))
+    # transformers masks with the minimum of a dtype as well as with -inf.
+    unbiased = [bias.detach() > torch.finfo(bias.dtype).min / 2 for bias in mask.biases]
+    allowed = tuple(x.any(1, keepdim=True) for x in (*mask.allowed, *unbiased))
     return replace(mask, allowed=allowed, biases=(), relative_biases=())
 
 
-def _rows(attended: Attended, tokens: TokenMetadata) -> tuple[RowStatistics, Tensor | None]:
-    """Statistics of the rows, and what they attend to, [batch, heads, queries, 3 dims + 1]; told again if they must."""
-    told = attended.result.statistics
-    if tokens.meaning is None and told is not None and all(getattr(told, name) is not None for name in _ROW_NAMES):
-        return told, None
+def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStatistics, Tensor | None]:
+    """Return row statistics and attended embeddings [batch, heads, queries, 3 dims + 1], recomputed if needed."""
+    computed = attended.result.statistics
+    if (
+        tokens.meaning is None
+        and computed is not None
+        and all(getattr(computed, name) is not None for name in _ROW_NAMES)
+    ):
+        return computed, None
     value, names = attended.value, list(_ROW_NAMES)
     if tokens.meaning is not None:
         assert tokens.ordinary is not None
@@ -157,133 +168,142 @@ def _rows(attended: Attended, tokens: TokenMetadata) -> tuple[RowStatistics, Ten
 
 
 def _columns(
-    attended: Attended, rows: RowStatistics, found: Ground, *, learned_sink: bool, meant: Tensor | None = None
+    attended: Attended,
+    rows: RowStatistics,
+    baseline: BatchBaseline,
+    *,
+    learned_sink: bool,
+    attended_embeddings: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Sums over rows, [batch, heads] each, the argmax [batch, heads, queries], and the weight by offset."""
-    tokens, counted = found.tokens, found.counted
+    """Return sums over rows, [batch, heads] each, with the argmax [batch, heads, queries], and weights by offset."""
+    tokens, counted = baseline.tokens, baseline.counted
     assert attended.result.logsumexp is not None
-    # A row whose log-sum-exp is -inf has no weight anywhere: padding is left out of every sum.
-    silenced = replace(
+    # A log-sum-exp of -inf gives a row zero weights, which excludes padding from every sum.
+    unpadded = replace(
         attended, result=replace(attended.result, logsumexp=attended.result.logsumexp.masked_fill(~counted, -torch.inf))
     )
-    seen = silenced.profile(received=True, offsets=True, argmax=True)
-    assert seen.received is not None and seen.offsets is not None and seen.argmax is not None
+    summary = unpadded.profile(received=True, offsets=True, argmax=True)
+    assert summary.received is not None and summary.offsets is not None and summary.argmax is not None
     assert rows.entropy is not None and rows.confidence is not None and rows.mean_distance is not None
-    received, histogram, heads = seen.received.to(torch.float64), _folded(seen.offsets), attended.query.shape[1]
-    here = NEAR + 1
-    count = _total(torch.ones_like(found.visible), counted)
-    nothing = torch.zeros_like(count).expand(-1, heads)
-    columns = dict.fromkeys(COLUMNS, nothing)
+    received, histogram, heads = (
+        summary.received.to(torch.float64),
+        _merge_far_bins(summary.offsets),
+        attended.query.shape[1],
+    )
+    center = NEAR + 1
+    count = _masked_sum(torch.ones_like(baseline.visible), counted)
+    zeros = torch.zeros_like(count).expand(-1, heads)
+    columns = dict.fromkeys(COLUMNS, zeros)
     columns |= {
         "rows": count,
-        "self": histogram[..., here],
-        "previous": histogram[..., here - 1],
-        "next": histogram[..., here + 1],
-        "near": histogram[..., here - WINDOW : here + WINDOW + 1].sum(-1),
-        "first": received.gather(2, found.first[:, None, None].expand(-1, heads, 1))[..., 0],
-        "mean_distance": _total(rows.mean_distance, counted),
+        "self": histogram[..., center],
+        "previous": histogram[..., center - 1],
+        "next": histogram[..., center + 1],
+        "near": histogram[..., center - WINDOW : center + WINDOW + 1].sum(-1),
+        "first": received.gather(2, baseline.first[:, None, None].expand(-1, heads, 1))[..., 0],
+        "mean_distance": _masked_sum(rows.mean_distance, counted),
     }
     if tokens.key_sets is not None:
         masses = received @ tokens.key_sets.transpose(1, 2)
         columns |= {name: masses[..., index] for index, name in enumerate(KEY_SETS)}
         columns["key_set_rows"] = count
-    most = found.visible + learned_sink
-    several = counted & (most > 1)
-    columns["normalized_entropy"] = _total(rows.entropy / most.clamp_min(2).log(), several)
-    columns["entropy_rows"] = _total(torch.ones_like(found.visible), several)
+    num_targets = baseline.visible + learned_sink
+    has_several = counted & (num_targets > 1)
+    columns["normalized_entropy"] = _masked_sum(rows.entropy / num_targets.clamp_min(2).log(), has_several)
+    columns["entropy_rows"] = _masked_sum(torch.ones_like(baseline.visible), has_several)
 
-    distance = seen.argmax - torch.arange(seen.argmax.shape[2], device=received.device)
-    lies_far = (distance.abs() > WINDOW) & (seen.argmax != found.first[:, None, None])
-    columns["far"] = _total((rows.confidence > 0.5).to(torch.float64), found.far & lies_far)
-    for name, pairs, able in (
-        ("duplicate", tokens.duplicates, found.duplicate),
-        ("induction", tokens.inductions, found.induction),
+    distance = summary.argmax - torch.arange(summary.argmax.shape[2], device=received.device)
+    is_far = (distance.abs() > WINDOW) & (summary.argmax != baseline.first[:, None, None])
+    columns["far"] = _masked_sum((rows.confidence > 0.5).to(torch.float64), baseline.far & is_far)
+    for name, pairs, possible in (
+        ("duplicate", tokens.duplicates, baseline.duplicate),
+        ("induction", tokens.inductions, baseline.induction),
     ):
         if pairs is not None:
-            columns[name] = _on_pairs(silenced, pairs).sum(-1)
-            columns[f"{name}_rows"] = _total(torch.ones_like(found.visible), able)
-    columns["far_rows"] = _total(torch.ones_like(found.visible), found.far)
-    for name, pieces in (("word", tokens.words), ("sentence", tokens.sentences)):
-        if pieces is not None:
-            requested = counted & pieces.requested[:, None]
-            columns[name] = _total(_inside(attended, pieces), requested)
-            columns[f"{name}_rows"] = _total(torch.ones_like(found.visible), requested)
-    if meant is not None:
-        columns |= _meaning(rows, found, meant, histogram, columns["duplicate"])
-    return columns | {"argmax": seen.argmax}, histogram
+            columns[name] = _pair_weights(unpadded, pairs).sum(-1)
+            columns[f"{name}_rows"] = _masked_sum(torch.ones_like(baseline.visible), possible)
+    columns["far_rows"] = _masked_sum(torch.ones_like(baseline.visible), baseline.far)
+    for name, segments in (("word", tokens.words), ("sentence", tokens.sentences)):
+        if segments is not None:
+            in_segments = counted & segments.counted[:, None]
+            columns[name] = _masked_sum(_weight_inside(attended, segments), in_segments)
+            columns[f"{name}_rows"] = _masked_sum(torch.ones_like(baseline.visible), in_segments)
+    if attended_embeddings is not None:
+        columns |= _similarity_columns(rows, baseline, attended_embeddings, histogram, columns["duplicate"])
+    return columns | {"argmax": summary.argmax}, histogram
 
 
-def _meaning(
-    rows: RowStatistics, found: Ground, meant: Tensor, histogram: Tensor, duplicate: Tensor
+def _similarity_columns(
+    rows: RowStatistics, baseline: BatchBaseline, attended_embeddings: Tensor, histogram: Tensor, duplicate: Tensor
 ) -> dict[str, Tensor]:
-    """The cosine of a row's token with what it attends to: e_i . sum_j p_ij e_j, without a weight of its own."""
-    tokens = found.tokens
+    """Return cosine similarities of tokens with what they attend to, e_i . sum_j p_ij e_j, excluding equal tokens."""
+    tokens = baseline.tokens
     assert tokens.meaning is not None and tokens.ordinary is not None and tokens.alike is not None
     assert rows.self_mass is not None
     dims = tokens.meaning.shape[3]
-    rows_of_text = found.counted & tokens.ordinary[:, None]
-    attended_to = meant[..., : 3 * dims].unflatten(-1, (3, dims)).to(torch.float64)
+    rows_of_text = baseline.counted & tokens.ordinary[:, None]
+    attended_to = attended_embeddings[..., : 3 * dims].unflatten(-1, (3, dims)).to(torch.float64)
     cosines = torch.einsum("bhqsd,bqsd->bhqs", attended_to, tokens.meaning.to(torch.float64))
-    # A token is like itself and like the others of its kind; that is no likeness of meaning. Occurrences that are not
-    # among the nearest are left in, here and with the meanings dealt out anew.
-    same = _total(rows.self_mass, rows_of_text) + duplicate
-    different = _total(meant[..., 3 * dims], rows_of_text) - same
-    # What the offsets alone would give: the mean cosine at each offset, weighted as the head weighs offsets.
+    # Equal tokens are excluded: their cosine of 1 is no evidence of semantic similarity. Occurrences beyond the nearest
+    # ones remain, both here and in the shuffled controls.
+    same = _masked_sum(rows.self_mass, rows_of_text) + duplicate
+    different = _masked_sum(attended_embeddings[..., 3 * dims], rows_of_text) - same
+    # Expected from offsets alone: the mean cosine at each offset, weighted by the head's attention by offset.
     by_offset = histogram.clone()
     by_offset[..., NEAR + 1] = 0.0
     by_offset = by_offset / by_offset.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     expected = by_offset @ tokens.alike.transpose(1, 2) * different[..., None]
-    made = {"different": different}
+    columns = {"different": different}
     for index, name in enumerate(("alike", "shuffled", "reshuffled")):
-        made[name] = _total(cosines[..., index], rows_of_text) - same
-        made[f"{name}_expected"] = expected[..., index]
-    return made
+        columns[name] = _masked_sum(cosines[..., index], rows_of_text) - same
+        columns[f"{name}_expected"] = expected[..., index]
+    return columns
 
 
-def _inside(attended: Attended, pieces: Pieces) -> Tensor:
-    """The weight of each row inside its own word or sentence, [batch, heads, queries].
+def _weight_inside(attended: Attended, segments: TokenSegments) -> Tensor:
+    """Return the weight of each row inside its own word or sentence, [batch, heads, queries].
 
-    What the softmax is divided by if nothing else may be seen, over what it is divided by.
+    This is the ratio of softmax denominators: restricted to the segment, over unrestricted.
     """
     assert attended.result.logsumexp is not None
-    alone = Mask.documents(pieces.numbers)
-    narrow = attended.value.new_zeros(*attended.key.shape[:3], 8)
-    within = attention(
+    same_segment = Mask.documents(segments.indices)
+    zeros = attended.value.new_zeros(*attended.key.shape[:3], 8)
+    segment_logsumexp = attention(
         attended.query.detach(),
         attended.key.detach(),
-        narrow,
-        mask=alone if attended.mask is None else attended.mask & alone,
+        zeros,
+        mask=same_segment if attended.mask is None else attended.mask & same_segment,
         scale=attended.scale,
         softcap=attended.softcap,
         logsumexp=True,
     ).logsumexp
-    assert within is not None
-    return (within - attended.result.logsumexp).exp()
+    assert segment_logsumexp is not None
+    return (segment_logsumexp - attended.result.logsumexp).exp()
 
 
-def _on_pairs(attended: Attended, pairs: Pairs) -> Tensor:
-    """The weight of each pair, float64 [batch, heads, pairs]."""
-    weights = attended.profile(pairs=pairs.places).pair_weights
+def _pair_weights(attended: Attended, pairs: Pairs) -> Tensor:
+    """Return the attention weight of each pair, float64 [batch, heads, pairs]."""
+    weights = attended.profile(pairs=pairs.positions).pair_weights
     assert weights is not None
-    return weights.to(torch.float64) * pairs.there[:, None]
+    return weights.to(torch.float64) * pairs.valid[:, None]
 
 
-def _seeing(alike: Attended, pairs: Pairs | None, counted: Tensor) -> Tensor:
-    """Which rows see the key of one of their pairs."""
+def _has_visible_pair(uniform: Attended, pairs: Pairs | None, counted: Tensor) -> Tensor:
+    """Return the rows with a visible key among their pairs, bool [batch, 1, queries]."""
     if pairs is None:
         return torch.zeros_like(counted)
-    weights = _on_pairs(alike, pairs)[:, 0]
-    reached = torch.zeros(counted.shape[0], counted.shape[2], dtype=torch.float64, device=counted.device)
-    return counted & (reached.scatter_add(1, pairs.places[..., 0], weights) > 0)[:, None]
+    weights = _pair_weights(uniform, pairs)[:, 0]
+    visible_weight = torch.zeros(counted.shape[0], counted.shape[2], dtype=torch.float64, device=counted.device)
+    return counted & (visible_weight.scatter_add(1, pairs.positions[..., 0], weights) > 0)[:, None]
 
 
-def _total(values: Tensor, counted: Tensor) -> Tensor:
-    """The sum over the rows that count, float64 [batch, heads]; the others are never read."""
+def _masked_sum(values: Tensor, counted: Tensor) -> Tensor:
+    """Return the sum over counted rows, float64 [batch, heads]; other rows are ignored, even if NaN."""
     return torch.where(counted, values, 0).sum(-1, dtype=torch.float64)
 
 
-def _folded(offsets: Tensor) -> Tensor:
-    """The histogram of a profile with all far bins of a side as one, float64 [batch, heads, bins]."""
+def _merge_far_bins(offsets: Tensor) -> Tensor:
+    """Return the offset histogram with the far bins of each side summed, float64 [batch, heads, bins]."""
     far = (OFFSET_BINS - (2 * NEAR + 1)) // 2
     offsets = offsets.to(torch.float64)
     sides = [offsets[..., :far], offsets[..., OFFSET_BINS - far :]]
@@ -291,6 +311,6 @@ def _folded(offsets: Tensor) -> Tensor:
     return torch.cat([before, offsets[..., far : OFFSET_BINS - far], after], -1)
 
 
-def _stacked(columns: dict[str, Tensor]) -> Tensor:
+def _stack_columns(columns: dict[str, Tensor]) -> Tensor:
     heads = max(x.shape[1] for name, x in columns.items() if name in COLUMNS)
     return torch.stack([columns[name].expand(-1, heads) for name in COLUMNS], -1)

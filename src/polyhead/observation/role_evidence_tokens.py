@@ -1,6 +1,6 @@
-"""What the tokens of a batch say before any head is looked at: which are alike, which are rare, which are punctuation.
+"""Token metadata of a batch, independent of heads: repeated, similar, rare and punctuation tokens.
 
-All of it is worked out on the CPU, where the tokens lie, once for all layers, and handed to the device without waiting.
+Computed once for all layers on the CPU, where the token ids are, and copied to the device asynchronously.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.collectors import BatchMetadata
 
-MEANING_DIMS = 40  # of a token's meaning: three of them and one number more are values no wider than 128
-NEAREST = 4  # so many other occurrences of its token are looked up for a row, on either side
-NEAR = 64  # every offset up to here has a bin of its own, and one more on either side holds all beyond
+MEANING_DIMS = 40  # principal components per embedding: three embeddings and one flag fit a value_dim of 128
+NEAREST = 4  # number of other occurrences of its token considered for a row, per direction
+NEAR = 64  # offsets up to this distance have their own bin; one more bin per side holds the rest
 BINS = 2 * NEAR + 3
 KEY_SETS = ("special", "punctuation", "delimiter", "rare")
-# From token ids [batch, tokens] to the number of the word and of the sentence that each token is in, -1 for none.
+# From token ids [batch, tokens] to the word and sentence index of each token, -1 for none.
 Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meaning:
-    """A vector of length 1 for each token, and twice the same vectors dealt out anew, which mean nothing any more."""
+    """A unit vector per token, and two random permutations of these vectors as controls."""
 
     vectors: Tensor  # [vocabulary, 3, dims]
 
     @classmethod
     def of(cls, embedding: Tensor, *, dims: int = MEANING_DIMS, seed: int = 0) -> Meaning:
-        """From token embeddings [vocabulary, width]: centred, their leading principal components, to length 1.
+        """Return the leading principal components of token embeddings [vocabulary, width], normalised.
 
-        What all embeddings share says nothing of a token, and the rest is wide; the cosine of two tokens is that of
-        their leading components.
+        Embeddings are centred first: their common component carries no information about a token.
         """
         if embedding.ndim != 2 or len(embedding) < 2:
             raise ShapeError(f"embeddings must be [vocabulary, width], got shape {list(embedding.shape)}")
@@ -49,13 +48,13 @@ class Meaning:
 
 
 def rare_tokens(counts: Tensor, share: float = 0.1) -> Tensor:
-    """Which tokens are rare, [vocabulary]: the least frequent ones that together make up at most `share` of a text.
+    """Return the rare tokens, boolean [vocabulary]: the least frequent ones, up to a total `share` of a text.
 
     >>> rare_tokens(torch.tensor([0, 1, 50, 3, 46]), 0.05)
     tensor([ True,  True, False,  True, False])
     """
     if counts.ndim != 1 or not 0 < share < 1:
-        raise OptionError(f"counts must be one a token and share between 0 and 1, got {list(counts.shape)} and {share}")
+        raise OptionError(f"counts must be [vocabulary] and share in (0, 1), got {list(counts.shape)} and {share}")
     ordered, order = counts.to(torch.float64).sort(stable=True)
     rare = torch.zeros(len(counts), dtype=torch.bool)
     rare[order] = ordered.cumsum(0) <= share * ordered.sum()
@@ -64,40 +63,40 @@ def rare_tokens(counts: Tensor, share: float = 0.1) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Some (query, key) of each text, padded to one number: `there` is False for what was added."""
+    """(query, key) pairs of each text, padded to the same number; `valid` is False for padding."""
 
-    places: Tensor  # int64 [batch, pairs, 2]
-    there: Tensor  # bool [batch, pairs]
+    positions: Tensor  # int64 [batch, pairs, 2]
+    valid: Tensor  # bool [batch, pairs]
 
     def to(self, device: torch.device) -> Pairs:
-        return Pairs(*(x.to(device, non_blocking=True) for x in (self.places, self.there)))
+        return Pairs(*(x.to(device, non_blocking=True) for x in (self.positions, self.valid)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Words or sentences: which one each token is in, and which tokens are asked how much of them stays there."""
+class TokenSegments:
+    """Words or sentences: the index of each token's segment, and the tokens that count for it."""
 
-    numbers: Tensor  # int64 [batch, tokens], -1 for special tokens and padding
-    requested: Tensor  # bool [batch, tokens]
+    indices: Tensor  # int64 [batch, tokens], -1 for special tokens and padding
+    counted: Tensor  # bool [batch, tokens]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMetadata:
-    """What is known of the tokens of a batch, on the device of its attention."""
+    """Token metadata of a batch, on the device of its attention."""
 
-    key_sets: Tensor | None = None  # float64 [batch, sets, keys]; the order is that of `KEY_SETS`
-    duplicates: Pairs | None = None  # a query, and a key of the same token
-    inductions: Pairs | None = None  # a query, and the key after another occurrence of its token
-    meaning: Tensor | None = None  # [batch, keys, 3, dims]; 0 for what stands for no text
-    ordinary: Tensor | None = None  # bool [batch, keys]: tokens that stand for text
-    alike: Tensor | None = None  # [batch, 3, bins]: the mean cosine of different tokens at each offset
-    words: Pieces | None = None
-    sentences: Pieces | None = None
+    key_sets: Tensor | None = None  # float64 [batch, sets, keys], in the order of `KEY_SETS`
+    duplicates: Pairs | None = None  # a query and a key with the same token
+    inductions: Pairs | None = None  # a query and the key after another occurrence of its token
+    meaning: Tensor | None = None  # [batch, keys, 3, dims]; 0 for special tokens and padding
+    ordinary: Tensor | None = None  # bool [batch, keys]: neither special tokens nor padding
+    alike: Tensor | None = None  # [batch, 3, bins]: mean cosine similarity of different tokens by offset
+    words: TokenSegments | None = None
+    sentences: TokenSegments | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTables:
-    """What is known of the vocabulary, and which classes of `BatchMetadata.classes` are which."""
+    """Metadata of the vocabulary, and the values of `BatchMetadata.classes` for special tokens and punctuation."""
 
     special: tuple[int, ...]
     punctuation: tuple[int, ...]
@@ -108,15 +107,19 @@ class TokenTables:
     def read(
         self, metadata: BatchMetadata, real: Tensor | None, *, causal: bool, device: torch.device
     ) -> TokenMetadata:
-        """Of one batch; `real` [batch or 1, tokens] may lie on the device."""
+        """Return the token metadata of one batch; `real` [batch or 1, tokens] may be on the device."""
         tokens, classes = metadata.tokens, metadata.classes
         if tokens is None:
             return TokenMetadata()
         for name, tensor in (("tokens", tokens), ("classes", classes)):
             if tensor is not None and tensor.device.type != "cpu":
-                raise OptionError(f"notes lie on the CPU, so that nobody waits for a device; got {name} on a device")
+                raise OptionError(
+                    f"batch metadata must be on the CPU, to avoid device synchronisation, got {name} on {tensor.device}"
+                )
         if classes is not None and classes.shape != tokens.shape:
-            raise ShapeError(f"every token has a class, got {list(tokens.shape)} and {list(classes.shape)}")
+            raise ShapeError(
+                f"tokens and classes must have the same shape, got {list(tokens.shape)} and {list(classes.shape)}"
+            )
         special = torch.zeros_like(tokens, dtype=torch.bool)
         punctuation = special
         if classes is not None:
@@ -124,83 +127,83 @@ class TokenTables:
         rare = torch.zeros_like(special) if self.rare is None else self.rare[tokens] & ~special
         sets = torch.stack([special, punctuation, special | punctuation, rare], 1)
         duplicates, inductions = _occurrences(tokens, ~special, both_ways=not causal)
-        found = TokenMetadata(
+        result = TokenMetadata(
             sets.to(device, torch.float64, non_blocking=True), duplicates.to(device), inductions.to(device)
         )
         if self.segments is not None:
             words, sentences = (x.to(device, non_blocking=True) for x in self.segments(tokens))
             if real is not None:
                 words, sentences = torch.where(real, words, -1), torch.where(real, sentences, -1)
-            found = replace(found, words=_of_several_tokens(words), sentences=_beside_others(sentences))
+            result = replace(result, words=_word_segments(words), sentences=_sentence_segments(sentences))
         if self.meaning is None:
-            return found
+            return result
         ordinary = (~special).to(device, non_blocking=True)
         if real is not None:
             ordinary = ordinary & real
         on_device = tokens.to(device, non_blocking=True)
         vectors = self.meaning.vectors.to(device, non_blocking=True)[on_device] * ordinary[..., None, None]
-        alike = _alike(vectors, on_device, ordinary)
-        return replace(found, meaning=vectors, ordinary=ordinary, alike=alike)
+        alike = _mean_cosines(vectors, on_device, ordinary)
+        return replace(result, meaning=vectors, ordinary=ordinary, alike=alike)
 
 
 def _is_one_of(classes: Tensor, which: tuple[int, ...]) -> Tensor:
     return torch.isin(classes, torch.tensor(which, dtype=classes.dtype))
 
 
-def _of_several_tokens(words: Tensor) -> Pieces:
-    """A word of one token has nothing to stay in."""
+def _word_segments(words: Tensor) -> TokenSegments:
+    """Return words as segments; only tokens of multi-token words count."""
     joined = (words[:, 1:] == words[:, :-1]) & (words[:, 1:] >= 0)  # of a token and the one before it
     pad = torch.nn.functional.pad
-    return Pieces(words, pad(joined, (1, 0)) | pad(joined, (0, 1)))
+    return TokenSegments(words, pad(joined, (1, 0)) | pad(joined, (0, 1)))
 
 
-def _beside_others(sentences: Tensor) -> Pieces:
-    """A sentence that is all of a text has nothing to stay in."""
-    there = sentences >= 0
+def _sentence_segments(sentences: Tensor) -> TokenSegments:
+    """Return sentences as segments; only tokens of texts with several sentences count."""
+    is_text = sentences >= 0
     last = sentences.amax(-1, keepdim=True)
-    first = torch.where(there, sentences, last).amin(-1, keepdim=True)
-    return Pieces(sentences, there & (first < last))
+    first = torch.where(is_text, sentences, last).amin(-1, keepdim=True)
+    return TokenSegments(sentences, is_text & (first < last))
 
 
 def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[Pairs, Pairs]:
-    """Each token with the nearest others like it, and with what follows those."""
+    """Return pairs of each token with its nearest other occurrences, and with the tokens after those."""
     length = tokens.shape[1]
     same, after = [], []
-    for row, wanted in zip(tokens, counted, strict=True):
-        places = wanted.nonzero().flatten()
-        ordered, order = row[places].sort(stable=True)
-        places = places[order]
-        found = []
-        for step in range(1, min(NEAREST, len(places) - 1) + 1):
+    for row, row_mask in zip(tokens, counted, strict=True):
+        positions = row_mask.nonzero().flatten()
+        ordered, order = row[positions].sort(stable=True)
+        positions = positions[order]
+        matches = []
+        for step in range(1, min(NEAREST, len(positions) - 1) + 1):
             equal = ordered[step:] == ordered[:-step]
-            later, earlier = places[step:][equal], places[:-step][equal]
+            later, earlier = positions[step:][equal], positions[:-step][equal]
             if not len(later):
                 break
-            found.append(torch.stack([later, earlier], 1))
+            matches.append(torch.stack([later, earlier], 1))
             if both_ways:
-                found.append(torch.stack([earlier, later], 1))
-        pairs = torch.cat(found) if len(found) else torch.zeros(0, 2, dtype=torch.int64)
+                matches.append(torch.stack([earlier, later], 1))
+        pairs = torch.cat(matches) if len(matches) else torch.zeros(0, 2, dtype=torch.int64)
         same.append(pairs)
-        followed = pairs + torch.tensor([0, 1])
-        # What follows the occurrence just before the query is the query itself.
-        after.append(followed[(followed[:, 1] < length) & (followed[:, 1] != followed[:, 0])])
-    return _padded(same), _padded(after)
+        successors = pairs + torch.tensor([0, 1])
+        # The token after the occurrence directly before the query is the query itself.
+        after.append(successors[(successors[:, 1] < length) & (successors[:, 1] != successors[:, 0])])
+    return _pad_pairs(same), _pad_pairs(after)
 
 
-def _padded(rows: list[Tensor]) -> Pairs:
-    most = max(len(row) for row in rows)
-    places = torch.zeros(len(rows), most, 2, dtype=torch.int64)
-    there = torch.zeros(len(rows), most, dtype=torch.bool)
+def _pad_pairs(rows: list[Tensor]) -> Pairs:
+    max_pairs = max(len(row) for row in rows)
+    positions = torch.zeros(len(rows), max_pairs, 2, dtype=torch.int64)
+    valid = torch.zeros(len(rows), max_pairs, dtype=torch.bool)
     for index, row in enumerate(rows):
-        places[index, : len(row)], there[index, : len(row)] = row, True
-    return Pairs(places, there)
+        positions[index, : len(row)], valid[index, : len(row)] = row, True
+    return Pairs(positions, valid)
 
 
-def _alike(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:
-    """The mean cosine of two different tokens of a text by offset, [batch, 3, bins]; 0 where there are none.
+def _mean_cosines(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:
+    """Return the mean cosine similarity of different tokens by offset, [batch, 3, bins]; 0 where there are none.
 
-    At every offset up to `NEAR` all pairs are compared. Those beyond are what is left of the sum over all pairs, which
-    is the square of the sum of the vectors.
+    Up to an offset of `NEAR` all pairs are compared. The sum over farther pairs is the remainder of the sum over all
+    pairs, which equals the squared norm of the sum of the vectors.
     """
     batch, length = tokens.shape
     vectors = vectors.to(torch.float64)
@@ -210,21 +213,23 @@ def _alike(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:
         cosines = (vectors[:, offset:] * vectors[:, :-offset]).sum(-1)
         sums[:, :, offset] = (cosines * different[..., None]).sum(1)
         counts[:, 0, offset] = different.sum(1)
-    # How many pairs are of equal tokens, each with itself included: the squares of how often each occurs.
+    # Number of pairs of equal tokens, including each with itself: the sum of squared token counts.
     ordered = torch.where(ordinary, tokens, -1).sort(-1).values
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     runs = torch.zeros(batch, length, dtype=torch.float64, device=tokens.device)
     runs = runs.scatter_add(1, starts.cumsum(-1) - 1, (ordered >= 0).to(torch.float64))
     equal = runs.square().sum(-1)
-    every = ordinary.sum(-1).to(torch.float64).square()
-    far_count = (every - equal - 2 * counts[:, 0].sum(-1)).clamp_min(0.0)[:, None]
-    far_sum = vectors.sum(1).square().sum(-1) - equal[:, None] * _lengths(vectors, ordinary) - 2 * sums.sum(-1)
+    total_pairs = ordinary.sum(-1).to(torch.float64).square()
+    far_count = (total_pairs - equal - 2 * counts[:, 0].sum(-1)).clamp_min(0.0)[:, None]
+    far_sum = (
+        vectors.sum(1).square().sum(-1) - equal[:, None] * _mean_squared_norm(vectors, ordinary) - 2 * sums.sum(-1)
+    )
     far = torch.where(far_count > 0.5, far_sum / far_count.clamp_min(1.0), 0.0)[..., None]
     near = sums / counts.clamp_min(1.0)
     return torch.cat([far, near.flip(-1)[..., :-1], near, far], -1)
 
 
-def _lengths(vectors: Tensor, ordinary: Tensor) -> Tensor:
-    """The mean squared length of the vectors: 1, but for a token whose embedding is the mean of all."""
+def _mean_squared_norm(vectors: Tensor, ordinary: Tensor) -> Tensor:
+    """Return the mean squared norm of the vectors: 1, except for a token whose embedding is the mean embedding."""
     return vectors.square().sum((1, 3)) / ordinary.sum(-1, keepdim=True).clamp_min(1)

@@ -1,4 +1,4 @@
-"""`RoutingLoad`: how routed heads are taken: by how many tokens, with what weight, and which of them together."""
+"""`RoutingLoad`: collect the load of routed heads, their mean gate weights and their co-selection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyhead.ops.attended import Attended
 
 @dataclass(frozen=True, slots=True)
 class RoutingLoad:
-    """Gathers a `SiteRouting` wherever heads are routed: `observe(model, collect=[RoutingLoad()])`."""
+    """Collector of routing statistics where heads are routed: `observe(model, collect=[RoutingLoad()])`."""
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class RoutingLoad:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteRouting:
-    """What was gathered at one site; None where its heads are not routed, or nothing was seen."""
+    """State of `RoutingLoad` at one site; None without routed heads or before the first update."""
 
     counts: RoutingCounts | None
 
@@ -40,8 +40,8 @@ class SiteRouting:
         routing = attended.routing if isinstance(attended, RoutedAttended) else None
         if routing is None:
             return self
-        before = self.counts or RoutingCounts.empty(routing.num_heads, routing.heads.device)
-        return type(self)(before.update(routing, real))
+        counts = self.counts or RoutingCounts.empty(routing.num_heads, routing.heads.device)
+        return type(self)(counts.update(routing, real))
 
     def merge(self, other: Self) -> Self:
         if self.counts is None or other.counts is None:
@@ -57,55 +57,55 @@ class SiteRouting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingCounts:
-    """Sums over real tokens, in float64; any split of the data, merged in any order, equals one pass.
+    """Sums over non-padding tokens, in float64; any split of the data, merged in any order, equals one pass.
 
     >>> import torch
     >>> routing = Routing(torch.tensor([[[0, 2], [2, 1]]]), torch.ones(1, 2, 2), num_heads=3)
-    >>> seen = RoutingCounts.empty(3).update(routing)
-    >>> seen.load.tolist(), seen.co_selection[2].tolist()
+    >>> counts = RoutingCounts.empty(3).update(routing)
+    >>> counts.load.tolist(), counts.co_selection[2].tolist()
     ([0.25, 0.25, 0.5], [0.5, 0.5, 1.0])
     """
 
     tokens: Tensor  # []
-    together: Tensor  # [heads, heads]: tokens that took both; the diagonal counts those of one head
-    weight: Tensor  # [heads]: the sum of the weights that a head was taken with
-    taken: MeanAndStd  # heads of a token, []
-    entropy: MeanAndStd  # of the gate, [], in nats; nothing where there was no gate
+    together: Tensor  # [heads, heads]: tokens routed to both heads; the diagonal counts those of one head
+    weight: Tensor  # [heads]: sum of the gate weights of the tokens routed to a head
+    taken: MeanAndStd  # heads per token, []
+    entropy: MeanAndStd  # of the gate's probabilities, [], in nats; empty without gate logits
 
     @classmethod
     def empty(cls, num_heads: int, device: torch.device | str | None = None) -> Self:
-        one = MeanAndStd.empty((), device)
-        zeros = torch.zeros(num_heads, num_heads, dtype=one.count.dtype, device=device)
-        return cls(zeros.new_zeros(()), zeros, zeros.new_zeros(num_heads), one, one)
+        moments = MeanAndStd.empty((), device)
+        zeros = torch.zeros(num_heads, num_heads, dtype=moments.count.dtype, device=device)
+        return cls(zeros.new_zeros(()), zeros, zeros.new_zeros(num_heads), moments, moments)
 
     def update(self, routing: Routing, real: Tensor | None = None) -> Self:
-        """With one routing; `real` [batch or 1, tokens] is False for padding. Waits for no device."""
+        """Add one routing; `real` [batch or 1, tokens] is False for padding. Does not synchronise with the device."""
         if routing.num_heads != self.weight.shape[0]:
-            raise ShapeError(f"the routing must be over {self.weight.shape[0]} heads, got one over {routing.num_heads}")
-        wide, shape = self.together.dtype, routing.heads.shape
+            raise ShapeError(f"the routing must have {self.weight.shape[0]} heads, got {routing.num_heads}")
+        sum_dtype, shape = self.together.dtype, routing.heads.shape
         counted = torch.ones(shape[:2], dtype=torch.bool, device=routing.heads.device)
-        for said in (real, routing.real):
-            counted = counted if said is None else counted & said
+        for token_mask in (real, routing.real):
+            counted = counted if token_mask is None else counted & token_mask
         counted = counted.flatten()
-        chosen = (routing.is_chosen.flatten(0, 1) & counted[:, None]).to(wide)  # [tokens, heads]
-        by_head = torch.zeros(*shape[:2], routing.num_heads, dtype=wide, device=chosen.device)
-        by_head = by_head.scatter_add(2, routing.heads, routing.weights.detach().to(wide)).flatten(0, 1)
+        chosen = (routing.is_chosen.flatten(0, 1) & counted[:, None]).to(sum_dtype)  # [tokens, heads]
+        by_head = torch.zeros(*shape[:2], routing.num_heads, dtype=sum_dtype, device=chosen.device)
+        by_head = by_head.scatter_add(2, routing.heads, routing.weights.detach().to(sum_dtype)).flatten(0, 1)
         entropy = self.entropy
         if routing.logits is not None:
             entropy = entropy.update(routing.entropy.detach().flatten(), counted)
-        mine = type(self)(
-            counted.sum(dtype=wide),
+        added = type(self)(
+            counted.sum(dtype=sum_dtype),
             chosen.mT @ chosen,
             torch.where(counted[:, None], by_head, 0.0).sum(0),
             MeanAndStd.empty((), chosen.device).update(chosen.sum(-1), counted),
             MeanAndStd.empty((), chosen.device),
         )
-        return type(self)(self.tokens, self.together, self.weight, self.taken, entropy).merge(mine)
+        return type(self)(self.tokens, self.together, self.weight, self.taken, entropy).merge(added)
 
     def merge(self, other: Self) -> Self:
         if self.weight.shape != other.weight.shape:
             raise ShapeError(
-                "only routings over as many heads can be merged, "
+                "only counts with the same number of heads can be merged, "
                 f"got {self.weight.shape[0]} and {other.weight.shape[0]}"
             )
         device = self.together.device
@@ -119,22 +119,22 @@ class RoutingCounts:
 
     @property
     def load(self) -> Tensor:
-        """Each head's share of all choices, [heads]; 1 / heads where they are balanced, NaN where nothing was seen."""
+        """Each head's share of all selections, [heads]; 1 / heads if balanced, NaN without data."""
         return self.together.diagonal() / self.together.diagonal().sum()
 
     @property
     def mean_weight(self) -> Tensor:
-        """What a head is multiplied by where it was taken, the mean, [heads]; NaN for a head that nobody took."""
+        """Mean gate weight over the tokens routed to a head, [heads]; NaN for a head without tokens."""
         return self.weight / self.together.diagonal()
 
     @property
     def co_selection(self) -> Tensor:
-        """[i, j]: of the tokens that took head i, how many took head j as well; NaN for a head that nobody took."""
+        """[i, j]: fraction of the tokens routed to head i that are also routed to head j; NaN without tokens."""
         return self.together / self.together.diagonal()[:, None]
 
     @property
     def gate_entropy(self) -> Moments:
-        """Mean and spread of the entropy of the gate's probabilities, in nats."""
+        """Mean and standard deviation of the entropy of the gate's probabilities, in nats."""
         return self.entropy.compute()
 
     @property
@@ -142,10 +142,10 @@ class RoutingCounts:
         return self.taken.compute()
 
     def state(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in ("tokens", "together", "weight")}
+        tensors = {name: getattr(self, name) for name in ("tokens", "together", "weight")}
         for part in ("taken", "entropy"):
-            found |= {f"{part}.{name}": x for name, x in getattr(self, part).state().items()}
-        return found
+            tensors |= {f"{part}.{name}": x for name, x in getattr(self, part).state().items()}
+        return tensors
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:

@@ -1,4 +1,4 @@
-"""Observations in a file: everything that was gathered, bit for bit, and nothing half-written."""
+"""Save and load observations as safetensors files, bit-exact and written atomically."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from polyhead.observation.observations import Observations
 from polyhead.observation.renamed import current_name
 from polyhead.observation.statistics import NAMES, AttentionSite, SiteStatistics, Wanted
 
-FORMAT = 2  # 1 had other names for some statistics
+FORMAT = 2  # format 1 used other names for some statistics
 _KEY = "polyhead.observations"
-_RULE = "observations are read as polyhead saved them"
+_RULE = "observations must be a file saved by polyhead"
 
 
 def save(path: str | os.PathLike[str], observations: Observations, facts: Mapping[str, Any] | None = None) -> None:
-    """Write a safetensors file that says in its header what its tensors are; `facts` stand there as well, as JSON.
+    """Write a safetensors file whose header describes its tensors and contains `facts` as JSON.
 
-    It replaces what was there in one step: whoever reads the path finds the old file or the new one, whole.
+    The file is replaced atomically: readers see either the old or the new file.
     """
     from safetensors.torch import save as serialise
 
@@ -52,7 +52,7 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
 
 
 def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Observations:
-    """Read a file that `save` wrote; `collect` are the gatherers whose values it holds."""
+    """Read a file written by `save`; `collect` lists the collectors whose states it contains."""
     facts = _header(path)
     tensors, _ = read_tensors(path, _RULE)
     with refusing(path, _RULE):
@@ -63,7 +63,7 @@ def _observations(
     path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
 ) -> Observations:
     wanted = build(Wanted, facts["wanted"])
-    found = {collector.name: collector for collector in collect}
+    collectors = {collector.name: collector for collector in collect}
     sites, collected, calls = [], {}, {}
     for index, described in enumerate(facts["sites"]):
         site = AttentionSite.from_dict(described)
@@ -73,17 +73,18 @@ def _observations(
             sites.append(_statistics(site, described["heads"], described["columns"], state))
         values = {}
         for name in described["collected"]:
-            if name not in found:
+            if name not in collectors:
                 raise OptionError(
-                    f"{str(path)!r} holds what {name!r} gathered, got gatherers {', '.join(found) or 'none'}"
+                    f"{str(path)!r} contains states of the collector {name!r}, got collectors "
+                    f"{', '.join(collectors) or 'none'}; pass it as collect=[...]"
                 )
-            values[name] = _value(found[name], site, _part(tensors, f"{index}.gathered.{name}."))
+            values[name] = _value(collectors[name], site, _part(tensors, f"{index}.gathered.{name}."))
         collected[site] = values
     return Observations(wanted, tuple(sites), collected, calls)
 
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The facts that a file was saved with."""
+    """Return the facts that a file was saved with."""
     with refusing(path, _RULE):
         facts: dict[str, Any] = as_type(_header(path)["facts"], Mapping[str, Any], "facts")
         return facts
@@ -92,25 +93,25 @@ def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _header(path: str | os.PathLike[str]) -> dict[str, Any]:
     from safetensors import safe_open
 
-    with refusing(path, "observations are read from a safetensors file"):
+    with refusing(path, "observations must be a safetensors file"):
         check_regular(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             header = (file.metadata() or {}).get(_KEY)
     if header is None:
-        raise OptionError(f"observations are read from a file that polyhead saved, got {str(path)!r}, another one")
+        raise OptionError(f"{_RULE}, got {str(path)!r} without its header")
     with refusing(path, _RULE):
-        found: dict[str, Any] = as_type(json.loads(header), Mapping[str, Any], "the header")
-        if found["format"] == 1:
-            return _upgraded(found)
-        if found["format"] != FORMAT:
+        fields: dict[str, Any] = as_type(json.loads(header), Mapping[str, Any], "the header")
+        if fields["format"] == 1:
+            return _upgraded(fields)
+        if fields["format"] != FORMAT:
             raise OptionError(
-                f"this version reads observations of format {FORMAT}, got format {found['format']} in {str(path)!r}"
+                f"this version reads observations of format {FORMAT}, got format {fields['format']} in {str(path)!r}"
             )
-    return found
+    return fields
 
 
 def _upgraded(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Header of format 1 as one of format 2."""
+    """Convert a header of format 1 to format 2."""
     wanted = {**header["wanted"], "names": [current_name(name) for name in header["wanted"]["names"]]}
     sites = [{**site, "collected": site["gathered"]} for site in header["sites"]]
     for site in sites:
@@ -120,21 +121,21 @@ def _upgraded(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file in one step; where that fails, as on a full disk, what was there is as it was."""
+    """Write a file atomically; on failure, such as a full disk, the previous file is unchanged."""
     try:
         _write_whole(path, content)
     except OSError as error:
         raise OptionError(
-            f"a file is written where there is room and permission, got {path}: {error.strerror or error}"
+            f"the file must be writable and fit on the disk, got {path}: {error.strerror or error}"
         ) from error
 
 
 def _write_whole(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
-        raise OSError(None, "it is there already, and no regular file")
+        raise OSError(None, "it exists and is no regular file")
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
-    # Readable for whoever may read other new files here, which a temporary file of `tempfile` is not.
+    # Permissions follow the umask; files made by `tempfile` would be readable by their owner only.
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -152,12 +153,12 @@ def _statistics(site: AttentionSite, heads: Any, columns: Any, state: Mapping[st
     unknown = [name for name in columns if name not in NAMES]
     if unknown or any(not 0 <= head < site.num_heads for head in heads):
         raise OptionError(
-            f"statistics are of the heads 0 to {site.num_heads - 1} and of known names, got {heads} and {columns}"
+            f"statistics must have heads from 0 to {site.num_heads - 1} and known names, got {heads} and {columns}"
         )
     for name, x in state.items():
         if x.shape != (len(columns), len(heads)) or not x.is_floating_point():
             raise OptionError(
-                f"{name} of {site.name!r} has a number for each of {len(columns)} statistics and {len(heads)} heads, "
+                f"{name} of {site.name!r} must be floating point [{len(columns)} statistics, {len(heads)} heads], "
                 f"got shape {list(x.shape)} of {x.dtype}"
             )
     return SiteStatistics.empty(site, heads, columns).with_state(state)
@@ -170,5 +171,5 @@ def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _value(collector: Collector, site: AttentionSite, state: Mapping[str, Tensor]) -> CollectorState:
     empty = collector.empty(site, torch.device("cpu"))
     if empty is None:
-        raise OptionError(f"{collector.name!r} gathers nothing at {site.name!r}, got a file in which it did")
+        raise OptionError(f"{collector.name!r} does not collect {site.name!r}, got a file with a state for it")
     return empty.with_state(state)

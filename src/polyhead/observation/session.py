@@ -1,4 +1,4 @@
-"""`observe`: watch the heads of a model while it runs, and leave it as it was."""
+"""`observe`: collect statistics of a model's heads while it runs, without changing the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
 from polyhead.observation import returned_weights, torch_modules, transformers_models
 from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
-from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardStatistics, Keeper
+from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecorder, ForwardStatistics
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
@@ -27,18 +27,18 @@ from polyhead.observation.session_limits import (
     OneThread,
     check_chosen,
     check_heads,
+    check_modules_unchanged,
     check_numbers,
     check_paths,
     stack_of,
-    with_the_same_modules,
 )
-from polyhead.observation.staging import Staging, Tally, around
+from polyhead.observation.staging import Staging, Tally, enclosing_modules
 from polyhead.observation.statistics import AttentionSite, SiteStatistics, Wanted
-from polyhead.observation.watcher import Place, is_recomputed
+from polyhead.observation.watcher import OutputSite, is_recomputed
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics
 
-_UNANNOUNCED = transformers_models.Arrival()
+_NO_CONTEXT = transformers_models.CallContext()
 
 
 def observe(
@@ -53,29 +53,29 @@ def observe(
     adapters: adapting.Adapters | None = None,
     keep_statistics: bool = False,
 ) -> Session:
-    """Gather statistics of every head of `model` while it runs inside a `with` block.
+    """Collect statistics of every head of `model` while it runs inside a `with` block.
 
     Args:
-        model: a model of Hugging Face transformers that uses its attention interface, or any module with
-            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention` inside.
-        layers: only these: numbers (in every stack: an encoder's, a decoder's, its cross-attention's) or module paths.
-        heads: only these: numbers (in every layer) or `HeadId(layer, head)`.
+        model: a Hugging Face transformers model that uses the attention interface, or any module that contains
+            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention`.
+        layers: layers to observe, by index (within each stack: encoder, decoder, cross-attention) or module path; all
+            by default.
+        heads: heads to observe, by index (in every layer) or `HeadId(layer, head)`; all by default.
         statistics: names, or `polyhead.Statistics(...)` to set `sink_keys` and `window` (1 and 8 by default); False for
             none.
-        gather: what to gather besides (`polyhead.observation.Collector`), of all heads of the chosen layers.
-        every: gather from every k-th call of each layer, from the first on. The others cost nothing where no gradient
-            is taken.
-        via_weights: read the weights that a model of transformers returns when it is asked for `output_attentions`,
-            for models that compute attention by themselves. Slow, and the memory grows with the square of the context;
-            logits, and what heads write, are not known then.
-        adapters: for attention modules of your own, by path or class; see `polyhead.observation.Adapter`.
-        keep_statistics: keep the rows of each forward, with their gradients, as `session.statistics` until the next
-            forward begins: to train on them. All else that a session gathers is detached.
+        collect: additional collectors (`polyhead.observation.Collector`) for all heads of the observed layers.
+        every: observe every k-th call of each layer, starting with the first. Skipped calls have no overhead unless
+            gradients are enabled.
+        via_weights: read the attention weights that a transformers model returns with `output_attentions=True`, for
+            models that do not use the attention interface. Slow, with memory quadratic in the context length; logits
+            and head outputs are unavailable.
+        adapters: adapters for custom attention modules, by path or class; see `polyhead.observation.Adapter`.
+        keep_statistics: keep the differentiable per-row statistics of each forward in `session.statistics` until the
+            next forward begins, for use in a loss. Everything else that a session collects is detached.
 
-    Only real tokens count: no padding, no row that sees no key. A call of the model counts as a whole, when it has
-    ended: one that raises or is interrupted counts nowhere, whichever layers it had reached. The model's weights, mode,
-    configuration and hooks are afterwards what they were, also after an exception. Inside the block nothing runs
-    compiled.
+    Padding tokens and rows without visible keys are excluded. A call of the model is counted when it finishes; one that
+    raises or is interrupted is not counted at all. The model's weights, mode, configuration and hooks are restored
+    afterwards, also after an exception. Inside the block, compiled code runs in eager mode.
 
     >>> import torch, polyhead
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True)
@@ -99,21 +99,21 @@ def observe(
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One attention that is being watched."""
+    """One observed attention call."""
 
     session: Session
     site: AttentionSite
     columns: tuple[str, ...]
     requested: Statistics | None
-    tokens: Tokens | Tensor | None  # whose rows are real, or which
+    tokens: Tokens | Tensor | None  # source of the padding mask, or the mask itself
     counts: bool = True
-    whole: bool = False  # whether somebody takes a second look
+    has_collectors: bool = False  # whether collectors receive the full values and the log-sum-exp
     gate: Tensor | None = None  # [heads], [batch, heads] or [batch, heads, queries]
     learned_sinks: bool = False
     mask: Mask | None = None
-    sinks_in_view: Tensor | None = None  # [batch]; False where the first keys of the sequence are no longer there
+    sinks_in_view: Tensor | None = None  # [batch]; False where the cache has dropped the first keys of the sequence
     differentiable: bool = False
-    keeper: Keeper | None = None
+    keeper: ForwardRecorder | None = None
 
     def notify(self, attended: Attended) -> None:
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
@@ -121,39 +121,39 @@ class Call:
             self.keeper.add(self, heads, self.columns, attended.result.statistics)
         if self.counts:
             with torch.no_grad():
-                self._told(attended)
+                self._record(attended)
 
-    def _told(self, attended: Attended) -> None:
+    def _record(self, attended: Attended) -> None:
         real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
             self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), real)
-        if self.whole:
+        if self.has_collectors:
             self.session.collect(self.site, attended, real)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What is the same for all calls of a module: where it stands, and what is wanted there."""
+    """Call-independent data of a module: its site and the statistics to compute there."""
 
     site: AttentionSite
-    root: str  # the layers around it, whose self-attention and cross-attention have the same queries
+    root: str  # path of the layer stack, whose self-attention and cross-attention share their queries
     columns: tuple[str, ...]
     requested: Statistics | None
     chosen: bool
 
 
 class Session:
-    """Statistics of a model's heads, gathered while it is entered; made by `observe`.
+    """Context manager that observes a model; created by `observe`.
 
-    It can be entered again, and goes on gathering. `observations` is what was gathered, as a value that can be merged
-    with another session's. `metadata` is passed to collectors with every attention. `gates` holds
-    a factor for each head, by the path and the kind of a site: [heads], [batch, heads] or [batch, heads, queries]. 0
-    takes a head out, and a gradient with respect to a gate says what a little less of that head would do. Statistics
-    are of the heads before their gates.
+    It can be entered repeatedly and accumulates. `observations` is the accumulated result, which can be merged with
+    that of another session. `metadata` is passed to collectors with every attention call. `gates` maps the (path, kind)
+    of a site to factors for its head outputs: [heads], [batch, heads] or [batch, heads, queries]. A factor of 0 ablates
+    a head; the gradient with respect to a gate is the head's first-order importance. Statistics are computed before
+    gates are applied.
 
-    `observations` and `profile` are sums over many forwards, detached as they are added: a loss made of them trains
-    nothing. `statistics` are those of one forward, with their gradients.
+    `observations` and `profile` accumulate over forwards and are detached, so a loss computed from them has no
+    gradient. `statistics` belong to one forward and are differentiable.
     """
 
     def __init__(
@@ -175,41 +175,43 @@ class Session:
             raise OptionError(f"every must be an integer of at least 1, got {every!r}")
         self.model = model
         if via_weights and adapters is not None:
-            raise OptionError("via_weights reads all from what the model returns, got adapters as well")
+            raise OptionError("via_weights cannot be combined with adapters, got both")
         self.wanted = Wanted.of(statistics)
         if via_weights:
             self.wanted = returned_weights.without_logits(self.wanted, statistics)
         self.via_weights = via_weights
-        self._keeper = Keeper.requested(keep_statistics, self.wanted)
+        self._keeper = ForwardRecorder.requested(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
-        self.collectors = _distinct(collect)
+        self.collectors = _check_names(collect)
         self.every = every
         self.layers = None if layers is None else _chosen_layers(layers)
         self.heads = None if heads is None else _chosen_heads(heads)
         for layer in self.layers or ():
             if via_weights and isinstance(layer, str):
                 if not returned_weights.SITE.fullmatch(layer):
-                    raise OptionError(f"layers are numbers or places in what a model returns, got {layer!r}")
+                    raise OptionError(
+                        f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
+                    )
             elif isinstance(layer, str) and layer not in dict(model.named_modules()):
-                raise OptionError(f"layers are numbers or paths of the model's modules, got {layer!r}")
+                raise OptionError(f"layers must be indices or paths of the model's modules, got {layer!r}")
         self._find_modules()
-        attending = [self._names[id(module)] for module in (*self._asking, *self._layers, *self._adapted)]
+        attending = [self._names[id(module)] for module in (*self._interface_modules, *self._layers, *self._adapted)]
         check_numbers(self.layers or (), attending)
         check_paths(() if via_weights else self.layers or (), attending)
-        self._staging = Staging(dropped=self._drop)
+        self._staging = Staging(on_abort=self._drop)
         self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
         self.gates: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[int, Tokens] = {}
-        self._latest: dict[str, Tokens | Tensor | None] = {}
-        self._arrivals: dict[int, transformers_models.Arrival] = {}
+        self._latest_tokens: dict[str, Tokens | Tensor | None] = {}
+        self._call_contexts: dict[int, transformers_models.CallContext] = {}
         self._undo: ExitStack | None = None
         self._thread = OneThread()
 
     def _find_modules(self) -> None:
         modules = self.model.named_modules()
         self._names = {id(module): name or type(module).__name__ for name, module in modules}
-        self._asking: tuple[nn.Module, ...] = ()
+        self._interface_modules: tuple[nn.Module, ...] = ()
         self._layers: tuple[nn.Module, ...] = ()
         self._adapted: dict[nn.Module, adapting.Adapter] = {}
         self._returning: dict[nn.Module, str] = {}
@@ -219,32 +221,32 @@ class Session:
                 raise OptionError(returned_weights.why_not(self.model))
             if is_edited(self.model):
                 raise OptionError(
-                    "via_weights does not know which module a weight is of, and the heads of this model were edited, "
-                    "so that their numbers say nothing; observe it without via_weights"
+                    "via_weights does not support models with edited heads, since returned weights cannot be matched "
+                    "to modules and their original heads; observe it without via_weights"
                 )
             return
-        self._asking = transformers_models.asking_modules(self.model)
-        self._adapted = adapting.adapted_modules(self.model, self.adapters, self._asking)
+        self._interface_modules = transformers_models.asking_modules(self.model)
+        self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
-        if not len(self._asking) and not len(self._layers) and not len(self._adapted):
+        if not len(self._interface_modules) and not len(self._layers) and not len(self._adapted):
             raise OptionError(transformers_models.why_unobservable(self.model))
 
     # ---- entering and leaving
 
     def __enter__(self) -> Self:
         if self._undo is not None:
-            raise OptionError("this session is entered already; make another with polyhead.observe(model)")
-        self._find_modules()  # the model may have been changed since
+            raise OptionError("this session is already entered; create another with polyhead.observe(model)")
+        self._find_modules()  # the model may have changed since
         with ExitStack() as undo:
-            # A compiled graph has no place for what is told beside its result.
+            # A compiled graph cannot return statistics besides its outputs.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(self._forget)
             if self._keeper is not None:
                 undo.enter_context(self._keeper.watching(self.model))
-            if len(self._asking):
-                undo.enter_context(transformers_models.switched(self.model, self._asking))
-                for module in self._asking:
-                    undo.callback(transformers_models.announce(module, self._arrivals).remove)
+            if len(self._interface_modules):
+                undo.enter_context(transformers_models.switched(self.model, self._interface_modules))
+                for module in self._interface_modules:
+                    undo.callback(transformers_models.record_context(module, self._call_contexts).remove)
                 undo.enter_context(transformers_models.watching(self.model, self))
             undo.enter_context(torch_modules.without_shortcuts(self._layers))
             for layer in self._layers:
@@ -254,10 +256,10 @@ class Session:
             if len(self._returning):
                 undo.enter_context(returned_weights.read(self.model, self._returning, self))
             else:
-                attending = (*self._asking, *self._layers, *self._adapted)
-                undo.enter_context(with_the_same_modules(self.model, attending))
-            watched = (*self._asking, *self._layers, *self._adapted, *self._returning)
-            undo.enter_context(self._staging.watching(around(self.model, watched)))
+                attending = (*self._interface_modules, *self._layers, *self._adapted)
+                undo.enter_context(check_modules_unchanged(self.model, attending))
+            watched = (*self._interface_modules, *self._layers, *self._adapted, *self._returning)
+            undo.enter_context(self._staging.watching(enclosing_modules(self.model, watched)))
             self._undo = undo.pop_all()
         return self
 
@@ -268,81 +270,81 @@ class Session:
         if undo is not None:
             undo.__exit__(kind, error, trace)
         if kind is None and self.heads is not None:
-            attending = (*self._asking, *self._layers, *self._adapted, *self._returning)
+            attending = (*self._interface_modules, *self._layers, *self._adapted, *self._returning)
             check_chosen(self.heads, self.observations.calls, [self._names[id(module)] for module in attending])
 
     def _forget(self) -> None:
-        self._latest.clear()
+        self._latest_tokens.clear()
         self._starts.clear()
-        self._arrivals.clear()
+        self._call_contexts.clear()
         self._thread.forget()
-        self._plans.clear()  # by modules, which may be others when it is entered again
+        self._plans.clear()  # keyed by module, and modules may change before the session is entered again
 
     def _drop(self) -> None:
-        """Forget what a call has left that raised: the sites that it was the first to reach are not known."""
+        """Discard the state of a call that raised, including the sites that it was the first to reach."""
         self._plans.clear()
-        self._arrivals.clear()
+        self._call_contexts.clear()
 
-    # ---- what the watched modules call
+    # ---- called by the observed modules
 
     def begin(
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
     ) -> Call | None:
-        """A call of a model of transformers is about to be computed; None where it is not watched."""
-        arrival = self._arrivals.pop(id(module), _UNANNOUNCED)
-        cross = arrival.cross or transformers_models.looks_cross(module, query, key, mask)
+        """Prepare an attention call of a transformers model; None if it is not observed."""
+        context = self._call_contexts.pop(id(module), _NO_CONTEXT)
+        cross = context.cross or transformers_models.infer_cross(module, query, key, mask)
         tokens = Tokens.of(mask, query, key)
         call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
         if call is not None:
             call.mask = mask
-        if arrival.first_key == 0:
+        if context.first_key == 0:
             self._starts[id(module)] = tokens
-        elif arrival.first_key is not None and call is not None and not cross:
-            # A windowed cache has let go of the first keys, unless what it let go of was padding before them.
+        elif context.first_key is not None and call is not None and not cross:
+            # A sliding-window cache has dropped the first keys, unless it only dropped padding before them.
             start = self._starts.get(id(module), tokens).first_real()
-            call.sinks_in_view = (start >= arrival.first_key).expand(query.shape[0])
+            call.sinks_in_view = (start >= context.first_key).expand(query.shape[0])
         return call
 
     def call(
         self,
-        module: nn.Module | Place,
+        module: nn.Module | OutputSite,
         num_heads: int,
         tokens: Tokens | Tensor | None,
         *,
         cross: bool,
         learned_sinks: bool = False,
     ) -> Call | None:
-        """How to watch one call of a module; None where it is not one of those asked for."""
+        """Prepare the observation of one call of a module; None if it is not observed."""
         self._thread.check()
         plan = self._plans.get((id(module), num_heads, cross, learned_sinks))
         if plan is None:
             plan = self._plan(module, num_heads, cross=cross, learned_sinks=learned_sinks)
         site, columns = plan.site, plan.columns
         if cross:
-            # The queries are the tokens of the self-attention that went before, in the same layers.
-            tokens = _fitting(self._latest.get(plan.root), tokens)
+            # The queries are the tokens of the preceding self-attention in the same stack.
+            tokens = _matching_tokens(self._latest_tokens.get(plan.root), tokens)
         else:
-            self._latest[plan.root] = tokens
+            self._latest_tokens[plan.root] = tokens
         gate = self.gates.get((site.name, site.kind)) if len(self.gates) else None
         if not plan.chosen or not (len(columns) or len(self.collectors)):
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
-        # A checkpointed layer is computed again for the backward, in just the steps of the first time. Nobody says
-        # which call that was, so where gradients are taken every call has the same steps, and counts once at most.
-        again = is_recomputed()
+        # A checkpointed layer is recomputed in the backward and must run the same operations as before. The
+        # recomputation cannot be matched to its call, so with gradients enabled every call runs the same operations.
+        is_recomputation = is_recomputed()
         calls = self._staging.current.calls
-        counts = not again and calls[site] % self.every == 0
-        calls[site] += not again
+        counts = not is_recomputation and calls[site] % self.every == 0
+        calls[site] += not is_recomputation
         if not counts and not torch.is_grad_enabled() and self._keeper is None:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
-        whole = len(self.collectors) > 0
-        call = Call(self, site, columns, plan.requested, tokens, counts, whole, gate, learned_sinks)
-        call.differentiable, call.keeper = self._keeper is not None, None if again else self._keeper
+        has_collectors = len(self.collectors) > 0
+        call = Call(self, site, columns, plan.requested, tokens, counts, has_collectors, gate, learned_sinks)
+        call.differentiable, call.keeper = self._keeper is not None, None if is_recomputation else self._keeper
         return call
 
-    def _plan(self, module: nn.Module | Place, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
-        name = module.name if isinstance(module, Place) else self._names[id(module)]
-        origins = None if isinstance(module, Place) else origins_of(self.model, name, module, num_heads)
-        site = self._site(name, num_heads, origins, cross=cross)
+    def _plan(self, module: nn.Module | OutputSite, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
+        path = module.name if isinstance(module, OutputSite) else self._names[id(module)]
+        origins = None if isinstance(module, OutputSite) else origins_of(self.model, path, module, num_heads)
+        site = self._site(path, num_heads, origins, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
         requested = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
@@ -351,73 +353,78 @@ class Session:
         return plan
 
     def add(self, call: Call, rows: RowStatistics, real: Tensor | None) -> None:
-        """Reduce the rows of a call, where they lie, and add them to what its site has gathered."""
+        """Reduce the row statistics of a call on their device and add them to those of its site."""
         statistics = self._staging.current.statistics
-        there = statistics.get(call.site)
-        if there is None:
+        site_statistics = statistics.get(call.site)
+        if site_statistics is None:
             assert rows.visible_keys is not None
             device = rows.visible_keys.device
-            there = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
-        statistics[call.site] = there.update(rows, real, learned_sinks=call.learned_sinks)
+            site_statistics = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
+        statistics[call.site] = site_statistics.update(rows, real, learned_sinks=call.learned_sinks)
 
     def collect(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
-        """Show one attention to all that gather."""
+        """Pass one attention call to all collectors."""
         tally = self._staging.current
-        there, device = tally.collected.get(site), attended.query.device
-        if there is None or site in tally.taken_up:
-            made = {collector.name: collector.empty(site, device) for collector in self.collectors}
-            empty = {name: value for name, value in made.items() if value is not None}
-            there = empty if there is None else {name: _moved(there[name], empty[name], device) for name in there}
-            tally.taken_up.discard(site)
-        tally.collected[site] = {name: value.update(attended, real, self.metadata) for name, value in there.items()}
+        states, device = tally.collected.get(site), attended.query.device
+        if states is None or site in tally.resumed:
+            created = {collector.name: collector.empty(site, device) for collector in self.collectors}
+            empty = {name: value for name, value in created.items() if value is not None}
+            states = (
+                empty if states is None else {name: _to_device(states[name], empty[name], device) for name in states}
+            )
+            tally.resumed.discard(site)
+        tally.collected[site] = {name: value.update(attended, real, self.metadata) for name, value in states.items()}
 
     def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"
         sites = self._staging.current.sites
-        found = sites.get((name, kind))
-        if found is None:
+        site = sites.get((name, kind))
+        if site is None:
             stack = stack_of(name)
-            layer = sum((site.stack, site.kind) == (stack, kind) for site in sites.values())
-            found = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads, origins)
-        check_heads(found, num_heads, origins)
-        return found
+            layer = sum((known_site.stack, known_site.kind) == (stack, kind) for known_site in sites.values())
+            site = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads, origins)
+        check_heads(site, num_heads, origins)
+        return site
 
     def _is_chosen(self, site: AttentionSite) -> bool:
         chosen = self.layers is None or site.layer in self.layers or site.name in self.layers
         return chosen and len(self._heads_of(site)) > 0
 
     def _heads_of(self, site: AttentionSite) -> tuple[int, ...]:
-        every = range(site.num_heads)
+        all_heads = range(site.num_heads)
         if self.heads is None:
-            return tuple(every)
-        return tuple(head for head in every if head in self.heads or HeadId(site.layer, head) in self.heads)
+            return tuple(all_heads)
+        return tuple(head for head in all_heads if head in self.heads or HeadId(site.layer, head) in self.heads)
 
-    # ---- what was gathered
+    # ---- results
 
     @property
     def observations(self) -> Observations:
-        """All calls of the model that have ended; not what a running call adds."""
-        found = self._staging.counted
-        calls = {site: found.calls[site] for site in found.sites.values()}
-        return Observations(self.wanted, tuple(found.statistics.values()), dict(found.collected), calls)
+        """Observations of all finished calls of the model, excluding a running call."""
+        counted = self._staging.counted
+        calls = {site: counted.calls[site] for site in counted.sites.values()}
+        return Observations(self.wanted, tuple(counted.statistics.values()), dict(counted.collected), calls)
 
     def go_on_from(self, observations: Observations) -> None:
-        """Take up what an earlier session of the same model had gathered, as if this one had gathered it itself."""
+        """Resume from the observations of an earlier session of the same model."""
         if observations.wanted != self.wanted:
             raise OptionError(
-                f"a session goes on with the statistics it began with, got {observations.wanted} for {self.wanted}"
+                f"a session can only resume observations of the same statistics, got {observations.wanted} for "
+                f"{self.wanted}"
             )
         sites = dict(self._staging.counted.sites)
         for site in observations.calls:
             if sites.setdefault((site.name, site.kind), site) != site:
-                raise OptionError(f"a session goes on with the same model, got one in which {site.name!r} is another")
+                raise OptionError(
+                    f"a session can only resume observations of the same model, got another site at {site.name!r}"
+                )
         if len(self._staging.counted.sites):
-            raise OptionError("a session takes up others' observations before it has its own, got one that has some")
+            raise OptionError("a session can only resume before its first call, got one with observations of its own")
         names = {collector.name for collector in self.collectors}
-        if others := {name for values in observations.collected.values() for name in values} - names:
+        if missing := {name for values in observations.collected.values() for name in values} - names:
             raise OptionError(
-                f"a session goes on with the gatherers it began with, got {', '.join(sorted(names)) or 'none'} "
-                f"for values of {', '.join(sorted(others))}"
+                f"a session can only resume with the same collectors, got {', '.join(sorted(names)) or 'none'} "
+                f"for states of {', '.join(sorted(missing))}"
             )
         self._plans.clear()
         collected = {site: dict(values) for site, values in observations.collected.items()}
@@ -426,56 +433,56 @@ class Session:
 
     @property
     def statistics(self) -> ForwardStatistics:
-        """The rows of the last forward with their gradients, site by site; for `observe(keep_statistics=True)`."""
+        """Differentiable per-row statistics of the last forward, by site; needs `observe(keep_statistics=True)`."""
         if self._keeper is None:
             raise OptionError(NOT_REQUESTED)
         return self._keeper.read()
 
     @property
     def profile(self) -> HeadProfile:
-        """One row a head: its site, layer and number, and the mean, spread and maximum of each statistic.
+        """Table with one row per head: site, layer, index, and mean, std and maximum of each statistic.
 
-        Its numbers are detached; `statistics` has those that can be differentiated.
+        Its values are detached; see `statistics` for differentiable ones.
         """
         return self.observations.profile
 
     def __repr__(self) -> str:
         heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
-        how = f"; {returned_weights.COST}" if self.via_weights else ""
-        return f"Session({type(self.model).__name__}, {heads} heads seen{how})"
+        note = f"; {returned_weights.COST}" if self.via_weights else ""
+        return f"Session({type(self.model).__name__}, {heads} heads observed{note})"
 
 
-def _moved(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:
-    """What `value` has gathered, in one that was made for another device."""
+def _to_device(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:
+    """Return the state of `value` on a device, in a copy of `empty`."""
     return empty.with_state({name: tensor.to(device) for name, tensor in value.state().items()})
 
 
-def _distinct(collect: Sequence[Collector]) -> tuple[Collector, ...]:
+def _check_names(collect: Sequence[Collector]) -> tuple[Collector, ...]:
     names = [collector.name for collector in collect]
     if len(set(names)) < len(names):
-        raise OptionError(f"what gathers goes by different names, got {', '.join(names)}")
+        raise OptionError(f"collectors must have distinct names, got {', '.join(names)}")
     return tuple(collect)
 
 
 def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
-    chosen = frozenset([layers] if isinstance(layers, int | str) else layers)
-    for layer in chosen:
+    selected = frozenset([layers] if isinstance(layers, int | str) else layers)
+    for layer in selected:
         if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
-            raise OptionError(f"layers are numbers from 0 on or paths of modules, got {layer!r}")
-    return chosen
+            raise OptionError(f"layers must be non-negative indices or module paths, got {layer!r}")
+    return selected
 
 
 def _chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:
-    chosen = frozenset([heads] if isinstance(heads, int | HeadId) else heads)
-    for head in chosen:
+    selected = frozenset([heads] if isinstance(heads, int | HeadId) else heads)
+    for head in selected:
         number = head.head if isinstance(head, HeadId) else head
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise OptionError(f"heads are numbers from 0 on or polyhead.HeadId(layer, head), got {head!r}")
-    return chosen
+            raise OptionError(f"heads must be non-negative indices or polyhead.HeadId(layer, head), got {head!r}")
+    return selected
 
 
-def _fitting(tokens: Tokens | Tensor | None, queries: Tokens | Tensor | None) -> Tokens | Tensor | None:
-    """The tokens of an earlier call, where they can be the queries of this one."""
+def _matching_tokens(tokens: Tokens | Tensor | None, queries: Tokens | Tensor | None) -> Tokens | Tensor | None:
+    """Return the tokens of an earlier call if their shape matches the queries of this one, else None."""
     if tokens is None or not isinstance(queries, Tokens):
         return None
     sizes = (tokens.batch, tokens.queries) if isinstance(tokens, Tokens) else tuple(tokens.shape)

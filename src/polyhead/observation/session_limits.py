@@ -1,4 +1,4 @@
-"""What a session refuses, because it would count less than its user believes."""
+"""Checks that raise where a session would otherwise silently miss calls, layers or heads."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from polyhead.observation.statistics import AttentionSite
 
 @dataclass(slots=True, eq=False)
 class OneThread:
-    """The thread whose calls a session counts: the first that calls. What runs at the same time would mix its state."""
+    """Restricts a session to the first thread that calls the model; concurrent calls would mix their state."""
 
     ident: int | None = None
 
     def check(self) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # a backward computes a layer again in a thread of autograd's own, and counts nothing
+            return  # recomputation in a backward runs in an autograd thread and is not counted
         ident = threading.get_ident()
         if self.ident is None:
             self.ident = ident
         elif self.ident != ident:
             raise OptionError(
-                "a session counts the calls of one thread, got a call of the observed model from another; "
+                "a session observes calls from one thread only, got a call from another; "
                 "observe a copy of the model in each thread and merge their observations"
             )
 
@@ -44,56 +44,58 @@ def stack_of(name: str) -> str:
 
 
 def check_numbers(layers: Iterable[int | str], names: Sequence[str]) -> None:
-    """Refuse numbers of layers that no stack of the model has; of a model that returns weights it is known later."""
+    """Raise for layer indices beyond every stack of the model; not known in advance with `via_weights`."""
     deepest = max(Counter(map(stack_of, names)).values(), default=None)
     if deepest is None:
         return
     beyond = sorted(x for x in layers if isinstance(x, int) and x >= deepest)
     if beyond:
         got = ", ".join(map(str, beyond))
-        raise OptionError(f"layers count from 0 in each stack, here to {deepest - 1}, got {got}")
+        raise OptionError(f"layers of this model are numbered 0 to {deepest - 1} in each stack, got {got}")
 
 
 def check_paths(layers: Iterable[int | str], names: Sequence[str]) -> None:
-    """Refuse the paths of modules that do not attend."""
+    """Raise for paths of modules that are not attention modules."""
     for path in layers:
         if isinstance(path, str) and path not in names:
             inside = [name for name in names if name.startswith(f"{path}.")]
-            hint = f", which holds {', '.join(inside[:3])}" if inside else ""
-            raise OptionError(f"layers are numbers or paths of modules that attend, got {path!r}{hint}")
+            hint = f", which contains {', '.join(inside[:3])}" if inside else ""
+            raise OptionError(f"layers must be indices or paths of attention modules, got {path!r}{hint}")
 
 
 def check_heads(site: AttentionSite, num_heads: int, origins: HeadOrigins | None) -> None:
-    """Refuse to go on with a module whose heads have become others."""
+    """Raise if the heads of a module changed during the session."""
     if site.num_heads != num_heads or site.origins != origins:
-        others = "" if site.num_heads != num_heads else " other ones"
+        note = "" if site.num_heads != num_heads else " different ones"
         raise OptionError(
-            f"a session counts heads that stay the same, got {num_heads} heads in {site.name!r}, which had "
-            f"{site.num_heads}{others}; observe the edited model in a session of its own"
+            f"the heads of a model must not change during a session, got {num_heads} heads in {site.name!r}, which had "
+            f"{site.num_heads}{note}; observe the edited model in a new session"
         )
 
 
 def check_chosen(heads: Iterable[int | HeadId], sites: Iterable[AttentionSite], names: Iterable[str]) -> None:
-    """Refuse heads that no layer has, once every module of the given names was called."""
-    seen = list(sites)
-    if not {*names} <= {site.name for site in seen}:
+    """Raise for heads that no layer has, once every module of the given names was called."""
+    called = list(sites)
+    if not {*names} <= {site.name for site in called}:
         return
-    most = max((site.num_heads for site in seen), default=0)
-    there = {HeadId(site.layer, head) for site in seen for head in range(site.num_heads)} | {*range(most)}
-    missing = sorted(str(head) for head in heads if head not in there)
+    max_heads = max((site.num_heads for site in called), default=0)
+    existing = {HeadId(site.layer, head) for site in called for head in range(site.num_heads)} | {*range(max_heads)}
+    missing = sorted(str(head) for head in heads if head not in existing)
     if missing:
-        raise OptionError(f"heads are those of the model's layers, here up to {most} in each, got {', '.join(missing)}")
+        raise OptionError(
+            f"heads must exist in the model, which has up to {max_heads} per layer, got {', '.join(missing)}"
+        )
 
 
 @contextmanager
-def with_the_same_modules(model: nn.Module, watched: Iterable[nn.Module]) -> Iterator[None]:
-    """Refuse a model that has got attention modules inside the session, whose calls nobody has counted."""
+def check_modules_unchanged(model: nn.Module, watched: Iterable[nn.Module]) -> Iterator[None]:
+    """Raise on exit if the model gained attention modules during the session, which were not observed."""
     before = {id(module) for module in watched}
     yield
     attending = {*transformers_models.asking_modules(model), *torch_modules.attention_layers(model)}
     new = [name for name, module in model.named_modules() if module in attending and id(module) not in before]
     if new:
         raise OptionError(
-            f"a session counts the modules that the model had when it was entered, got {', '.join(new[:3])} in their "
-            "place inside it; observe the model after the change"
+            "a session observes the modules that the model had when it was entered, got new ones: "
+            f"{', '.join(new[:3])}; observe the model after the change"
         )

@@ -1,4 +1,4 @@
-"""What is gathered of every head: a call's rows are reduced where they lie, and join the rest as mergeable values."""
+"""Per-head statistics: the rows of each call are reduced on their device into mergeable accumulators."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ NAMES = (*DEFAULT, *(name for name in ROW_NAMES if name not in (*DEFAULT, "visib
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """One place of a model where heads attend.
+    """An attention module of a model, as self- or cross-attention.
 
-    `name` is the path of its module. Sites whose paths differ in numbers alone are one `stack`, and `layer` counts them
-    in the order in which they were first called: an encoder, a decoder and its cross-attention are three stacks.
-    `origins` are the original heads where the layer was edited, None where it was not.
+    `name` is the path of the module. Sites whose paths differ only in numbers form a `stack`, and `layer` numbers them
+    in the order of their first call: an encoder, a decoder and its cross-attention are three stacks. `origins` are the
+    original heads of an edited layer, None if it was not edited.
     """
 
     name: str
@@ -50,29 +50,31 @@ class AttentionSite:
     origins: HeadOrigins | None = None
 
     def label(self, head: int) -> str:
-        """The number of a head in the unedited model."""
+        """Return the index of a head in the unedited model, as text."""
         return str(head) if self.origins is None else self.origins.label(head)
 
     def original(self, head: int) -> str:
-        """` (originally 5)`, for what a head is called where an edit gave it another number."""
+        """Return ` (originally 5)` for a head that an edit renumbered, else an empty string."""
         return "" if self.label(head) == str(head) else f" (originally {self.label(head)})"
 
     def to_dict(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in ("name", "kind", "stack", "layer", "num_heads")}
-        return found if self.origins is None else {**found, "origins": self.origins.to_dict()}
+        fields = {name: getattr(self, name) for name in ("name", "kind", "stack", "layer", "num_heads")}
+        return fields if self.origins is None else {**fields, "origins": self.origins.to_dict()}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> AttentionSite:
-        origins = found.get("origins")
-        site = build(cls, {name: found[name] for name in ("name", "kind", "stack", "layer", "num_heads")})
+    def from_dict(cls, fields: Mapping[str, Any]) -> AttentionSite:
+        origins = fields.get("origins")
+        site = build(cls, {name: fields[name] for name in ("name", "kind", "stack", "layer", "num_heads")})
         site = site if origins is None else replace(site, origins=HeadOrigins.from_dict(origins))
         if site.origins is not None and len(site.origins.heads) != site.num_heads:
-            raise OptionError(f"origins are of each of the {site.num_heads} heads of {site.name!r}, got {origins!r}")
+            raise OptionError(
+                f"origins must have one entry for each of the {site.num_heads} heads of {site.name!r}, got {origins!r}"
+            )
         return site
 
 
 def stack_order(sites: Iterable[AttentionSite]) -> dict[AttentionSite, tuple[int, int]]:
-    """Keys that sort sites stack by stack, in the order in which the stacks come, and layer by layer."""
+    """Return sort keys that order sites by stack, in order of appearance, and by layer."""
     sites = tuple(sites)
     stacks = list(dict.fromkeys((site.stack, site.kind) for site in sites))
     return {site: (stacks.index((site.stack, site.kind)), site.layer) for site in sites}
@@ -80,7 +82,7 @@ def stack_order(sites: Iterable[AttentionSite]) -> dict[AttentionSite, tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which statistics to gather, and their parameters."""
+    """Statistics to collect, and their parameters."""
 
     names: tuple[str, ...]
     sink_keys: int = 1
@@ -88,7 +90,7 @@ class Wanted:
 
     @classmethod
     def of(cls, requested: object) -> Wanted:
-        """What the `statistics` argument of `observe` means."""
+        """Parse the `statistics` argument of `observe`."""
         if requested is None or requested is True:
             return cls(DEFAULT)
         if requested is False:
@@ -110,23 +112,23 @@ class Wanted:
             )
         for name in names:
             if name not in NAMES:
-                raise OptionError(f"a statistic of a head is one of {', '.join(NAMES)}; got {name!r}")
+                raise OptionError(f"statistics must be among {', '.join(NAMES)}; got {name!r}")
         return cls(tuple(name for name in NAMES if name in names))
 
     def columns(self, *, cross: bool, learned_sinks: bool) -> tuple[str, ...]:
-        """The names that mean something at a site; positions of a cross-attention are absent, not 0."""
+        """Return the names that are defined at a site; cross-attention has no positional statistics."""
         absent = (POSITIONAL if cross else ()) + (() if learned_sinks else ("learned_sink_mass",))
         return tuple(name for name in self.names if name not in absent)
 
     def of_rows(self, columns: Sequence[str], *, cross: bool) -> Statistics:
-        """What to ask `attention` for. Which rows see a key at all is always asked."""
+        """Return the statistics to request from `attention`; always includes `visible_keys`."""
         names = {"entropy" if name == SHARE else name for name in columns} | {"visible_keys"}
         return Statistics(*sorted(names), sink_keys=self.sink_keys, window=self.window, cross=cross)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteStatistics:
-    """What was gathered at one site: mergeable, each tensor [statistics, heads]."""
+    """Accumulated statistics of one site, mergeable; each tensor is [statistics, heads]."""
 
     site: AttentionSite
     heads: tuple[int, ...]
@@ -142,34 +144,36 @@ class SiteStatistics:
         return cls(site, tuple(heads), tuple(columns), MeanAndStd.empty(shape, device), Maximum.empty(shape, device))
 
     def update(self, rows: RowStatistics, real: Tensor | None = None, *, learned_sinks: bool = False) -> Self:
-        """With the rows of one call; `real` [batch or 1, queries] is False for padding. Waits for no device."""
+        """Add the rows of one call; `real` [batch or 1, queries] is False for padding. Does not synchronise."""
         assert rows.visible_keys is not None
         state = RowTotals(self.moments.count, self.moments.mean, self.moments.squares, self.largest.largest)
         if state.total.device != rows.visible_keys.device:
-            # What was loaded from a file goes where the rows are, once: rows that went to it would be waited for.
+            # State loaded from a file is moved to the device once; moving the rows instead would synchronise each call.
             state = RowTotals(*(x.to(rows.visible_keys.device) for x in state))
         *moments, largest = reduce_rows(rows, real, self.columns, self.heads, state, learned_sinks=learned_sinks)
         return type(self)(self.site, self.heads, self.columns, MeanAndStd(*moments), Maximum(largest))
 
     def merge(self, other: Self) -> Self:
-        mine, theirs = ((x.site.name, x.site.kind, x.site.origins, x.heads, x.columns) for x in (self, other))
-        if mine != theirs:
-            raise OptionError(f"only the same heads and statistics of a site can be merged, got {mine} and {theirs}")
+        own_key, other_key = ((x.site.name, x.site.kind, x.site.origins, x.heads, x.columns) for x in (self, other))
+        if own_key != other_key:
+            raise OptionError(
+                f"only the same heads and statistics of the same site can be merged, got {own_key} and {other_key}"
+            )
         moments, largest = self.moments.merge(other.moments), self.largest.merge(other.largest)
         return type(self)(self.site, self.heads, self.columns, moments, largest)
 
     def compute(self) -> dict[str, Tensor]:
-        """Columns of numbers, one a head, on the CPU: `tokens`, then each statistic's mean, spread and maximum."""
-        count, mean, spread = (x.cpu() for x in self.moments.compute())
+        """Return columns with one entry per head, on the CPU: `tokens`, then mean, std and max of each statistic."""
+        count, mean, std = (x.cpu() for x in self.moments.compute())
         largest = torch.where(count > 0, self.largest.compute().cpu(), torch.nan)
-        # A row with a single key has no share of a maximum that is 0, so its column counts fewer rows than the others.
+        # Normalized entropy is undefined for rows with a single key, so its column counts fewer rows than the others.
         tokens = count.amax(0) if len(self.columns) else torch.zeros(len(self.heads), dtype=torch.float64)
-        found = {"tokens": tokens}
+        columns = {"tokens": tokens}
         for index, name in enumerate(self.columns):
-            found[name] = mean[index]
-            found[f"{name}_std"] = spread[index]
-            found[f"{name}_max"] = largest[index]
-        return found
+            columns[name] = mean[index]
+            columns[f"{name}_std"] = std[index]
+            columns[f"{name}_max"] = largest[index]
+        return columns
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -178,7 +182,7 @@ class SiteStatistics:
         }
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        """The same site with what was saved of it."""
+        """Return a copy with the saved tensors."""
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}

@@ -1,9 +1,9 @@
-"""`TokenSample`: what heads say at the same few tokens, so that heads of different layers can be laid side by side.
+"""`TokenSample`: collect head outputs at a fixed sample of tokens, to compare heads of different layers.
 
-Second moments compare the heads of one layer. Between layers there are too many pairs for that, and the outputs of two
-layers are never there at once; but at a sample of tokens they can be kept. Which tokens those are is decided by a hash
-of the token's document, piece and place: the smallest win. So every site keeps the same tokens, whatever the batches
-were, and two samples merge into the sample of both.
+Second moments compare the heads of one layer. Across layers there are too many pairs, and the outputs of two layers are
+never available at once; at a sample of tokens they can be stored. The sample is bottom-k: the tokens with the smallest
+hashes of document, piece and position. Every site thus keeps the same tokens, independent of batching, and two samples
+merge into the sample of their union.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
-_NEVER = torch.iinfo(torch.int64).max
+_PADDING_HASH = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSample:
-    """Gathers, at a sample of tokens, the outputs of some heads times a matrix each.
+    """Collector of projected head outputs at a sample of tokens.
 
     Args:
-        projections: for the sites to look at, by name and kind, [heads, value_dim, any], as many as the site has heads,
-            or as `heads` names there.
-        tokens: how many tokens to keep at most.
-        heads: which heads, where not all.
-        seed: another sample for another seed.
+        projections: matrices [heads, value_dim, any] by (name, kind) of the sites to sample, one per head of the site
+            or per entry of `heads`.
+        tokens: maximum number of tokens in the sample.
+        heads: subset of heads by site; all by default.
+        seed: seed of the sample.
     """
 
     projections: Mapping[tuple[str, str], Tensor]
@@ -52,49 +52,52 @@ class TokenSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteSample:
-    """What one site's heads say at the sampled tokens, in the order of the tokens' hashes."""
+    """Projected head outputs of one site at the sampled tokens, sorted by token hash."""
 
     sample: TokenSample
     place: tuple[str, str]
     matrices: Tensor
-    hashes: Tensor  # [tokens] int64, rising
+    hashes: Tensor  # [tokens] int64, ascending
     values: Tensor  # [tokens, heads, any]
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         output, logsumexp = attended.result.output.detach(), attended.result.logsumexp
         assert logsumexp is not None
         if metadata.documents is None:
-            raise OptionError("a sample of tokens needs session.notes that say which document each row is from")
+            raise OptionError(
+                "a token sample needs the document index of each row; "
+                "set session.metadata = BatchMetadata(documents=...) before calling the model"
+            )
         batch, _, queries, dim = output.shape
         if not dim:
-            return self  # only the weights are known
+            return self  # only the weights are available (via_weights)
         counted = torch.isfinite(logsumexp).any(1)
         if real is not None:
             counted = counted & real
         chosen = self.sample.heads.get(self.place)
-        said = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)
-        hashes = torch.where(counted, _hashes(metadata, counted, self.sample.seed), _NEVER).flatten()
-        # Only the tokens that may stay are projected; rows without a token lose against all others.
-        few = min(self.sample.tokens, hashes.shape[0])
+        outputs = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)
+        hashes = torch.where(counted, _hashes(metadata, counted, self.sample.seed), _PADDING_HASH).flatten()
+        # Only tokens that may enter the sample are projected; padding rows have the largest hash.
+        limit = min(self.sample.tokens, hashes.shape[0])
         hashes, order = hashes.sort(stable=True)
-        rows = said.transpose(1, 2).reshape(batch * queries, *said.shape[1::2])[order[:few]]
+        rows = outputs.transpose(1, 2).reshape(batch * queries, *outputs.shape[1::2])[order[:limit]]
         values = torch.einsum("thd,hde->the", rows.float(), self.matrices)
-        return self._joined(hashes[:few], values)
+        return self._joined(hashes[:limit], values)
 
     def _joined(self, hashes: Tensor, values: Tensor) -> Self:
-        together, order = torch.cat([self.hashes, hashes]).sort(stable=True)
-        kept = order[: self.sample.tokens]
-        joined = torch.cat([self.values, values])[kept]
-        return type(self)(self.sample, self.place, self.matrices, together[: self.sample.tokens], joined)
+        merged, order = torch.cat([self.hashes, hashes]).sort(stable=True)
+        selected = order[: self.sample.tokens]
+        joined = torch.cat([self.values, values])[selected]
+        return type(self)(self.sample, self.place, self.matrices, merged[: self.sample.tokens], joined)
 
     def merge(self, other: Self) -> Self:
         device = self.hashes.device
         return self._joined(other.hashes.to(device), other.values.to(device))
 
     def found(self) -> tuple[Tensor, Tensor]:
-        """The hashes and the values of the tokens that are there, on the CPU in float64."""
-        there = int((self.hashes != _NEVER).sum())
-        return self.hashes[:there].cpu(), self.values[:there].double().cpu()
+        """Return the hashes and float64 values of the sampled tokens, on the CPU."""
+        count = int((self.hashes != _PADDING_HASH).sum())
+        return self.hashes[:count].cpu(), self.values[:count].double().cpu()
 
     def state(self) -> dict[str, Tensor]:
         return {"hashes": self.hashes, "values": self.values}
@@ -104,25 +107,25 @@ class SiteSample:
 
 
 def _hashes(metadata: BatchMetadata, counted: Tensor, seed: int) -> Tensor:
-    """A positive number for every token, [batch, queries], that looks like chance and never changes.
+    """Return a deterministic non-negative hash of every token, [batch, queries].
 
-    Places count the tokens of a row, so that padding moves none of them.
+    Positions count non-padding tokens, so that padding does not affect them.
     """
     assert metadata.documents is not None
     documents = metadata.documents.to(counted.device, torch.int64, non_blocking=True)
     pieces = torch.zeros_like(documents) if metadata.pieces is None else metadata.pieces.to(documents)
-    mixed = _mixed(_mixed(_mixed(documents + seed) + pieces)[:, None] + counted.cumsum(-1))
-    return mixed.clamp_min(0) + torch.where(mixed < 0, -(mixed + 1), 0)
+    hashed = _splitmix(_splitmix(_splitmix(documents + seed) + pieces)[:, None] + counted.cumsum(-1))
+    return hashed.clamp_min(0) + torch.where(hashed < 0, -(hashed + 1), 0)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """Steele, Lea and Flood's finaliser of SplitMix64; its products wrap around as they should."""
+def _splitmix(x: Tensor) -> Tensor:
+    """Return the SplitMix64 finaliser (Steele, Lea and Flood, 2014) of `x`; products wrap around as intended."""
     x = x + (0x9E3779B97F4A7C15 - (1 << 64))
-    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - (1 << 64))
-    return x ^ _shifted(x, 31)
+    x = (x ^ _shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ _shift_right(x, 27)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in."""
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Return `x` logically shifted to the right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

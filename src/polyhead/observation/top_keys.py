@@ -1,4 +1,4 @@
-"""`TopKeys`: which tokens a head looks at most, whatever looks at them."""
+"""`TopKeys`: collect the attention that each vocabulary entry receives from each head."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from polyhead.ops.attended import Attended
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopKeys:
-    """Gathers, for each head, the weight that every occurrence of a token receives, summed over a text.
+    """Collector of the attention weight that each token id receives, per head, summed over a text.
 
     Args:
-        tokens: the ids that are told apart, int64 [any] on the CPU, such as the most frequent ones of the text; all
-            others together are one more. That bounds the memory: 8 bytes for each of them and each head.
+        tokens: ids to distinguish, int64 [any] on the CPU, such as the most frequent ones of the text; all others share
+            one entry. This bounds the memory: 8 bytes per id and head.
 
-    `session.metadata.tokens` must say what the tokens are. A cross-attention, whose keys are other tokens, has none.
+    `session.metadata.tokens` is required. Cross-attention, whose keys are other tokens, is skipped.
     """
 
     tokens: Tensor
@@ -34,7 +34,7 @@ class TopKeys:
                 f"tokens must be ids, [any] integers on the CPU, got {self.tokens.dtype} of {list(self.tokens.shape)}"
             )
         if len(self.tokens.unique()) != len(self.tokens):
-            raise OptionError("tokens must be different ids, got some twice")
+            raise OptionError("tokens must be distinct ids, got duplicates")
 
     @property
     def name(self) -> str:
@@ -47,20 +47,20 @@ class TopKeys:
         return SiteTopKeys(self, zeros, torch.zeros((), dtype=torch.float64, device=device))
 
     def places(self, tokens: Tensor) -> Tensor:
-        """Where each token of [batch, tokens] stands among `self.tokens`; one past the last for all others."""
+        """Return the index of each token [batch, tokens] in `self.tokens`, or its length for other tokens."""
         ordered, order = self.tokens.sort()
         if not len(ordered):
             return torch.zeros_like(tokens)
-        found = torch.searchsorted(ordered, tokens).clamp_max(len(ordered) - 1)
-        return torch.where(ordered[found] == tokens, order[found], len(ordered))
+        index = torch.searchsorted(ordered, tokens).clamp_max(len(ordered) - 1)
+        return torch.where(ordered[index] == tokens, order[index], len(ordered))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteTopKeys:
-    """Sums of one site, which can be added."""
+    """State of `TopKeys` at one site: received weight per token id, and the number of query rows."""
 
     collector: TopKeys
-    received: Tensor  # [heads, tokens + 1]; the last is all others
+    received: Tensor  # [heads, tokens + 1]; the last entry is all other ids
     rows: Tensor
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
@@ -69,28 +69,28 @@ class SiteTopKeys:
         if metadata.tokens is None or metadata.tokens.shape != (attended.query.shape[0], keys):
             got = None if metadata.tokens is None else list(metadata.tokens.shape)
             raise OptionError(
-                f"top keys are told what the {keys} tokens of each text are; before each call of the model set "
-                f"session.notes = Notes(tokens=...), [batch, tokens] on the CPU, got {got}"
+                f"top keys need the ids of the {keys} tokens of each text; before each call of the model set "
+                f"session.metadata = BatchMetadata(tokens=...), [batch, tokens] on the CPU, got {got}"
             )
-        if real is not None:  # a row whose log-sum-exp is -inf sees nothing, and so is in no sum
+        if real is not None:  # a log-sum-exp of -inf gives a row zero weights, which excludes it from the sums
             logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
-        seen = replace(attended, result=replace(attended.result, logsumexp=logsumexp)).profile(received=True).received
-        assert seen is not None
-        places = self.collector.places(metadata.tokens).to(seen.device, non_blocking=True)
-        heads = seen.shape[1]
-        by_token = seen.double().transpose(0, 1).reshape(heads, -1)  # [heads, batch * keys]
+        weight = replace(attended, result=replace(attended.result, logsumexp=logsumexp)).profile(received=True).received
+        assert weight is not None
+        places = self.collector.places(metadata.tokens).to(weight.device, non_blocking=True)
+        heads = weight.shape[1]
+        by_token = weight.double().transpose(0, 1).reshape(heads, -1)  # [heads, batch * keys]
         received = self.received.index_add(1, places.flatten(), by_token)
         rows = torch.isfinite(logsumexp).any(1).sum(dtype=torch.float64)
         return replace(self, received=received, rows=self.rows + rows)
 
     def merge(self, other: Self) -> Self:
         if not torch.equal(self.collector.tokens, other.collector.tokens):
-            raise OptionError("top keys of the same tokens can be merged, got others")
+            raise OptionError("only top keys of the same token ids can be merged, got different ids")
         device = self.received.device
         return replace(self, received=self.received + other.received.to(device), rows=self.rows + other.rows.to(device))
 
     def compute(self, most: int) -> tuple[Tensor, Tensor]:
-        """The ids that each head looks at most, [heads, most], and their shares of its attention, in order."""
+        """Return the `most` ids with the largest received weight, [heads, most], and their shares, descending."""
         shares = (self.received / self.rows.clamp_min(1.0)).cpu()
         values, places = shares[:, :-1].sort(dim=-1, descending=True, stable=True)
         return self.collector.tokens[places[:, :most]], values[:, :most]

@@ -1,4 +1,4 @@
-"""Layers that are watched by their own calls: those of `polyhead.layers` and `torch.nn.MultiheadAttention`."""
+"""Hooks for the layers of `polyhead.layers` and for `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, a
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.common.statistics import as_statistics
 
-Ours = MultiHeadAttention | LatentAttention | RoutedHeads
+PolyheadLayer = MultiHeadAttention | LatentAttention | RoutedHeads
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    return tuple(x for x in model.modules() if isinstance(x, Ours | nn.MultiheadAttention))
+    return tuple(x for x in model.modules() if isinstance(x, PolyheadLayer | nn.MultiheadAttention))
 
 
 @contextmanager
 def without_shortcuts(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """PyTorch's inference shortcut off: it calls no attention module, and turns padded batches into nested ones."""
+    """Disable PyTorch's inference fast path, which bypasses attention modules and nests padded batches."""
     before = torch.backends.mha.get_fastpath_enabled()
     if not any(isinstance(layer, nn.MultiheadAttention) for layer in layers):
         yield
@@ -49,23 +49,24 @@ def without_shortcuts(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
-    """Hooks on a layer, and off again."""
+    """Hook a layer for the duration of the context."""
     with ExitStack() as undo:
-        if isinstance(layer, Ours):
+        if isinstance(layer, PolyheadLayer):
             if layer._listener is not None:
                 raise OptionError(
-                    f"one session at a time observes a layer, got a {type(layer).__name__} that is observed already"
+                    f"only one session at a time can observe a layer, got a {type(layer).__name__} that is already "
+                    "observed"
                 )
-            ours = _Ours(session, layer)
-            before = layer.register_forward_pre_hook(ours.before, with_kwargs=True, prepend=False)
-            after = layer.register_forward_hook(ours.after, with_kwargs=True, prepend=True)
+            polyhead_hooks = _PolyheadHooks(session, layer)
+            before = layer.register_forward_pre_hook(polyhead_hooks.before, with_kwargs=True, prepend=False)
+            after = layer.register_forward_hook(polyhead_hooks.after, with_kwargs=True, prepend=True)
             handles = (before, after)
-            layer._listener = ours.listen
+            layer._listener = polyhead_hooks.listen
             undo.callback(delattr, layer, "_listener")
         else:
-            theirs = _Theirs(session)
-            before = layer.register_forward_pre_hook(theirs.before, with_kwargs=True)
-            after = layer.register_forward_hook(theirs.after, with_kwargs=True, prepend=True)
+            torch_hooks = _TorchHooks(session)
+            before = layer.register_forward_pre_hook(torch_hooks.before, with_kwargs=True)
+            after = layer.register_forward_hook(torch_hooks.after, with_kwargs=True, prepend=True)
             handles = (before, after)
         for handle in handles:
             undo.callback(handle.remove)
@@ -74,63 +75,63 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """A call of a layer of ours, and what its caller had asked for."""
+    """A call of a polyhead layer, and the outputs that its caller requested."""
 
     call: WatchedCall
     statistics: Statistics | None
     logsumexp: bool
 
 
-class _Ours:
-    """Asks a layer of ours for more than its caller did, and hides from the caller that it was asked."""
+class _PolyheadHooks:
+    """Hooks of a polyhead layer: request additional outputs and remove them from the caller's result."""
 
-    def __init__(self, session: Watcher, layer: Ours) -> None:
+    def __init__(self, session: Watcher, layer: PolyheadLayer) -> None:
         self.session = session
         self.names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
-        self.mixes = isinstance(layer, TalkingHeads)
-        self.waiting: list[_Request] = []
+        self.mixes_heads = isinstance(layer, TalkingHeads)
+        self.pending: list[_Request] = []
 
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        assert isinstance(module, Ours)
-        self.waiting.clear()  # what a call that raised has left
-        given = {**dict(zip(self.names, positional, strict=False)), **keywords}
-        query, cross = given.get("query"), given.get("key") is not None
+        assert isinstance(module, PolyheadLayer)
+        self.pending.clear()  # left over from a call that raised
+        arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
+        query, cross = arguments.get("query"), arguments.get("key") is not None
         if not isinstance(query, Tensor) or query.ndim != 3:
-            return None  # the layer says what is wrong with it
+            return None  # the layer raises for invalid inputs
         heads = module.num_maps if isinstance(module, MultiHeadAttention) else module.layout.num_heads
         learned_sinks = module.sinks is not None
-        call = self.session.call(module, heads, _tokens(query, given), cross=cross, learned_sinks=learned_sinks)
+        call = self.session.call(module, heads, _tokens(query, arguments), cross=cross, learned_sinks=learned_sinks)
         if call is None:
             return None
-        callers = as_statistics(given.get("statistics"))
-        requested = _Request(call, callers, bool(given.get("logsumexp")))
-        self.waiting.append(requested)
-        gate = given.get("head_gate")
+        callers_statistics = as_statistics(arguments.get("statistics"))
+        requested = _Request(call, callers_statistics, bool(arguments.get("logsumexp")))
+        self.pending.append(requested)
+        gate = arguments.get("head_gate")
         if call.gate is not None:
             sizes = (query.shape[0], heads, query.shape[1])
-            own = gate_factors(call.gate, *sizes)
-            gate = call.gate if gate is None else (gate_factors(gate, *sizes) * own).squeeze(-1).expand(sizes)
+            session_gate = gate_factors(call.gate, *sizes)
+            gate = call.gate if gate is None else (gate_factors(gate, *sizes) * session_gate).squeeze(-1).expand(sizes)
         return positional, {
             **keywords,
-            "statistics": _joined(call.requested, callers, learned_sinks),
-            "logsumexp": requested.logsumexp or call.whole,
+            "statistics": _merge_requests(call.requested, callers_statistics, learned_sinks),
+            "logsumexp": requested.logsumexp or call.has_collectors,
             "head_gate": gate,
         }
 
     def listen(self, attended: Attended) -> None:
-        if len(self.waiting):
-            call = self.waiting[-1].call
-            mixed = self.mixes and call.differentiable
-            call.notify(_with_gradients(attended, call.requested) if mixed else attended)
+        if len(self.pending):
+            call = self.pending[-1].call
+            recompute = self.mixes_heads and call.differentiable
+            call.notify(_with_gradients(attended, call.requested) if recompute else attended)
 
     def after(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: AttentionOutput
     ) -> AttentionOutput | None:
-        if not len(self.waiting):
+        if not len(self.pending):
             return None
-        requested = self.waiting.pop()
+        requested = self.pending.pop()
         statistics = None
         if requested.statistics is not None and output.statistics is not None:
             names = requested.statistics.wanted(learned_sinks=requested.call.learned_sinks)
@@ -139,9 +140,9 @@ class _Ours:
 
 
 def _with_gradients(attended: Attended, requested: Statistics | None) -> Attended:
-    """Talking heads with statistics that can be differentiated, which those of `talking_attention` cannot be.
+    """Recompute the statistics of talking heads differentiably; those of `talking_attention` have no gradients.
 
-    Their softmax is that of plain heads over mixed queries, and is computed as such beside them.
+    Their softmax equals that of plain heads with mixed queries, and is recomputed as such.
     """
     query, key, mask, scale = attended.query, attended.key, attended.mask, attended.scale
     if requested is None or not torch.is_grad_enabled():
@@ -150,70 +151,71 @@ def _with_gradients(attended: Attended, requested: Statistics | None) -> Attende
     return replace(attended, result=replace(attended.result, statistics=rows))
 
 
-def _tokens(query: Tensor, given: dict[str, Any]) -> Tokens | Tensor | None:
+def _tokens(query: Tensor, arguments: dict[str, Any]) -> Tokens | Tensor | None:
     batch, queries, _ = query.shape
-    mask, cache, lengths = given.get("mask"), given.get("cache"), given.get("lengths")
+    mask, cache, lengths = arguments.get("mask"), arguments.get("cache"), arguments.get("lengths")
     if cache is None:
-        keys = given["key"].shape[1] if isinstance(given.get("key"), Tensor) else queries
+        keys = arguments["key"].shape[1] if isinstance(arguments.get("key"), Tensor) else queries
         return Tokens(mask, batch, queries, keys, query.device)
     if lengths is None:
         return None
-    real = torch.as_tensor(lengths).to(query.device, non_blocking=True)
-    return torch.arange(queries, device=query.device) < real[:, None]
+    num_tokens = torch.as_tensor(lengths).to(query.device, non_blocking=True)
+    return torch.arange(queries, device=query.device) < num_tokens[:, None]
 
 
-def _joined(requested: Statistics | None, callers: Statistics | None, learned_sinks: bool) -> Statistics | None:
-    """What the session and the layer's caller want, in one."""
+def _merge_requests(requested: Statistics | None, callers: Statistics | None, learned_sinks: bool) -> Statistics | None:
+    """Combine the statistics requested by the session and by the layer's caller."""
     if callers is None or requested is None:
         return callers if requested is None else requested
-    theirs = _crossed(callers, requested.cross).wanted(learned_sinks=learned_sinks)
+    callers_names = _with_cross(callers, requested.cross).wanted(learned_sinks=learned_sinks)
     for name, option in (("sink_mass", "sink_keys"), ("window_mass", "window")):
-        ours, other = getattr(requested, option), getattr(callers, option)
-        if name in requested.names and name in theirs and ours != other:
+        session_value, callers_value = getattr(requested, option), getattr(callers, option)
+        if name in requested.names and name in callers_names and session_value != callers_value:
             raise OptionError(
-                f"the layer is asked for {name} by its caller as well, with {option} {other} where the session has "
-                f"{ours}; observe with statistics=polyhead.Statistics(..., {option}={other})"
+                f"the session and the layer's caller must request {name} with the same {option}, "
+                f"got {session_value} and {callers_value}; "
+                f"observe with statistics=polyhead.Statistics(..., {option}={callers_value})"
             )
-    sinks, window = (callers if name in theirs else requested for name in ("sink_mass", "window_mass"))
-    names = dict.fromkeys((*requested.names, *theirs))
+    sinks, window = (callers if name in callers_names else requested for name in ("sink_mass", "window_mass"))
+    names = dict.fromkeys((*requested.names, *callers_names))
     return Statistics(*names, sink_keys=sinks.sink_keys, window=window.window, cross=requested.cross)
 
 
-def _crossed(requested: Statistics, cross: bool) -> Statistics:
+def _with_cross(requested: Statistics, cross: bool) -> Statistics:
     return Statistics(
         *requested.names, sink_keys=requested.sink_keys, window=requested.window, cross=cross or requested.cross
     )
 
 
-class _Theirs:
-    """Tells of `torch.nn.MultiheadAttention` by a computation beside its own, so that its results stay its own."""
+class _TorchHooks:
+    """Hooks of `torch.nn.MultiheadAttention`, which recompute its attention and leave its output unchanged."""
 
     def __init__(self, session: Watcher) -> None:
         self.session = session
         self.names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
-        self.missing: Tensor | None = None
+        self.removed: Tensor | None = None
 
     def before(self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self.missing = None
-        given = {**dict(zip(self.names, positional, strict=False)), **keywords}
-        inputs = [x for x in (given.get(name) for name in ("query", "key", "value")) if isinstance(x, Tensor)]
+        self.removed = None
+        arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
+        inputs = [x for x in (arguments.get(name) for name in ("query", "key", "value")) if isinstance(x, Tensor)]
         if len(inputs) < 3 or not all(x.ndim in (2, 3) for x in inputs):
-            return  # the layer says what is wrong with it
+            return  # the layer raises for invalid inputs
         if any(x.is_nested for x in inputs):
-            raise OptionError("statistics have no nested form, got a nested tensor; pad it and say key_padding_mask")
-        self.missing = _tell_torch(cast(MultiheadAttention, module), self.session, given)
+            raise OptionError("nested tensors cannot be observed, got a nested input; pad it and pass key_padding_mask")
+        self.removed = _notify_torch(cast(MultiheadAttention, module), self.session, arguments)
 
     def after(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: tuple[Tensor, Any]
     ) -> tuple[Tensor, Any] | None:
-        missing, self.missing = self.missing, None
-        return None if missing is None else (output[0] - missing, output[1])
+        removed, self.removed = self.removed, None
+        return None if removed is None else (output[0] - removed, output[1])
 
 
-def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, Any]) -> Tensor | None:
-    """Compute the heads of a call; what its gates take from the layer's output, None where there are none."""
-    query, key, value = given["query"], given["key"], given["value"]
-    attn_mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[str, Any]) -> Tensor | None:
+    """Recompute the attention of a call; return what its gates remove from the layer's output, or None."""
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
+    attn_mask, padding = arguments.get("attn_mask"), arguments.get("key_padding_mask")
     cross = query is not key
     if query.ndim == 2:
         batch, queries, keys = 1, query.shape[0], key.shape[0]
@@ -221,7 +223,7 @@ def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, An
     else:
         sizes = (0, 1) if layer.batch_first else (1, 0)
         batch, queries, keys = query.shape[sizes[0]], query.shape[sizes[1]], key.shape[sizes[1]]
-    # Which tokens are padding is said by their own mask alone: a triangle over them hides no token from all.
+    # Padding is derived from key_padding_mask only; attn_mask (e.g. causal) does not identify padding.
     shape = torch.empty(batch, 1, keys, 0, device=query.device)
     mask = torch_mask(shape, shape, None, padding, False)
     call = session.call(layer, layer.num_heads, Tokens(mask, batch, queries, keys, query.device), cross=cross)
@@ -229,26 +231,28 @@ def _tell_torch(layer: MultiheadAttention, session: Watcher, given: dict[str, An
         return None
     if layer.bias_k is not None or layer.add_zero_attn:
         raise OptionError(
-            "observe does not know where the keys stand that add_bias_kv and add_zero_attn append, "
-            f"got a torch.nn.MultiheadAttention with them at {call.site.name!r}; leave it out with layers="
+            "observe does not support the keys that add_bias_kv and add_zero_attn append, which have no position, "
+            f"got a torch.nn.MultiheadAttention with them at {call.site.name!r}; exclude it with layers="
         )
     if call.gate is not None and layer.training and layer.dropout:
         raise OptionError(
-            "a head of torch.nn.MultiheadAttention is gated without dropout, which that layer draws by itself, "
-            f"got {call.site.name!r} in training with dropout {layer.dropout}; call model.eval()"
+            "gates of torch.nn.MultiheadAttention need dropout to be off, since its dropout mask is not accessible, "
+            f"got {call.site.name!r} in training mode with dropout {layer.dropout}; call model.eval()"
         )
     with torch.set_grad_enabled((call.differentiable or call.gate is not None) and torch.is_grad_enabled()):
-        # It reads weights alone, which PyTorch's class has as well.
+        # `_project` only reads weights that PyTorch's class has too.
         q, k, v = MultiheadAttention._project(layer, query, key, value)
         mask = torch_mask(q, k, attn_mask, padding, False)
-        seen = v if call.whole or call.gate is not None else v[..., :1]
-        result = attention(q, k, seen, mask=mask, statistics=call.requested, logsumexp=call.whole)
+        needed_value = v if call.has_collectors or call.gate is not None else v[..., :1]
+        result = attention(q, k, needed_value, mask=mask, statistics=call.requested, logsumexp=call.has_collectors)
         call.notify(Attended(q, k, v, result, mask))
         if call.gate is None:
             return None
         factors = gate_factors(call.gate, batch, layer.num_heads, queries).to(result.output.dtype)
-        taken = result.output * (1 - factors)
-        missing = F.linear(taken.transpose(1, 2).flatten(2), layer.out_proj.weight)  # [batch, queries, embed_dim]
+        removed_heads = result.output * (1 - factors)
+        removed = F.linear(
+            removed_heads.transpose(1, 2).flatten(2), layer.out_proj.weight
+        )  # [batch, queries, embed_dim]
     if query.ndim == 2:
-        return missing[0]
-    return missing if layer.batch_first else missing.transpose(0, 1)
+        return removed[0]
+    return removed if layer.batch_first else removed.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""What a session and those who tell it of attention know of each other."""
+"""Interfaces between a session and the hooks that report attention calls to it."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from polyhead.ops.attention import Statistics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where weights are listed in an output: `attentions.3` is that of the fourth layer. No module stands for it."""
+class OutputSite:
+    """Name of attention weights in a model output, e.g. `attentions.3` for layer 3; replaces the module."""
 
     name: str
 
 
 def is_recomputed() -> bool:
-    """Whether a backward is running, in which a checkpointed layer is computed again."""
+    """Return whether a backward is running, i.e. a checkpointed layer is being recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 class WatchedCall(Protocol):
-    """One call that is watched: what is to be told of it, whom to tell, and a factor for each head."""
+    """One observed call: the requested statistics, the gates of its heads, and a callback for the result."""
 
     site: AttentionSite
     requested: Statistics | None
     counts: bool
-    whole: bool  # whether somebody takes a second look
+    has_collectors: bool  # whether collectors receive the full values and the log-sum-exp
     gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
     learned_sinks: bool
     mask: Mask | None
     tokens: Tokens | Tensor | None
     sinks_in_view: Tensor | None
-    differentiable: bool  # whether its statistics are computed with gradients, in a recomputation as well
+    differentiable: bool  # whether statistics are computed with gradients, also in a recomputation
 
     def notify(self, attended: Attended) -> None: ...
 
 
 class Watcher(Protocol):
-    """Who watches: asked before every call, None where this one is left alone."""
+    """Observer that is queried before every attention call; None if the call is not observed."""
 
     def call(
         self,
-        module: nn.Module | Place,
+        module: nn.Module | OutputSite,
         num_heads: int,
         tokens: Tokens | Tensor | None,
         *,

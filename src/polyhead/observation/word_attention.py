@@ -1,8 +1,8 @@
-"""Attention between words: what the heads of a model look at in short texts whose words are known.
+"""Collectors of word-to-word attention in short texts with known word boundaries.
 
-A word may be several tokens. Its attention to another word is the sum over that word's tokens, and the mean over its
-own. Special tokens are no words: their share is left out and the rest is not scaled up, which changes no word's order.
-The weights of one batch are held while it is read, so a text has at most 512 tokens.
+A word may have several tokens: attention to a word is the sum over its tokens, attention from a word the mean over its
+tokens (Clark et al., 2019). Special tokens are excluded without renormalisation, which does not change the ranking of
+words. The attention weights of a batch are materialised, so texts are limited to 512 tokens.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from polyhead.ops.common.visibility import resolve
 from polyhead.ops.profile import BlockMap
 
 LONGEST = 512  # tokens
-# Each lies within the next, though a word may have the one and not the other:
-#   word      the word's own tokens, of words that are two tokens or more
-#   phrase    the words of the smallest dependency subtree of two words or more that the word is in: its own where it
-#             has dependents, else its governor's; of words for which that is not the whole sentence
-#   sentence  the words of its sentence, of contexts that hold more than one
+# Nested spans around a word; each is only defined for some words:
+#   word      the word's own tokens, for words of at least two tokens
+#   phrase    the smallest dependency subtree with at least two words that contains the word: its own if it has
+#             dependents, else its governor's; for words where that is not the whole sentence
+#   sentence  the words of its sentence, in contexts with more than one sentence
 CIRCLES = ("word", "phrase", "sentence")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WordMap:
-    """Which word each token of a text is a piece of, and how the words hang together; indices count from 0."""
+    """Words of the tokens of a text, and the dependency tree of the words; indices start at 0."""
 
-    tokens: tuple[int, ...]  # the word of each token, -1 for a special token and for white space
+    tokens: tuple[int, ...]  # the word of each token, -1 for special tokens and white space
     governors: tuple[int, ...]  # of each word, -1 for a root
     relations: tuple[str, ...]  # of each word to its governor
     sentences: tuple[int, ...]  # the sentence of each word
@@ -43,19 +43,19 @@ class WordMap:
         words = len(self.governors)
         if not words == len(self.relations) == len(self.sentences):
             raise ShapeError(
-                "governors, relations and sentences must be one a word, "
+                "governors, relations and sentences must have one entry per word, "
                 f"got {words}, {len(self.relations)} and {len(self.sentences)}"
             )
         for name, indices in (("tokens", self.tokens), ("governors", self.governors)):
-            wrong = [index for index in indices if not -1 <= index < words]
-            if wrong:
-                raise OptionError(f"{name} are indices of {words} words or -1, got {wrong[0]}")
+            invalid = [index for index in indices if not -1 <= index < words]
+            if invalid:
+                raise OptionError(f"{name} must be indices of {words} words or -1, got {invalid[0]}")
 
     def __len__(self) -> int:
         return len(self.governors)
 
     def pieces(self) -> list[int]:
-        """How many tokens each word has."""
+        """Return the number of tokens of each word."""
         counts = [0] * len(self)
         for word in self.tokens:
             if word >= 0:
@@ -63,67 +63,67 @@ class WordMap:
         return counts
 
     def circles(self) -> Tensor:
-        """Which words lie in each of the `CIRCLES` around a word, bool [3, words, words]; none where it has none."""
+        """Return the words in each of the `CIRCLES` around a word, bool [3, words, words]; empty where undefined."""
         words = len(self)
-        under = torch.eye(words, dtype=torch.bool)  # [governor, word]
+        subtree = torch.eye(words, dtype=torch.bool)  # [governor, word]
         has_dependents = [False] * words
         for word in range(words):
-            above = self.governors[word]
-            if above >= 0:
-                has_dependents[above] = True
+            ancestor = self.governors[word]
+            if ancestor >= 0:
+                has_dependents[ancestor] = True
             for _ in range(words):
-                if above < 0:
+                if ancestor < 0:
                     break
-                under[above, word] = True
-                above = self.governors[above]
+                subtree[ancestor, word] = True
+                ancestor = self.governors[ancestor]
         circles = torch.zeros(3, words, words, dtype=torch.bool)
         sentences = torch.tensor(self.sentences)
-        together = sentences[:, None] == sentences
-        several = len(set(self.sentences)) > 1
+        same_sentence = sentences[:, None] == sentences
+        has_several = len(set(self.sentences)) > 1
         for word, pieces in enumerate(self.pieces()):
             if not pieces:
                 continue
             circles[0, word, word] = pieces > 1
-            top = word if has_dependents[word] else self.governors[word]
-            if top >= 0 and self.governors[top] >= 0:
-                circles[1, word] = under[top]
-            if several:
-                circles[2, word] = together[word]
+            root = word if has_dependents[word] else self.governors[word]
+            if root >= 0 and self.governors[root] >= 0:
+                circles[1, word] = subtree[root]
+            if has_several:
+                circles[2, word] = same_sentence[word]
         return circles
 
 
-class _Measures(Protocol):
-    """A gatherer whose numbers belong to contexts: so many rows of each tensor a context."""
+class _ContextCollector(Protocol):
+    """Collector whose state tensors have a known number of rows per context."""
 
     name: str
 
     def rows(self, tensor: str, context: int) -> int: ...
 
     def nothing(self, num_heads: int) -> dict[str, Tensor]:
-        """Each tensor without rows."""
+        """Return each tensor with zero rows."""
 
     def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
-        """The tensors of some contexts, one after the other."""
+        """Return the tensors of some contexts, concatenated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByContext:
-    """What was measured at one site, context by context; a context seen again replaces what was known of it."""
+    """Measurements of one site by context; a context that occurs again replaces the earlier measurement."""
 
-    collector: _Measures
+    collector: _ContextCollector
     num_heads: int
-    parts: tuple[Mapping[str, Tensor], ...] = ()  # each of one call or one saved state: contexts, and the tensors
+    parts: tuple[Mapping[str, Tensor], ...] = ()  # `contexts` and the tensors of each call or saved state
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         if metadata.documents is None or metadata.documents.device.type != "cpu":
             raise OptionError(
-                f"{self.collector.name} are told which text each row of a batch is; before each call of the model set "
-                "session.notes = Notes(documents=...), [batch] on the CPU"
+                f"{self.collector.name} need the text index of each row of a batch; before each call of the model set "
+                "session.metadata = BatchMetadata(documents=...), [batch] on the CPU"
             )
         batch = attended.query.shape[0]
         if metadata.documents.shape != (batch,):
             raise ShapeError(
-                f"notes.documents must be one number a row, [{batch}], got shape {list(metadata.documents.shape)}"
+                f"metadata.documents must have one index per row, [{batch}], got shape {list(metadata.documents.shape)}"
             )
         measured = self.collector.measured(attended, real, metadata.documents.tolist())
         return replace(self, parts=(*self.parts, {"contexts": metadata.documents, **measured}))
@@ -132,20 +132,21 @@ class ByContext:
         return replace(self, parts=(*self.parts, *other.parts))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything in the order of the contexts, on the CPU: `contexts` are their numbers."""
-        nothing = self.collector.nothing(self.num_heads)
-        found: dict[int, list[Tensor]] = {}
+        """Return all tensors sorted by context, on the CPU; `contexts` are the context indices."""
+        empty_tensors = self.collector.nothing(self.num_heads)
+        by_context: dict[int, list[Tensor]] = {}
         for part in self.parts:
             contexts = part["contexts"].tolist()
             columns = [
-                part[name].cpu().split([self.collector.rows(name, context) for context in contexts]) for name in nothing
+                part[name].cpu().split([self.collector.rows(name, context) for context in contexts])
+                for name in empty_tensors
             ]
             for index, context in enumerate(contexts):
-                found[context] = [column[index] for column in columns]
-        order = sorted(found)
+                by_context[context] = [column[index] for column in columns]
+        order = sorted(by_context)
         state = {"contexts": torch.tensor(order, dtype=torch.int64)}
-        for index, (name, empty) in enumerate(nothing.items()):
-            state[name] = torch.cat([empty, *(found[context][index] for context in order)])
+        for index, (name, empty) in enumerate(empty_tensors.items()):
+            state[name] = torch.cat([empty, *(by_context[context][index] for context in order)])
         return state
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
@@ -153,22 +154,22 @@ class ByContext:
 
 
 class WordAttention:
-    """Gathers, of texts whose words are known, which word each word looks at and how much stays in its circles.
+    """Collector of each word's most attended word and of the attention inside its word, phrase and sentence.
 
-    `metadata.documents` says which of the `maps` each row of a batch is. What is gathered (`ByContext.state`):
+    `metadata.documents` is the index in `maps` of each row of a batch. State (`ByContext.state`):
 
-        looks     [words, heads] int16     the word looked at most, itself left out, by its index in the text; ties go
-                                           to the first; -1 where it sees no other
-        visible   [words, 2] bool          whether the word may see its governor, and its governor the word
-        shares    [contexts, heads, 3]     the weight within each of the `CIRCLES`, summed over the words that have it
-        expected  [contexts, 3]            the same for attention that is even over the visible tokens
-        counts    [contexts, 3]            how many words have it
+        looks     [words, heads] int16     index of the most attended other word in the text; the first of ties; -1
+                                           without other visible words
+        visible   [words, 2] bool          whether the governor is visible to the word, and the word to its governor
+        shares    [contexts, heads, 3]     weight within each of the `CIRCLES`, summed over the words that have it
+        expected  [contexts, 3]            the same for uniform attention over the visible tokens
+        counts    [contexts, 3]            number of words that have it
     """
 
     def __init__(self, maps: Sequence[WordMap], name: str = "words") -> None:
         self.name = name
         self.maps = tuple(maps)
-        self._latest: tuple[tuple[int, ...], _Words] | None = None
+        self._latest: tuple[tuple[int, ...], _WordBatch] | None = None
 
     def empty(self, site: AttentionSite, device: torch.device) -> ByContext | None:
         return None if site.kind == "cross" else ByContext(self, site.num_heads)
@@ -188,39 +189,41 @@ class WordAttention:
     def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         words = self._words(tuple(contexts))
         device = attended.query.device
-        pieces = _pieces(words.tokens, words.governors.shape[1], attended, real)
+        pieces = _membership(words.tokens, words.governors.shape[1], attended, real)
         governors, circles = words.governors.to(device, non_blocking=True), words.circles.to(device, non_blocking=True)
-        there = words.there.to(device, non_blocking=True)
+        rows = words.row_indices.to(device, non_blocking=True)
         weights = between_words(_weights(attended), pieces)  # [batch, heads, words, words]
-        seen = (pieces.transpose(1, 2) @ _visible(attended) @ pieces) > 0  # [batch, words, words]
-        by_chance = between_words(_even(attended), pieces)[:, 0]
-        known = governors.clamp_min(0)[..., None]
-        upward = seen.gather(2, known)[..., 0] & (governors >= 0)
-        downward = seen.transpose(1, 2).gather(2, known)[..., 0] & (governors >= 0)
+        visible = (pieces.transpose(1, 2) @ _visible_tokens(attended) @ pieces) > 0  # [batch, words, words]
+        uniform = between_words(_uniform_weights(attended), pieces)[:, 0]
+        safe_governors = governors.clamp_min(0)[..., None]
+        upward = visible.gather(2, safe_governors)[..., 0] & (governors >= 0)
+        downward = visible.transpose(1, 2).gather(2, safe_governors)[..., 0] & (governors >= 0)
         return {
-            "looks": _looks(weights).flatten(0, 1)[there],
-            "visible": torch.stack([upward, downward], -1).flatten(0, 1)[there],
+            "looks": _most_attended(weights).flatten(0, 1)[rows],
+            "visible": torch.stack([upward, downward], -1).flatten(0, 1)[rows],
             "shares": torch.einsum("bhqk,bcqk->bhc", weights, circles),
-            "expected": torch.einsum("bqk,bcqk->bc", by_chance, circles),
+            "expected": torch.einsum("bqk,bcqk->bc", uniform, circles),
             "counts": words.counts,
         }
 
-    def _words(self, contexts: tuple[int, ...]) -> _Words:
-        """The same for every layer that reads a batch, and made once."""
+    def _words(self, contexts: tuple[int, ...]) -> _WordBatch:
+        """Return the stacked word maps of a batch, cached across layers."""
         if self._latest is None or self._latest[0] != contexts:
             for context in contexts:
                 if not 0 <= context < len(self.maps):
-                    raise OptionError(f"notes.documents count the {len(self.maps)} texts of {self.name}, got {context}")
-            self._latest = contexts, _Words.of([self.maps[context] for context in contexts])
+                    raise OptionError(
+                        f"metadata.documents must index the {len(self.maps)} texts of {self.name}, got {context}"
+                    )
+            self._latest = contexts, _WordBatch.of([self.maps[context] for context in contexts])
         return self._latest[1]
 
 
 class SpanAttention:
-    """Gathers how much the first span of each text gives to each of its other spans.
+    """Collector of the attention from the query span of each text to its other spans.
 
-    `labels` has one list a text: for each token -1, 0 if it is of the span that looks, 1, 2, ... if it is of one of the
-    `others` spans that are looked at. The state's `weights` are [contexts, heads, others] float64, and `expected`
-    [contexts, others] are those of attention that is even over the visible tokens.
+    `labels` has one list per text: for each token 0 if it is in the query span, 1, 2, ... if it is in one of the
+    `others` key spans, else -1. State: `weights` [contexts, heads, others] float64, and `expected` [contexts, others]
+    for uniform attention over the visible tokens.
     """
 
     def __init__(self, labels: Sequence[Sequence[int]], others: int, name: str = "spans") -> None:
@@ -241,11 +244,11 @@ class SpanAttention:
         }
 
     def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
-        tokens = _side_by_side([self.labels[context] for context in contexts])
-        pieces = _pieces(tokens, self.others + 1, attended, real)
+        tokens = _pad_rows([self.labels[context] for context in contexts])
+        pieces = _membership(tokens, self.others + 1, attended, real)
         return {
             "weights": between_words(_weights(attended), pieces)[:, :, 0, 1:],
-            "expected": between_words(_even(attended), pieces)[:, 0, 0, 1:],
+            "expected": between_words(_uniform_weights(attended), pieces)[:, 0, 0, 1:],
         }
 
 
@@ -253,9 +256,10 @@ class SpanAttention:
 
 
 def between_words(weights: Tensor, pieces: Tensor) -> Tensor:
-    """[batch, heads, tokens, tokens] and [batch, tokens, words] to [batch, heads, words, words].
+    """Aggregate token attention to word attention, [batch, heads, words, words].
 
-    The sum over the tokens of the word that is looked at, the mean over those of the word that looks.
+    Takes weights [batch, heads, tokens, tokens] and word membership [batch, tokens, words]. Sums over the tokens of the
+    attended word and averages over the tokens of the attending word.
 
     >>> weights = torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
     >>> two_words = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -268,40 +272,42 @@ def between_words(weights: Tensor, pieces: Tensor) -> Tensor:
 
 
 def _weights(attended: Attended) -> Tensor:
-    """All weights of a batch of short texts, [batch, heads, tokens, tokens]."""
+    """Return all attention weights of a batch of short texts, [batch, heads, tokens, tokens]."""
     weights = attended.profile(block_map=BlockMap(block=(1, 1))).block_map
     assert weights is not None
     return weights
 
 
-def _pieces(tokens: Tensor, words: int, attended: Attended, real: Tensor | None) -> Tensor:
-    """Which tokens of each row are pieces of which word, float64 [batch, tokens, words].
+def _membership(tokens: Tensor, words: int, attended: Attended, real: Tensor | None) -> Tensor:
+    """Return the word membership of the tokens of each row, float64 [batch, tokens, words].
 
-    `tokens` [batch, longest] begins with each text's first token, which stands after the padding of its row.
+    `tokens` [batch, longest] starts at each text's first token, i.e. after the left padding of its row.
     """
     batch, _, queries, _ = attended.query.shape
     keys = attended.key.shape[2]
     if queries != keys:
-        raise ShapeError(f"words are read from whole texts, got {queries} queries for {keys} keys; run without a cache")
+        raise ShapeError(
+            f"word attention needs complete texts, got {queries} queries for {keys} keys; run without a cache"
+        )
     if queries > LONGEST:
         raise OptionError(
-            f"attention between words holds the weights of a text, of at most {LONGEST} tokens, got {queries}; "
-            "cut it into its sentences, and leave out the longer ones"
+            f"word attention materialises the weights of a text and is limited to {LONGEST} tokens, got {queries}; "
+            "split the text into sentences and leave out longer ones"
         )
     longest = tokens.shape[1]
     if longest > queries:
-        raise ShapeError(f"a text must be in its row from start to end, got {longest} tokens in a row of {queries}")
+        raise ShapeError(f"each row must contain its complete text, got {longest} tokens in a row of {queries}")
     device = attended.query.device
-    place = torch.arange(queries, device=device).expand(batch, -1)
+    position = torch.arange(queries, device=device).expand(batch, -1)
     if real is not None:
-        place = place - real.to(torch.uint8).argmax(-1, keepdim=True)
-    of_word = tokens.to(device, non_blocking=True).gather(1, place.clamp(0, longest - 1))
-    of_word = torch.where((place >= 0) & (place < longest), of_word, -1)
-    return (of_word[..., None] == torch.arange(words, device=device)).to(torch.float64)
+        position = position - real.to(torch.uint8).argmax(-1, keepdim=True)
+    word_index = tokens.to(device, non_blocking=True).gather(1, position.clamp(0, longest - 1))
+    word_index = torch.where((position >= 0) & (position < longest), word_index, -1)
+    return (word_index[..., None] == torch.arange(words, device=device)).to(torch.float64)
 
 
-def _visible(attended: Attended) -> Tensor:
-    """Which tokens each token may see with some head, float64 [batch, tokens, tokens]."""
+def _visible_tokens(attended: Attended) -> Tensor:
+    """Return the tokens visible to each token in any head, float64 [batch, tokens, tokens]."""
     batch, heads, queries, _ = attended.query.shape
     keys, device, mask = attended.key.shape[2], attended.query.device, attended.mask
     visible = torch.ones(batch, queries, keys, dtype=torch.bool, device=device)
@@ -311,50 +317,50 @@ def _visible(attended: Attended) -> Tensor:
         if allowed is not None:
             visible = visible & allowed.any(1)
         for bias in mask.biases:
-            # transformers hides with the least number of a dtype as well as with -inf.
+            # transformers masks with the minimum of a dtype as well as with -inf.
             visible = visible & (bias.detach() > torch.finfo(bias.dtype).min / 2).any(1)
     return visible.to(torch.float64)
 
 
-def _even(attended: Attended) -> Tensor:
-    """The weights of a head that looks alike at all tokens it may see, [batch, 1, tokens, tokens]."""
-    visible = _visible(attended)
+def _uniform_weights(attended: Attended) -> Tensor:
+    """Return uniform attention weights over the visible tokens, [batch, 1, tokens, tokens]."""
+    visible = _visible_tokens(attended)
     return (visible / visible.sum(-1, keepdim=True).clamp_min(1.0))[:, None]
 
 
-def _looks(weights: Tensor) -> Tensor:
-    """The other word with the most weight, int16 [batch, words, heads], the first of several."""
+def _most_attended(weights: Tensor) -> Tensor:
+    """Return the most attended other word, int16 [batch, words, heads]; the first of ties."""
     words = weights.shape[-1]
     index = torch.arange(words, device=weights.device)
     others = torch.where(index == index[:, None], 0.0, weights)
-    most = others.amax(-1, keepdim=True)
-    first = torch.where((others == most) & (most > 0), index, words).amin(-1)
+    maximum = others.amax(-1, keepdim=True)
+    first = torch.where((others == maximum) & (maximum > 0), index, words).amin(-1)
     return torch.where(first < words, first, -1).to(torch.int16).transpose(1, 2)
 
 
-def _side_by_side(rows: Sequence[Sequence[int]]) -> Tensor:
-    """[rows, longest] int64, -1 after the end of each."""
+def _pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return the rows as int64 [rows, longest], right-padded with -1."""
     longest = max(len(row) for row in rows)
     return torch.tensor([[*row, *([-1] * (longest - len(row)))] for row in rows], dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Words:
-    """The maps of one batch side by side, on the CPU."""
+class _WordBatch:
+    """Stacked word maps of one batch, on the CPU."""
 
     tokens: Tensor  # [batch, longest]
     governors: Tensor  # [batch, words], -1 for a root and after the last word
     circles: Tensor  # [batch, 3, words, words] float64
     counts: Tensor  # [batch, 3]
-    there: Tensor  # where the words of all texts stand in [batch * words]
+    row_indices: Tensor  # indices of the words of all texts in [batch * words]
 
     @classmethod
-    def of(cls, maps: Sequence[WordMap]) -> _Words:
-        governors = _side_by_side([found.governors for found in maps])
+    def of(cls, maps: Sequence[WordMap]) -> _WordBatch:
+        governors = _pad_rows([word_map.governors for word_map in maps])
         words = governors.shape[1]
         circles = torch.zeros(len(maps), 3, words, words, dtype=torch.float64)
-        for row, found in enumerate(maps):
-            circles[row, :, : len(found), : len(found)] = found.circles().to(torch.float64)
-        there = torch.cat([torch.arange(len(found)) + row * words for row, found in enumerate(maps)])
+        for row, word_map in enumerate(maps):
+            circles[row, :, : len(word_map), : len(word_map)] = word_map.circles().to(torch.float64)
+        row_indices = torch.cat([torch.arange(len(word_map)) + row * words for row, word_map in enumerate(maps)])
         counts = circles.any(-1).sum(-1)
-        return cls(_side_by_side([found.tokens for found in maps]), governors, circles, counts, there)
+        return cls(_pad_rows([word_map.tokens for word_map in maps]), governors, circles, counts, row_indices)

@@ -1,8 +1,8 @@
-"""What is looked at: a model by its name, and text cut into contexts that it can read.
+"""Load models by name and prepare text: documents, contexts and padded batches.
 
-Text comes as documents (`read_texts`, `default_documents`), documents become contexts (`cut_into_contexts`), contexts
-become padded batches in an order that never changes (`batches`). A model and its tokenizer come from `load_model`.
-transformers and pyarrow are imported by the functions that need them and not before.
+`read_texts` and `default_documents` return documents, `cut_into_contexts` splits them into contexts, and `batches` pads
+contexts into batches in a deterministic order. `load_model` returns a model and its tokenizer. transformers and pyarrow
+are imported lazily.
 """
 
 from polyhead.sources.batching import Batch, Batches, batches

@@ -1,8 +1,8 @@
-"""Documents cut into contexts: which tokens a model reads together, by a rule that can be said in one sentence.
+"""Split documents into contexts, the token sequences that a model reads at once.
 
-Each document is tokenised whole and without special tokens, cut into consecutive pieces of the context's length less
-the tokenizer's own special tokens, and each piece is wrapped in those; two documents are never joined, the last piece
-of a document is shorter, and a piece of fewer than `minimum` tokens is dropped and counted.
+Each document is tokenised without special tokens and split into consecutive pieces of the context length minus the
+tokenizer's special tokens, which are then added to each piece. Documents are never joined, the last piece of a document
+may be shorter, and pieces of fewer than `minimum` tokens are dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from polyhead.errors import OptionError
 from polyhead.sources.texts import Document
 
 MINIMUM_TOKENS = 8
-_RARE_CHARACTER = "\U0001242b"  # a cuneiform number sign: a letter to every normaliser, and in no vocabulary
+_RARE_CHARACTER = "\U0001242b"  # a cuneiform number sign: kept by every normaliser, and in no vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the model reads at once: piece number `piece` of document number `document`, special tokens included.
+    """One model input: piece `piece` of document `document`, including special tokens.
 
-    `special` marks the tokens that stand for no text: those around the piece, and those spelled out in the text itself.
+    `special` marks special tokens: those added around the piece and those that occur in the text itself.
     """
 
     document: int
@@ -33,7 +33,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """What the tokenizer puts before and after a text, and every id that stands for no text wherever it occurs."""
+    """Special tokens that the tokenizer adds before and after a text, and the ids of all special tokens."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -41,10 +41,10 @@ class SpecialTokens:
 
 
 class Contexts:
-    """The contexts of a stream of documents; made by `cut_into_contexts`, cut anew by each loop over it.
+    """Iterable of the contexts of a stream of documents; created by `cut_into_contexts`, recomputed by each iteration.
 
-    The counts are those of the latest loop so far: `documents` read, `tokens` of text kept, `dropped_pieces` shorter
-    than the minimum and the `dropped_tokens` in them.
+    The counts are those of the latest iteration so far: `documents` read, `tokens` of text kept, `dropped_pieces`
+    shorter than the minimum and the `dropped_tokens` in them.
     """
 
     def __init__(self, documents: Iterable[Document], tokenizer: Any, length: int, minimum: int) -> None:
@@ -54,14 +54,14 @@ class Contexts:
         self.documents = self.tokens = self.dropped_pieces = self.dropped_tokens = 0
         self._source = documents
         self._tokenizer = tokenizer
-        wrapping = len(self.special_tokens.before) + len(self.special_tokens.after)
+        num_special = len(self.special_tokens.before) + len(self.special_tokens.after)
         if minimum < 1:
             raise OptionError(f"the shortest piece must have at least 1 token, got {minimum}")
-        if length < wrapping + minimum:
+        if length < num_special + minimum:
             raise OptionError(
-                f"a context must have room for {minimum} tokens of text and {wrapping} special tokens, got {length}"
+                f"a context must have room for {minimum} tokens of text and {num_special} special tokens, got {length}"
             )
-        self._room = length - wrapping
+        self._room = length - num_special
 
     def __iter__(self) -> Iterator[Context]:
         self.documents = self.tokens = self.dropped_pieces = self.dropped_tokens = 0
@@ -83,15 +83,15 @@ class Contexts:
 def cut_into_contexts(
     documents: Iterable[Document], tokenizer: Any, length: int, *, minimum: int = MINIMUM_TOKENS
 ) -> Contexts:
-    """Cut documents into contexts of at most `length` tokens, by the rule that this module begins with.
+    """Split documents into contexts of at most `length` tokens, as described in the module docstring.
 
-    Documents are numbered from 0 in the order they come. The whole of one document's tokens is held at a time.
+    Documents are numbered from 0 in order. The tokens of one document are in memory at a time.
     """
     return Contexts(documents, tokenizer, length, minimum)
 
 
 def tokenise(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
-    """The whole text's token ids. What a tokenizer's file says of truncation and padding is not followed."""
+    """Return the token ids of a text, ignoring truncation and padding settings in the tokenizer's files."""
     encoded = tokenizer(
         text, add_special_tokens=special, truncation=False, padding=False, return_attention_mask=False, verbose=False
     )
@@ -99,10 +99,10 @@ def tokenise(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
 
 
 def special_tokens(tokenizer: Any) -> SpecialTokens:
-    """What the tokenizer adds around a text, found by giving it one: transformers 5 has no call that tells.
+    """Return the special tokens of a tokenizer, found by encoding a text: transformers 5 has no API for it.
 
-    The token for unknown text stands for text, so it is not special, unless the vocabulary can spell every text in
-    bytes: then the name is only a name, and the token marks the end of a text or nothing.
+    The unknown token represents text, so it is not special, unless the vocabulary can encode any text in bytes: then it
+    never represents unknown text and serves as end-of-text token or not at all.
     """
     ids = set(tokenizer.all_special_ids)
     ids |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -112,12 +112,12 @@ def special_tokens(tokenizer: Any) -> SpecialTokens:
         if wrapped[start : start + len(plain)] == plain:
             return SpecialTokens(tuple(wrapped[:start]), tuple(wrapped[start + len(plain) :]), frozenset(ids))
     raise OptionError(
-        "a tokenizer must put its special tokens before and after a text without changing the text's own tokens, "
+        "a tokenizer must add its special tokens before and after a text without changing the tokens of the text, "
         f"got {wrapped} for a text of tokens {plain} from {type(tokenizer).__name__}"
     )
 
 
 def unknown_token(tokenizer: Any) -> int | None:
-    """The id that text becomes where the vocabulary lacks it; None where that never happens."""
+    """Return the id of the unknown token; None if the tokenizer can encode any text."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     return unknown if unknown in tokenise(tokenizer, _RARE_CHARACTER) else None

@@ -1,6 +1,6 @@
-"""Which model this is: a short name made of every tensor of its state.
+"""Fingerprint of a model, a hash of all tensors in its state dict.
 
-No edit is undone in another one, and no run goes on with another one.
+It prevents undoing an edit in, or resuming a run with, a different model.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Words of 8 bytes that are summed at once; the sums of all pieces go into the name.
+# Number of 8-byte words per weighted sum; the sums of all pieces are hashed.
 _PIECE = 1 << 20
 
 
 def fingerprint(model: nn.Module) -> str:
-    """32 hexadecimal digits that change with any bit of any tensor in the state, its name, its shape or its dtype.
+    """Return 32 hexadecimal digits that depend on every bit, name, shape and dtype in the state dict.
 
-    Sums are computed where the weights lie; it tells models apart and keeps nobody out.
+    Computed on the device of the weights. Not cryptographically secure.
 
     >>> layer = nn.Linear(3, 2)
     >>> before = fingerprint(layer)
@@ -33,29 +33,29 @@ def fingerprint(model: nn.Module) -> str:
         if not isinstance(tensor, Tensor):
             continue
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(_sums(tensor.detach()))
+        digest.update(_weighted_sums(tensor.detach()))
     return digest.hexdigest()
 
 
 def model_digest(model: nn.Module) -> str:
-    """The fingerprint together with the configuration, which changes what a model computes as well."""
+    """Return a digest of the fingerprint and the config, which also affects what a model computes."""
     digest = hashlib.blake2b(fingerprint(model).encode(), digest_size=16)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        # Where it was loaded from, and by which version, is not what it is.
-        known = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-        digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+        # Source path and version do not affect the computation.
+        config_dict = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        digest.update(json.dumps(config_dict, sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
 
-def _sums(tensor: Tensor) -> bytes:
-    """For each piece of the tensor's bytes, the sum of its words, each times an odd number that tells its place."""
-    held = tensor.contiguous().flatten().view(torch.uint8)
-    if held.numel() % 8:
-        held = torch.cat((held, held.new_zeros(-held.numel() % 8)))
-    elif held.storage_offset() % 8:  # it lies in one piece of memory with others
-        held = held.clone()
-    words = held.view(torch.int64)
-    places = torch.arange(1, 2 * min(_PIECE, max(words.numel(), 1)), 2, device=words.device)
-    sums = [(piece * places[: piece.numel()]).sum() for piece in words.split(_PIECE)]
+def _weighted_sums(tensor: Tensor) -> bytes:
+    """Return, for each piece of the tensor's bytes, the sum of its words times odd position-dependent factors."""
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    if data.numel() % 8:
+        data = torch.cat((data, data.new_zeros(-data.numel() % 8)))
+    elif data.storage_offset() % 8:  # an unaligned view into a shared storage
+        data = data.clone()
+    words = data.view(torch.int64)
+    factors = torch.arange(1, 2 * min(_PIECE, max(words.numel(), 1)), 2, device=words.device)
+    sums = [(piece * factors[: piece.numel()]).sum() for piece in words.split(_PIECE)]
     return torch.stack(sums).cpu().numpy().tobytes() if sums else b""

@@ -1,4 +1,4 @@
-"""How transformers is made to load without a word, and its failures to say one line that helps."""
+"""Silence transformers while it loads a model, and turn its failures into one-line errors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
 
 @contextmanager
 def quiet(*, progress: bool) -> Iterator[None]:
-    """Silence what transformers writes while it loads, and put its settings back afterwards.
+    """Silence the output of transformers while it loads; restores its settings on exit.
 
-    For a hub model without safetensors, transformers would ask a service to convert it; that is switched off as well,
-    since looking at a model must not change anything on the hub.
+    For a hub model without safetensors, transformers would trigger a conversion service; this is disabled as well,
+    since reading a model must not change anything on the hub.
     """
     from huggingface_hub.utils import logging as hub_logging
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -32,8 +32,8 @@ def quiet(*, progress: bool) -> Iterator[None]:
     logging.set_verbosity_error()
     os.environ[_NO_CONVERSION] = "1"
     if not progress:
-        hub_logging.set_verbosity_error()  # it tells of every attempt to reach the hub
-        gguf.tqdm = logging.tqdm  # the one bar of transformers that its own switch does not reach
+        hub_logging.set_verbosity_error()  # it logs every attempt to reach the hub
+        gguf.tqdm = logging.tqdm  # the one progress bar that ignores transformers' own setting
         if bars:
             logging.disable_progress_bar()
     try:
@@ -52,7 +52,7 @@ def quiet(*, progress: bool) -> Iterator[None]:
 
 @contextmanager
 def describe_failure(name: str, location: str, *, local: bool) -> Iterator[None]:
-    """Turn what transformers and the hub raise while loading into an error of one line."""
+    """Convert exceptions of transformers and the hub while loading into one-line errors."""
     from safetensors import SafetensorError
 
     try:
@@ -61,20 +61,20 @@ def describe_failure(name: str, location: str, *, local: bool) -> Iterator[None]
         raise
     except SafetensorError as error:
         raise CheckpointError(
-            f"the weights of {name} must be whole .safetensors files, got: {in_one_line(error)}"
+            f"the weights of {name} must be complete .safetensors files, got: {in_one_line(error)}"
         ) from error
     except ImportError as error:
         raise OptionError(f"{name} needs a package that is not installed: {in_one_line(error)}") from error
-    except Exception as error:  # what a damaged config makes of transformers' code is of any kind
+    except Exception as error:  # a damaged config can cause any exception in transformers
         raise _failure(error, name, location, local) from error
 
 
 def _failure(error: Exception, name: str, location: str, local: bool) -> PolyheadError:
     kinds = {type(cause).__name__ for cause in _causes(error)}
-    words = " ".join(str(cause) for cause in _causes(error))
-    if "trust_remote_code" in words or "custom code" in words:
+    message = " ".join(str(cause) for cause in _causes(error))
+    if "trust_remote_code" in message or "custom code" in message:
         return OptionError(
-            f"{name} comes with code of its own, which would run on this machine; read it at "
+            f"{name} requires custom code, which would run on this machine; read it at "
             f"{location if local else 'https://huggingface.co/' + name} and, if you trust it, allow it "
             "(trust_remote_code=True)"
         )
@@ -89,21 +89,21 @@ def _failure(error: Exception, name: str, location: str, local: bool) -> Polyhea
                 f"there is no model {name} on the Hugging Face hub and no folder of that name here; "
                 "for a private model log in with: hf auth login"
             )
-        if "cannot be loaded with `safetensors`" in words:
+        if "cannot be loaded with `safetensors`" in message:
             return CheckpointError(
-                f"weights must be .safetensors, which hold numbers only, got {name} without any on the hub; "
-                "if you trust where it came from, allow pickles (allow_pickle=True)"
+                f"weights must be .safetensors, which cannot contain code, got {name} without any on the hub; "
+                "if you trust its source, allow pickles (allow_pickle=True)"
             )
         if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
             return OptionError(
                 f"the Hugging Face hub cannot be reached and {name} is not in its cache; "
-                "name a folder on this machine, or leave the model out to use the packaged minilm"
+                "use a local folder, or omit the model to use the packaged minilm"
             )
     return CheckpointError(f"{name} cannot be loaded: {in_one_line(error)}")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__

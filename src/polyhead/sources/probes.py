@@ -1,8 +1,8 @@
-"""Texts made to ask heads a question: random words twice over, where only a head that remembers knows what comes next.
+"""Repeated random sequences, which reveal induction and duplicate-token heads (Olsson et al., 2022).
 
-A block of random words stands twice. In its second half each word has occurred once before: a duplicate-token head
-looks there, an induction head at the word after it. Words are drawn anew for each text, so nothing that was learnt
-about language helps, and the blocks of different batches differ in length, so that no fixed offset helps twice.
+Each text repeats a block of random words. In the second half, every word has occurred once before: a duplicate-token
+head attends to that occurrence, an induction head to the word after it. Words are drawn independently for each text, so
+that language statistics do not help, and block lengths differ between batches, so that no fixed offset fits twice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from polyhead.sources.batching import Batch
 from polyhead.sources.contexts import special_tokens
 from polyhead.sources.token_classes import TokenClass, token_classes
 
-BLOCKS = (23, 29, 37, 43)  # primes: no offset, and no multiple of one, fits two of them
+BLOCKS = (23, 29, 37, 43)  # block lengths; primes, so that no offset or multiple of one fits two of them
 
 
 def ordinary_words(tokenizer: Any) -> Tensor:
-    """The ids that begin a word: no special token, no punctuation, no end of a word."""
+    """Return the token ids that begin a word, excluding special tokens, punctuation and continuations."""
     words = (token_classes(tokenizer) == TokenClass.WORD).nonzero().flatten()
     return words if len(words) else (token_classes(tokenizer) == TokenClass.CONTINUATION).nonzero().flatten()
 
@@ -38,19 +38,19 @@ def repeated_batch(
     index: int = 0,
     first_document: int = 0,
 ) -> Batch:
-    """Texts of `before`, a random block of words twice, and `after`; each is a document of its own.
+    """Return texts of `before`, a random block of words twice, and `after`; each is its own document.
 
-    No word occurs twice inside a block, so there is one answer to what followed it.
+    The words of a block are distinct, so that each has a unique successor.
 
-    >>> found = repeated_batch(torch.arange(5, 30), batch=2, block=7, before=(1,))
-    >>> found.ids.shape, torch.equal(found.ids[:, 1:8], found.ids[:, 8:])
+    >>> probe = repeated_batch(torch.arange(5, 30), batch=2, block=7, before=(1,))
+    >>> probe.ids.shape, torch.equal(probe.ids[:, 1:8], probe.ids[:, 8:])
     (torch.Size([2, 15]), True)
     """
     if words.ndim != 1 or words.is_floating_point():
         raise OptionError(f"words must be ids, [words] integers, got {words.dtype} of shape {list(words.shape)}")
     if batch < 1 or not 1 <= block <= len(words):
         raise OptionError(
-            f"a probe needs a batch of 1 or more and a block of 1 to {len(words)} words, as many as there are, "
+            f"a probe needs a batch of at least 1 and a block of 1 to {len(words)} words, the size of the vocabulary, "
             f"got batch {batch} and block {block}"
         )
     generator = torch.Generator().manual_seed(seed)
@@ -74,19 +74,19 @@ def repeated_batches(
     seed: int = 0,
     context: int | None = None,
 ) -> Iterator[Batch]:
-    """One `repeated_batch` a block length, of ordinary words, inside the special tokens the tokenizer puts around.
+    """Yield one `repeated_batch` of ordinary words per block length, with the tokenizer's special tokens.
 
-    Blocks that do not fit a `context` of so many tokens twice, or that the vocabulary has too few words for, are left
-    out; if that leaves none, it is an error.
+    Block lengths that do not fit twice into a `context` of that many tokens, or exceed the number of words in the
+    vocabulary, are skipped; raises if none remains.
     """
-    words, around = ordinary_words(tokenizer), special_tokens(tokenizer)
-    wanted = list(blocks)
-    room = len(words) if context is None else (context - len(around.before) - len(around.after)) // 2
-    fitting = [block for block in wanted if block <= min(room, len(words))]
+    words, special = ordinary_words(tokenizer), special_tokens(tokenizer)
+    lengths = list(blocks)
+    room = len(words) if context is None else (context - len(special.before) - len(special.after)) // 2
+    fitting = [block for block in lengths if block <= min(room, len(words))]
     if not len(fitting):
         raise OptionError(
-            f"a probe repeats {min(wanted, default=0)} different words or more, "
-            f"got room for {room} twice and {len(words)} words in the vocabulary"
+            f"a probe needs at least {min(lengths, default=0)} distinct words that fit twice into the context, "
+            f"got room for {room} and {len(words)} words in the vocabulary"
         )
     for index, block in enumerate(fitting):
         yield repeated_batch(
@@ -94,8 +94,8 @@ def repeated_batches(
             batch=batch,
             block=block,
             seed=seed + index,
-            before=around.before,
-            after=around.after,
+            before=special.before,
+            after=special.after,
             index=index,
             first_document=index * batch,
         )

@@ -1,8 +1,8 @@
-"""Sentences with a pronoun, what it stands for, and something of the same kind that it does not stand for.
+"""Pronoun resolution probes: sentences with a pronoun, its antecedent and a distractor.
 
-Every frame gives four sentences: both orders of its two names, with both cues (the pronoun itself, or words before it)
-that decide between them. So position decides nothing: a head that always prefers the first name, the last one or the
-longer one is right in exactly half of them. The pronoun comes after all that decides, so a causal model can know.
+Every template yields four sentences: both orders of its two names, with both cues (the pronoun itself, or words before
+it) that select the antecedent. Position is therefore uninformative: a head that always prefers the first, the last or
+the longer name is correct in exactly half of them. The cue precedes or is the pronoun, so that causal models see it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Span = tuple[int, int]  # the first character and one past the last
 
 @dataclass(frozen=True, slots=True)
 class PronounSentence:
-    """A text and the places in it that matter."""
+    """A text with the character spans of its pronoun, antecedent and distractor."""
 
     text: str
     language: Language
-    frame: int  # four sentences share one
+    frame: int  # index of the template, shared by four sentences
     pronoun: Span
     antecedent: Span
     distractor: Span
@@ -29,10 +29,10 @@ class PronounSentence:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """`{0}` and `{1}` are the names in either order, `<she|he>` is the pronoun: "she" means the first of the names.
+    """Template: `{0}` and `{1}` are the names in either order; in `<she|he>`, "she" refers to the first of `names`.
 
-    A pronoun that fits both stands alone, `<it>`; then words before it decide, `[dirty|clean]`, and the first choice
-    means the name in the first place (`by_place`).
+    With a pronoun that fits both, `<it>`, earlier words such as `[dirty|clean]` select the antecedent, and the first
+    choice refers to the name in the first position (`by_place`).
     """
 
     text: str
@@ -67,7 +67,7 @@ _CHINESE = (
 
 
 def pronoun_sentences(language: Language | None = None) -> tuple[PronounSentence, ...]:
-    """All sentences, 40 in each language, or those of one.
+    """Return all sentences, 40 per language, or those of one language.
 
     >>> [sentence.text for sentence in pronoun_sentences("en")[:2]]
     ['Anna met Peter at the station, and she looked tired.', 'Anna met Peter at the station, and he looked tired.']
@@ -78,24 +78,24 @@ def pronoun_sentences(language: Language | None = None) -> tuple[PronounSentence
     ]
     return tuple(
         sentence
-        for number, (spoken, frame) in enumerate(frames)
-        if language in (None, spoken)
-        for sentence in _sentences(frame, spoken, number)
+        for number, (frame_language, frame) in enumerate(frames)
+        if language in (None, frame_language)
+        for sentence in _sentences(frame, frame_language, number)
     )
 
 
 def _sentences(frame: _Frame, language: Language, number: int) -> Iterator[PronounSentence]:
     for swapped in (False, True):
         for cue in (0, 1):
-            # The first cue means the first of `names`, or the name in the first place.
-            place = cue if frame.by_place or not swapped else 1 - cue
+            # The first cue selects the first of `names`, or the name in the first position.
+            antecedent = cue if frame.by_place or not swapped else 1 - cue
             names = frame.names[::-1] if swapped else frame.names
-            text, pronoun, spans = _filled(frame.text, names, cue)
-            yield PronounSentence(text, language, number, pronoun, spans[place], spans[1 - place])
+            text, pronoun, spans = _fill(frame.text, names, cue)
+            yield PronounSentence(text, language, number, pronoun, spans[antecedent], spans[1 - antecedent])
 
 
-def _filled(frame: str, names: tuple[str, str], cue: int) -> tuple[str, Span, list[Span]]:
-    """The text of a frame, the place of its pronoun and the places of its names."""
+def _fill(frame: str, names: tuple[str, str], cue: int) -> tuple[str, Span, list[Span]]:
+    """Return the text of a template, the span of its pronoun and the spans of its names."""
     text = ""
     pronoun = (0, 0)
     spans: list[Span] = []
@@ -109,9 +109,9 @@ def _filled(frame: str, names: tuple[str, str], cue: int) -> tuple[str, Span, li
         mark = rest[opened]
         inside, _, rest = rest[opened + 1 :].partition(closing[mark])
         choices = inside.split("|")
-        filled = names[int(inside)] if mark == "{" else choices[min(cue, len(choices) - 1)]
-        span = (len(text), len(text) + len(filled))
-        text += filled
+        word = names[int(inside)] if mark == "{" else choices[min(cue, len(choices) - 1)]
+        span = (len(text), len(text) + len(word))
+        text += word
         if mark == "{":
             spans.append(span)
         elif mark == "<":

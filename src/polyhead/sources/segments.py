@@ -1,9 +1,9 @@
-"""Words and sentences of a text that is there as tokens only, by rules that can be said in two sentences.
+"""Split token sequences into words and sentences by simple rules, without access to the text.
 
-**A word** is a token that begins with white space and the tokens behind it that go on with letters or digits; in
-scripts without spaces every token is a word of its own, and so is every punctuation mark. **A sentence** ends after
-. ! ? … or a mark like them in another script, with the closing quotes and brackets behind it, and at an empty line; a
-full stop between two numbers ends nothing.
+**A word** is a token that begins with white space, plus the following tokens that continue it with letters or digits;
+in scripts without spaces every token is a word, as is every punctuation mark. **A sentence** ends after . ! ? … or an
+equivalent mark of another script, including closing quotes and brackets after it, and at an empty line; a full stop
+between two numbers does not end a sentence.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from polyhead.sources.token_classes import TokenClass, decoded_tokens, token_cla
 
 _ENDS = ".!?…。！？｡．‼⁇⁈⁉؟۔।॥።"
 _CLOSES = "”’»›)]}」』）】》〉］｝"
-_EITHER = "\"'"  # closes where no space stands before it
+_EITHER = "\"'"  # closing unless preceded by a space
 _WORDLIKE = (TokenClass.WORD, TokenClass.CONTINUATION, TokenClass.NUMBER, TokenClass.FRAGMENT)
-# Of three bytes in UTF-8, from punctuation over kana and ideographs to full-width forms: each is a word of its own.
+# First bytes of 3-byte UTF-8 characters, from punctuation, kana and ideographs to full-width forms: each is a word.
 _WITHOUT_SPACES = range(0xE2, 0xF0)
 _GPT2_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """What each entry of a vocabulary does to words and sentences, bool [vocabulary] each; made by `Segments.of`."""
+    """Segmentation properties of a vocabulary, bool [vocabulary] each; created by `Segments.of`."""
 
     special: Tensor
-    carries: Tensor  # a word that the next token may go on with
-    goes_on: Tensor  # goes on with such a word
+    continuable: Tensor  # part of a word that the next token may continue
+    continues: Tensor  # continues a word
     ends: Tensor  # ends a sentence
-    closes: Tensor  # belongs to the sentence before it, if that has ended
-    point: Tensor  # a full stop, which may stand in a number
+    closes: Tensor  # closing mark that belongs to a preceding sentence end
+    point: Tensor  # a full stop, which may be part of a number
     number: Tensor
     line_end: Tensor
-    empty_line: Tensor  # several of them
-    spelled: tuple[tuple[tuple[int, ...], bool], ...]  # marks of several tokens, and whether they end a sentence
+    empty_line: Tensor  # several line ends
+    spelled_marks: tuple[tuple[tuple[int, ...], bool], ...]  # marks of several tokens, and whether they end a sentence
 
     @classmethod
     def of(cls, tokenizer: Any) -> Segments:
@@ -55,45 +55,45 @@ class Segments:
         rows = list(zip(texts, kinds, names, strict=True))
         return cls(
             special=classes == TokenClass.SPECIAL,
-            carries=table([kind in _WORDLIKE and not _is_whole(text, kind) for text, kind, _ in rows]),
-            goes_on=table([_goes_on(*row) for row in rows]),
-            ends=table([kind is not TokenClass.SPECIAL and _ends(text) for text, kind, _ in rows]),
-            closes=table([kind is TokenClass.PUNCTUATION and _closes(text) for text, kind, _ in rows]),
+            continuable=table([kind in _WORDLIKE and not _is_complete(text, kind) for text, kind, _ in rows]),
+            continues=table([_continues(*row) for row in rows]),
+            ends=table([kind is not TokenClass.SPECIAL and _ends_sentence(text) for text, kind, _ in rows]),
+            closes=table([kind is TokenClass.PUNCTUATION and _is_closing(text) for text, kind, _ in rows]),
             point=table([text.strip() == "." for text in texts]),
             number=classes == TokenClass.NUMBER,
             line_end=classes == TokenClass.NEWLINE,
             empty_line=table([text.count("\n") > 1 for text in texts]),
-            spelled=tuple(_spelled(tokenizer, classes == TokenClass.FRAGMENT)),
+            spelled_marks=tuple(_byte_spelled_marks(tokenizer, classes == TokenClass.FRAGMENT)),
         )
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of the word and of the sentence that each token of [batch, tokens] is in, -1 for special ones."""
+        """Return the word and sentence index of each token [batch, tokens]; -1 for special tokens."""
         special = self.special[tokens]
-        before, after = _shifted(tokens, 1), _shifted(tokens, -1)
-        goes_on = self.goes_on[tokens] & self.carries[before] & ~self.special[before]
-        goes_on[:, 0] = False
-        words = (~goes_on).cumsum(-1) - 1
+        before, after = _neighbour(tokens, 1), _neighbour(tokens, -1)
+        continues = self.continues[tokens] & self.continuable[before] & ~self.special[before]
+        continues[:, 0] = False
+        words = (~continues).cumsum(-1) - 1
 
         in_a_number = self.point[tokens] & self.number[before] & self.number[after]
         empty_line = self.line_end[tokens] & self.line_end[before] & (torch.arange(tokens.shape[1]) > 0)
         ends = self.ends[tokens] & ~in_a_number | self.empty_line[tokens] | empty_line
         closes = self.closes[tokens]
-        for mark, is_end in self.spelled:
-            *before_the_last, last = _places(tokens, mark)
-            closes = torch.stack([closes, last, *before_the_last]).any(0)
+        for mark, is_end in self.spelled_marks:
+            *earlier, last = _sequence_positions(tokens, mark)
+            closes = torch.stack([closes, last, *earlier]).any(0)
             ends = ends | last if is_end else ends
         closes = closes & ~ends
-        # What closes hangs on the last token before it that does not.
-        place = torch.arange(tokens.shape[1]).expand_as(tokens)
-        hangs_on = torch.where(closes | special, -1, place).cummax(-1).values
+        # A closing mark belongs to the last token before it that is not one.
+        position = torch.arange(tokens.shape[1]).expand_as(tokens)
+        anchor = torch.where(closes | special, -1, position).cummax(-1).values
         ended = torch.zeros_like(ends)
-        ended[:, 1:] = (ends.gather(1, hangs_on.clamp_min(0)) & (hangs_on >= 0))[:, :-1]
+        ended[:, 1:] = (ends.gather(1, anchor.clamp_min(0)) & (anchor >= 0))[:, :-1]
         sentences = (ended & ~ends & ~closes & ~special).cumsum(-1)
         return torch.where(special, -1, words), torch.where(special, -1, sentences)
 
 
-def _spelled(tokenizer: Any, fragment: Tensor) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """The marks that the vocabulary has no token for, as it spells them in bytes."""
+def _byte_spelled_marks(tokenizer: Any, fragment: Tensor) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Yield marks without a token of their own, as their byte tokens, and whether they end a sentence."""
     for mark in _ENDS + _CLOSES:
         ids = tokenise(tokenizer, mark)
         pieces = tuple(token for token in ids if fragment[token])
@@ -101,45 +101,45 @@ def _spelled(tokenizer: Any, fragment: Tensor) -> Iterator[tuple[tuple[int, ...]
             yield pieces, mark in _ENDS
 
 
-def _places(tokens: Tensor, mark: tuple[int, ...]) -> Iterator[Tensor]:
-    """Where the first, the second, ... of some tokens in a row stands, bool [batch, tokens] each."""
+def _sequence_positions(tokens: Tensor, mark: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield the positions of the first, second, ... token of a token sequence, bool [batch, tokens] each."""
     length, size = tokens.shape[1], len(mark)
-    found = torch.zeros_like(tokens, dtype=torch.bool)
+    starts = torch.zeros_like(tokens, dtype=torch.bool)
     if length >= size:
         rows = tokens.unfold(1, size, 1) == torch.tensor(mark)
-        found[:, : length - size + 1] = rows.all(-1)
+        starts[:, : length - size + 1] = rows.all(-1)
     for step in range(size):
-        yield torch.nn.functional.pad(found, (step, -step))
+        yield torch.nn.functional.pad(starts, (step, -step))
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Each token's neighbour; that of the first and of the last is the token itself."""
-    place = torch.arange(x.shape[1]).add(-by).clamp(0, x.shape[1] - 1)
-    return x[:, place]
+def _neighbour(x: Tensor, distance: int) -> Tensor:
+    """Return each token's neighbour at a distance; the border tokens are repeated."""
+    position = torch.arange(x.shape[1]).add(-distance).clamp(0, x.shape[1] - 1)
+    return x[:, position]
 
 
-def _goes_on(text: str, kind: TokenClass, name: str) -> bool:
+def _continues(text: str, kind: TokenClass, name: str) -> bool:
     if kind is TokenClass.FRAGMENT:
         return _first_byte(name) not in _WITHOUT_SPACES
     return kind in (TokenClass.CONTINUATION, TokenClass.NUMBER) and not text[:1].isspace()
 
 
-def _is_whole(text: str, kind: TokenClass) -> bool:
-    """Whether nothing can go on with it: a word of a script without spaces."""
+def _is_complete(text: str, kind: TokenClass) -> bool:
+    """Return whether a token cannot be continued: a word of a script without spaces."""
     return kind is TokenClass.WORD and written_without_spaces(text)
 
 
-def _ends(text: str) -> bool:
+def _ends_sentence(text: str) -> bool:
     stripped = text.strip().rstrip(_CLOSES + _EITHER)
     return bool(stripped) and stripped[-1] in _ENDS
 
 
-def _closes(text: str) -> bool:
+def _is_closing(text: str) -> bool:
     return bool(text.strip()) and not text.strip().strip(_CLOSES + ("" if text[0].isspace() else _EITHER))
 
 
 def _first_byte(name: str) -> int:
-    """Of a token that is some bytes of a character: `<0xE6>`, or the letters that byte-level vocabularies write."""
+    """Return the first byte of a byte token: `<0xE6>`, or the GPT-2 encoding of bytes as letters."""
     spelled = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name)
     if spelled is not None:
         return int(spelled[1], 16)

@@ -1,4 +1,4 @@
-"""Text by the name of a file, a folder or standard input, as a stream of documents that each know where they lay."""
+"""Read text from a file, a folder or standard input as a stream of named documents."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from polyhead.errors import OptionError
 from polyhead.files import check_regular, in_one_line
 
 STANDARD_INPUT = "-"
-MOST_BYTES = 1 << 29  # of one document, and of one line
+MOST_BYTES = 1 << 29  # maximum size of a document and of a line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text that is never joined to another; `name` says where it lay: `notes.txt`, `pages.jsonl:12`."""
+    """One text, never joined to another; `name` is its source: `notes.txt`, `pages.jsonl:12`."""
 
     name: str
     text: str
 
 
 def default_documents() -> tuple[Document, ...]:
-    """The text that is read when none is named: short documents in English and Chinese, written for this package.
+    """Return the default text: short documents in English and Chinese, written for this package.
 
     >>> documents = default_documents()
     >>> documents[0].name, documents[-1].name
@@ -43,15 +43,15 @@ def default_documents() -> tuple[Document, ...]:
 
 
 class Texts:
-    """The documents of a file, a folder or standard input; made by `read_texts`, read anew by each loop over it.
+    """Iterable of the documents of a file, folder or standard input; created by `read_texts`.
 
-    `empty` counts the documents without a visible character that the latest loop has skipped so far.
+    Each iteration reads the files again. `empty` counts the blank documents that the latest iteration skipped so far.
     """
 
     def __init__(self, name: str, files: tuple[tuple[str, Path], ...], ignored: tuple[str, ...], field: str) -> None:
         self.name = name
-        self.files = files  # (the name that documents bear, the path that is opened), in reading order
-        self.ignored = ignored  # files of a folder whose names end like no kind of text
+        self.files = files  # (name for documents, path to open), in reading order
+        self.ignored = ignored  # files of a folder without a known suffix
         self.field = field
         self.empty = 0
         self._standard_input: bytes | None = None
@@ -66,9 +66,9 @@ class Texts:
 
     def _every_document(self) -> Iterator[Document]:
         if self.name == STANDARD_INPUT:
-            # Standard input can be read once; the text is kept for the next loop.
+            # Standard input can only be read once, so it is cached for the next iteration.
             if self._standard_input is None:
-                self._standard_input = _read_most(sys.stdin.buffer, "standard input")
+                self._standard_input = _read_bounded(sys.stdin.buffer, "standard input")
             yield Document("standard input", _decoded(self._standard_input, "standard input"))
             return
         for name, path in self.files:
@@ -78,7 +78,7 @@ class Texts:
                 check_regular(path)
                 yield from read(path, name, self.field)
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise OptionError(f"a file that ends in .gz must be whole gzip data, got {path}: {error}") from error
+                raise OptionError(f"a .gz file must be complete gzip data, got {path}: {error}") from error
             except OSError as error:
                 raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
             except OptionError:
@@ -88,30 +88,28 @@ class Texts:
 
 
 def read_texts(name: str | os.PathLike[str], *, field: str = "text") -> Texts:
-    """The documents in a file, in a folder (all files below it, sorted by name) or, for "-", in standard input.
+    """Return the documents of a file, a folder (recursively, sorted by name) or, for "-", standard input.
 
-    A `.txt` or `.md` file is one document, a `.jsonl` file one a line, a `.parquet` file one a row; `field` names the
-    JSON field or the column that holds the text. `.txt`, `.md` and `.jsonl` may be compressed (`.gz`). In a folder,
-    files of other kinds and hidden ones are passed over. Text is UTF-8; anything else is refused with its position.
+    A `.txt` or `.md` file is one document, a `.jsonl` file has one per line, a `.parquet` file one per row; `field` is
+    the JSON field or column that contains the text. `.txt`, `.md` and `.jsonl` may be compressed (`.gz`). In a folder,
+    other and hidden files are ignored. Text must be UTF-8; errors report the position.
     """
     if name == STANDARD_INPUT:
         return Texts(STANDARD_INPUT, (), (), field)
     path = Path(name).expanduser()
     if path.is_dir():
-        found = sorted(_files_below(path), key=lambda file: file.relative_to(path).as_posix())
-        named = [(file.relative_to(path).as_posix(), file) for file in found]
+        paths = sorted(_files_below(path), key=lambda file: file.relative_to(path).as_posix())
+        named = [(file.relative_to(path).as_posix(), file) for file in paths]
         files = tuple((name, file) for name, file in named if _reader_of(file))
         ignored = tuple(name for name, file in named if not _reader_of(file))
         if not files:
             raise OptionError(
-                f"a folder of text must hold files that end in {_known_endings()}, "
-                f"got {path} with {len(ignored)} files of other kinds"
+                f"a text folder must contain files that end in {_known_endings()}, "
+                f"got {path} with {len(ignored)} other files"
             )
         return Texts(str(path), files, ignored, field)
     if not path.exists():
-        raise OptionError(
-            f"text is read from a file, a folder or - for standard input, got {path}: there is no such file"
-        )
+        raise OptionError(f"text must be a file, a folder or - for standard input, got {path}: there is no such file")
     if _reader_of(path) is None:
         raise OptionError(f"a text file must end in {_known_endings()}, got {path.name}")
     return Texts(str(path), ((path.name, path),), (), field)
@@ -127,17 +125,17 @@ def _open(path: Path) -> BinaryIO:
     return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def _read_whole(path: Path, name: str, field: str) -> Iterator[Document]:
+def _read_file(path: Path, name: str, field: str) -> Iterator[Document]:
     with _open(path) as file:
-        yield Document(name, _decoded(_read_most(file, name), name))
+        yield Document(name, _decoded(_read_bounded(file, name), name))
 
 
-def _read_most(file: BinaryIO, name: str, line: int | None = None) -> bytes:
-    """A whole file, or its next line: a small compressed file may hold more than memory does."""
+def _read_bounded(file: BinaryIO, name: str, line: int | None = None) -> bytes:
+    """Read a file, or its next line, up to a limit: a small compressed file may expand beyond the memory."""
     content = file.read(MOST_BYTES + 1) if line is None else file.readline(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         place = name if line is None else f"{name}:{line}"
-        raise OptionError(f"a document has at most {MOST_BYTES:,} bytes, got more in {place}; cut it into several")
+        raise OptionError(f"a document may have at most {MOST_BYTES:,} bytes, got more in {place}; split it")
     return content
 
 
@@ -145,7 +143,7 @@ def _read_lines(path: Path, name: str, field: str) -> Iterator[Document]:
     with _open(path) as file:
         start = 0
         for number in itertools.count(1):
-            line = _read_most(file, name, number)
+            line = _read_bounded(file, name, number)
             if not line:
                 return
             place = f"{name}:{number}"
@@ -155,7 +153,7 @@ def _read_lines(path: Path, name: str, field: str) -> Iterator[Document]:
 
 
 def _text_of(line: str, place: str, field: str) -> str:
-    """The text in one line of JSON; null is an empty document."""
+    """Return the text in one line of JSON; null is an empty document."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -169,7 +167,9 @@ def _text_of(line: str, place: str, field: str) -> str:
     if not isinstance(record, dict):
         raise OptionError(f"each line of a .jsonl file must be one JSON object, got {place}: {type(record).__name__}")
     if field not in record:
-        raise OptionError(f"{place} has no field {field!r}, only {_listed(record)}; name the field that holds the text")
+        raise OptionError(
+            f"{place} has no field {field!r}, only {_join_names(record)}; pass the field that contains the text"
+        )
     text = record[field]
     if text is None:
         return ""
@@ -199,13 +199,11 @@ def _read_rows(path: Path, name: str, field: str) -> Iterator[Document]:
                     row += 1
                     yield Document(f"{name}:{row}", _text_in(value, f"{name}:{row}"))
     except (arrow.ArrowException, OSError) as error:
-        raise OptionError(
-            f"a file that ends in .parquet must be Parquet data, got {path}: {in_one_line(error)}"
-        ) from error
+        raise OptionError(f"a .parquet file must be Parquet data, got {path}: {in_one_line(error)}") from error
 
 
 def _text_in(value: Any, place: str) -> str:
-    """The text in one cell of a table, where nothing has checked that it is UTF-8; null is an empty document."""
+    """Return the text in one table cell, which may be invalid UTF-8; null is an empty document."""
     try:
         return value.as_py() or ""
     except UnicodeDecodeError as error:
@@ -217,11 +215,11 @@ def _text_in(value: Any, place: str) -> str:
 def _check_column(columns: Any, name: str, field: str) -> None:
     if field not in columns.names:
         raise OptionError(
-            f"{name} has no column {field!r}, only {_listed(columns.names)}; name the column that holds the text"
+            f"{name} has no column {field!r}, only {_join_names(columns.names)}; pass the column that contains the text"
         )
     kind = columns.field(field).type
     if not _is_text(kind):
-        raise OptionError(f"the column {field!r} must hold strings, got {name}: {kind}")
+        raise OptionError(f"the column {field!r} must contain strings, got {name}: {kind}")
 
 
 def _is_text(kind: Any) -> bool:
@@ -233,7 +231,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _decoded(content: bytes, name: str, *, start: int = 0, line: int = 1) -> str:
-    """The bytes as UTF-8 text, a byte order mark at the very beginning left out."""
+    """Decode UTF-8, without a byte order mark at the start of the file."""
     skipped = len(_BYTE_ORDER_MARK) if start == 0 and content.startswith(_BYTE_ORDER_MARK) else 0
     try:
         return content[skipped:].decode("utf-8")
@@ -246,19 +244,19 @@ def _decoded(content: bytes, name: str, *, start: int = 0, line: int = 1) -> str
         ) from error
 
 
-def _listed(names: Any, most: int = 8) -> str:
+def _join_names(names: Any, limit: int = 8) -> str:
     names = list(names)
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown + f" and {len(names) - most} more" if len(names) > most else shown or "none at all"
+    text = ", ".join(repr(name) for name in names[:limit])
+    return text + f" and {len(names) - limit} more" if len(names) > limit else text or "none at all"
 
 
 _Reader = Callable[[Path, str, str], Iterator[Document]]
 _READERS: dict[str, _Reader] = {
-    ".txt": _read_whole,
-    ".md": _read_whole,
+    ".txt": _read_file,
+    ".md": _read_file,
     ".jsonl": _read_lines,
-    ".txt.gz": _read_whole,
-    ".md.gz": _read_whole,
+    ".txt.gz": _read_file,
+    ".md.gz": _read_file,
     ".jsonl.gz": _read_lines,
     ".parquet": _read_rows,
 }

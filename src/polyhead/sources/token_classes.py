@@ -1,4 +1,4 @@
-"""What each entry of a vocabulary is, seen from the text it stands for: the start of a word, a full stop, a number."""
+"""Classify the entries of a vocabulary by their text: start of a word, punctuation, number, ..."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from polyhead.sources.contexts import special_tokens, tokenise, unknown_token
 
 
 class TokenClass(IntEnum):
-    """The classes of `token_classes`; the numbers are written to files, so they stay."""
+    """The classes of `token_classes`; the numbers are written to files and must not change."""
 
-    SPECIAL = 0  # stands for no text: [CLS], <|endoftext|>
-    UNKNOWN = 1  # stands for any text that the vocabulary lacks
-    WORD = 2  # letters that begin a word, or letters of a script that is written without spaces
-    CONTINUATION = 3  # letters that go on with a word; in byte-level vocabularies also the first word of a line
+    SPECIAL = 0  # [CLS], <|endoftext|>
+    UNKNOWN = 1  # any text that is not in the vocabulary
+    WORD = 2  # letters that begin a word, or letters of a script without spaces
+    CONTINUATION = 3  # letters that continue a word; in byte-level vocabularies also the first word of a line
     NUMBER = 4  # digits and no letters
     PUNCTUATION = 5
     SYMBOL = 6  # +, €, →
     WHITESPACE = 7
     NEWLINE = 8
-    FRAGMENT = 9  # some bytes of a character
-    OTHER = 10  # control characters, or an id that stands for nothing
+    FRAGMENT = 9  # part of the bytes of a character
+    OTHER = 10  # control characters, or an unused id
 
 
-# Words are not told apart by spaces in these, so a token of theirs that has none before it may still begin one.
+# Scripts without spaces between words: a token without a preceding space may still begin a word.
 _WITHOUT_SPACES = ("CJK ", "HIRAGANA ", "KATAKANA ", "THAI ", "LAO ", "KHMER ", "MYANMAR ", "TIBETAN ", "BOPOMOFO ")
-# Something that the vocabulary holds: what follows it in a decoded pair shows whether a space stands between.
+# Candidates for a known token; decoding a token after it shows whether a space precedes the token.
 _ANCHORS = ("a", "A", "0", "一", "e")
 
 
 def token_classes(tokenizer: Any) -> Tensor:
-    """The `TokenClass` of every id of the vocabulary, [ids] int8.
+    """Return the `TokenClass` of every id of the vocabulary, [ids] int8.
 
-    Each entry is decoded after a token that is known to be a word, so one rule serves WordPiece, byte-level BPE and
-    SentencePiece: the entry begins a word if a space stands between the two. A token with a letter is a word or goes
-    on with one; without a letter, a digit makes it a number, then a punctuation mark decides, then a symbol.
+    Each entry is decoded after a token that is known to be a word, so that one rule covers WordPiece, byte-level BPE
+    and SentencePiece: the entry begins a word if there is a space between the two. A token with a letter is a word or a
+    continuation; otherwise digits take precedence (number), then punctuation, then symbols.
     """
     classes = [class_of_text(text) for text in decoded_tokens(tokenizer)]
     size = len(classes)
@@ -50,11 +50,11 @@ def token_classes(tokenizer: Any) -> Tensor:
     for token in special_tokens(tokenizer).ids:
         if token < size:
             classes[token] = TokenClass.SPECIAL
-    return torch.tensor([int(found) for found in classes], dtype=torch.int8)
+    return torch.tensor([int(token_class) for token_class in classes], dtype=torch.int8)
 
 
 def decoded_tokens(tokenizer: Any) -> list[str]:
-    """The text of every id of the vocabulary as it stands behind a word, with a space before it if it begins one."""
+    """Return the text of every id of the vocabulary when it follows a word, with its leading space if any."""
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
     if size == 0:
         raise OptionError(f"a tokenizer must have a vocabulary, got an empty {type(tokenizer).__name__}")
@@ -69,7 +69,9 @@ def _anchor(tokenizer: Any) -> tuple[int, str]:
             decoded = _decode(tokenizer, [[token]])[0]
             if decoded.strip() == text:
                 return token, decoded
-    raise OptionError(f"a vocabulary must hold one of {', '.join(_ANCHORS)} as a token, got {type(tokenizer).__name__}")
+    raise OptionError(
+        f"a vocabulary must contain one of {', '.join(_ANCHORS)} as a token, got {type(tokenizer).__name__}"
+    )
 
 
 def _decode(tokenizer: Any, rows: list[list[int]]) -> list[str]:
@@ -80,7 +82,7 @@ def _decode(tokenizer: Any, rows: list[list[int]]) -> list[str]:
 
 
 def class_of_text(text: str) -> TokenClass:
-    """The class of a piece of text that may begin with a space.
+    """Return the class of the text of a token, which may begin with a space.
 
     >>> [class_of_text(text).name for text in (" river", "ing", "河", " 1968", "?", "'s", "\\n\\n", "→")]
     ['WORD', 'CONTINUATION', 'WORD', 'NUMBER', 'PUNCTUATION', 'CONTINUATION', 'NEWLINE', 'SYMBOL']
@@ -96,13 +98,13 @@ def class_of_text(text: str) -> TokenClass:
     if kinds & {"L", "M"}:
         begins = text[0].isspace() or written_without_spaces(text)
         return TokenClass.WORD if begins else TokenClass.CONTINUATION
-    for kind, found in (("N", TokenClass.NUMBER), ("P", TokenClass.PUNCTUATION), ("S", TokenClass.SYMBOL)):
+    for kind, token_class in (("N", TokenClass.NUMBER), ("P", TokenClass.PUNCTUATION), ("S", TokenClass.SYMBOL)):
         if kind in kinds:
-            return found
+            return token_class
     return TokenClass.OTHER
 
 
 def written_without_spaces(text: str) -> bool:
-    """Whether the first letter of a text is of a script that is written without spaces; False without a letter."""
+    """Return whether the first letter of a text is of a script without spaces; False if it has no letter."""
     first = next((character for character in text if unicodedata.category(character)[0] in "LM"), "")
     return bool(first) and unicodedata.name(first, "").startswith(_WITHOUT_SPACES)

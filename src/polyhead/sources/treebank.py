@@ -1,7 +1,7 @@
-"""Sentences whose grammar somebody has written down: treebanks in the CoNLL-U format.
+"""Read dependency treebanks in the CoNLL-U format.
 
-The reader is strict where a wrong file would give wrong numbers (columns, numbering, governors, circles) and says the
-line. It reads what the alignment of words and tokens needs and leaves the other columns alone.
+The reader is strict where an invalid file would give wrong numbers (columns, numbering, governors, cycles), and errors
+report the line. Only the columns needed to align words and tokens are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import BinaryIO, NoReturn
 from polyhead.errors import OptionError
 
 COLUMNS = 10
-_LONGEST_LINE, _MOST_LINES = 1 << 20, 1 << 14  # bytes, and lines of one sentence
+_MAX_LINE_BYTES, _MAX_LINES = 1 << 20, 1 << 14  # maximum bytes per line, and lines per sentence
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 _RANGE = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
 _EMPTY_NODE = re.compile(r"[0-9]+\.[1-9][0-9]*")
@@ -29,17 +29,18 @@ Span = tuple[int, int]  # the first character and one past the last
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """One sentence: its words, the governor and the relation of each, and the text they stand in.
+    """One sentence: its words with governors and relations, and its text.
 
-    A multiword token ("didn't", "du") is its words. Where these spell it, letter by letter, each has its own span of
-    the text; where they do not ("de" and "le" for "du"), the first word stands for the token and the others have none.
+    A multiword token ("didn't", "du") is represented by its words. If their concatenation equals the token, each has
+    its own span of the text; otherwise ("de" and "le" for "du"), the first word gets the span of the token and the
+    others have none.
     """
 
     words: tuple[str, ...]
     heads: tuple[int, ...]  # the index of each word's governor, -1 for the root
     relations: tuple[str, ...]  # of each word to its governor, subtypes included: nmod:poss
     text: str
-    spans: tuple[Span | None, ...]  # where each word stands in the text
+    spans: tuple[Span | None, ...]  # character span of each word in the text
     spaces: tuple[bool, ...]  # whether white space follows each word
 
     def __len__(self) -> int:
@@ -47,13 +48,13 @@ class Sentence:
 
 
 def read_treebank(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Sentence]:
-    """The sentences of a CoNLL-U file (`.gz` too), in order, at most `limit` of them."""
+    """Return the sentences of a CoNLL-U file (or `.gz`), in order, at most `limit`."""
     if limit is not None and limit < 1:
         raise OptionError(f"the number of sentences to read must be at least 1, got {limit}")
     file = Path(path)
     if not file.is_file():
         what = "a folder" if file.is_dir() else "no such file"
-        raise OptionError(f"a treebank is a file in the CoNLL-U format, got {file}: {what}")
+        raise OptionError(f"a treebank must be a CoNLL-U file, got {file}: {what}")
     return _read(file, limit)
 
 
@@ -66,7 +67,7 @@ def _read(file: Path, limit: int | None) -> Iterator[Sentence]:
             if count == limit:
                 return
     if not count:
-        raise OptionError(f"a treebank must hold sentences, got {file} without any")
+        raise OptionError(f"a treebank must contain sentences, got {file} without any")
 
 
 # ---- lines
@@ -79,13 +80,13 @@ class _Line:
 
 
 def _blocks(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[list[_Line]]:
-    """The lines of each sentence; blank lines stand between sentences."""
+    """Yield the lines of each sentence; sentences are separated by blank lines."""
     block: list[_Line] = []
     for number, text in _lines(opened, file):
         if text.strip():
             block.append(_Line(number, text))
-            if len(block) > _MOST_LINES:
-                _refuse(file, block[-1], f"a sentence has at most {_MOST_LINES:,} lines", "more")
+            if len(block) > _MAX_LINES:
+                _refuse(file, block[-1], f"a sentence may have at most {_MAX_LINES:,} lines", "more")
         elif block:
             yield block
             block = []
@@ -97,20 +98,20 @@ def _lines(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[tuple[int, 
     number = 0
     try:
         for number in itertools.count(1):
-            raw = opened.readline(_LONGEST_LINE + 1)
+            raw = opened.readline(_MAX_LINE_BYTES + 1)
             if not raw:
                 return
-            if len(raw) > _LONGEST_LINE:
-                raise OptionError(f"{file}, line {number}: a line has at most {_LONGEST_LINE:,} bytes, got more")
+            if len(raw) > _MAX_LINE_BYTES:
+                raise OptionError(f"{file}, line {number}: a line may have at most {_MAX_LINE_BYTES:,} bytes, got more")
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             yield number, text.rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise OptionError(
             f"{file}, line {number}: text must be UTF-8, got the byte 0x{error.object[error.start]:02x} "
-            f"at place {error.start} of the line"
+            f"at position {error.start} of the line"
         ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise OptionError(f"{file}, after line {number}: the file cannot be unpacked: {error}") from None
+        raise OptionError(f"{file}, after line {number}: the file cannot be decompressed: {error}") from None
 
 
 def _refuse(file: Path, line: _Line, rule: str, got: str) -> NoReturn:
@@ -122,7 +123,7 @@ def _refuse(file: Path, line: _Line, rule: str, got: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """What the text shows as one: a word, or several that were written together."""
+    """A surface token of the text: one word, or a multiword token."""
 
     form: str
     first: int  # of its words
@@ -144,38 +145,38 @@ def _sentence(block: Sequence[_Line], file: Path) -> Sentence:
         columns = line.text.split("\t")
         if len(columns) != COLUMNS:
             _refuse(
-                file, line, f"a word has {COLUMNS} columns with tabs between", f"{len(columns)}: {line.text[:60]!r}"
+                file, line, f"a word must have {COLUMNS} tab-separated columns", f"{len(columns)}: {line.text[:60]!r}"
             )
         name, form = columns[0], columns[1]
         space_after = "SpaceAfter=No" not in columns[9].split("|")
         if _EMPTY_NODE.fullmatch(name):
-            continue  # a word that was left unsaid stands nowhere in the text
-        written = _RANGE.fullmatch(name)
-        if written is not None:
-            first, last = int(written[1]) - 1, int(written[2]) - 1
-            if first != len(words) or last <= first or _covered(tokens) > first:
-                _refuse(file, line, "a multiword token stands before its own words, two or more", repr(name))
+            continue  # an empty node of the enhanced graph has no text
+        multiword = _RANGE.fullmatch(name)
+        if multiword is not None:
+            first, last = int(multiword[1]) - 1, int(multiword[2]) - 1
+            if first != len(words) or last <= first or _num_covered(tokens) > first:
+                _refuse(file, line, "a multiword token must precede its words, two or more", repr(name))
             tokens.append(_Token(form, first, last, space_after))
             continue
         if not _NUMBER.fullmatch(name) or int(name) != len(words) + 1:
-            _refuse(file, line, f"words are numbered in order, the next one {len(words) + 1}", repr(name))
+            _refuse(file, line, f"words must be numbered in order, the next one {len(words) + 1}", repr(name))
         if not form.strip():
-            _refuse(file, line, "a word has a form", repr(form))
+            _refuse(file, line, "a word must have a form", repr(form))
         if columns[6] != "0" and not _NUMBER.fullmatch(columns[6]):
-            _refuse(file, line, "column 7 is the number of the word's governor, 0 for the root", repr(columns[6]))
+            _refuse(file, line, "column 7 must be the number of the word's governor, 0 for the root", repr(columns[6]))
         if columns[7] in ("", "_"):
-            _refuse(file, line, "column 8 is the word's relation to its governor", repr(columns[7]))
-        if _covered(tokens) <= len(words):
+            _refuse(file, line, "column 8 must be the word's relation to its governor", repr(columns[7]))
+        if _num_covered(tokens) <= len(words):
             tokens.append(_Token(form, len(words), len(words), space_after))
         words.append(form)
         governors.append((line, int(columns[6]) - 1))
         relations.append(columns[7])
     if not words:
-        _refuse(file, block[0], "a sentence has words", "comments alone")
-    if _covered(tokens) > len(words):
-        _refuse(file, block[-1], "a multiword token is followed by all its words", f"{len(words)} words")
-    heads = _checked(governors, file)
-    text, places = _placed(tokens, text)
+        _refuse(file, block[0], "a sentence must have words", "only comments")
+    if _num_covered(tokens) > len(words):
+        _refuse(file, block[-1], "a multiword token must be followed by all its words", f"{len(words)} words")
+    heads = _check_governors(governors, file)
+    text, places = _token_spans(tokens, text)
     spans: list[Span | None] = []
     spaces: list[bool] = []
     for token, place in zip(tokens, places, strict=True):
@@ -184,17 +185,17 @@ def _sentence(block: Sequence[_Line], file: Path) -> Sentence:
     return Sentence(tuple(words), heads, tuple(relations), text, tuple(spans), tuple(spaces))
 
 
-def _covered(tokens: Sequence[_Token]) -> int:
-    """How many words the tokens so far hold."""
+def _num_covered(tokens: Sequence[_Token]) -> int:
+    """Return the number of words covered by the tokens so far."""
     return tokens[-1].last + 1 if tokens else 0
 
 
-def _checked(governors: Sequence[tuple[_Line, int]], file: Path) -> tuple[int, ...]:
-    """The governors, once it is sure that every word leads to a root."""
+def _check_governors(governors: Sequence[tuple[_Line, int]], file: Path) -> tuple[int, ...]:
+    """Return the governors; raise if a word does not lead to a root."""
     heads = tuple(head for _, head in governors)
     for line, head in governors:
         if head >= len(heads):
-            _refuse(file, line, f"a governor is one of the sentence's {len(heads)} words", str(head + 1))
+            _refuse(file, line, f"a governor must be one of the sentence's {len(heads)} words", str(head + 1))
     leads_to_root = [head < 0 for head in heads]
     for index in range(len(heads)):
         path = []
@@ -204,14 +205,14 @@ def _checked(governors: Sequence[tuple[_Line, int]], file: Path) -> tuple[int, .
             path.append(word)
             word = heads[word]
             if word in path:
-                circle = [*path[path.index(word) :], word]
-                names = " -> ".join(str(number + 1) for number in circle)
-                _refuse(file, governors[word][0], "every word leads to the root", f"a circle, {names}")
+                cycle = [*path[path.index(word) :], word]
+                names = " -> ".join(str(number + 1) for number in cycle)
+                _refuse(file, governors[word][0], "every word must lead to the root", f"a cycle, {names}")
     return heads
 
 
-def _placed(tokens: Sequence[_Token], text: str | None) -> tuple[str, list[Span]]:
-    """The text and where each token stands in it: the text of the file if the tokens spell it, else their own."""
+def _token_spans(tokens: Sequence[_Token], text: str | None) -> tuple[str, list[Span]]:
+    """Return the text and the span of each token: the text of the file if the tokens match it, else their join."""
     if text is not None:
         places: list[Span] = []
         position = 0
@@ -224,11 +225,11 @@ def _placed(tokens: Sequence[_Token], text: str | None) -> tuple[str, list[Span]
             position += len(token.form)
         if len(places) == len(tokens) and not text[position:].strip():
             return text, places
-    written, places = "", []
+    joined, places = "", []
     for index, token in enumerate(tokens):
-        places.append((len(written), len(written) + len(token.form)))
-        written += token.form + (" " if token.space_after and index + 1 < len(tokens) else "")
-    return written, places
+        places.append((len(joined), len(joined) + len(token.form)))
+        joined += token.form + (" " if token.space_after and index + 1 < len(tokens) else "")
+    return joined, places
 
 
 def _spans_within(words: Sequence[str], text: str, place: Span) -> list[Span | None]:

@@ -1,4 +1,4 @@
-"""One model under two implementations, and the one bound on how far their results may be apart."""
+"""One model under two implementations, and the error bound for their difference."""
 
 from __future__ import annotations
 

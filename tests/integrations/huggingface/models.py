@@ -1,4 +1,4 @@
-"""Small random models of many families, built from their own config classes, and what to feed them."""
+"""Small random models of many families, built from their config classes, and their inputs."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def tokens(batch: int = BATCH, length: int = TOKENS, *, seed: int = 1) -> Tensor
 
 
 def inputs(family: Family, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """What the model takes, without any mask."""
+    """Return the inputs of the model, without a mask."""
     generator = torch.Generator().manual_seed(1)
 
     def noise(*shape: int) -> Tensor:

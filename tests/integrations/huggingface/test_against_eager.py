@@ -1,4 +1,4 @@
-"""The promise of the registered name: every family gives what its eager attention gives, whatever the mask."""
+"""The registered implementation agrees with eager attention for every family and mask."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def padding(side: str) -> Tensor:
 
 
 def outputs(family: Family, dtype: torch.dtype = torch.float32, **arguments: Tensor | bool) -> tuple[dict, dict]:
-    """What eager and what polyhead give for the same call.
+    """Return the outputs of eager and of polyhead for the same call.
 
     float32, because eager hides keys by adding the least number of the dtype and then rounds to float32: in float64
     a row without keys becomes NaN under eager, and spreads.

@@ -1,4 +1,4 @@
-"""What the registered attention function makes of each argument that models and callers hand it."""
+"""The registered attention function with each argument that models and callers pass."""
 
 from __future__ import annotations
 
@@ -182,22 +182,22 @@ def test_picked_keys_are_the_only_ones_seen():
 
 
 @pytest.mark.parametrize("said", ["cumulative lengths", "sequence numbers"])
-def test_packed_sequences_said_to_the_attention(said):
+def test_packed_sequences_by_arguments(said):
     query, key, value = (x[:1] for x in states(KEYS))
     ids = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     ends = torch.tensor([0, 3, 5, 7])
     options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} if said == "cumulative lengths" else {"seq_idx": ids[None]}
     result = ours.attend(Attention(True), query, key, value, None, max_length_q=3, max_length_k=3, **options)
     check(result, query, key, value, visible=causal(KEYS, KEYS) & (ids == ids[:, None]))
-    with pytest.raises(OptionError, match="cu_seq_lens_q and cu_seq_lens_k go together"):
+    with pytest.raises(OptionError, match="cu_seq_lens_q and cu_seq_lens_k must both be passed"):
         ours.attend(Attention(True), *states(KEYS), None, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
     with pytest.raises(OptionError, match=r"seq_idx must be .* got shape \[1, 7\] for 5 queries and 7 keys"):
         ours.attend(Attention(), *states(), None, seq_idx=ids[None])
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "banana"])
-def test_an_argument_that_is_not_honoured_is_refused_by_its_name(name):
-    with pytest.raises(PolyheadError, match=f"does not honour the argument '{name}', got a tensor of shape"):
+def test_unsupported_arguments_are_rejected_by_name(name):
+    with pytest.raises(PolyheadError, match=f"does not support the argument '{name}', got a tensor of shape"):
         ours.attend(Attention(), *states(), None, **{name: torch.ones(3)})
     ours.attend(Attention(), *states(), None, **{name: None})
 
@@ -209,7 +209,7 @@ def test_a_model_refuses_what_its_caller_passes_down():
 
 
 @pytest.mark.parametrize("name", [*sorted(PLUMBING), "output_router_logits", "pixel_values", "image_grid_thw"])
-def test_plumbing_is_let_through(name):
+def test_irrelevant_arguments_are_ignored(name):
     qkv = states()
     plain = ours.attend(Attention(), *qkv, None)[0]
     assert torch.equal(ours.attend(Attention(), *qkv, None, **{name: torch.ones(3)})[0], plain)

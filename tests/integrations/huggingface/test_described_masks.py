@@ -1,4 +1,4 @@
-"""A described mask goes through foreign hands: whatever they do to it, nothing it says is lost."""
+"""`DescribedMask` keeps its information through any tensor operation of model code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def described(mask: Mask | None = None) -> DescribedMask:
     return DescribedMask(description, SHAPE, torch.float32, torch.device("cpu"))
 
 
-def test_it_looks_like_the_tensor_that_eager_gets():
+def test_a_described_mask_equals_the_tensor_of_eager():
     mask = described()
     assert isinstance(mask, torch.Tensor)
     assert (mask.shape, mask.ndim, mask.dtype, mask.device.type) == (SHAPE, 4, torch.float32, "cpu")
@@ -70,7 +70,7 @@ def test_it_moves_to_another_device_without_being_made():
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("write", ["a slice", "the whole", "masked_fill_"])
-def test_what_is_written_into_it_counts(write, inference):
+def test_in_place_changes_take_effect(write, inference):
     with torch.inference_mode(inference):
         mask = described(Mask.causal())
         if write == "a slice":

@@ -1,4 +1,4 @@
-"""The mask function says what transformers' own says, pair by pair, in memory that grows with n and not with n²."""
+"""The mask function agrees with transformers' own for every pair, in memory linear in n."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_pair_is_as_transformers_has_it(kind, padding, place):
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "holes"])
-def test_a_function_nobody_knows_is_evaluated_for_every_pair(padding):
+def test_an_unknown_mask_function_is_evaluated_for_every_pair(padding):
     groups = torch.tensor([-1, -1, 0, 0, 0, -1, -1, 1, 1, -1, -1, -1, -1])[None].expand(BATCH, -1)
     blocks = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(groups))
     custom = masking_utils.and_masks(blocks, lambda batch, head, query, key: (query + key) % 3 != 1)

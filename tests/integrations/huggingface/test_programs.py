@@ -1,4 +1,4 @@
-"""Masks that are descriptions, inside the programs that transformers makes of a model."""
+"""Lazy masks inside compiled, checkpointed and loaded transformers models."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_heads_that_somebody_else_changed_since_are_refused():
     apply(model, [PruneHeads(0, (1,))])
     module = find_layers(model)[0].module
     setattr(module, ATTRIBUTE, HeadOrigins.unedited(4))
-    with pytest.raises(OptionError, match="with 3 heads, which such an edit left with 4"):
+    with pytest.raises(OptionError, match="with 3 heads, of which the last edit left 4"):
         statistics(model)
 
 
@@ -307,12 +307,12 @@ def test_a_session_does_not_go_on_over_an_edit():
     with torch.no_grad(), session:
         model(input_ids=IDS)
     apply(model, [ReorderHeads(0, (3, 2, 1, 0))])
-    with torch.no_grad(), session, pytest.raises(OptionError, match="counts heads that stay the same"):
+    with torch.no_grad(), session, pytest.raises(OptionError, match="must not change during a session"):
         model(input_ids=IDS)
     other = polyhead.observe(model)
     with torch.no_grad(), other:
         model(input_ids=IDS)
-    with pytest.raises(OptionError, match="only observations of one model can be merged"):
+    with pytest.raises(OptionError, match="only observations of the same model can be merged"):
         session.observations.merge(other.observations)
-    with pytest.raises(OptionError, match="heads of this model were edited"):
+    with pytest.raises(OptionError, match="models with edited heads"):
         polyhead.observe(model, via_weights=True)

@@ -155,7 +155,7 @@ def test_weights_that_are_damaged_truncated_or_missing_are_refused(place, form, 
         polyhead.load(folder)
     for length in (len(whole) - 9, 100, 7, 0):
         (folder / file).write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"must be whole \.safetensors files, got"):
+        with pytest.raises(CheckpointError, match=r"must be (whole|complete) \.safetensors files, got"):
             polyhead.load(folder)
     (folder / file).unlink()
     with pytest.raises(CheckpointError, match=r"without it|no file named model\.safetensors"):
@@ -232,7 +232,7 @@ def test_a_padding_that_places_other_heads_is_refused(place, tmp_path):
 def test_a_folder_that_is_none_and_one_without_a_model_are_refused(tmp_path):
     with pytest.raises(OptionError, match=r"from the folder it was saved to, got .*which is none"):
         polyhead.load(tmp_path / "nowhere")
-    with pytest.raises(OptionError, match=r"must hold a config\.json"):
+    with pytest.raises(OptionError, match=r"must (hold|contain) a config\.json"):
         polyhead.load(tmp_path)
 
 

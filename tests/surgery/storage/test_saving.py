@@ -308,6 +308,6 @@ def test_code_that_comes_with_a_folder_is_never_run(tmp_path):
         config["model_type"] = "own"
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-        with pytest.raises(OptionError, match="comes with code of its own"):
+        with pytest.raises(OptionError, match="requires custom code"):
             load(folder)
     assert not (tmp_path / "ran").exists()

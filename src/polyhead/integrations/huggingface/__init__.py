@@ -1,8 +1,7 @@
-"""polyhead as an attention implementation of Hugging Face transformers: `register()`, then `"polyhead"` is a name.
+"""polyhead as an attention implementation of Hugging Face transformers, registered as `"polyhead"` by `register()`.
 
-transformers asks two registries for a name: one for the function that computes attention, one for the function that
-makes the mask. A name missing from the second silently loses its mask, so `register` always fills both. transformers
-itself is imported by `register` and not before.
+transformers has two registries: attention functions and mask functions. An implementation without an entry in the
+second silently loses its mask, so `register` always fills both. transformers is only imported by `register`.
 """
 
 from polyhead.integrations.huggingface.described_masks import DescribedMask

@@ -1,9 +1,8 @@
-"""Which keyword arguments reach an attention function of transformers, and what becomes of each.
+"""Check the keyword arguments that transformers passes to an attention function.
 
-A model passes its own `**kwargs` down to the attention, so beside the arguments of the attention itself arrive flags
-and inputs that other parts of the model have read already. What is known to be such plumbing is let through in
-silence. Everything else that holds a value is refused by name: it might change the result, and an argument that is
-swallowed gives a wrong number. `attend` honours the arguments in its own signature.
+Models pass their own `**kwargs` down to the attention, so its arguments are mixed with flags and inputs for other parts
+of the model. Those known not to affect attention are ignored. Any other argument with a value raises: it might change
+the result, and ignoring it would silently give wrong numbers. `attend` supports the arguments in its own signature.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 
-# Each name with the reason why it cannot be honoured.
+# Unsupported arguments, with the reason.
 REFUSED: Mapping[str, str] = {
     "cache": "a paged cache of continuous batching is updated inside the attention function",
-    "block_indices": "a selection of key blocks has a block size that the attention function is not told",
-    "block_table": "a paged cache keeps its keys in blocks",
+    "block_indices": "the block size of a selection of key blocks is not passed to the attention function",
+    "block_table": "a paged cache stores its keys in blocks",
     "block_mask": "it is a mask of flex attention; pass a 4-D tensor as attention_mask",
     "mask_mod": "it is a mask of flex attention; pass a 4-D tensor as attention_mask",
-    "score_mod": "a function of the logits cannot be described; pass values to add as position_bias",
+    "score_mod": "functions of the logits are not supported; pass values to add as position_bias",
     "alibi": "pass the bias itself as position_bias",
     "alibi_slopes": "pass the bias itself as position_bias",
     "use_top_left_mask": "causality here is aligned to the last key, as the masks of transformers are",
@@ -36,20 +35,20 @@ REFUSED: Mapping[str, str] = {
     "sinks": "the learned sinks are called s_aux",
 }
 
-# Read by the model, by a layer beside the attention, or by nobody; none changes what attention computes from its query,
-# key, value and mask.
+# Arguments that are used by the model, by other layers, or not at all; none affects what attention computes from its
+# query, key, value and mask.
 PLUMBING = frozenset(
     {
-        # Where tokens stand: rotary embeddings and the cache have used it, and the mask says the rest.
+        # Positions: already used by rotary embeddings, the cache and the mask.
         "position_ids", "cache_position", "position_embeddings", "padding_cache", "rope_deltas",
-        # The cache and the switches of a forward.
+        # The cache and options of a forward.
         "past_key_values", "past_key_value", "use_cache", "cache_params", "shared_kv_states", "return_dict",
         "num_items_in_batch", "logits_to_keep", "loss_kwargs", "labels", "mems", "is_first", "query_length",
         "next_sequence_length", "is_first_iteration", "max_seqlen", "training",
-        # Other implementations' knobs of speed; they compute the same.
+        # Performance options of other implementations, which do not change the result.
         "max_length_q", "max_length_k", "kernel_options", "deterministic", "target_dtype", "attn_implementation",
         "implementation",
-        # Masks that the model has already turned into the one it hands over, or that other layers read.
+        # Masks that the model has already combined into attention_mask, or that other layers read.
         "encoder_attention_mask", "decoder_attention_mask", "merged_attention_mask", "conv_attention_mask",
         "conv_mask", "mamba_attention_mask", "feature_attention_mask", "input_features_mask", "pixel_mask",
         "padding_mask", "cross_attention_mask", "image_attention_mask", "pair_attention_mask", "prompt_mask",
@@ -65,13 +64,13 @@ PLUMBING = frozenset(
         "t_cond", "modality", "per_layer_inputs", "deepstack_visual_embeds",
     }
 )  # fmt: skip
-# The same by the shape of the name: what to return, and tokens, pictures and sounds before they were embedded.
+# The same by prefix and suffix: output options, and tokens, images and audio before embedding.
 PLUMBING_STARTS = ("output_", "return_", "pixel_", "input_", "inputs_")
 PLUMBING_ENDS = ("_ids", "_embeds", "_grid_thw", "_position_embeddings", "_embeddings", "_labels", "_sizes")
 
 
 def refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    """Raise for the first argument that holds a value and is not known to leave the result alone."""
+    """Raise for the first argument that has a value and is not known to leave the result unchanged."""
     for name, value in arguments.items():
         if value is None or value is False or name in PLUMBING:
             continue
@@ -79,4 +78,4 @@ def refuse_unknown(arguments: Mapping[str, Any]) -> None:
             continue
         kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         reason = REFUSED.get(name, "it may change what attention computes, and polyhead does not know how")
-        raise OptionError(f"polyhead attention does not honour the argument {name!r}, got {kind}: {reason}")
+        raise OptionError(f"polyhead attention does not support the argument {name!r}, got {kind}: {reason}")

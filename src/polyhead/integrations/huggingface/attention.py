@@ -1,4 +1,4 @@
-"""The attention function: what transformers hands over, said in the words of `polyhead.attention`."""
+"""Attention function for transformers: translates its arguments to those of `polyhead.attention`."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from polyhead.ops.common.dropout import draw_seed, keep_tile
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.uneven_groups import select_heads, uneven_attention
 
-# A module under this name says which KV head each query head reads, where groups are not even.
+# Module attribute with the KV head of each query head, for uneven groups.
 KEY_HEADS = "polyhead_key_heads"
-# Families whose eager attention scales its output by what a learned sink leaves, and returns weights that sum to one.
-SINKS_APART = ("granite_swa", "granitemoe_swa")
+# Families whose eager attention applies learned sinks to the output but returns weights that sum to 1.
+SINKS_NOT_IN_WEIGHTS = ("granite_swa", "granitemoe_swa")
 
 
 class WatchedCall(Protocol):
-    """One call that somebody watches: what is to be told of it, whom to tell, and a factor for each head."""
+    """One observed call: the requested statistics, the gates of its heads, and a callback for the result."""
 
     requested: Statistics | None
-    whole: bool  # whether the log-sum-exp is wanted as well, for a second look
+    has_collectors: bool  # whether to compute the log-sum-exp, which collectors need
     gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
 
     def notify(self, attended: Attended) -> None: ...
 
 
 class Watcher(Protocol):
-    """Who watches a module: asked before every call, None where this one is left alone."""
+    """Observer of a module that is queried before every attention call; None if the call is not observed."""
 
     def begin(
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
     ) -> WatchedCall | None: ...
 
 
-# By module and not by context: what a backward computes again runs in a thread of autograd's own.
+# Keyed by module rather than a context variable: recomputation in a backward runs in an autograd thread.
 WATCHERS: dict[nn.Module, Watcher] = {}
 
 
@@ -68,40 +68,41 @@ def attend(
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as models of transformers call it: [batch, heads, queries, head_dim] in, queries before heads out.
+    """Compute attention with the signature of transformers' attention functions.
 
-    Keys and values keep their own number of heads. Weights come back where the caller asked for `output_attentions`,
-    as eager gives them: in the dtype of the query, after dropout, without the share of a learned sink.
+    Takes [batch, heads, queries, head_dim] and returns [batch, queries, heads, value_dim]. Keys and values have
+    num_kv_heads heads. Weights are returned if `output_attentions` was requested, and match eager attention: in the
+    dtype of the query, after dropout, without the weight of a learned sink.
     """
     refuse_unknown(kwargs)
     if head_mask is not None and layer_head_mask is not None:
-        raise OptionError("give head_mask or layer_head_mask, got both")
+        raise OptionError("pass head_mask or layer_head_mask, got both")
     if position_bias is not None and attention_mask is not None and _is_additive(attention_mask):
         position_bias, attention_mask = position_bias + attention_mask, None  # kernels read one bias
         is_causal, sliding_window = False, None
-    mask, key, value = _mask(module, query, key, value, attention_mask, is_causal, sliding_window)
+    mask, key, value = _mask_and_keys(module, query, key, value, attention_mask, is_causal, sliding_window)
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     if position_bias is not None:
-        mask = _both(mask, Mask.bias(_four_dimensional(position_bias, keys), zero_one=True))
-    for more in (_selected(indices, keys), _documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, query, key)):
-        mask = _both(mask, more)
+        mask = _intersect(mask, Mask.bias(_four_dimensional(position_bias, keys), zero_one=True))
+    for extra_mask in (_selected_keys(indices, keys), _documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, query, key)):
+        mask = _intersect(mask, extra_mask)
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling.to(query.dtype), 1.0
     if key.shape[0] == 1 != batch:
         key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
-    wanted = _wants_weights(output_attentions)
+    with_weights = _weights_requested(output_attentions)
     rate = float(dropout) if getattr(module, "training", False) else 0.0
-    seed = draw_seed(query.device) if wanted and rate else None
+    seed = draw_seed(query.device) if with_weights and rate else None
     key_heads = getattr(module, KEY_HEADS, None)
     watcher = None if torch.compiler.is_compiling() else WATCHERS.get(module)
     if key_heads is not None and (watcher is not None or seed is not None):
-        # Who watches knows of even groups alone, and so does the mask of dropout that weights are told with.
+        # Observers and the dropout mask for returned weights only support even groups.
         key, value, key_heads = select_heads(key, key_heads), select_heads(value, key_heads), None
     watched = None if watcher is None else watcher.begin(module, query, key, mask, learned_sinks=s_aux is not None)
     sinks = None if s_aux is None else s_aux.reshape(-1)
-    attending = attention if key_heads is None else partial(uneven_attention, key_heads=key_heads)
-    result = attending(
+    attention_function = attention if key_heads is None else partial(uneven_attention, key_heads=key_heads)
+    result = attention_function(
         query,
         key,
         value,
@@ -111,21 +112,21 @@ def attend(
         sinks=sinks,
         dropout=rate,
         seed=seed,
-        weights=wanted,
+        weights=with_weights,
         statistics=None if watched is None else watched.requested,
-        logsumexp=watched is not None and watched.whole,
-        finite=True,  # as transformers' own attention: nobody looks for NaN in keys that are hidden
+        logsumexp=watched is not None and watched.has_collectors,
+        finite=True,  # like transformers' own attention, do not check masked keys for NaN
     )
     if watched is not None:
         watched.notify(Attended(query, key, value, result, mask, scaling, softcap, sinks))
     output, weights = result.output, result.weights
     if weights is not None:
         weights = weights.to(query.dtype)
-        if s_aux is not None and _family(module) in SINKS_APART:
+        if s_aux is not None and _family(module) in SINKS_NOT_IN_WEIGHTS:
             weights = weights / weights.sum(-1, keepdim=True)
         if seed is not None:
-            kept = keep_tile(seed, rate, batch, heads, (0, queries), (0, keys))
-            weights = torch.where(kept, weights / (1 - rate), 0.0)
+            keep_mask = keep_tile(seed, rate, batch, heads, (0, queries), (0, keys))
+            weights = torch.where(keep_mask, weights / (1 - rate), 0.0)
     gates = _gates(head_mask if layer_head_mask is None else layer_head_mask, heads)
     if watched is not None and watched.gate is not None:
         output = output * gate_factors(watched.gate, batch, heads, queries).to(output.dtype)
@@ -135,7 +136,7 @@ def attend(
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _mask(
+def _mask_and_keys(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -144,12 +145,12 @@ def _mask(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> tuple[Mask | None, Tensor, Tensor]:
-    """Who may attend to whom, by the rules of transformers' own function for sdpa, and the keys that are left.
+    """Return the mask and the visible part of keys and values, by the rules of transformers' sdpa function.
 
-    A mask that arrives says all, window included. Without one a module that is causal is causal, except for a single
-    query, which is the last; and the first query then stands beside the first key, the rest of a preallocated cache
-    being empty. A module that does not say is not causal: our mask function never leaves a causal model without a mask,
-    and an encoder such as splinter's says nothing.
+    A given mask is complete, including the sliding window. Without one, a causal module uses a causal mask, except for
+    a single query, which is the last token; the first query is then aligned with the first key, since the rest of a
+    preallocated cache is empty. A module without `is_causal` is not causal: our mask function always returns a mask for
+    causal models, and encoders such as splinter's do not set it.
     """
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is not None:
@@ -170,10 +171,10 @@ def _as_mask(attention_mask: Tensor, batch: int, queries: int, keys: int) -> Mas
         raise MaskError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     if isinstance(attention_mask, DescribedMask):
         if (attention_mask.shape[0], *attention_mask.shape[2:]) == (batch, queries, keys):
-            # Somebody may have written into the values. A compiled graph can read them and not call a method.
+            # The values may have been modified in place. A compiled graph can read the attribute but not call `dense`.
             made = attention_mask.made
             return attention_mask.description if made is None else Mask.bias(made, zero_one=True)
-        attention_mask = attention_mask.dense()  # a description is bound to the sizes it was made for
+        attention_mask = attention_mask.dense()  # a description is only valid for its own sizes
     if attention_mask.dtype is torch.bool:
         return Mask.dense(_four_dimensional(attention_mask, keys))
     if attention_mask.is_floating_point():
@@ -185,9 +186,9 @@ def _as_mask(attention_mask: Tensor, batch: int, queries: int, keys: int) -> Mas
 
 
 def _four_dimensional(tensor: Tensor, keys: int) -> Tensor:
-    """[batch or 1, heads or 1, queries or 1, keys], by the rules of broadcasting.
+    """Broadcast to [batch or 1, heads or 1, queries or 1, keys].
 
-    A mask made for a longer, preallocated cache is cut to the keys there are.
+    A mask for a longer, preallocated cache is truncated to the existing keys.
     """
     if tensor.ndim < 4:
         tensor = tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape))
@@ -205,30 +206,30 @@ def _is_additive(attention_mask: Tensor) -> bool:
     return isinstance(attention_mask, Tensor) and attention_mask.is_floating_point() and not described
 
 
-def _both(mask: Mask | None, more: Mask | None) -> Mask | None:
-    return more if mask is None else mask if more is None else mask & more
+def _intersect(mask: Mask | None, other: Mask | None) -> Mask | None:
+    return other if mask is None else mask if other is None else mask & other
 
 
-def _selected(indices: Tensor | None, keys: int) -> Mask | None:
-    """The keys an indexer picked for each query, [batch, queries, picked]; the others are hidden."""
+def _selected_keys(indices: Tensor | None, keys: int) -> Mask | None:
+    """Return a mask of the keys that an indexer selected for each query, [batch, queries, selected]."""
     if indices is None:
         return None
     if indices.ndim != 3:
-        raise OptionError(f"indices must be [batch, queries, picked keys], got shape {list(indices.shape)}")
-    seen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
-    return Mask.dense(seen.scatter(-1, indices.long(), True)[:, None])
+        raise OptionError(f"indices must be [batch, queries, selected keys], got shape {list(indices.shape)}")
+    selected = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
+    return Mask.dense(selected.scatter(-1, indices.long(), True)[:, None])
 
 
 def _documents(
     ends_q: Tensor | None, ends_k: Tensor | None, seq_idx: Tensor | None, query: Tensor, key: Tensor
 ) -> Mask | None:
-    """Packed sequences, said by their cumulative lengths in one flat row or by the number of each token's sequence."""
+    """Return a mask of packed sequences, from cumulative lengths of one flat row or from sequence indices."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     mask = None
     if ends_q is not None or ends_k is not None:
         if batch != 1 or ends_q is None or ends_k is None or queries != keys:
             raise OptionError(
-                "cu_seq_lens_q and cu_seq_lens_k go together and speak of one flat row of as many queries as keys, "
+                "cu_seq_lens_q and cu_seq_lens_k must both be passed, for a batch of 1 with as many queries as keys, "
                 f"got {batch} rows of {queries} queries and {keys} keys"
             )
         index = torch.arange(keys, device=key.device)
@@ -237,7 +238,7 @@ def _documents(
     if seq_idx is not None:
         if tuple(seq_idx.shape) not in ((batch, keys), (1, keys)) or queries != keys:
             raise OptionError(
-                f"seq_idx must be [batch, sequence] of as many queries as keys, got shape {list(seq_idx.shape)} "
+                f"seq_idx must be [batch, sequence], with as many queries as keys, got shape {list(seq_idx.shape)} "
                 f"for {queries} queries and {keys} keys"
             )
         more = Mask.documents(seq_idx)
@@ -246,7 +247,7 @@ def _documents(
 
 
 def _gates(head_mask: Tensor | None, heads: int) -> Tensor | None:
-    """A factor for each head, [batch or 1, heads, 1, 1]."""
+    """Return one factor per head, [batch or 1, heads, 1, 1]."""
     if head_mask is None:
         return None
     if tuple(head_mask.shape) == (heads,):
@@ -259,11 +260,11 @@ def _gates(head_mask: Tensor | None, heads: int) -> Tensor | None:
     return head_mask
 
 
-def _wants_weights(output_attentions: bool | None) -> bool:
-    """Whether the caller of the model asked for the weights.
+def _weights_requested(output_attentions: bool | None) -> bool:
+    """Return whether the caller of the model requested the attention weights.
 
-    Some models do not hand the flag on, or hand on their own default; transformers then gathers the weights with hooks,
-    and says so in the list it has open for them.
+    Some models do not pass the flag on, or pass their own default; transformers then captures the weights with hooks,
+    which is visible in its active output collector.
     """
     if output_attentions:
         return True
@@ -271,6 +272,6 @@ def _wants_weights(output_attentions: bool | None) -> bool:
 
     collector = output_capturing._active_collector
     if torch.compiler.is_compiling() and not getattr(collector, "compiling", False):
-        return False  # no list was opened inside this graph, and a graph cannot look outside
+        return False  # no collector was opened inside this graph, and a graph cannot read outer state
     collected = collector.get()
     return collected is not None and any(name.endswith("attentions") for name in collected)

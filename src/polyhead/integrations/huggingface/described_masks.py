@@ -1,10 +1,9 @@
-"""A mask that looks like the tensor transformers expects and holds only its description.
+"""`DescribedMask`: a lazy attention mask, a tensor subclass that stores a `polyhead.Mask` instead of values.
 
-Between the function that makes a mask and the attention that reads it stands code that is not ours: models and
-`generate` ask a mask for its shape, dtype and device, move it, slice it, combine it. `DescribedMask` is a tensor
-[batch, 1, queries, keys] without storage. Passed along, it costs nothing; whoever computes with it meets the values
-that eager attention would be given, made at that moment: 0 where a query may attend, the least number of the dtype
-elsewhere. Every family can work with those; some invert booleans.
+Between the mask function and the attention function, models and `generate` read the mask's shape, dtype and device,
+move it, slice it and combine it. `DescribedMask` is a tensor [batch, 1, queries, keys] without storage. Passing it on
+costs nothing; the first computation materialises the values of eager attention: 0 where a query may attend, the minimum
+of the dtype elsewhere. All families support these; boolean masks are inverted by some.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 
 class DescribedMask(Tensor):
-    """A `polyhead.Mask` in the clothes of an additive tensor [batch, 1, queries, keys].
+    """A `polyhead.Mask` as an additive mask tensor [batch, 1, queries, keys], materialised on demand.
 
     >>> import torch
     >>> from polyhead import Mask
@@ -39,7 +38,7 @@ class DescribedMask(Tensor):
     """
 
     description: Mask
-    made: Tensor | None  # the dense mask, once somebody has computed with it; it then says more than the description
+    made: Tensor | None  # the dense mask once materialised; it may have been modified, so it supersedes the description
     anchor: Tensor
 
     @staticmethod
@@ -63,7 +62,7 @@ class DescribedMask(Tensor):
     ) -> None:
         self.description = description
         self.made = None
-        # torch.compile wants a tensor inside, whatever the mask says.
+        # torch.compile requires at least one inner tensor.
         self.anchor = torch.empty(0, device=device) if anchor is None else anchor
         for name, part in zip(_part_names(description), description.tensors, strict=True):
             setattr(self, name, part)
@@ -85,11 +84,11 @@ class DescribedMask(Tensor):
         plain = tree_map_only(DescribedMask, DescribedMask.dense, (tuple(args), keywords))
         result = function(*plain[0], **plain[1])
         if isinstance(mask, DescribedMask) and _writes_first(function):
-            return mask  # its values were changed in place
+            return mask  # an in-place operation
         return result
 
     def dense(self) -> Tensor:
-        """The values, [batch, 1, queries, keys]; made once and kept, so that what is written into them stays."""
+        """Return the values [batch, 1, queries, keys]; materialised once, so that in-place changes persist."""
         if self.made is None:
             batch, _, queries, keys = self.shape
             visibility = resolve(self.description, batch=batch, heads=1, queries=queries, keys=keys, device=self.device)
@@ -110,7 +109,7 @@ class DescribedMask(Tensor):
             self.device,
         )
 
-    # ---- what torch.compile asks of a tensor that is made of others
+    # ---- protocol of torch.compile for tensor subclasses
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["anchor", *_part_names(self.description)], (_layout(self.description), self.dtype, str(self.device))
@@ -134,7 +133,7 @@ def _part_names(description: Mask) -> list[str]:
 
 
 def _layout(description: Mask) -> tuple[Any, ...]:
-    """Everything of a description that is not a tensor, as values that can be compared."""
+    """Return the non-tensor part of a description as comparable values."""
     return (
         description.left,
         description.right,
@@ -155,15 +154,15 @@ def _rebuild(
     anchor: Tensor | None = None,
 ) -> DescribedMask:
     left, right, sinks, padding, packed, placed, allowed = layout
-    rest = list(parts)
+    remaining = list(parts)
 
-    def take(there: bool = True) -> Any:
-        return rest.pop(0) if there else None
+    def take(present: bool = True) -> Any:
+        return remaining.pop(0) if present else None
 
     # In the order of `Mask.tensors`.
     description = Mask(left=left, right=right, sinks=sinks)
-    description = replace(description, padding=tuple(Padding(take(), take(there), side) for there, side in padding))
-    description = replace(description, packed=tuple(Documents(take(), take(there)) for there in packed))
+    description = replace(description, padding=tuple(Padding(take(), take(present), side) for present, side in padding))
+    description = replace(description, packed=tuple(Documents(take(), take(present)) for present in packed))
     description = replace(description, placed=(take(), take()) if placed else None)
     description = replace(description, allowed=tuple(take() for _ in range(allowed)))
     return DescribedMask(description, shape, dtype, device, anchor)

@@ -1,4 +1,4 @@
-"""Which model families of the installed transformers use its attention interface: read from their sources."""
+"""List the model families of the installed transformers that use its attention interface, from their sources."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal
 
 from polyhead.errors import OptionError
 
-# By lines and words: parsing half a million lines would take ten seconds.
+# Regular expressions instead of `ast`: parsing half a million lines would take ten seconds.
 _CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
-_ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS(?:\.get_interface\(|\[)")
+_USES_INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(?:\.get_interface\(|\[)")
 _COMPUTES = re.compile(
     r"softmax\(|scaled_dot_product_attention\(|multi_head_attention_forward\(|matmul\(|einsum\(|bmm\(", re.IGNORECASE
 )
@@ -21,10 +21,10 @@ _COMPUTES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One folder of `transformers.models`.
+    """A model family: one folder of `transformers.models`.
 
-    `attention` names its classes that ask the interface; `own` those that compute attention by themselves. A family
-    with both is served in part; one without either builds on another family's classes.
+    `attention` lists the classes that use the attention interface, `own` those that compute attention by themselves. A
+    family with both is partly supported; one with neither uses the classes of another family.
     """
 
     name: str
@@ -38,38 +38,38 @@ class Family:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Every family that has a modeling file, by name.
+    """Return all families with a modeling file, sorted by name.
 
-    >>> found = {family.name: family for family in families()}
-    >>> found["llama"].attention, found["bloom"].uses_interface
+    >>> by_name = {family.name: family for family in families()}
+    >>> by_name["llama"].attention, by_name["bloom"].uses_interface
     (('LlamaAttention',), False)
     """
     try:
         import transformers
     except ImportError as error:
         raise OptionError(
-            f"the list of families is read from transformers, got: {error}; pip install 'polyhead[hf]'"
+            f"listing model families needs transformers, got: {error}; install it with: pip install 'polyhead[hf]'"
         ) from error
     assert transformers.__file__ is not None
     root = Path(transformers.__file__).parent / "models"
-    found: dict[str, dict[str, list[str]]] = {}
+    classes_by_family: dict[str, dict[str, list[str]]] = {}
     for path in sorted(root.glob("*/modeling_*.py")):
-        kinds = found.setdefault(path.parent.name, {"asks": [], "computes": [], "named": []})
+        kinds = classes_by_family.setdefault(path.parent.name, {"uses": [], "computes": [], "named": []})
         for name, kind in _attention_classes(path.read_text(encoding="utf-8")):
             kinds[kind].append(name)
     return tuple(
-        # A class that only bears the name counts where nothing else in its family does: its code is in a kernel.
-        Family(name, tuple(kinds["asks"]), tuple(kinds["computes"] or ([] if kinds["asks"] else kinds["named"])))
-        for name, kinds in found.items()
+        # A class recognised by name only counts if its family has no other: its attention is inside a kernel.
+        Family(name, tuple(kinds["uses"]), tuple(kinds["computes"] or ([] if kinds["uses"] else kinds["named"])))
+        for name, kinds in classes_by_family.items()
     )
 
 
-def _attention_classes(source: str) -> Iterator[tuple[str, Literal["asks", "computes", "named"]]]:
-    """The attention classes, and whether they ask the interface, compute by themselves or only bear the name."""
+def _attention_classes(source: str) -> Iterator[tuple[str, Literal["uses", "computes", "named"]]]:
+    """Yield attention classes: those that use the interface, compute attention, or are recognised by name only."""
     _, *parts = _CLASS.split(source)
     for name, body in zip(parts[::2], parts[1::2], strict=True):
-        if _ASKS.search(body):
-            yield name, "asks"
+        if _USES_INTERFACE.search(body):
+            yield name, "uses"
         elif "attention" in name.lower() and _COMPUTES.search(body):
             yield name, "computes"
         elif name.endswith("SelfAttention"):

@@ -1,4 +1,4 @@
-"""Puts our attention and our masks into the registries of transformers, both at once."""
+"""Register polyhead's attention and mask functions with transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "polyhead"
 def register() -> str:
     """Make `"polyhead"` an attention implementation of transformers, and return that name.
 
-    Calling it again changes nothing. Models are switched one by one, and back:
+    Idempotent. Select it per model:
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import polyhead.integrations.huggingface
