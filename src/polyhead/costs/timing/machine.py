@@ -49,8 +49,8 @@ class Sample:
 class HostCost:
     """Host time of one call of a layer with negligible device work, by phase and attention route.
 
-    `launches` is the number that `polyhead.costs.layer_work` counts for that call. On a CPU, where the call and its work
-    run in sequence, the time of the work is subtracted.
+    `launches` is the number that `polyhead.costs.layer_work` counts for that call. On a CPU, where the call and its
+    work run in sequence, the time of the work is subtracted.
     """
 
     phase: Phase
@@ -143,7 +143,7 @@ class Machine:
         copies = [(x.piece.bytes, x.seconds) for x in self.samples if isinstance(x.piece, Traffic)]
         if not copies:
             raise OptionError(
-                f"machine {self.name!r} must have samples of copies, got {len(self.samples)} other samples; recalibrate it"
+                f"machine {self.name!r} must have samples of copies, got {len(self.samples)} others; recalibrate it"
             )
         return tuple(sorted(copies))
 
