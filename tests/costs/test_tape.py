@@ -71,5 +71,5 @@ def test_a_gradient_that_is_passed_on_takes_no_memory():
 
 
 def test_a_layer_of_no_known_kind_is_refused():
-    with pytest.raises(OptionError, match="no memory is known for int"):
+    with pytest.raises(OptionError, match="no memory estimate for int"):
         record_layer(3, None)
