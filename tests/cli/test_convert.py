@@ -44,7 +44,7 @@ def test_a_llama_with_fewer_key_heads_is_stock_and_comes_back(place, tmp_path):
     assert rows["KV heads"] == ["4", "2", "0.50"]
     assert rows["cache bytes per token"][2] == "0.50"
     assert "contexts): final hidden states have a mean cosine of" in shown
-    assert f"Written to {tmp_path / 'one'}, " in shown
+    assert f"Saved to {tmp_path / 'one'}, " in shown
     native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert native.config.num_key_value_heads == 1
     ids = torch.tensor([[2, 9, 14, 30, 3]])

@@ -37,9 +37,9 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert "BertModel" in shown
     assert "tokens of 6 documents, in contexts of up to 96; 8 heads" in shown
     assert "layer  head  0  1  2  3" in shown
-    assert "The most telling" in shown
+    assert "Main findings" in shown
     assert shown.count("•") == 3
-    assert f"Kept in {tmp_path / 'one'}" in shown
+    assert f"Saved to {tmp_path / 'one'}" in shown
     written = {file.name for file in (tmp_path / "one").iterdir()}
     files = {"relations.safetensors", "observations.safetensors", "pictures.safetensors"}
     assert written == {"heads.parquet", "inspection.json"} | files

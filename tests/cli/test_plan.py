@@ -26,7 +26,11 @@ def test_a_layout_by_its_sizes():
     shown = invoke("plan", *SIZES).output
     assert "8/2x64 at 512: 6 layers of 8 heads x 64 over 2 KV heads, d_model 512" in shown
     assert "batch 1, context 1,024, bfloat16; attention layers only" in shown
-    for words in ("3.93 M: Q 1.57 M, K 393 K, V 393 K, O 1.57 M", "0.625 of 4 d_model²", "3 KiB a token, 3 MiB in all"):
+    for words in (
+        "3.93 M: Q 1.57 M, K 393 K, V 393 K, O 1.57 M",
+        "0.625 of 4 d_model²",
+        "3 KiB per token, 3 MiB in total",
+    ):
         assert words in shown
     for title in ("training step", "prefill of the full context", "decode step"):
         assert title in shown

@@ -44,7 +44,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     shown = invoke("prune", place / "bert", "--heads", "0.3, 1.0,0.1", *text, "--output", tmp_path / "pruned").stdout
     assert "without heads 0.1, 0.3, 1.0" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
-    assert f"Written to {tmp_path / 'pruned'}, " in shown
+    assert f"Saved to {tmp_path / 'pruned'}, " in shown
     assert "uneven: plain transformers does not load it: a BertConfig says one number of heads" in shown
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the original" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
@@ -94,9 +94,7 @@ def test_text_is_read_or_held_out_and_never_both(place):
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
     options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--heads", "0.0,0.1,0.2,1.0,1.1,1.2"]
     shown = invoke("prune", place / "bert", *options, "--output", tmp_path / "one").stdout
-    found = re.search(
-        r"held-out text \((\d+) tokens, (\d+) contexts\): .* mean cosine of ([\d.]+) ± ([\d.]+)", shown
-    )
+    found = re.search(r"held-out text \((\d+) tokens, (\d+) contexts\): .* mean cosine of ([\d.]+) ± ([\d.]+)", shown)
     tokens, texts, cosine, error = (float(x) for x in found.groups())
     assert 4 <= texts <= 6
     assert texts * 12 < tokens <= texts * 40

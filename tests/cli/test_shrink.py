@@ -92,7 +92,10 @@ def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
     assert gone == [1, 2, 3]
     assert "For 1.05 times less time on this machine: 3 heads go" in shown
     said = invoke("shrink", place / "llama", "--target", "1.15x-faster", *options, code=2).stderr
-    assert f"at most {1 + 0.02 * gone[-1]:.2f}x-faster, measured here without all removable heads, got 1.15x-faster" in said
+    assert (
+        f"at most {1 + 0.02 * gone[-1]:.2f}x-faster, measured here without all removable heads, got 1.15x-faster"
+        in said
+    )
     gone.clear()
     shown = invoke("shrink", place / "llama", "--target", "1.1x-faster", *options, "--form", "uniform").stdout
     assert gone == [4, 4, 6]
@@ -130,7 +133,10 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
     assert re.search(rf"Searched by 50 measurements: [12] heads? moved between layers; {gained}", shown)
     assert 8 <= seen["rows"] <= 16
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
-    assert "heads moved between layers gained nothing on the text that selects the compensation, and were reverted" in shown
+    assert (
+        "heads moved between layers gained nothing on the text that selects the compensation, and were reverted"
+        in shown
+    )
 
 
 @pytest.mark.parametrize("target", ["1.3x-cache", "1.05x-faster"])

@@ -362,9 +362,7 @@ def test_words_of_a_plan():
     assert layout_words(MIXED) == f"{windowed}; {full}, d_model 24"
     told = dict(facts(plan))
     assert told["cache"] == "160 B per token, 2.97 KiB in total, 1.56 KiB with rolling caches"
-    assert ("", f"{size(plan['decode'].rolling_total)} with rolling caches of 1.56 KiB") in below(
-        plan["decode"]
-    )
+    assert ("", f"{size(plan['decode'].rolling_total)} with rolling caches of 1.56 KiB") in below(plan["decode"])
     assert told["identity"] == "0.667 of 4 d_model², because 6 heads share 2 KV heads"
     shown = {row.name: row for row in rows(plan["decode"])}
     assert list(shown) == [

@@ -214,11 +214,17 @@ def test_the_width_of_a_head_as_t5_says_it():
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"model_type": "mpt", "attn_config": {"kv_n_heads": 2}}, r"attn_config\.kv_n_heads must be null or 6, .*; got 2"),
+        (
+            {"model_type": "mpt", "attn_config": {"kv_n_heads": 2}},
+            r"attn_config\.kv_n_heads must be null or 6, .*; got 2",
+        ),
         ({"model_type": "mpt", "attn_config": {"attn_type": "grouped_query_attention"}}, r"attn_config\.attn_type"),
         ({"model_type": "mpt", "attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln"),
         ({"model_type": "nemotron-nas", "block_configs": [{"attention": {"no_op": True}}]}, "block_configs means"),
-        ({"model_type": "hunyuan", "use_cla": True, "cla_share_factor": 2}, "use_cla means cross-layer sharing of the KV cache"),
+        (
+            {"model_type": "hunyuan", "use_cla": True, "cla_share_factor": 2},
+            "use_cla means cross-layer sharing of the KV cache",
+        ),
         ({"model_type": "hunyuan", "cla_share_factor": 2}, "cla_share_factor means .*got 2 alone"),
         ({"model_type": "mllama_text_model", "cross_attention_layers": [1]}, "cross_attention_layers means"),
     ],

@@ -118,8 +118,8 @@ def shrink(
 
     Selects heads over all layers, with errors weighted by their effect on the model's loss per layer, direction and
     token; the remaining heads compensate by least squares. The curve has two controls: the same heads without
-    compensation, and random heads with it. With --form uniform all layers have the same number of heads and KV heads,
-    so that the model loads in plain transformers.
+    compensation, and random heads with it. With --form uniform all layers keep the same number of heads and KV heads,
+    the largest that reaches the target, so that the model loads in plain transformers.
 
     With --resume DIR every measurement is saved. Repeat the same command to continue an interrupted run with identical
     results; another model, text or option is refused.
