@@ -1,4 +1,4 @@
-"""`python -m examples.demo`: multi-head attention step by step, on paper-sized numbers and then on real sentences."""
+"""`python -m examples.demo`: multi-head attention step by step, on a tiny example and then on sentences."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 def demo(
     sentence: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="A sentence of your own instead of the two; may be given several times."),
+        typer.Option(metavar="TEXT", help="Use this sentence instead of the two built-in ones; repeatable."),
     ] = None,
-    head: Annotated[int, typer.Option(help="Which of the 8 heads' weights to draw, counted from 0.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the untrained layer's weights.")] = 0,
+    head: Annotated[int, typer.Option(metavar="N", help="Head whose attention map is drawn, 0 to 7.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights of the untrained layer.")] = 0,
 ) -> None:
-    """Work through multi-head attention step by step.
+    """Show multi-head attention step by step.
 
-    First three tokens, four channels and two heads, every matrix printed. Then a layer of 512 channels and 8 heads on
-    a sentence in Chinese and one in English, from tokens to attention, with a map of one head's weights and the kernel
-    that ran.
+    First prints every matrix of an example with 3 tokens, d_model 4 and 2 heads. Then runs a layer with d_model 512 and
+    8 heads on a Chinese and an English sentence, and shows one head's attention map and the kernel that ran.
     """
     from rich.console import Console
 
@@ -43,8 +42,8 @@ def demo(
     except OptionError as error:
         raise typer.BadParameter(str(error), param_hint="--sentence") from None
     _show_worked_example(console)
-    for seen in traces:
-        _show_sentence(seen, head, console)
+    for trace in traces:
+        _show_sentence(trace, head, console)
 
 
 def _show_worked_example(console: Console) -> None:
@@ -57,12 +56,12 @@ def _show_worked_example(console: Console) -> None:
         console.print(side_by_side(*(matrix(title, values, console, styles=styles) for title, values in named)))
 
     def show_heads(*named: tuple[str, Tensor]) -> None:
-        """A line a head, in the head's colour; {0} in a title becomes its number."""
+        """Print one line per head in the head's colour; {0} in a title is replaced by its number."""
         for head, style in enumerate(HEAD_STYLES):
             show(*((title.format(head + 1), values[head]) for title, values in named), styles=(style,))
 
     _heading("Multi-head attention by hand: 3 tokens, d_model 4, 2 heads", console)
-    _step(1, "The tokens, one a row, and the four weight matrices", console)
+    _step(1, "The tokens, one per row, and the four weight matrices", console)
     show(("X", example.tokens), styles=("",))
     show(("W_Q", example.query_weight), ("W_K", example.key_weight), ("W_V", example.value_weight))
     show(("W_O", example.output_weight), styles=("",))
@@ -74,56 +73,56 @@ def _show_worked_example(console: Console) -> None:
     show_heads(("Q{0} K{0}^T", example.products), ("S{0} = Q{0} K{0}^T / sqrt(2)", example.scores))
     _step(5, "Softmax: each row becomes weights that sum to one", console)
     show_heads(("A{0} = softmax(S{0})", example.weights))
-    _step(6, "Mix: each head's output is its weights times its values", console)
+    _step(6, "Weighted sum: each head's output is its weights times its values", console)
     show_heads(("H{0} = A{0} V{0}", example.head_outputs))
-    _step(7, "Concatenate the heads, and mix them with W_O", console)
+    _step(7, "Concatenate the heads, and project with W_O", console)
     show(("Concat(H1, H2)", example.concatenated))
     show(("Concat(H1, H2) W_O", example.output), styles=("",))
     console.print(
-        f"\npolyhead.MultiHeadAttention with these weights (backend {example.backend}) gives the same output: "
-        f"the largest difference is {example.largest_difference:.1e}."
+        f"\npolyhead.MultiHeadAttention with these weights (backend {example.backend}) returns the same output: "
+        f"the maximum difference is {example.largest_difference:.1e}."
     )
 
 
-def _show_sentence(seen: SentenceTrace, head: int, console: Console) -> None:
+def _show_sentence(trace: SentenceTrace, head: int, console: Console) -> None:
     from polyhead.cli.drawing import heat_map, labelled
 
-    heads, width = seen.queries.shape[1], seen.output.shape[-1]
+    heads, width = trace.queries.shape[1], trace.output.shape[-1]
     _heading(f"A sentence through one layer: d_model {width}, {heads} heads", console)
     steps = (
-        ("sentence", seen.text),
-        ("tokens", " ".join(seen.tokens)),
-        ("ids", " ".join(str(i) for i in seen.ids[0].tolist()) + f"  (of a vocabulary of {len(seen.vocabulary)})"),
-        ("embedding", f"{_shape(seen.embedded)}  [batch, tokens, d_model]"),
-        ("+ position", f"{_shape(seen.positioned)}  sinusoidal"),
-        ("Q, K, V", f"{_shape(seen.queries)}  [batch, heads, tokens, d_k]"),
-        ("weights", f"{_shape(seen.weights)}  [batch, heads, queries, keys]"),
-        ("output", f"{_shape(seen.output)}  [batch, tokens, d_model]"),
+        ("sentence", trace.text),
+        ("tokens", " ".join(trace.tokens)),
+        ("ids", " ".join(str(i) for i in trace.ids[0].tolist()) + f"  (vocabulary of {len(trace.vocabulary)})"),
+        ("embedding", f"{_shape(trace.embedded)}  [batch, tokens, d_model]"),
+        ("+ position", f"{_shape(trace.positioned)}  sinusoidal"),
+        ("Q, K, V", f"{_shape(trace.queries)}  [batch, heads, tokens, d_k]"),
+        ("weights", f"{_shape(trace.weights)}  [batch, heads, queries, keys]"),
+        ("output", f"{_shape(trace.output)}  [batch, tokens, d_model]"),
     )
-    console.print(labelled([(name, what, "") for name, what in steps]))
+    console.print(labelled([(name, value, "") for name, value in steps]))
     console.print(
-        f"\n[bold]Weights of head {head}[/bold]: queries down, keys across. The layer is untrained, so the pattern "
-        "shows the machinery and no grammar."
+        f"\n[bold]Attention map of head {head}[/bold]: queries down, keys across. The layer is untrained, so the "
+        "pattern has no meaning."
     )
-    console.print(heat_map(seen.weights[0, head], seen.tokens, console))
-    console.print(f"\n[bold]Which kernel ran[/bold]: {seen.explanation.kernel} (backend {seen.backend})")
-    console.print(labelled(_reasons(seen.explanation)))
-    console.print(f"For the map, which needs the weights themselves: {seen.weights_explanation.kernel}")
-    console.print(labelled(_reasons(seen.weights_explanation)))
+    console.print(heat_map(trace.weights[0, head], trace.tokens, console))
+    console.print(f"\n[bold]Kernel[/bold]: {trace.explanation.kernel} (backend {trace.backend})")
+    console.print(labelled(_reasons(trace.explanation)))
+    console.print(f"Kernel for the map, which needs the attention weights: {trace.weights_explanation.kernel}")
+    console.print(labelled(_reasons(trace.weights_explanation)))
 
 
 def _reasons(explanation: Explanation) -> list[tuple[str, str, str]]:
-    """A line a backend: its name, what it says, and the style of the line."""
+    """Return one line per backend: its name, its reason, and the style of the line."""
     lines = []
     for choice in explanation.choices:
-        taken = choice.backend == explanation.chosen
+        is_chosen = choice.backend == explanation.chosen
         if not choice.supported:
-            said = "cannot: " + "; ".join(choice.reasons)
-        elif taken:
-            said = f"{choice.kernel}: the first in the order of `auto` that can serve"
+            reason = "unsupported: " + "; ".join(choice.reasons)
+        elif is_chosen:
+            reason = f"{choice.kernel}: the first supported backend in the order of `auto`"
         else:
-            said = f"{choice.kernel}: " + (choice.avoided or "could serve too, and stands later in the order")
-        lines.append((("-> " if taken else "   ") + choice.backend, said, "green" if taken else "dim"))
+            reason = f"{choice.kernel}: " + (choice.avoided or "supported, but later in the order of `auto`")
+        lines.append((("-> " if is_chosen else "   ") + choice.backend, reason, "green" if is_chosen else "dim"))
     return lines
 
 

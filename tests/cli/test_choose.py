@@ -22,14 +22,14 @@ def test_layouts_of_a_budget_beside_models_that_people_know():
     assert "32/8x128 at 4096" in shown
     assert "llama3.1-8b: 32/8x128 at 4096" in shown
     assert "deepseek-v3: 128x192 over a latent of 576 at 7168" in shown
-    assert "rank: a head of d channels tells about exp(d / 8) keys apart" in shown
+    assert "rank: a head of d channels distinguishes about exp(d / 8) keys" in shown
     assert "time" not in shown.splitlines()[1]
 
 
 def test_no_more_than_asked_for_and_times_of_a_machine():
     options = ("--dtype", "float32", "--hardware", "cpu-2-cores", "--latency", "1s", "--layers", 4, "--context", 512)
     shown = invoke("choose", "--d-model", 512, *options, "--most", 2).output
-    assert "more; --most shows them" in shown
+    assert "more; show them with --most" in shown
     assert "time" in shown.splitlines()[1]
 
 
@@ -39,7 +39,7 @@ def test_nothing_within_a_budget_is_said():
 
 def test_an_int8_cache_is_chosen_beside_models_that_have_none():
     options = ("choose", "--cache", "4KiB", "--d-model", 512, "--cache-dtype", "int8")
-    assert "note: latents have no int8 cache: that of deepseek-v2-lite," in invoke(*options).output
+    assert "note: latent attention has no int8 cache: deepseek-v2-lite," in invoke(*options).output
     found = json.loads(invoke(*options, "--json").output)
     assert {reference["cache_dtype"] for reference in found["references"]} == {"int8", "bfloat16"}
     assert len(found["notes"]) == 1
@@ -47,7 +47,7 @@ def test_an_int8_cache_is_chosen_beside_models_that_have_none():
 
 def test_a_machine_s_own_dtype_is_taken_with_a_note():
     shown = invoke("choose", "--hardware", "cpu-2-cores", "--d-model", 512, "--cache", "16KiB", "--context", 512).output
-    assert "note: cpu-2-cores was not calibrated in bfloat16: float32 is planned instead" in shown
+    assert "note: cpu-2-cores was not calibrated in bfloat16: planned in float32 instead" in shown
 
 
 def test_json_has_layouts_and_references():
@@ -60,19 +60,19 @@ def test_json_has_layouts_and_references():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--d-model", 512), "a budget limits parameters, cache bytes a token or time, got none of them"),
+        (("--d-model", 512), "a budget must limit parameters, cache bytes per token or time, got no limit"),
         (("--cache", "64KiB"), "without d_model the budget must limit parameters"),
         (("--d-model", 512, "--latency", "2ms"), "needs a calibrated machine"),
         (("--d-model", 512, "--cache", "3x"), "got '3x'"),
         (("--d-model", 512, "--latency", "soon"), "got 'soon'"),
         (("--d-model", 512, "--parameters", "64KiB"), "got '64KiB'"),
-        (("--d-model", 512, "--cache", "64KiB", "--phase", "rest"), "a phase is one of"),
-        (("--d-model", 512, "--cache", "64KiB", "--hardware", "abacus"), "a machine is one of"),
-        (("--d-model", 100, "--cache", "128KiB"), "got d_model 100, which none of them divides; take a multiple of 32"),
+        (("--d-model", 512, "--cache", "64KiB", "--phase", "rest"), "phase must be one of"),
+        (("--d-model", 512, "--cache", "64KiB", "--hardware", "abacus"), "machine must be one of"),
+        (("--d-model", 100, "--cache", "128KiB"), "got d_model 100, which no head_dim divides; use a multiple of 32"),
         (("--parameters", 10), "has 2,621,440 parameters in 32 layers, got a budget of 10; allow more"),
         (("--d-model", 512, "--cache", "64KiB", "--most", -3), "--most must be at least 1, got -3"),
         (("--d-model", 512, "--cache", "64KiB", "--most", 0), "--most must be at least 1, got 0"),
-        (("--d-model", 512, "--cache", "64KiB", "--dtype", "int8"), "layers compute in bfloat16"),
+        (("--d-model", 512, "--cache", "64KiB", "--dtype", "int8"), "dtype must be bfloat16"),
     ],
 )
 def test_bad_input_is_refused(arguments, words):

@@ -42,9 +42,9 @@ def test_a_llama_with_fewer_key_heads_is_stock_and_comes_back(place, tmp_path):
     assert "with 1 KV head in each of 2 layers" in shown
     rows = {line.rsplit(maxsplit=3)[0]: line.split()[-3:] for line in shown.splitlines() if line.count("  ") > 1}
     assert rows["KV heads"] == ["4", "2", "0.50"]
-    assert rows["cache bytes a token"][2] == "0.50"
-    assert "texts that were held out, its last hidden states have a mean cosine of" in shown
-    assert f"Written to {tmp_path / 'one'}, " in shown
+    assert rows["cache bytes per token"][2] == "0.50"
+    assert "contexts): final hidden states have a mean cosine of" in shown
+    assert f"Saved to {tmp_path / 'one'}, " in shown
     native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert native.config.num_key_value_heads == 1
     ids = torch.tensor([[2, 9, 14, 30, 3]])

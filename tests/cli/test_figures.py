@@ -44,9 +44,9 @@ def test_the_issues_commands_compare_each_head_with_itself(place, tmp_path):
     for model, run in ((place / "bert", "one"), (tmp_path / "pr", "two")):
         options = ["--text", place / "text", *SHORT, "--importance", "none", "--save", tmp_path / run]
         shown = invoke("inspect", model, *options).stdout
-    assert "Edited, by the heads of the original: removed 0.1, 1.2; 3 heads have another number" in shown
+    assert "Edited, in head numbers of the original: removed 0.1, 1.2; 3 heads have another number" in shown
     compared = invoke("compare", tmp_path / "one", tmp_path / "two", "--most", 1000).stdout
-    assert "in 6 heads that both have" in compared
+    assert "in 6 common heads" in compared
     assert "only in A: 0.1 removed, 1.2 removed" in compared
     # Nothing before W_O of the first layer has changed, so no head of it looks elsewhere.
     assert re.findall(r"^0\.\d.*(?:entropy|distance|mass).*$", compared, re.MULTILINE) == []
@@ -77,7 +77,7 @@ def test_a_head_that_moved_is_named_in_both(place, tmp_path):
 @pytest.mark.parametrize(("name", "caches"), [("bert", False), ("masked", False), ("llama", True)])
 def test_bytes_of_a_cache_are_counted_where_there_is_one(place, name, caches):
     shown = invoke("prune", place / name, "--heads", "0.1", "--preview").stdout
-    assert ("cache bytes a token" in shown) is caches
+    assert ("cache bytes per token" in shown) is caches
     assert "FLOPs of 512 tokens" in shown
 
 

@@ -37,9 +37,9 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert "BertModel" in shown
     assert "tokens of 6 documents, in contexts of up to 96; 8 heads" in shown
     assert "layer  head  0  1  2  3" in shown
-    assert "The most telling" in shown
+    assert "Main findings" in shown
     assert shown.count("•") == 3
-    assert f"Kept in {tmp_path / 'one'}" in shown
+    assert f"Saved to {tmp_path / 'one'}" in shown
     written = {file.name for file in (tmp_path / "one").iterdir()}
     files = {"relations.safetensors", "observations.safetensors", "pictures.safetensors"}
     assert written == {"heads.parquet", "inspection.json"} | files
@@ -59,7 +59,7 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert "differ beyond sampling error" in compared
     said = " ".join(compared.split())
     columns = "qk_top_share, ov_top_share, total_correlation, output_norm, output_norm_share, effective_rank"
-    assert f"48 of them have no known sampling error and are never marked: {columns}" in said
+    assert f"48 of them have no sampling error and are never marked: {columns}" in said
     assert "never marked" not in invoke(
         "compare", tmp_path / "one", tmp_path / "two", "--statistic", "special_mass"
     ).stdout  # fmt: skip
@@ -72,7 +72,7 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     monkeypatch.setattr(polyhead.inspection, "compare", far_apart)
     few = invoke("compare", tmp_path / "one", tmp_path / "two", "--most", 2).stdout
     assert few.count("+1") == 2
-    assert "… and 1 more; --most shows them" in few
+    assert "… and 1 more; show them with --most" in few
 
 
 def test_ablation_of_a_language_model_and_chosen_statistics(place):
@@ -92,9 +92,9 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
         (("inspect", "MODEL", "--text", "no-such-file.txt"), "no-such-file.txt"),
         (("inspect", "MODEL", "--text", "TEXT", "--context", "3"), "a context must have room"),
         (("inspect", "MODEL", "--text", "TEXT", "--layers", "one"), "layers are numbers"),
-        (("inspect", "MODEL", "--text", "TEXT", "--dtype", "int8"), "a dtype is float32"),
+        (("inspect", "MODEL", "--text", "TEXT", "--dtype", "int8"), "must be float32"),
         (("inspect", "MODEL", "--text", "TEXT", "--statistics", "magic"), "statistics must be among"),
-        (("inspect", "--resume", "nowhere"), "the folder of a run that was saved"),
+        (("inspect", "--resume", "nowhere"), "the folder of a saved run"),
         (("inspect", "--save", "one", "--resume", "one"), "got save as well"),
         (("inspect", "MODEL", "--text", "TEXT", "--resume", "one"), "got model, text as well"),
         (("compare", "nowhere", "nowhere"), "a folder that `polyhead inspect --save` wrote"),
@@ -112,7 +112,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(place, tmp_path):
     options = ["--text", place / "text", "--context", 96, "--device", "cpu", "--importance", "none", "--no-chance"]
     invoke("inspect", place / "bert", *options, "--save", tmp_path)
     before = (tmp_path / "observations.safetensors").read_bytes()
-    assert "holds a run already" in invoke("inspect", place / "bert", *options, "--save", tmp_path, code=2).stderr
+    assert "contains a run already" in invoke("inspect", place / "bert", *options, "--save", tmp_path, code=2).stderr
     assert (tmp_path / "observations.safetensors").read_bytes() == before
     invoke("inspect", "--resume", tmp_path)  # a run that is finished goes on with nothing, and shows it again
     assert (tmp_path / "observations.safetensors").read_bytes() == before

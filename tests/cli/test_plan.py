@@ -25,12 +25,16 @@ def invoke(*arguments: object, code: int = 0) -> Any:
 def test_a_layout_by_its_sizes():
     shown = invoke("plan", *SIZES).output
     assert "8/2x64 at 512: 6 layers of 8 heads x 64 over 2 KV heads, d_model 512" in shown
-    assert "batch 1, context 1,024, bfloat16; attention layers alone" in shown
-    for words in ("3.93 M: Q 1.57 M, K 393 K, V 393 K, O 1.57 M", "0.625 of 4 d_model²", "3 KiB a token, 3 MiB in all"):
+    assert "batch 1, context 1,024, bfloat16; attention layers only" in shown
+    for words in (
+        "3.93 M: Q 1.57 M, K 393 K, V 393 K, O 1.57 M",
+        "0.625 of 4 d_model²",
+        "3 KiB per token, 3 MiB in total",
+    ):
         assert words in shown
-    for title in ("training step", "prefill of the whole context", "decoding the token"):
+    for title in ("training step", "prefill of the full context", "decode step"):
         assert title in shown
-    assert "--hardware predicts times; calibrated are" in shown
+    assert "use --hardware to predict times; calibrated machines:" in shown
 
 
 def test_tokens_that_see_later_ones_meet_more_keys():
@@ -53,7 +57,7 @@ def test_rotary_positions_are_passes_over_memory():
 
 def test_only_the_phases_that_are_asked_for_and_times_of_a_machine():
     shown = invoke("plan", *SIZES, "--phase", "decode", "--dtype", "float32", "--hardware", "cpu-2-cores").output
-    assert "decoding the token" in shown
+    assert "decode step" in shown
     assert "training step" not in shown
     assert "time" in shown
     assert "bound by" in shown
@@ -76,16 +80,16 @@ def test_a_config_of_ours_and_one_of_hugging_face(tmp_path):
     theirs.write_text(json.dumps({"model_type": "mistral", **sizes, "sliding_window": 32}), encoding="utf-8")
     shown = invoke("plan", tmp_path, "--context", 100).output
     assert "2 layers of 4 heads x 16 over 1 KV head and a window of 32" in shown
-    assert "note: cache bytes are of all tokens" in shown
+    assert "note: cache bytes count all tokens" in shown
 
 
 def test_warnings_and_rolling_caches_are_told_in_the_table_and_in_json():
     options = ("plan", "--d-model", 512, "--heads", 512, "--window", 128, "--context", 1000)
     shown = invoke(*options).output
     assert "one channel: 512 heads of one channel each" in shown
-    assert "one channel: heads of one channel make each map of products of single numbers" in shown
-    assert "2 KiB a token, 1.95 MiB in all, 256 KiB in caches that roll with the window" in shown
-    assert "with rolling caches, which take 256 KiB" in shown
+    assert "one channel: with a head_dim of 1 every logit is a product of two scalars" in shown
+    assert "2 KiB per token, 1.95 MiB in total, 256 KiB with rolling caches" in shown
+    assert "with rolling caches of 256 KiB" in shown
     found = json.loads(invoke(*options, "--json").output)
     assert [warned["kind"] for warned in found["warnings"]] == ["one channel", "narrow", "rank"]
     assert found["rolling_cache_bytes"] == found["phases"][2]["rolling_cache"] == 256 * 1024
@@ -94,7 +98,7 @@ def test_warnings_and_rolling_caches_are_told_in_the_table_and_in_json():
 
 def test_a_context_is_the_model_s_own_where_that_is_short_and_beyond_it_only_when_asked():
     assert "context 512" in invoke("plan", "bert-base").output
-    assert "made for contexts up to 512 tokens, got 600" in invoke("plan", "bert-base", "--context", 600, code=2).stderr
+    assert "at most 512 tokens for bert-base, got 600" in invoke("plan", "bert-base", "--context", 600, code=2).stderr
     assert "context 600" in invoke("plan", "bert-base", "--context", 600, "--beyond").output
 
 
@@ -104,7 +108,7 @@ def test_a_context_beyond_one_that_only_transformers_knows_of_is_refused(tmp_pat
     found = {"model_type": "gemma3", "text_config": text, "transformers_version": "4.50.0"}
     (tmp_path / "config.json").write_text(json.dumps(found), encoding="utf-8")
     told = invoke("plan", tmp_path, "--context", 5_000_000, code=2).stderr
-    assert "made for contexts up to 131,072 tokens, got 5,000,000" in told
+    assert "at most 131,072 tokens for llama3.1-8b, got 5,000,000" in told
 
 
 def test_known_models_are_counted_with_the_mask_that_is_asked_for():
@@ -114,8 +118,8 @@ def test_known_models_are_counted_with_the_mask_that_is_asked_for():
     assert pairs("--bidirectional") * 4097 == pairs("--causal") * 2 * 4096
     assert pairs("--causal") == pairs()
     shown = invoke("plan", "bert-base", "--causal", "--phase", "decode").output
-    assert "decoding the token" in shown
-    assert "counted as seeing no later ones, as was asked" in shown
+    assert "decode step" in shown
+    assert "counted as causal, as requested" in shown
 
 
 class _Page(HTMLParser):
@@ -188,13 +192,13 @@ def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("gpt2", "--hardware", "cpu-2-cores"), "got --hardware cpu-2-cores beside it; leave one out"),
+        (("gpt2", "--hardware", "cpu-2-cores"), "got --hardware cpu-2-cores as well; omit one of them"),
         (("no/such/model/at/all",), "there is no such file or folder"),
         (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
-        (("gpt2", "--context", 5000), "made for contexts up to"),
-        (("gpt2", "--dtype", "int8"), "--calibrate measures this machine in"),
+        (("gpt2", "--context", 5000), "context must be at most 1,024 tokens"),
+        (("gpt2", "--dtype", "int8"), "--dtype must be one that --calibrate measures here"),
         (("gpt2", "--dtype", "float12"), "got 'float12'"),
-        (("--heads", 3), "a layout is given by MODEL, by --config or by --d-model with --heads; got none"),
+        (("--heads", 3), "specify one of MODEL, --config, and --d-model with --heads; got none"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_before_anything_is_measured(tmp_path, monkeypatch, arguments, words):
@@ -218,10 +222,10 @@ def test_a_calibration_that_cannot_be_kept_is_not_begun_and_one_that_was_made_is
     monkeypatch.setattr(calibration, "calibrate", measured)
     monkeypatch.setenv("POLYHEAD_MACHINES", str(folder))
     shown = invoke("plan", *SIZES, "--dtype", "float32", "--calibrate").output
-    assert "measured cpu-2-cores, not kept: a machine is kept in a folder that can be written" in shown
+    assert "calibrated cpu-2-cores, not saved: a machine is saved to a writable folder" in shown
     assert "bound by" in shown
     monkeypatch.setattr(calibration, "calibrate", lambda **options: pytest.fail("it was measured"))
-    assert "machines are kept in a folder that can be written" in invoke("plan", "--calibrate", code=2).stderr
+    assert "machines are saved to a writable folder" in invoke("plan", "--calibrate", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -243,23 +247,23 @@ def test_a_file_that_is_no_machine_gets_one_clear_line(tmp_path, content, words)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "a layout is given by MODEL, by --config or by --d-model with --heads; got none"),
+        ((), "specify one of MODEL, --config, and --d-model with --heads; got none"),
         (("gpt2", "--d-model", 512), "got MODEL and --d-model"),
-        (("gpt2", "--heads", 3), "MODEL says how its heads lie, got --heads beside it"),
-        (("gpt2", "--layers", 3), "gpt2 says how many layers it has, got layers 3"),
-        (("--d-model", 512), "needs --heads, got --d-model 512 without it"),
+        (("gpt2", "--heads", 3), "MODEL defines its own heads, got --heads as well"),
+        (("gpt2", "--layers", 3), "gpt2 has a fixed number of layers, got layers 3"),
+        (("--d-model", 512), "--d-model requires --heads, got --d-model 512 without it"),
         (("--d-model", -512, "--heads", 8), "embed_dim must be positive, got -512"),
         (("--d-model", 512, "--heads", 7), "got 512 and 7"),
         (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
         (("gpt2", "--batch", -1), "batch must be a positive integer, got -1"),
         (("gpt2", "--dtype", "float12"), "got 'float12'"),
-        (("gpt2", "--dtype", "int8"), "layers compute in bfloat16, float16, float32 or float64, got int8"),
-        (("gpt2", "--phase", "rest"), "a phase is one of training, prefill, decode; got 'rest'"),
-        (("bert-base", "--phase", "decode"), "decoding needs layers that look back alone"),
-        (("gpt2", "--hardware", "abacus"), "a machine is one of"),
-        (("--config", "nowhere.json"), "--config must name a file, got nowhere.json"),
+        (("gpt2", "--dtype", "int8"), "dtype must be bfloat16, float16, float32 or float64, got int8"),
+        (("gpt2", "--phase", "rest"), "phase must be one of training, prefill, decode; got 'rest'"),
+        (("bert-base", "--phase", "decode"), "decode needs causal layers"),
+        (("gpt2", "--hardware", "abacus"), "machine must be one of"),
+        (("--config", "nowhere.json"), "--config must be an existing file, got nowhere.json"),
         (("./nowhere",), "there is no such file or folder"),
-        (("gpt2", "--output", "nowhere/plan.html"), "a page is one file in a folder that is there"),
+        (("gpt2", "--output", "nowhere/plan.html"), "--output must be a file in an existing folder"),
     ],
 )
 def test_bad_input_gets_one_clear_line(arguments, words):
@@ -273,5 +277,5 @@ def test_a_config_without_heads_is_refused_with_the_fields_it_has(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}), encoding="utf-8")
     result = invoke("plan", file, code=2)
-    assert "a config must say its number of heads (num_attention_heads" in result.stderr
+    assert "a config must contain its number of heads (num_attention_heads" in result.stderr
     assert "its fields are hidden_size, model_type, num_hidden_layers" in result.stderr

@@ -44,9 +44,9 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     shown = invoke("prune", place / "bert", "--heads", "0.3, 1.0,0.1", *text, "--output", tmp_path / "pruned").stdout
     assert "without heads 0.1, 0.3, 1.0" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
-    assert f"Written to {tmp_path / 'pruned'}, " in shown
+    assert f"Saved to {tmp_path / 'pruned'}, " in shown
     assert "uneven: plain transformers does not load it: a BertConfig says one number of heads" in shown
-    assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER gives the original back" in shown
+    assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the original" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
     invoke("prune", place / "bert", "--heads", "0.1,0.3,1.0", "--no-repair", "--output", tmp_path / "plain")
     compensated, plain = polyhead.load(tmp_path / "pruned"), polyhead.load(tmp_path / "plain")
@@ -56,7 +56,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     assert not torch.equal(compensated.get_parameter(name), plain.get_parameter(name))
     back = invoke("undo", tmp_path / "pruned", "--output", tmp_path / "back").stdout
     original = polyhead.load(place / "bert")
-    assert f"Its fingerprint is {fingerprint(original)}, that of the original" in back
+    assert f"Fingerprint {fingerprint(original)}, same as the original" in back
     weights, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", place / "bert"))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], x) for name, x in expected.items())
@@ -94,9 +94,7 @@ def test_text_is_read_or_held_out_and_never_both(place):
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
     options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--heads", "0.0,0.1,0.2,1.0,1.1,1.2"]
     shown = invoke("prune", place / "bert", *options, "--output", tmp_path / "one").stdout
-    found = re.search(
-        r"On (\d+) tokens of (\d+) texts that were held out, .* mean cosine of ([\d.]+) ± ([\d.]+)", shown
-    )
+    found = re.search(r"held-out text \((\d+) tokens, (\d+) contexts\): .* mean cosine of ([\d.]+) ± ([\d.]+)", shown)
     tokens, texts, cosine, error = (float(x) for x in found.groups())
     assert 4 <= texts <= 6
     assert texts * 12 < tokens <= texts * 40
@@ -138,7 +136,7 @@ def test_edits_of_an_edited_model_are_undone_with_those_before(place, tmp_path):
     invoke("undo", tmp_path / "two", "--output", tmp_path / "back")
     assert fingerprint(polyhead.load(tmp_path / "back")) == fingerprint(polyhead.load(place / "bert"))
     half = invoke("merge", tmp_path / "one", "--heads", "1.0+1.2", "--output", tmp_path / "half", "--dtype", "bfloat16")
-    assert "Only these edits can be undone, and not those before them" in half.stdout
+    assert "Only these edits can be undone, not earlier ones" in half.stdout
     invoke("undo", tmp_path / "half", "--output", tmp_path / "half back")
     assert heads(tmp_path / "half back") == [3, 3]
 
@@ -193,18 +191,18 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         (["--heads", "0.0,0.1,0.2,0.3"], "a layer must keep a head, got all 4 heads of layer 0"),
         (["--heads", "0.0,0.0"], "a head is named once"),
         (["--heads", "0-1"], "a head is written LAYER.HEAD, as in 3.7; got '0-1'"),
-        (["--share", "30"], "written like 30%, more than 0% and less than 100%; got '30'"),
-        (["--share", "100%"], "less than 100%; got '100%'"),
-        (["--share", "3%"], "a share of 3.0% must be a head at least, got 8 heads in all"),
+        (["--share", "30"], "a percentage between 0% and 100%, e.g. 30%; got '30'"),
+        (["--share", "100%"], "e.g. 30%; got '100%'"),
+        (["--share", "3%"], "--share must be at least one head, got 3.0% of 8 heads"),
         (["--share", "99%"], "0 to 6 heads can go, one staying in each, got 8"),
-        ([], "name heads with --heads, or say how many with --share; got both or neither"),
+        ([], "specify either --heads or --share; got both or neither"),
         (["--heads", "0.1", "--share", "30%"], "got both or neither"),
-        (["--share", "30%", "--criterion", "luck"], "a criterion is one of compensated, plain, ablation"),
+        (["--share", "30%", "--criterion", "luck"], "--criterion must be one of compensated, plain, ablation"),
         (
             ["--share", "30%", "--stack", "decoder"],
             "stack must be one of encoder.layer.*.attention.self, got 'decoder'",
         ),
-        (["--heads", "0.1", "--form", "flat"], "a form is one of uniform, uneven, padded; got 'flat'"),
+        (["--heads", "0.1", "--form", "flat"], "must be one of uniform, uneven, padded; got 'flat'"),
         (["--heads", "0.1", "--form", "uniform"], "uniform, a model must be one that a native config describes"),
         (["--heads", "0.1", "--text", "{empty}"], "calibration needs some text"),
         (["--heads", "0.1", "--text", "{short}"], "must have at least as many tokens as the heads of"),
@@ -212,7 +210,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         (["--heads", "0.1", "--text", "nowhere.txt"], "there is no such file"),
         (["--heads", "0.1", "--stack", "decoder"], "stack must be one of encoder.layer.*.attention.self"),
         (["--heads", "0.1", "--context", "9999"], "made for contexts of up to 130 tokens, got 9999"),
-        (["--heads", "0.1", "--dtype", "int8"], "a dtype is float32, bfloat16 or float16; got 'int8'"),
+        (["--heads", "0.1", "--dtype", "int8"], "must be float32, bfloat16 or float16; got 'int8'"),
     ],
 )
 def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_path, arguments, words):
@@ -230,7 +228,7 @@ def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--heads", "1.3"], "two heads or more of one layer become one, as in 1.3+1.7; got '1.3'"),
+        (["--heads", "1.3"], "a group must be two or more heads of one layer, e.g. 1.3+1.7; got '1.3'"),
         (["--heads", "0.1+1.2"], "got '0.1+1.2'"),
         (["--heads", "0.1+0.2,0.2+0.3"], "a head is named once, got 0.2 more than once"),
         (["--heads", "0.1+0.1"], "a head is named once, got 0.1 more than once"),
@@ -246,13 +244,13 @@ def test_bad_input_of_merge_is_said_in_a_line_and_nothing_is_written(place, tmp_
 
 def test_an_output_is_needed_unless_only_counted(place):
     said = invoke("prune", place / "bert", "--heads", "0.1", "--no-repair", code=2).stderr
-    assert "name one; or only count with --preview" in " ".join(said.replace("│", " ").split())
+    assert "required unless --preview is used" in " ".join(said.replace("│", " ").split())
     assert "0.88" in invoke("prune", place / "bert", "--heads", "0.1", "--preview").stdout
 
 
 def test_what_cannot_be_undone_is_said(place, tmp_path):
     said = invoke("undo", place / "bert", "--output", tmp_path / "out", code=2).stderr
-    assert "by the record that was saved with them, got" in said
+    assert "undo needs the record saved with an edited model, got" in said
     assert "which is none" in invoke("undo", tmp_path / "nowhere", "--output", tmp_path / "out", code=2).stderr
     invoke("prune", place / "bert", "--heads", "0.1", "--no-repair", "--output", tmp_path / "one", "--form", "padded")
     record = tmp_path / "one" / "polyhead-record.safetensors"

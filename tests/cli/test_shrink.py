@@ -59,7 +59,7 @@ def layouts_of(model: nn.Module) -> list[tuple[int, int]]:
 def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--output", tmp_path / "small"]
     shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options).stdout
-    assert "fidelity of the whole model 1 on the last fifth" in shown
+    assert "fidelity of the original model 1 on the test set" in shown
     shares = re.findall(r"^ *(\d+)% +\d+% +(\S+) ± ", shown, re.MULTILINE)
     assert [share for share, _ in shares] == ["12", "25", "38", "50", "62", "75"]
     assert all(0 < float(value) <= 1 for _, value in shares)
@@ -100,7 +100,10 @@ def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
     assert gone == [1, 2, 3]
     assert "For 1.05 times less time on this machine: 3 heads go" in shown
     said = invoke("shrink", place / "llama", "--target", "1.15x-faster", *options, code=2).stderr
-    assert f"is {1 + 0.02 * gone[-1]:.2f} times faster on this machine, got a target of 1.15x-faster" in said
+    assert (
+        f"at most {1 + 0.02 * gone[-1]:.2f}x-faster, measured here without all removable heads, got 1.15x-faster"
+        in said
+    )
     gone.clear()
     shown = invoke("shrink", place / "llama", "--target", "1.1x-faster", *options, "--form", "uniform").stdout
     assert gone == [4, 4, 6]
@@ -113,7 +116,7 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
     result = invoke("shrink", place / "bert", *options, "--search", "--output", tmp_path / "small")
     curve = [line for line in plain.splitlines() if re.match(r" *\d+% ", line)]
     assert [line for line in result.stdout.splitlines() if re.match(r" *\d+% ", line)] == curve
-    assert "Search for heads by up to 89 measurements of the fidelity" in result.stderr  # 1 + 6 + 2 + 80
+    assert "Search heads, up to 89 measurements of the fidelity" in result.stderr  # 1 + 6 + 2 + 80
     assert "For 25% fewer heads: 2 heads go, repaired" in result.stdout
     (told,) = re.findall(r"^Searched by (\d+) measurements: ", result.stdout, re.MULTILINE)
     assert 9 < int(told) <= 89
@@ -134,11 +137,14 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
     monkeypatch.setattr("polyhead.cli.shrink.show_curve", lambda *x: None)
     monkeypatch.setattr(shrinking.Shrinker, "worth", lambda self, gone, quality: next(worth))
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
-    gained = "on the text that repair is chosen on fidelity 0.9 instead of 0.8, of the whole model 1"
+    gained = "on the text that selects the compensation fidelity 0.9 instead of 0.8, original model 1"
     assert re.search(rf"Searched by 50 measurements: [12] heads? moved between layers; {gained}", shown)
     assert 8 <= seen["rows"] <= 16
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
-    assert "heads moved between layers gained nothing on the text that repair is chosen on, and none was" in shown
+    assert (
+        "heads moved between layers gained nothing on the text that selects the compensation, and were reverted"
+        in shown
+    )
 
 
 @pytest.mark.parametrize("target", ["1.3x-cache", "1.05x-faster"])
@@ -147,7 +153,7 @@ def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
     shown = invoke("shrink", place / "llama", *options, "--search").stdout
     assert "Searched by " in shown
     if target == "1.3x-cache":
-        (line,) = [line for line in shown.splitlines() if line.startswith("cache bytes a token")]
+        (line,) = [line for line in shown.splitlines() if line.startswith("cache bytes per token")]
         assert float(line.split()[-1]) <= 1 / 1.3
     else:
         (left,) = re.findall(r"; (\d+)% of the FLOPs of the whole model", shown)
@@ -159,7 +165,7 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--output", tmp_path / "small").stdout
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
-    assert "heads/KV heads that stay in every layer; ± is" in shown
+    assert "heads/KV heads left in every layer; ± is" in shown
     assert "For 40% fewer heads: 4 heads go, 2/2 heads/KV heads stay in every layer, repaired" in shown
     assert "uniform: plain transformers loads it as LlamaForCausalLM" in shown
     assert layouts(tmp_path / "small") == [(2, 2), (2, 2)]
@@ -190,7 +196,7 @@ def test_options_say_what_they_do():
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", invoke("shrink", "--help").stdout).split())
     assert "--search" in shown
     assert (
-        "Move heads between layers (with --form uniform: exchange them within layers) while the model measures" in shown
+        "move removals between layers (with --form uniform: swap heads within layers) while quality improves" in shown
     )
     assert "With --form uniform every layer keeps as many heads and KV heads" in shown
 
@@ -200,17 +206,17 @@ def test_options_say_what_they_do():
     [
         (["--target", "half"], "a target is a share of the heads that go"),
         (["--target", "0.5x-cache"], "a target is a share of the heads that go"),
-        (["--target", "30%-heads"], "text such as the model will read, got none; give some with --text FILE"),
-        (["--target", "30%-heads", "--text", "T", "--metric", "charm"], "a metric is perplexity or fidelity"),
-        (["--target", "30%-heads", "--text", "T", "--measured"], "--measured is for a target such as 1.2x-faster"),
+        (["--target", "30%-heads"], "--text is required: text like the model's inputs"),
+        (["--target", "30%-heads", "--text", "T", "--metric", "charm"], "--metric must be perplexity or fidelity"),
+        (["--target", "30%-heads", "--text", "T", "--measured"], "--measured needs a target such as 1.2x-faster"),
         (
             ["--target", "1.2x-faster", "--text", "T", "--measured", "--search"],
-            "--search moves heads while a target that",
+            "--search needs a target that is counted",
         ),
         (["--target", "30%-heads", "--text", "T", "--form", "uniform", "--criterion", "plain"], "go by the criterion"),
-        (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity is of a causal model"),
+        (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity needs a causal model"),
         (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
-        (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "five contexts at least"),
+        (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "at least five contexts"),
         (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "a criterion is one of compensated"),
     ],
 )
@@ -265,4 +271,4 @@ def test_points_of_a_small_model_are_measured_and_taken_up_again(place, tmp_path
     assert all(set(result.figures) == {"report"} for result in drawn)
     said = measure(*options, "--shares", "half", code=2).stderr
     assert "shares of heads are written as 20%,50%" in said
-    assert "a share is I/N" in measure(*options, "--share", "3/2", code=2).stderr
+    assert "a part must be I/N" in measure(*options, "--share", "3/2", code=2).stderr

@@ -109,7 +109,7 @@ def test_models_of_latents_have_no_int8_cache_and_are_shown_with_the_one_they_ha
     assert found["llama3.1-8b"].cache_bytes_per_token == 32 * (2 * 8 * 128 + 2 * 8 * 4)
     assert found["deepseek-v3"].cache_bytes_per_token == 61 * 576 * 2
     assert choices.notes == (
-        "latents have no int8 cache: that of deepseek-v2-lite, deepseek-v2, deepseek-v3 is in bfloat16",
+        "latent attention has no int8 cache: deepseek-v2-lite, deepseek-v2, deepseek-v3 cached in bfloat16",
     )
     assert choose(budget, d_model=512, context=512).notes == ()
 
@@ -120,11 +120,11 @@ def test_a_machine_that_was_not_calibrated_in_bfloat16_is_asked_in_what_it_was()
     unsaid = choose(budget, **options)
     requested = choose(budget, **options, dtype=torch.float32)
     assert (unsaid.found, unsaid.references) == (requested.found, requested.references)
-    assert unsaid.notes == ("cpu-2-cores was not calibrated in bfloat16: float32 is planned instead",)
+    assert unsaid.notes == ("cpu-2-cores was not calibrated in bfloat16: planned in float32 instead",)
     assert requested.notes == ()
     with pytest.raises(OptionError, match="was calibrated in float32, got bfloat16"):
         choose(budget, **options, dtype=torch.bfloat16)
-    with pytest.raises(DtypeError, match=r"layers compute in bfloat16, .* got int8"):
+    with pytest.raises(DtypeError, match=r"dtype must be bfloat16, .* got int8"):
         choose(budget, d_model=512, dtype=torch.int8)
 
 
@@ -138,14 +138,14 @@ def test_a_choice_as_a_dictionary_has_its_config_and_its_warnings():
 @pytest.mark.parametrize(
     ("budget", "options", "words"),
     [
-        ({}, {"d_model": 512}, "got none of them"),
+        ({}, {"d_model": 512}, "got no limit"),
         ({"parameters": 0}, {"d_model": 512}, "parameters of a budget must be positive, got 0"),
         ({"seconds": -1.0}, {"d_model": 512}, "seconds of a budget must be positive, got -1.0"),
         ({"seconds": 0.01}, {"d_model": 512}, "needs a calibrated machine"),
         ({"cache_bytes_per_token": 4096}, {}, "without d_model the budget must limit parameters"),
         ({"parameters": 10**6}, {"d_model": -512}, "d_model must be a positive integer, got -512"),
         ({"parameters": 10**6}, {"d_model": 512, "layers": 0}, "layers must be a positive integer, got 0"),
-        ({"parameters": 10**6}, {"d_model": 512, "phase": "rest"}, "a phase is one of training, prefill, decode"),
+        ({"parameters": 10**6}, {"d_model": 512, "phase": "rest"}, "phase must be one of training, prefill, decode"),
         (
             {"cache_bytes_per_token": 4096},
             {"d_model": 512, "latents": True, "cache_dtype": torch.int8},
@@ -154,10 +154,10 @@ def test_a_choice_as_a_dictionary_has_its_config_and_its_warnings():
         (
             {"cache_bytes_per_token": 2**17},
             {"d_model": 100},
-            "heads have 32, 64, 96, 128, 192 or 256 channels and are together as wide as the model, got d_model 100, "
-            "which none of them divides; take a multiple of 32",
+            r"head_dim is 32, 64, 96, 128, 192 or 256 and num_heads \* head_dim is d_model, got d_model 100, "
+            "which no head_dim divides; use a multiple of 32",
         ),
-        ({"parameters": 10**9}, {"d_model": 100}, "half or twice as wide, got d_model 100"),
+        ({"parameters": 10**9}, {"d_model": 100}, "half or twice that, got d_model 100"),
         (
             {"parameters": 10},
             {"layers": 3},

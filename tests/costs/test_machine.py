@@ -127,7 +127,7 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
         Machine.load(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
     broken.write_text("{", encoding="utf-8")
-    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*Expecting"):
+    with pytest.raises(OptionError, match=r"must contain a calibrated machine, got .*Expecting"):
         Machine.load(broken)
     broken.write_text(json.dumps({"format": 0}), encoding="utf-8")
     with pytest.raises(OptionError, match="must have format 2, got 0"):
@@ -139,26 +139,26 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
     with pytest.raises(OptionError, match="holds a list, and no object"):
         Machine.load(broken)
     broken.write_bytes(b"\xff\xfe{")
-    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*codec can't decode"):
+    with pytest.raises(OptionError, match=r"must contain a calibrated machine, got .*codec can't decode"):
         Machine.load(broken)
     folder = tmp_path / "folder.json"
     folder.mkdir()
-    with pytest.raises(OptionError, match=r"must hold a calibrated machine, got .*no regular file"):
+    with pytest.raises(OptionError, match=r"must contain a calibrated machine, got .*no regular file"):
         Machine.load(folder)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"samples": []}, "got 0 samples without product, attention, traffic; calibrate it anew"),
+        ({"samples": []}, "got 0 samples without product, attention, traffic; recalibrate it"),
         ({"samples": [{"kind": "abacus", "seconds": 1}]}, "it has no 'abacus'"),
         (
             {"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "dtype": "float12"}]},
-            "a Traffic has no field 'role'",
+            "Traffic has no field 'role'",
         ),
         ({"samples": 3}, "'int' object is not iterable"),
         ({"host": [3]}, "a HostCost is an object of its fields, got 3"),
-        ({"device": "tpu"}, "is cuda or cpu, got 'toy' and 'tpu'"),
+        ({"device": "tpu"}, "a device cuda or cpu, got 'toy' and 'tpu'"),
         ({"processors": 0}, "processors of a machine must be a positive number, got 0"),
         ({"memory_bytes": "all"}, "memory_bytes of a machine must be a positive number, got 'all'"),
     ],
@@ -184,5 +184,5 @@ def test_a_folder_that_cannot_be_written_is_told_before_and_after(machine, tmp_p
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path / "file" / "own"))
     for check in (check_own_folder, machine.save):
-        with pytest.raises(OptionError, match=r"a folder that can be written, got .*name another folder in POLYHEAD"):
+        with pytest.raises(OptionError, match=r"a writable folder, got .*set POLYHEAD_MACHINES"):
             check()

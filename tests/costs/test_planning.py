@@ -67,11 +67,11 @@ def test_a_config_s_own_numbers_are_taken_unless_others_are_asked_for():
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])
 def test_dtypes_in_which_no_layer_computes_are_refused_and_a_config_s_own_gives_way(dtype):
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(DtypeError, match=f"layers compute in bfloat16, float16, float32 or float64, got {name}; "):
+    with pytest.raises(DtypeError, match=f"dtype must be bfloat16, float16, float32 or float64, got {name}; "):
         plan_model(MIXED, context=19, dtype=dtype)
     plan = plan_model(dataclasses.replace(MIXED, dtype=dtype), context=19)
     assert plan.dtype is torch.bfloat16
-    assert f"no layer computes in {name}: bfloat16 is planned instead" in plan.notes
+    assert f"layers cannot compute in {name}: planned in bfloat16 instead" in plan.notes
 
 
 def test_rolling_caches_hold_the_window_in_windowed_layers_and_every_token_in_others():
@@ -91,7 +91,7 @@ def test_rolling_caches_hold_the_window_in_windowed_layers_and_every_token_in_ot
         full = plan_model(other, context=19)
         assert full.rolling_cache_bytes == full.cache_bytes
     assert any(
-        "no rolling cache holds latents or int8 numbers" in note
+        "latent and int8 caches cannot roll" in note
         for note in plan_model(dataclasses.replace(MIXED, cache_dtype=torch.int8), context=19).notes
     )
     encoder = plan_model(read_layout("bert-base"), context=512)
@@ -123,20 +123,20 @@ def test_idle_multiprocessors_are_warned_of_in_each_phase_that_has_them():
     assert [warned.kind for warned in idle] == ["idle"] * 3
     assert [warned.words.split(" have work in the attention of ") for warned in idle] == [
         ["16 of 132 multiprocessors", "a training step"],
-        ["16 of 132 multiprocessors", "this prefill"],
-        ["8 of 132 multiprocessors", "decoding a token"],
+        ["16 of 132 multiprocessors", "the prefill"],
+        ["8 of 132 multiprocessors", "a decode step"],
     ]
     windowed = ModelLayout.of(MultiHeadConfig(512, 8, num_kv_heads=2, causal=True, window=65))
     (decoding,) = plan_model(windowed, context=256, machine=gpu, phases=["decode"]).warnings
-    assert decoding.words.endswith(" of decoding a token under a window of 65")
+    assert decoding.words.endswith(" of a decode step under a window of 65")
 
 
 def test_an_encoder_has_no_cache_and_decodes_nothing():
     plan = plan_model(read_layout("bert-base"), context=512)
     assert [phase.phase for phase in plan.phases] == ["training", "prefill"]
     assert (plan.cache_bytes_per_token, plan.cache_bytes, plan["prefill"].fused.cache) == (0, 0, 0)
-    assert title(plan, plan["prefill"]) == "forward over the whole context"
-    with pytest.raises(OptionError, match="decoding needs layers that look back alone, got bert-base"):
+    assert title(plan, plan["prefill"]) == "forward over the full context"
+    with pytest.raises(OptionError, match="decode needs causal layers, got bert-base"):
         plan_model(read_layout("bert-base"), context=512, phases=["decode"])
 
 
@@ -169,13 +169,13 @@ def test_the_crossover_is_where_squares_overtake():
         (MultiHeadConfig(24, 6), None),
         (MultiHeadConfig(24, 1, bias=False), None),
         (GroupedHeadsConfig(24, 6, num_groups=3), None),
-        (MultiHeadConfig(24, 6, num_kv_heads=2), "6 heads share 2 key and value heads"),
-        (MultiHeadConfig(24, 6, head_dim=5), "6 heads of 5 channels are 30 wide, d_model is 24"),
-        (MultiHeadConfig(24, 6, value_dim=7), "6 heads of 7 channels of values are 42 wide, d_model is 24"),
-        (MultiHeadConfig(24, 6, key_input_dim=11), "keys and values are read from 11 and 11 channels"),
-        (LatentConfig(24, 6, kv_lora_rank=10), "one latent of 10 channels a token"),
+        (MultiHeadConfig(24, 6, num_kv_heads=2), "6 heads share 2 KV heads"),
+        (MultiHeadConfig(24, 6, head_dim=5), "6 heads x 5 channels are 30 wide, d_model is 24"),
+        (MultiHeadConfig(24, 6, value_dim=7), "6 heads x 7 value channels are 42 wide, d_model is 24"),
+        (MultiHeadConfig(24, 6, key_input_dim=11), "key and value inputs have 11 and 11 channels"),
+        (LatentConfig(24, 6, kv_lora_rank=10), "one latent of 10 channels"),
         (CollaborativeConfig(24, 6, shared_dim=10), "share 10 channels"),
-        (RoutedConfig(24, 6, top_k=2), "6 heads to choose from"),
+        (RoutedConfig(24, 6, top_k=2), "6 routed heads share"),
     ],
 )
 def test_where_four_squares_stop_holding_there_is_a_reason(config, reason):
@@ -219,12 +219,12 @@ def test_parameters_of_latent_heads_by_their_matrices():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"context": 65}, "mixed was made for contexts up to 64 tokens, got 65"),
+        ({"context": 65}, "at most 64 tokens for mixed, got 65"),
         ({"context": 0}, "context must be a positive integer, got 0"),
         ({"context": -3}, "context must be a positive integer, got -3"),
         ({"context": 5, "batch": 0}, "batch must be a positive integer, got 0"),
-        ({"context": 5, "phases": ["rest"]}, "a phase is one of training, prefill, decode; got 'rest'"),
-        ({"context": 5, "phases": []}, "a phase is one of training, prefill, decode; got none"),
+        ({"context": 5, "phases": ["rest"]}, "phase must be one of training, prefill, decode; got 'rest'"),
+        ({"context": 5, "phases": []}, "phase must be one of training, prefill, decode; got none"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options, words):
@@ -235,7 +235,7 @@ def test_what_cannot_be_planned_is_refused(options, words):
 def test_beyond_its_context_only_when_asked():
     assert plan_model(MIXED, context=65, beyond=True).context == 65
     plan = plan_model(MIXED, context=5, phases=["prefill"])
-    with pytest.raises(OptionError, match="this plan has the phases prefill; got 'decode'"):
+    with pytest.raises(OptionError, match="one of this plan's, prefill; got 'decode'"):
         plan["decode"]
 
 
@@ -256,10 +256,10 @@ def test_times_are_of_the_machine_that_was_named():
     small = dataclasses.replace(machine, memory_bytes=plan["training"].fused.total - 1)
     notes = plan_model(MIXED, context=64, dtype=torch.float32, machine=small).notes
     assert [note.split(":")[0] for note in notes if "memory" in note] == [
-        "training takes more memory than cpu-2-cores has"
+        "training needs more memory than cpu-2-cores has"
     ]
     tiny = dataclasses.replace(machine, memory_bytes=1)
-    told = [note for note in plan_model(MIXED, context=64, dtype=torch.float32, machine=tiny).notes if "takes" in note]
+    told = [note for note in plan_model(MIXED, context=64, dtype=torch.float32, machine=tiny).notes if "needs" in note]
     assert ["with rolling caches" in note for note in told] == [False, True, True]  # a training step has no cache
     with pytest.raises(OptionError, match="float16"):
         plan_model(MIXED, context=64, dtype=torch.float16, machine=machine)
@@ -288,8 +288,8 @@ def test_a_phase_that_waits_for_its_host_says_what_it_would_take_without():
     assert found.timing is not None
     assert found.timing.bound == "launch"
     assert found.timing.working < 1 < found.timing.stages["launch"]
-    assert f"which by itself takes {seconds(found.timing.working)}" in dict(below(found))["bound by"]
-    assert "waiting for launches" in [row.name for row in rows(found)]
+    assert f"which takes {seconds(found.timing.working)}" in dict(below(found))["bound by"]
+    assert "launch overhead" in [row.name for row in rows(found)]
 
 
 def test_weights_that_are_written_down_are_a_part_of_the_memory():
@@ -346,7 +346,7 @@ def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_h
         assert made.layout.group_size == heads // kv_heads
         assert point.heads * point.head_dim == made.num_heads * made.head_dim == width
         assert point.phase == plan_model(with_heads(model, point.heads), context=19)["prefill"]
-    with pytest.raises(ShapeError, match=f"a multiple of {heads // kv_heads}, which share a KV head.*; got 16"):
+    with pytest.raises(ShapeError, match=f"a multiple of the group size {heads // kv_heads} and .*; got 16"):
         with_heads(model, 16)
 
 
@@ -361,15 +361,13 @@ def test_words_of_a_plan():
     )
     assert layout_words(MIXED) == f"{windowed}; {full}, d_model 24"
     told = dict(facts(plan))
-    assert told["cache"] == "160 B a token, 2.97 KiB in all, 1.56 KiB in caches that roll with the window"
-    assert ("", f"{size(plan['decode'].rolling_total)} with rolling caches, which take 1.56 KiB") in below(
-        plan["decode"]
-    )
-    assert told["identity"] == "0.667 of 4 d_model², because 6 heads share 2 key and value heads"
+    assert told["cache"] == "160 B per token, 2.97 KiB in total, 1.56 KiB with rolling caches"
+    assert ("", f"{size(plan['decode'].rolling_total)} with rolling caches of 1.56 KiB") in below(plan["decode"])
+    assert told["identity"] == "0.667 of 4 d_model², because 6 heads share 2 KV heads"
     shown = {row.name: row for row in rows(plan["decode"])}
     assert list(shown) == [
         "projection",
-        "into the cache",
+        "cache writes",
         "attention",
         "scores",
         "softmax",
@@ -386,9 +384,9 @@ def test_words_of_a_plan():
 
 @pytest.mark.parametrize("text", ["", "12x", "KiB", "-5", "1.5 GiB"])
 def test_numbers_that_nobody_writes_are_refused(text):
-    with pytest.raises(ValueError, match="a number is written as 1000000, 500M"):
+    with pytest.raises(ValueError, match="expected a number such as 1000000, 500M"):
         parse_count(text)
-    with pytest.raises(ValueError, match="a time is written as 2s, 20ms"):
+    with pytest.raises(ValueError, match="expected a time such as 2s, 20ms"):
         parse_seconds(text)
 
 

@@ -11,12 +11,12 @@ from polyhead.errors import OptionError
 
 def test_outside_training_nothing_is_kept_and_what_has_no_name_is_gone():
     tape = Tape(training=False)
-    x = tape.given(100)
-    first = tape.step(x, gives=30, keeps=(x,), own=7, work=11)
+    x = tape.external(100)
+    first = tape.step(x, output_size=30, saves=(x,), saved_bytes=7, workspace=11)
     assert (tape.now, tape.peak) == (30, 48)
-    second = tape.step(first, gives=20, keeps=(first,))
-    tape.let_go(first)
-    tape.let_go(first)  # once is enough
+    second = tape.step(first, output_size=20, saves=(first,))
+    tape.release(first)
+    tape.release(first)  # once is enough
     assert (tape.now, tape.peak) == (20, 50)
     tape.finish(second)
     assert tape.now == 20
@@ -24,9 +24,9 @@ def test_outside_training_nothing_is_kept_and_what_has_no_name_is_gone():
 
 def test_what_a_step_keeps_lives_until_its_backward():
     tape = Tape(training=True)
-    x = tape.given(10)
-    first = tape.step(x, gives=30, own=7)
-    second = tape.step(first, gives=20, keeps=(first,), gradient_work=5)
+    x = tape.external(10)
+    first = tape.step(x, output_size=30, saved_bytes=7)
+    second = tape.step(first, output_size=20, saves=(first,), backward_workspace=5)
     tape.finish(second)
     assert tape.now == 30 + 7 + 20
     tape.backward()
@@ -37,10 +37,10 @@ def test_what_a_step_keeps_lives_until_its_backward():
 
 def test_a_view_keeps_the_whole_and_gradients_of_parts_are_put_together():
     tape = Tape(training=True)
-    whole = tape.step(tape.given(0), gives=30)
+    whole = tape.step(tape.external(0), output_size=30)
     left, right = tape.views(whole, 10, 20)
-    result = tape.step(left, gives=1, keeps=(left,))
-    tape.let_go(right)  # a part
+    result = tape.step(left, output_size=1, saves=(left,))
+    tape.release(right)  # a part
     tape.finish(result)
     assert tape.now == 31
     tape.backward()
@@ -51,8 +51,8 @@ def test_a_view_keeps_the_whole_and_gradients_of_parts_are_put_together():
 
 def test_gradients_of_a_tensor_that_is_read_twice_are_added_to_a_third():
     tape = Tape(training=True)
-    x = tape.given(10)
-    both = tape.step(tape.step(x, gives=2), tape.step(x, gives=2), gives=1)
+    x = tape.external(10)
+    both = tape.step(tape.step(x, output_size=2), tape.step(x, output_size=2), output_size=1)
     tape.finish(both)
     tape.backward()
     # The result, the gradient that has come first, the second one, and their sum.
@@ -62,14 +62,14 @@ def test_gradients_of_a_tensor_that_is_read_twice_are_added_to_a_third():
 
 def test_a_gradient_that_is_passed_on_takes_no_memory():
     tape = Tape(training=True)
-    x = tape.given(10)
-    copied = tape.step(x, gives=10, is_passed_on=True)
-    result = tape.step(copied, gives=1)
+    x = tape.external(10)
+    copied = tape.step(x, output_size=10, passes_gradient=True)
+    result = tape.step(copied, output_size=1)
     tape.finish(result)
     tape.backward()
     assert (tape.now, tape.peak) == (11, 11)
 
 
 def test_a_layer_of_no_known_kind_is_refused():
-    with pytest.raises(OptionError, match="no memory is known for int"):
+    with pytest.raises(OptionError, match="no memory estimate for int"):
         record_layer(3, None)

@@ -62,7 +62,7 @@ def test_long_sequences_cost_no_time():
 
 
 def test_a_mask_that_is_no_band_is_not_counted():
-    with pytest.raises(MaskError, match="one by one"):
+    with pytest.raises(MaskError, match="separately"):
         visible_pairs(3, 3, Mask.lengths([3, 2]))
 
 
@@ -85,12 +85,12 @@ def test_each_way_to_ask_says_how_many_keys_there_are_and_how_many_are_new():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"queries": -1}, "queries must be an integer of at least 0, got -1"),
-        ({"queries": 2.0}, "queries must be an integer of at least 0, got 2.0"),
+        ({"queries": -1}, "queries must be a non-negative integer, got -1"),
+        ({"queries": 2.0}, "queries must be a non-negative integer, got 2.0"),
         ({"queries": 2, "batch": True}, "batch must be"),
         ({"queries": 2, "source": -3}, "source must be"),
         ({"queries": 2, "past": 3, "source": 4}, "got past 3 and source 4"),
-        ({"queries": 2, "remembered": True}, "only a source can be remembered"),
+        ({"queries": 2, "remembered": True}, "remembered needs a source"),
         ({"queries": 2, "past": 3, "training": True}, "a cache keeps no gradients, got a training step with past 3"),
     ],
 )

@@ -41,6 +41,6 @@ def test_warnings_are_told_with_their_reasons_where_there_are_some():
 def test_rolling_caches_stand_beside_those_of_every_token():
     full, windowed = (MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, window=window) for window in (None, 4))
     text = page_of(ModelLayout("mixed", (LayerGroup(windowed, 3), LayerGroup(full, 2))), 19)
-    assert "1.56 KiB in caches that roll with the window" in text
-    assert "with rolling caches, which take 1.56 KiB" in text
+    assert "1.56 KiB with rolling caches" in text
+    assert "with rolling caches of 1.56 KiB" in text
     assert "rolling" not in page_of(ModelLayout.of(full), 19)

@@ -1,4 +1,4 @@
-"""The command line, `polyhead VERB`: one file a verb, and nothing heavy is loaded before a verb needs it."""
+"""Command line `polyhead COMMAND`: one module per command; heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from polyhead.cli.progress import end_on_sigterm
 
 app = typer.Typer(
     name="polyhead",
-    help="Multi-head attention you can run, watch and reshape, one head at a time.",
+    help="Run, inspect and edit multi-head attention, one head at a time.",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # joins the lines of a docstring's paragraph
     add_completion=False,
-    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a report
+    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("inspect")(inspect.inspect)
@@ -33,8 +33,8 @@ app.command("shrink")(shrink.shrink)
 app.command("undo")(undo.undo)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         from polyhead import __version__
 
         typer.echo(f"polyhead {__version__}")
@@ -47,11 +47,11 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Multi-head attention you can run, watch and reshape, one head at a time."""
+    """Run, inspect and edit multi-head attention, one head at a time."""
 
 
 def main() -> None:
-    """Run the command line; characters that the terminal's encoding lacks are written as escapes, not as a crash."""
+    """Run the command line; characters that the terminal cannot encode are escaped instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

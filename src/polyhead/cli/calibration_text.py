@@ -1,4 +1,4 @@
-"""The text that heads are chosen, repaired and judged on, cut into contexts and held in batches."""
+"""Calibration data of the editing commands: a text split into contexts and batches, with a held-out part."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ if TYPE_CHECKING:
     from polyhead.sources import Context, LoadedModel
     from polyhead.surgery.selection.quality import Fidelity
 
-# Of a text that has so many contexts, every so many-th is kept to judge the edited model by, up to so many tokens.
-FEW, EVERY, JUDGED = 10, 5, 8192
+# From MIN_CONTEXTS contexts on, every HELD_OUT_EVERY-th is held out for evaluation, up to MAX_HELD_OUT_TOKENS tokens.
+MIN_CONTEXTS, HELD_OUT_EVERY, MAX_HELD_OUT_TOKENS = 10, 5, 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CalibrationText:
-    """Contexts of a text; all but those that are held out are read while heads are chosen and repaired.
-
-    By what is held out the edited model is judged.
-    """
+    """Contexts of a text: those in `held_out` evaluate the edited model, the others calibrate it."""
 
     loaded: LoadedModel
     contexts: tuple[Context, ...]
@@ -35,27 +32,27 @@ class CalibrationText:
 
         if loaded.tokenizer is None or loaded.main_input != "input_ids":
             raise OptionError(
-                f"heads are chosen and repaired on text, got {loaded.name}, which reads {loaded.main_input}; name the "
-                "heads with --heads and leave them unrepaired with --no-repair"
+                f"calibration needs a model that reads text, got {loaded.name}, which reads {loaded.main_input}; "
+                "select the heads with --heads and skip compensation with --no-repair"
             )
-        made_for = loaded.trained_context
-        length = min(CONTEXT, made_for or CONTEXT) if context is None else context
-        if made_for is not None and length > made_for:
-            raise OptionError(f"{loaded.name} was made for contexts of up to {made_for} tokens, got {length}")
+        max_context = loaded.trained_context
+        length = min(CONTEXT, max_context or CONTEXT) if context is None else context
+        if max_context is not None and length > max_context:
+            raise OptionError(f"--context must be at most {max_context} tokens for {loaded.name}, got {length}")
         documents = default_documents() if text is None else read_texts(text, field=field)
         contexts: list[Context] = []
-        read = 0
+        num_tokens = 0
         for piece in cut_into_contexts(documents, loaded.tokenizer, length):
-            if read and read + len(piece.ids) > tokens:
+            if num_tokens and num_tokens + len(piece.ids) > tokens:
                 break
             contexts.append(piece)
-            read += len(piece.ids)
+            num_tokens += len(piece.ids)
         if not contexts:
-            raise OptionError(f"calibration needs some text, got {text!r} without a piece of 8 tokens or more")
-        if len(contexts) < FEW or loaded.kind == "encoder-decoder":
+            raise OptionError(f"calibration needs a text of at least 8 tokens, got {text!r}")
+        if len(contexts) < MIN_CONTEXTS or loaded.kind == "encoder-decoder":
             return cls(loaded, tuple(contexts))
-        held_out = contexts[EVERY - 1 :: EVERY]
-        while len(held_out) > 1 and sum(len(context.ids) for context in held_out) > JUDGED:
+        held_out = contexts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        while len(held_out) > 1 and sum(len(context.ids) for context in held_out) > MAX_HELD_OUT_TOKENS:
             held_out.pop()
         return cls(loaded, tuple(contexts), tuple(held_out))
 
@@ -65,18 +62,18 @@ class CalibrationText:
 
     @property
     def digest(self) -> str:
-        """All contexts as the model reads them, in short."""
+        """Digest of the token ids of all contexts."""
         from polyhead.sources.batching import digest_of
 
         return digest_of(self.contexts)
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        """What the model is called with, on its device, without what is held out; the same each time."""
+        """Yield the model inputs of the calibration part on the model's device, in the same order each time."""
         held_out = {id(context) for context in self.held_out}
         return self._batches_of([context for context in self.contexts if id(context) not in held_out])
 
     def fidelity(self) -> Fidelity | None:
-        """To the model as it is now, on the text that is held out; None where none is."""
+        """Return the fidelity to the current model on the held-out part; None if nothing is held out."""
         from polyhead.surgery.selection.quality import Fidelity
 
         return Fidelity(self.loaded.model, list(self._batches_of(self.held_out))) if self.held_out else None
@@ -87,19 +84,19 @@ class CalibrationText:
         device = next(self.loaded.model.parameters()).device
         for batch in batches(contexts, self.loaded.tokenizer, batch_tokens=self.batch_tokens):
             ids, mask = batch.ids.to(device), batch.mask.to(device)
-            given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+            inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
             if self.loaded.kind == "encoder-decoder":
-                given |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+                inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
             if self.loaded.kind not in ("encoder", "masked"):
-                given["use_cache"] = False
-            yield given
+                inputs["use_cache"] = False
+            yield inputs
 
-    def told(self, step: Callable[[int], None]) -> Sequence[Mapping[str, Any]]:
-        """The batches as a list; whoever goes through it tells after each that it is done."""
-        return _Told(list(self.batches()), step)
+    def batches_with_progress(self, step: Callable[[int], None]) -> Sequence[Mapping[str, Any]]:
+        """Return the batches as a sequence that calls `step(1)` after each batch of an iteration."""
+        return _BatchesWithProgress(list(self.batches()), step)
 
 
-class _Told(Sequence[Mapping[str, Any]]):
+class _BatchesWithProgress(Sequence[Mapping[str, Any]]):
     def __init__(self, batches: list[dict[str, Any]], step: Callable[[int], None]) -> None:
         self._batches = batches
         self._step = step

@@ -1,4 +1,4 @@
-"""`polyhead choose`: which head layouts a budget allows, beside those of models that people know."""
+"""`polyhead choose`: list head layouts within a budget, and those of well-known models for comparison."""
 
 from __future__ import annotations
 
@@ -19,43 +19,65 @@ T = TypeVar("T")
 def choose(
     parameters: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Most parameters of all attention layers: 500M, 1.5G.", show_default=False),
+        typer.Option(
+            metavar="N", help="Maximum parameters of all attention layers, e.g. 500M or 1.5G.", show_default=False
+        ),
     ] = None,
     cache: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", help="Most cache bytes a token, of all layers: 128KiB.", show_default=False),
+        typer.Option(
+            metavar="BYTES", help="Maximum KV cache per token over all layers, e.g. 128KiB.", show_default=False
+        ),
     ] = None,
     latency: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Most time of the phase: 20ms; needs --hardware.", show_default=False),
+        typer.Option(
+            metavar="TIME",
+            help="Maximum predicted time of the phase, e.g. 20ms; requires --hardware.",
+            show_default=False,
+        ),
     ] = None,
     d_model: Annotated[
-        int | None, typer.Option(metavar="N", help="Width of the model; the usual ones are tried.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Width of the model. [default: try common widths]", show_default=False),
     ] = None,
-    layers: Annotated[int, typer.Option(metavar="N", help="Attention layers.")] = 32,
-    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 4096,
-    batch: Annotated[int, typer.Option(metavar="N", help="Sequences at a time.")] = 1,
-    phase: Annotated[str, typer.Option(help="What the time is of: training, prefill or decode.")] = "decode",
+    layers: Annotated[int, typer.Option(metavar="N", help="Number of attention layers.")] = 32,
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences per batch.")] = 1,
+    phase: Annotated[
+        str, typer.Option(metavar="training|prefill|decode", help="Phase whose time is limited and shown.")
+    ] = "decode",
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the layers; bfloat16, or what the machine was calibrated in.", show_default=False),
+        typer.Option(
+            help="Dtype of the layers. [default: bfloat16, or one that --hardware was calibrated in]",
+            show_default=False,
+        ),
     ] = None,
     cache_dtype: Annotated[
-        str | None, typer.Option(help="Of the cache, also int8 or float8_e4m3fn; as the layers.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Dtype of the KV cache, also int8 or float8_e4m3fn. [default: that of the layers]", show_default=False
+        ),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A calibrated machine, or its file, to predict with.", show_default=False),
+        typer.Option(
+            metavar="NAME|FILE", help="Predict times for this calibrated machine or .json file.", show_default=False
+        ),
     ] = None,
-    latents: Annotated[bool, typer.Option("--latents", help="Consider latent heads as well, as in DeepSeek.")] = False,
-    most: Annotated[int, typer.Option(metavar="N", help="How many layouts to show.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Write all of it as JSON.")] = False,
+    latents: Annotated[
+        bool, typer.Option("--latents", help="Include multi-head latent attention (MLA), as in DeepSeek.")
+    ] = False,
+    most: Annotated[int, typer.Option(metavar="N", help="Maximum number of layouts to show.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """List the head layouts within a budget that no other within it outdoes.
+    """List the best head layouts within a budget.
 
-    `polyhead choose --d-model 4096 --layers 32 --cache 128KiB` asks how many heads, how wide and over how many key
-    heads fit a cache. Shown are those of which no other has as many heads, as wide, over as many KV heads; each with
-    what experience warns of, and below them the layouts of models that people know.
+    Shows the Pareto front: layouts such that no other layout within the budget has at least as many heads, as large a
+    head_dim and as many KV heads. Known weaknesses are listed as warnings, and well-known models for comparison.
+
+    Example: `polyhead choose --d-model 4096 --layers 32 --cache 128KiB`
     """
     from rich.console import Console
 
@@ -74,7 +96,7 @@ def choose(
     try:
         if most < 1:
             raise OptionError(f"--most must be at least 1, got {most}")
-        found = choosing.choose(
+        choices = choosing.choose(
             choosing.Budget(**limits),  # type: ignore[arg-type]
             d_model=d_model,
             layers=layers,
@@ -90,23 +112,24 @@ def choose(
         typer.echo(f"polyhead choose: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(_as_dict(found), indent=2))
+        typer.echo(json.dumps(_as_dict(choices), indent=2))
         return
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=120, highlight=False)
     timed = hardware is not None
-    if found.found:
-        console.print(_table(found.found[:most], f"{len(found.found)} of {found.considered:,} layouts", timed=timed))
+    front = choices.found
+    if front:
+        console.print(_table(front[:most], f"{len(front)} of {choices.considered:,} layouts", timed=timed))
     else:
-        console.print(f"none of {found.considered:,} layouts is within the budget")
-    if len(found.found) > most:
-        console.print(f"… and {len(found.found) - most} more; --most shows them")
+        console.print(f"none of {choices.considered:,} layouts is within the budget")
+    if len(front) > most:
+        console.print(f"… and {len(front) - most} more; show them with --most")
     console.print()
-    console.print(_table(found.references, f"models that people know, at context {context:,}", timed=timed))
-    shown = (*found.found[:most], *found.references)
-    for kind, why in explained(warned for choice in shown for warned in choice.warnings):
-        console.print(f"{kind}: {why}", style="dim", markup=False)
-    for note in found.notes:
+    console.print(_table(choices.references, f"well-known models, at context {context:,}", timed=timed))
+    shown = (*front[:most], *choices.references)
+    for kind, explanation in explained(warned for choice in shown for warned in choice.warnings):
+        console.print(f"{kind}: {explanation}", style="dim", markup=False)
+    for note in choices.notes:
         console.print(f"note: {note}", style="dim", markup=False)
 
 
@@ -117,7 +140,7 @@ def _table(choices: Sequence[Choice], title: str, *, timed: bool) -> Table:
 
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("layout", overflow="fold")
-    for column in ("layers", "parameters", "cache a token", *(("time",) if timed else ())):
+    for column in ("layers", "parameters", "cache per token", *(("time",) if timed else ())):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("warnings", style="yellow")
     for choice in choices:
@@ -130,22 +153,22 @@ def _table(choices: Sequence[Choice], title: str, *, timed: bool) -> Table:
 
 
 def _layout(choice: Choice) -> str:
-    """By its heads, with the name of a model before them."""
+    """Return the layout in words, prefixed with the name of a known model."""
     if " at " in choice.name:
         return choice.name
     layout = choice.config.layout  # type: ignore[attr-defined]
-    kept = getattr(layout, "num_kv_heads", None)
-    shared = f" over a latent of {layout.cache_width}" if kept is None else ""
-    kv_heads = f"/{kept}" if kept not in (None, layout.num_heads) else ""
-    return f"{choice.name}: {layout.num_heads}{kv_heads}x{layout.head_dim}{shared} at {layout.embed_dim}"
+    num_kv_heads = getattr(layout, "num_kv_heads", None)
+    latent = f" over a latent of {layout.cache_width}" if num_kv_heads is None else ""
+    kv_heads = f"/{num_kv_heads}" if num_kv_heads not in (None, layout.num_heads) else ""
+    return f"{choice.name}: {layout.num_heads}{kv_heads}x{layout.head_dim}{latent} at {layout.embed_dim}"
 
 
-def _as_dict(found: Choices) -> dict[str, Any]:
+def _as_dict(choices: Choices) -> dict[str, Any]:
     return {
-        "considered": found.considered,
-        "layouts": [choice.to_dict() for choice in found.found],
-        "references": [choice.to_dict() for choice in found.references],
-        "notes": list(found.notes),
+        "considered": choices.considered,
+        "layouts": [choice.to_dict() for choice in choices.found],
+        "references": [choice.to_dict() for choice in choices.references],
+        "notes": list(choices.notes),
     }
 
 

@@ -1,4 +1,4 @@
-"""`polyhead compare`: two inspections side by side."""
+"""`polyhead compare`: differences between two inspections."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ if TYPE_CHECKING:
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="A folder that `polyhead inspect --save` wrote.")],
+    before: Annotated[Path, typer.Argument(metavar="A", help="Run folder written by `polyhead inspect --save`.")],
     after: Annotated[
-        Path, typer.Argument(metavar="B", help="Another: after training or surgery, of another text, ...")
+        Path,
+        typer.Argument(metavar="B", help="Another run folder, e.g. after training, after pruning, on another text."),
     ],
-    most: Annotated[int, typer.Option(metavar="N", help="How many differences to show.")] = 20,
+    most: Annotated[int, typer.Option(metavar="N", help="Maximum number of differences to show.")] = 20,
     statistic: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only differences of this column.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Show only differences in this column.", show_default=False)
     ] = None,
 ) -> None:
-    """Show what differs between two inspections, head by head.
+    """Compare two inspections head by head.
 
-    Before and after training or surgery, two models of one layout, two texts. A head is compared with the same head of
-    the unedited model, whatever its number became; 0.5 → 0.4 is head 0.5 of A and 0.4 of B. Only differences beyond
-    sampling error are shown: more than 1.96 standard errors, and more than 1% of the value. Of some columns (what heads
-    write, and what is read off the weights) no such error is known; they are named, and never marked.
+    For models before and after training or pruning, two models of one layout, or two texts. Heads of edited models are
+    matched by their number in the original: 0.5 → 0.4 is head 0.5 of A and head 0.4 of B. Only differences beyond
+    sampling error are shown: more than 1.96 standard errors and more than 1% of the value. Columns without a sampling
+    error (output norms, and values computed from the weights) are listed, but never marked.
     """
     from rich.console import Console
     from rich.table import Table
@@ -39,43 +40,44 @@ def compare(
 
     console = Console(highlight=False)
     if most < 1:
-        raise typer.BadParameter(f"differences to show are 1 or more, got {most}", param_hint="--most")
+        raise typer.BadParameter(f"must be at least 1, got {most}", param_hint="--most")
     try:
-        one, other = load_inspection(before), load_inspection(after)
-        found = compared(one, other)
+        first, second = load_inspection(before), load_inspection(after)
+        found = compared(first, second)
     except PolyheadError as error:
         typer.echo(f"polyhead compare: {error}", err=True)
         raise typer.Exit(2) from None
     names = {change.name for change in found.changes}
     if statistic is not None and statistic not in names:
         raise typer.BadParameter(
-            f"both inspections have the columns {', '.join(sorted(names))}; got {statistic!r}", param_hint="--statistic"
+            f"must be a column of both inspections, {', '.join(sorted(names))}; got {statistic!r}",
+            param_hint="--statistic",
         )
-    for label, inspection in (("A", one), ("B", other)):
-        stopped = ", interrupted before the end of its text" if inspection.facts.get("interrupted") else ""
+    for label, inspection in (("A", first), ("B", second)):
+        stopped = ", interrupted before the end of the text" if inspection.facts.get("interrupted") else ""
         console.print(
             f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens{stopped}", markup=False
         )
     beyond = found.beyond(statistic)
     requested = [change for change in found.changes if statistic is None or change.name == statistic]
     console.print(
-        f"{len(beyond)} of {len(requested)} numbers differ beyond sampling error"
-        f" in {len({change.head for change in found.changes})} heads that both have"
+        f"{len(beyond)} of {len(requested)} values differ beyond sampling error"
+        f" in {len({change.head for change in found.changes})} common heads"
     )
     for label, heads in (("A", found.only_before), ("B", found.only_after)):
         if len(heads):
             console.print(f"only in {label}: {', '.join(map(str, heads))}", markup=False, soft_wrap=True)
     if found.losses[0] != found.losses[1] and None not in found.losses:
         console.print(
-            f"importance is not compared: by the loss {found.losses[0]} in A, {found.losses[1]} in B", style="dim"
+            f"importance is not compared: its loss is {found.losses[0]} in A, {found.losses[1]} in B", style="dim"
         )
     unmarked = [change for change in requested if math.isnan(change.error)]
     if len(unmarked):
-        told = ", ".join(dict.fromkeys(change.name for change in unmarked))
-        console.print(f"{len(unmarked)} of them have no known sampling error and are never marked: {told}", style="dim")
+        columns = ", ".join(dict.fromkeys(change.name for change in unmarked))
+        console.print(f"{len(unmarked)} of them have no sampling error and are never marked: {columns}", style="dim")
     if len(beyond):
         table = Table(box=None, pad_edge=False)
-        for column in ("head", "what"):
+        for column in ("head", "column"):
             table.add_column(column)
         for column in ("A", "B", "difference", "standard errors"):
             table.add_column(column, justify="right")
@@ -83,7 +85,7 @@ def compare(
             errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else "exact"
             table.add_row(
                 _in_both(change.head, change.head_after),
-                _with_unit(change.name, one.facts.get("loss")),
+                _with_unit(change.name, first.facts.get("loss")),
                 f"{change.before:.4g}",
                 f"{change.after:.4g}",
                 f"{change.difference:+.4g}",
@@ -91,7 +93,7 @@ def compare(
             )
         console.print(table)
         if len(beyond) > most:
-            console.print(f"… and {len(beyond) - most} more; --most shows them")
+            console.print(f"… and {len(beyond) - most} more; show them with --most")
     for word, roles in (("gained", found.gained), ("lost", found.lost)):
         for head, role in roles:
             console.print(f"head {named(head)} {word} the role {role}", markup=False)

@@ -1,4 +1,4 @@
-"""`polyhead convert`: fewer KV heads for a trained model, so that its cache is smaller."""
+"""`polyhead convert`: fewer KV heads for a trained model, and so a smaller KV cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def convert(
         int,
         typer.Option(
             metavar="N",
-            help="KV heads of each layer afterwards: a number that divides those it has; 1 for multi-query attention.",
+            help="KV heads per layer after the conversion; must divide the current number. 1: multi-query attention.",
             show_default=False,
         ),
     ],
@@ -44,14 +44,14 @@ def convert(
         str,
         typer.Option(
             metavar="similar|neighbours",
-            help="Which KV heads become one: those that are alike, or neighbours.",
+            help="Merge KV heads that are similar, or neighbouring ones.",
         ),
     ] = "similar",
     rounds: Annotated[
         int,
         typer.Option(
             metavar="N",
-            help="Rounds in which shared keys and values are refitted to the text, by alternating least squares.",
+            help="Rounds of alternating least squares that refit the shared K and V projections to the text.",
         ),
     ] = 0,
     form: SavedForm = None,
@@ -65,11 +65,12 @@ def convert(
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Let the heads of a trained model share keys and values, without retraining.
+    """Convert a trained model to fewer KV heads (GQA or MQA), without retraining.
 
-    Multi-head attention becomes grouped-query or multi-query attention. KV heads that are alike become one that serves
-    all their queries, in closed form, and output matrices are solved for what is lost on the text. The model is written
-    to a new folder, with what undoes the edit; the original is not touched.
+    Merges similar KV heads in closed form and compensates the output projections by least squares on a text. Writes the
+    model to a new folder, with a record to undo the edit; the original is not modified.
+
+    Example: `polyhead convert smollm2 --kv-heads 1 --text corpus.txt --output smollm2-mqa`
     """
     from rich.console import Console
 
@@ -86,9 +87,9 @@ def convert(
         check_reading(text, field, context, tokens)
         check_positive("--kv-heads", kv_heads)
         if rounds < 0:
-            raise OptionError(f"rounds must be an integer of at least 0, got {rounds}")
+            raise OptionError(f"--rounds must be at least 0, got {rounds}")
         if grouping not in GROUPINGS:
-            raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
+            raise OptionError(f"--grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
         loaded = open_model(
             model,
             device=device,
@@ -98,22 +99,22 @@ def convert(
             trust_remote_code=trust_remote_code,
         )
         layers = layers_to_convert(loaded.model, kv_heads, stack)
-        plain = [
+        edits = [
             ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, kv_heads), stack=layer.stack)
             for layer in layers
             if layer.layout is not None
         ]
-        counted = count(loaded.model, plain)
-        told = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(layers)} layers"
-        console.print(f"{loaded}\n{told}", markup=False, soft_wrap=True)
+        counted = count(loaded.model, edits)
+        summary = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(layers)} layers"
+        console.print(f"{loaded}\n{summary}", markup=False, soft_wrap=True)
         show_preview(counted, console)
         if preview or output is None:
             return
         calibration = CalibrationText.of(loaded, text, field, context, tokens)
-        # Groups that no config of a family can say are known to our attention alone.
+        # Only polyhead's attention supports groups that the config of a family cannot express.
         loaded.model.set_attn_implementation(polyhead.integrations.huggingface.register())
         quality = calibration.fidelity()
-        with bar("Share keys and values, layer by layer", len(layers)) as step:
+        with bar("Merge KV heads, layer by layer", len(layers)) as step:
             record = convert_groups(
                 loaded.model,
                 kv_heads,

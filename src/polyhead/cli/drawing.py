@@ -1,4 +1,4 @@
-"""Matrices and heat maps for a terminal: in colour where there is colour, in letters where there are only letters."""
+"""Matrices and heat maps for a terminal, in colour or, where there is none, in characters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ASCII_SHADES = " .:-=+*#%@"
 
 
 def matrix(title: str, values: Tensor, console: Console, *, styles: Sequence[str] = ("",)) -> Group:
-    """A two-dimensional tensor under its title; `styles` are spread evenly over the columns.
+    """Return a drawing of a 2-D tensor under its title; `styles` are distributed evenly over the columns.
 
-    Where the terminal is too narrow for four decimal places, there are fewer.
+    Values have four decimal places, or fewer if the terminal is too narrow.
     """
     for places in (4, 3, 2, 1):
         rows = [[number(value, places) for value in row] for row in values.tolist()]
@@ -38,22 +38,22 @@ def matrix(title: str, values: Tensor, console: Console, *, styles: Sequence[str
 
 
 def side_by_side(*drawings: Group) -> Columns:
-    """Next to each other where the terminal is wide enough, below each other where it is not."""
+    """Arrange drawings side by side if the terminal is wide enough, else below each other."""
     return Columns(drawings, padding=(1, 3))
 
 
 def labelled(lines: Sequence[tuple[str, str, str]]) -> Table:
-    """Two columns, a name and what is said of it, each line in its own style; nothing in them is read as markup."""
+    """Return a two-column table of (name, text, style) lines; nothing in them is parsed as markup."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, said, style in lines:
-        table.add_row(Text(name, style=style or "bold"), Text(said, style=style))
+    for name, text, style in lines:
+        table.add_row(Text(name, style=style or "bold"), Text(text, style=style))
     return table
 
 
 def number(value: float, places: int = 4) -> str:
-    """Whole numbers as such, others to so many decimal places.
+    """Format integers without decimals, other numbers with `places` decimal places.
 
     >>> number(5.0), number(5 / 2**0.5)
     ('5', '3.5355')
@@ -62,10 +62,10 @@ def number(value: float, places: int = 4) -> str:
 
 
 def heat_map(weights: Tensor, tokens: Sequence[str], console: Console) -> Group:
-    """Who attends to whom, [tokens, tokens]: queries down the side, keys along the top, brighter is more.
+    """Return a heat map of attention weights, [tokens, tokens]: queries in rows, keys in columns, brighter is more.
 
-    Shades are relative to the largest weight of the map. Column labels run downwards. Keys that the terminal is too
-    narrow for are left out, and the last line says so.
+    Shades are relative to the maximum weight. Column labels are vertical. Keys that do not fit the terminal are
+    omitted, and the last line reports it.
     """
     labels = [_printable(token, index, console) for index, token in enumerate(tokens)]
     longest = max(cell_len(label) for label in labels)
@@ -84,13 +84,13 @@ def heat_map(weights: Tensor, tokens: Sequence[str], console: Console) -> Group:
             _add_cell(line, weight / top, cell, console)
         lines.append(line)
     if len(shown) < len(labels):
-        lines.append(Text(f"(the first {len(shown)} of {len(labels)} keys; more need a wider terminal)", style="dim"))
+        lines.append(Text(f"(first {len(shown)} of {len(labels)} keys; widen the terminal for more)", style="dim"))
     return Group(*lines)
 
 
 def _add_cell(line: Text, share: float, cell: int, console: Console) -> None:
     if console.color_system in ("256", "truecolor") and not console.no_color:
-        # From dark blue to yellow: brightness rises with the weight as well, for those who see no hue.
+        # From dark blue to yellow: brightness also increases with the weight, for colour-blind readers.
         red, green, blue = (int(low + (high - low) * share) for low, high in ((20, 255), (20, 220), (70, 60)))
         line.append(" " * cell, style=f"on rgb({red},{green},{blue})")
     else:
@@ -99,7 +99,7 @@ def _add_cell(line: Text, share: float, cell: int, console: Console) -> None:
 
 
 def _printable(token: str, index: int, console: Console) -> str:
-    """The token, or its place where the terminal cannot write it."""
+    """Return the token, or its index if the terminal cannot encode it."""
     return token if _encodes(token, console) else str(index)
 
 

@@ -1,4 +1,4 @@
-"""Options of the verbs that edit a model: which one, on which text, and where to in which form."""
+"""Options of the commands that edit a model: model, calibration text, output and its form."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A folder with a model of transformers, edited already or not, a .gguf file, a name on the Hugging Face "
-        "hub, or one that comes as a package: minilm or smollm2.",
+        help="Folder of a transformers model (edited ones included), .gguf file, name on the Hugging Face hub, or a "
+        "packaged model: minilm, smollm2.",
     ),
 ]
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", metavar="FOLDER", help="Where to write the edited model: a new folder.", show_default=False
+        "--output", "-o", metavar="FOLDER", help="Write the edited model to this new folder.", show_default=False
     ),
 ]
 SavedForm = Annotated[
     str | None,
     typer.Option(
         metavar="|".join(FORMS),
-        help="uniform: plain transformers loads it. padded: the same with heads of zeros where some are gone, so that "
-        "no time is saved. uneven: polyhead.load alone loads it. By default uniform where that can be, else uneven.",
+        help="Format of the saved model. uniform: equal heads in every layer, loads in plain transformers. padded: "
+        "removed heads are zeros, loads in plain transformers, saves no time. uneven: loads with polyhead.load only. "
+        "[default: uniform if possible, else uneven]",
         show_default=False,
     ),
 ]
 Replace = Annotated[
-    bool, typer.Option("--replace", help="Replace the output folder if polyhead wrote it and nothing else is in it.")
+    bool, typer.Option("--replace", help="Replace the output folder if it contains nothing but a model by polyhead.")
 ]
-PreviewOnly = Annotated[bool, typer.Option("--preview", help="Only count what would change; nothing is written.")]
+PreviewOnly = Annotated[bool, typer.Option("--preview", help="Show the effect on size and cost; write nothing.")]
 Stack = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Of which stack of layers, where a model has several, as an encoder and a decoder; left out, an error "
-        "lists them.",
+        help="Stack of layers to edit, for models with several (encoder and decoder); an error lists the names.",
         show_default=False,
     ),
 ]
@@ -52,33 +52,34 @@ Text = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|DIR|-",
-        help="The text that heads are chosen and repaired on: .txt, .md, .jsonl or .parquet (also .gz), a folder of "
-        "them, or - for standard input. Without it, a short text in English and Chinese that comes with polyhead: "
-        "give text such as the model will read.",
+        help="Calibration text: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
+        "Use text like the model's inputs. [default: a short built-in text in English and Chinese]",
         show_default=False,
     ),
 ]
-Field = Annotated[str, typer.Option(help="The field or column of .jsonl and .parquet that holds the text.")]
+Field = Annotated[str, typer.Option(help="Text field of .jsonl files, or text column of .parquet files.")]
 ContextLength = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help=f"How many tokens are read together: {CONTEXT}, or fewer if the model was made for fewer."
+        metavar="N",
+        help=f"Tokens per context. [default: {CONTEXT}, or the model's maximum if smaller]",
+        show_default=False,
     ),
 ]
-Tokens = Annotated[int, typer.Option(metavar="N", help="How many tokens of the text to read, at most.")]
+Tokens = Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens to read from the text.")]
 ResumeIn = Annotated[
     Path | None,
     typer.Option(
         "--resume",
         metavar="DIR",
-        help="Keep what is done in this folder, step by step; the same command given again goes on from there.",
+        help="Save progress in this folder; repeat the same command to continue an interrupted run.",
         show_default=False,
     ),
 ]
 SavedDtype = Annotated[
     str | None,
     typer.Option(
-        help="float32, bfloat16 or float16; by default as the weights were saved, so that undoing gives the same bits.",
+        help="Dtype of the weights: float32, bfloat16 or float16. [default: as saved, so that undo is bit-exact]",
         show_default=False,
     ),
 ]
@@ -87,17 +88,17 @@ SavedDtype = Annotated[
 def check_output(
     output: Path | None, form: str | None, *, preview: bool, replace: bool, source: str | Path | None = None
 ) -> None:
-    """Check the place for the result, its form, and what is copied there, before anything costs time."""
+    """Check the output folder, the form, and the files to copy, before any expensive work."""
     from polyhead.observation.run_folder import check_place
     from polyhead.surgery import SideFiles
     from polyhead.surgery.storage.folders import check_free
 
     if form is not None and form not in FORMS:
-        raise typer.BadParameter(f"a form is one of {', '.join(FORMS)}; got {form!r}", param_hint="--form")
+        raise typer.BadParameter(f"must be one of {', '.join(FORMS)}; got {form!r}", param_hint="--form")
     if output is None:
         if not preview:
             raise typer.BadParameter(
-                "an edited model is written to a new folder, name one; or only count with --preview",
+                "required unless --preview is used; specify a new folder for the edited model",
                 param_hint="--output",
             )
         return
@@ -108,16 +109,16 @@ def check_output(
 
 
 def check_reading(text: str | None, field: str, context: int | None, tokens: int) -> None:
-    """Before anything costs time: that there is such a text, and that some of it is to be read."""
+    """Check the text and its limits, before any expensive work."""
     check_positive("--context", context)
     check_positive("--tokens", tokens)
     check_text(text, field)
 
 
 def check_criterion(criterion: str) -> None:
-    """That heads can be chosen by it."""
+    """Raise if there is no such criterion."""
     from polyhead.errors import OptionError
     from polyhead.surgery.selection.criteria import CRITERIA
 
     if criterion not in CRITERIA:
-        raise OptionError(f"a criterion is one of {', '.join(CRITERIA)}, got {criterion!r}")
+        raise OptionError(f"--criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")

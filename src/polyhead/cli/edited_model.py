@@ -1,4 +1,4 @@
-"""A model to edit, opened; what an edit does to it, shown; and the edited one, written."""
+"""Load a model to edit, show the effect of edits, and save the edited model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_model(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """The model to edit, one that can be saved to `output`; in the dtype it was saved in unless another is named."""
+    """Load the model to edit, in its saved dtype by default, and check that it can be saved to `output`."""
     import torch
 
     from polyhead.cli.options import check_dtype, device_or_gpu
@@ -34,12 +34,12 @@ def open_model(
     from polyhead.surgery.storage.saving import check_savable
 
     check_dtype(dtype)
-    wanted: torch.dtype | Literal["saved"] = "saved" if dtype is None else getattr(torch, dtype)
+    load_dtype: torch.dtype | Literal["saved"] = "saved" if dtype is None else getattr(torch, dtype)
     with working("Load the model"):
         loaded = load_model(
             name,
             device=device_or_gpu(device),
-            dtype=wanted,
+            dtype=load_dtype,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
@@ -48,11 +48,11 @@ def open_model(
 
 
 def show_preview(counted: Preview, console: Console) -> None:
-    """What edits change, as a table."""
+    """Print a table of sizes and costs before and after the edits."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("attention of the whole model")
+    table.add_column("attention of the model")
     for column in ("before", "after", "ratio"):
         table.add_column(column, justify="right")
     rows = {
@@ -60,36 +60,36 @@ def show_preview(counted: Preview, console: Console) -> None:
         "KV heads": "key_heads",
         "parameters": "parameters",
         "FLOPs of 512 tokens": "flops",
-        "cache bytes a token": "cache_bytes_per_token",
+        "cache bytes per token": "cache_bytes_per_token",
     }
-    for words, name in rows.items():
+    for label, name in rows.items():
         before, after = getattr(counted.before, name), getattr(counted.after, name)
-        if before or name != "cache_bytes_per_token":  # an encoder keeps no cache
-            table.add_row(words, f"{before:,}", f"{after:,}", f"{after / before:.2f}" if before else "")
+        if before or name != "cache_bytes_per_token":  # an encoder has no cache
+            table.add_row(label, f"{before:,}", f"{after:,}", f"{after / before:.2f}" if before else "")
     console.print(table)
 
 
 def show_fidelity(quality: Fidelity, text: CalibrationText, console: Console) -> None:
-    """How much of what the model says is left, on text that nothing was chosen or repaired on."""
-    found = quality.measure()
+    """Print the fidelity to the original model on the held-out text."""
+    fidelity = quality.measure()
     tokens = sum(len(context.ids) for context in text.held_out)
     console.print(
-        f"On {tokens:,} tokens of {len(text.held_out)} texts that were held out, its last hidden states have a mean "
-        f"cosine of {found.value:.3f} ± {found.error:.3f} with those of the original",
+        f"Fidelity on held-out text ({tokens:,} tokens, {len(text.held_out)} contexts): final hidden states have a "
+        f"mean cosine of {fidelity.value:.3f} ± {fidelity.error:.3f} with those of the original",
         markup=False,
         soft_wrap=True,
     )
 
 
 def show_saved(saved: SavedModel, console: Console) -> None:
-    told = f"Written to {saved.folder}, {saved.num_bytes:,} bytes, {saved.form}: {saved.native}"
-    console.print(told, markup=False, soft_wrap=True)
+    summary = f"Saved to {saved.folder}, {saved.num_bytes:,} bytes, {saved.form}: {saved.native}"
+    console.print(summary, markup=False, soft_wrap=True)
 
 
 def write_edited(
     loaded: LoadedModel, record: EditRecord, output: Path, form: str | None, console: Console, *, replace: bool
 ) -> None:
-    """Save an edited model with what undoes it and all that lay beside it, and say what became of it."""
+    """Save an edited model with its undo record and the other files of its folder, and print a summary."""
     from polyhead.surgery import SideFiles, join_records, load_record, save
 
     origin = Path(str(loaded.model.config.name_or_path))
@@ -108,11 +108,11 @@ def write_edited(
             replace=replace,
         )
     show_saved(saved, console)
-    told = f"polyhead undo {saved.folder} --output FOLDER gives the original back, bit for bit"
-    console.print(told, markup=False, soft_wrap=True)
+    hint = f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the original bit for bit"
+    console.print(hint, markup=False, soft_wrap=True)
     if earlier is not None and not joined:
         console.print(
-            "Only these edits can be undone, and not those before them: the weights were loaded in another dtype than "
+            "Only these edits can be undone, not earlier ones: the weights were loaded in another dtype than "
             "they were saved in.",
             style="yellow",
         )

@@ -1,4 +1,4 @@
-"""Layers and heads as a picture in the terminal, coloured by role."""
+"""Grid of layers and heads for the terminal, coloured by role."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from polyhead.inspection import Inspection
     from polyhead.observation import AttentionSite
 
-# Two letters and a colour for each role, the most particular first: that is the one a head is drawn with.
+# Two letters and a style per role, the most specific first: a head is drawn with its first role.
 ROLES = {
     "induction": ("in", "bold white on magenta"),
     "pronoun": ("pn", "bold black on bright_green"),
@@ -28,7 +28,7 @@ ROLES = {
     "delimiter": ("de", "black on yellow"),
     "sink": ("si", "black on grey62"),
     "broad": ("br", "black on grey82"),
-    # Of the weights alone: what a head could do with whatever it attends to.
+    # Roles from the weights alone: the effect of the OV circuit on any attended token.
     "copy": ("co", "black on bright_red"),
     "anti-copy": ("ac", "white on red"),
 }
@@ -36,7 +36,7 @@ NONE = ("··", "grey50")
 
 
 def picture(found: Inspection) -> Iterator[Text]:
-    """A grid for each stack: a row a layer, a cell a head; an underlined cell is in a redundancy group."""
+    """Yield a grid per stack, with a row per layer and a cell per head; redundant heads are underlined."""
     from rich.text import Text
 
     roles = {(x.site, x.head): x.roles for x in found.roles}
@@ -61,7 +61,7 @@ def picture(found: Inspection) -> Iterator[Text]:
 
 
 def legend(found: Inspection) -> Text:
-    """The roles that occur, and how often."""
+    """Return the roles that occur, with their counts."""
     from rich.text import Text
 
     counts = Counter(role for x in found.roles for role in x.roles)
@@ -76,7 +76,7 @@ def legend(found: Inspection) -> Text:
     if len(found.groups):
         drawn.append("  ")
         drawn.append("··", "underline")
-        drawn.append(f" says the same as another of its layer {sum(len(group.heads) for group in found.groups)}")
+        drawn.append(f" redundant within its layer {sum(len(group.heads) for group in found.groups)}")
     return drawn
 
 

@@ -1,4 +1,4 @@
-"""`polyhead inspect`: what every head of a model does."""
+"""`polyhead inspect`: analyse every attention head of a model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from polyhead.inspection import Inspection, Progress, Settings
     from polyhead.inspection.settings import Report
 
-TOP_KEYS = 5  # shown of each head
-# Options that a resumed run takes from the command line: permissions among them, which no file can give.
+TOP_KEYS = 5  # most attended tokens shown per head
+# Options that a resumed run takes from the command line; permissions are never read from a file.
 _NOT_OF_THE_RUN = (
     "resume",
     "save_seconds",
@@ -48,8 +48,8 @@ def inspect(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A folder with a model of transformers, a .gguf file, a name on the Hugging Face hub, or one that "
-            "comes as a package: minilm (the default) or smollm2.",
+            help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
+            "minilm, smollm2. [default: minilm]",
             show_default=False,
         ),
     ] = None,
@@ -57,33 +57,32 @@ def inspect(
         str | None,
         typer.Option(
             metavar="FILE|DIR|-",
-            help="What to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
-            "Without it, a text in English and Chinese that comes with polyhead.",
+            help="Text to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
+            "[default: a built-in text in English and Chinese]",
             show_default=False,
         ),
     ] = None,
-    field: Annotated[
-        str, typer.Option(help="The field or column of .jsonl and .parquet that holds the text.")
-    ] = "text",
+    field: Annotated[str, typer.Option(help="Text field of .jsonl files, or text column of .parquet files.")] = "text",
     context: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="How many tokens are read together: 512, or fewer if the model was made for fewer."
+            metavar="N",
+            help="Tokens per context. [default: 512, or the model's maximum if smaller]",
+            show_default=False,
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="How many tokens to read in all, at most.")] = 65_536,
-    batch: Annotated[int, typer.Option(metavar="N", help="Tokens in a batch, at most.")] = 4096,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens to read.")] = 65_536,
+    batch: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens per batch.")] = 4096,
     layers: Annotated[
-        str | None, typer.Option(metavar="0,1,...", help="Only these layers, counted from 0.", show_default=False)
+        str | None, typer.Option(metavar="0,1,...", help="Inspect only these layers, from 0.", show_default=False)
     ] = None,
     statistics: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Only these columns of the table: entropy, normalized_entropy, confidence, max_logit, max_abs_logit, "
+            help="Compute only these statistics: entropy, normalized_entropy, confidence, max_logit, max_abs_logit, "
             "mean_distance, mean_offset, mean_squared_distance, sink_mass, self_mass, previous_mass, next_mass, "
-            "window_mass, "
-            "learned_sink_mass.",
+            "window_mass, learned_sink_mass.",
             show_default=False,
         ),
     ] = None,
@@ -91,69 +90,70 @@ def inspect(
         str,
         typer.Option(
             metavar="auto|none|gradient|ablation",
-            help="How to find out which heads matter: by the gradient of the loss, by taking out each head in turn "
-            "(exact and slow), or not at all. auto: gradients where the model predicts tokens, else ablation on a "
-            "short text.",
+            help="Head importance: gradient of the loss, ablation of each head in turn (exact, slow), or none. auto: "
+            "gradient if the model predicts tokens, else ablation on a short text.",
         ),
     ] = "auto",
     chance: Annotated[
         bool,
         typer.Option(
-            "--chance/--no-chance", help="Watch a model with random weights as well, to know what chance shows."
+            "--chance/--no-chance", help="Also inspect the model with random weights, as a baseline for redundancy."
         ),
     ] = True,
     via_weights: Annotated[
         bool,
         typer.Option(
             "--via-weights",
-            help="Read the weights that the model itself returns, for models that compute attention by themselves "
-            "(bloom, falcon, deberta, ...). Slow, and memory grows with the square of the context; what heads write, "
-            "and which matter, stays unknown.",
+            help="Use the attention weights that the model returns, for models with their own attention code "
+            "(bloom, falcon, deberta, ...). Slow, memory grows with the square of the context, and head outputs and "
+            "importance are not available.",
         ),
     ] = False,
     save: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Keep the table, the matrices and what was gathered in this folder.", show_default=False
+            metavar="DIR",
+            help="Save the table, similarity matrices and raw observations to this folder.",
+            show_default=False,
         ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Go on with a run that was stopped, in its folder.", show_default=False),
+        typer.Option(metavar="DIR", help="Continue an interrupted run from its folder.", show_default=False),
     ] = None,
     save_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How often a run writes to its folder while it reads.")
+        float, typer.Option(metavar="SECONDS", help="Interval between saves to the run's folder, in seconds.")
     ] = 30.0,
     table: Annotated[
-        bool, typer.Option("--table", help="Print every number of every head as well, and the tokens it looks at most.")
+        bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
     ] = False,
     html: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write it all as one HTML page that opens anywhere, as well.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Also write a self-contained HTML report.", show_default=False),
     ] = None,
     lang: Language = "en",
     device: Device = None,
     dtype: Dtype = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Only kernels that give the same bits each time, on a GPU as well.")
+        bool, typer.Option("--deterministic", help="Use only deterministic kernels, on a GPU as well.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of samples, random weights and repeated words.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of samples, random weights and repeated words.")] = 0,
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """See what every head of a model does.
+    """Analyse every attention head of a model.
 
-    Reads a text with the model and watches each attention head: where it looks, what it writes, which heads say the
-    same, which matter, and which roles they have. Ends with a picture of layers and heads and with the three most
-    telling findings. Nothing quadratic in the length of the text is ever held in memory, unless --via-weights asks.
+    Runs the model on a text and reports attention statistics, head outputs, redundancy, importance and roles of each
+    head, as a grid of layers and heads with the three main findings. Memory stays linear in the length of the text,
+    except with --via-weights.
 
-    Long texts are cut: each document is tokenised whole and cut into consecutive contexts, two documents are never
-    joined, and a last piece of fewer than 8 tokens is dropped.
+    Documents are tokenised and split into consecutive contexts; contexts never span two documents, and a last one of
+    fewer than 8 tokens is dropped.
 
-    Ctrl-C ends the reading, and what was gathered until then is shown. A batch counts as a whole or not at all, so that
-    a run that goes on with --resume ends with the numbers of one that was never stopped.
+    Ctrl-C stops reading and shows the results so far. Batches are counted completely or not at all, so a run continued
+    with --resume has the same results as an uninterrupted one.
+
+    Example: `polyhead inspect smollm2 --text corpus.txt --save run --html report.html`
     """
     import torch
     from rich.console import Console
@@ -167,7 +167,7 @@ def inspect(
     check_dtype(dtype)
     console = Console(highlight=False)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which PyTorch refuses matrix products
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for matrix products
         torch.use_deterministic_algorithms(True)
     folder = save if resume is None else resume
     with errors_told("inspect", folder):
@@ -196,12 +196,13 @@ def inspect(
         check_text(settings.text, settings.field)
         if save is not None and any((save / name).exists() for name in (OBSERVATIONS, REST)):
             raise typer.BadParameter(
-                f"{save} holds a run already; go on with --resume {save}, or name another folder", param_hint="--save"
+                f"{save} contains a run already; continue it with --resume {save}, or choose another folder",
+                param_hint="--save",
             )
-        there = [] if save is None else [name for name in FILES if (save / name).exists()]
-        if there:
+        existing = [] if save is None else [name for name in FILES if (save / name).exists()]
+        if existing:
             raise typer.BadParameter(
-                f"a run is kept in a folder without {there[0]}, got {save}; name another one", param_hint="--save"
+                f"the folder must not contain {existing[0]}, got {save}; choose another one", param_hint="--save"
             )
         if folder is not None:
             check_place(folder, "--save" if resume is None else "--resume")
@@ -220,7 +221,7 @@ def inspect(
     show(found, console, table=table)
     if folder is not None:
         files = "heads.parquet, inspection.json, relations.safetensors, pictures.safetensors"
-        console.print(f"\nKept in {folder}: {files}", markup=False)
+        console.print(f"\nSaved to {folder}: {files}", markup=False)
     if html is not None:
         with errors_told("inspect"):
             typer.echo(f"\n{write(html, found, lang)}")
@@ -229,7 +230,7 @@ def inspect(
 
 
 def show(found: Inspection, console: Console, *, table: bool = False) -> None:
-    """The summary: where it came from, the picture, the findings."""
+    """Print the summary of an inspection: its inputs, the grid of heads, and the findings."""
     from polyhead.cli.heads_picture import legend, picture
     from polyhead.inspection.identity import edits_of
     from polyhead.inspection.vocabulary import column_of
@@ -242,28 +243,27 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     )
     edits = edits_of(found.table.sites)
     if edits is not None:
-        console.print(f"Edited, by the heads of the original: {edits.en}", markup=False, soft_wrap=True)
+        console.print(f"Edited, in head numbers of the original: {edits.en}", markup=False, soft_wrap=True)
     if found.settings.via_weights:
         from polyhead.observation.returned_weights import COST
 
         console.print(COST.capitalize(), style="yellow", markup=False)
     if facts["interrupted"]:
-        console.print("Interrupted: what follows is of the text that was read until then.", style="yellow")
+        console.print("Interrupted: results cover only the text read so far.", style="yellow")
     if facts["unknown"] > 0.05:
         console.print(
-            f"{facts['unknown']:.0%} of the tokens stand for text that the model has no words for: to its heads they "
-            "are all alike.",
+            f"{facts['unknown']:.0%} of the tokens are unknown tokens, which the heads cannot distinguish.",
             style="yellow",
         )
     for reason in facts["left_out"]:
-        console.print(f"Left out: {reason}", style="yellow", markup=False)
+        console.print(f"Skipped: {reason}", style="yellow", markup=False)
     if table:
         console.print(str(found.table), markup=False, soft_wrap=True)
         for name in found.table.names:
             column = column_of(name, facts.get("loss"))
             unit = column.unit.en
-            told = f"{name}: {column.label.en}{f' ({unit})' if unit and unit not in column.label.en else ''}"
-            console.print(told, style="dim", markup=False, soft_wrap=True)
+            line = f"{name}: {column.label.en}{f' ({unit})' if unit and unit not in column.label.en else ''}"
+            console.print(line, style="dim", markup=False, soft_wrap=True)
         _show_top_keys(found, console)
     for drawn in picture(found):
         console.print()
@@ -271,12 +271,12 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     console.print(legend(found))
     if found.likeness is not None:
         console.print(
-            f"Heads count as the same from a cosine of {found.likeness.threshold:.2f} on: halfway between 1 and the "
-            f"{found.likeness.null:.2f} that random weights show.",
+            f"Heads are redundant from a cosine of {found.likeness.threshold:.2f}: halfway between 1 and the "
+            f"{found.likeness.null:.2f} of random weights.",
             style="dim",
         )
     if len(found.findings):
-        console.print("\n[bold]The most telling[/bold]")
+        console.print("\n[bold]Main findings[/bold]")
         for finding in found.findings:
             console.print(f"  • {finding}", markup=False)
 
@@ -286,33 +286,33 @@ def _show_top_keys(found: Inspection, console: Console) -> None:
 
     if not len(found.top_keys):
         return
-    console.print("\nThe tokens that each head looks at most, with their share of its attention")
+    console.print("\nMost attended tokens of each head, with their share of its attention")
     stack = None
     for site, heads in found.top_keys.items():
         if site.stack != stack:
             stack = site.stack
             console.print(stack, markup=False)
         for number, keys in enumerate(heads):
-            told = "  ".join(f"{_printable(key.text)} {key.share:.0%}" for key in keys[:TOP_KEYS])
-            console.print(f"{described((site, number)):>5}: {told}", markup=False, soft_wrap=True)
+            tokens = "  ".join(f"{_printable(key.text)} {key.share:.0%}" for key in keys[:TOP_KEYS])
+            console.print(f"{described((site, number)):>5}: {tokens}", markup=False, soft_wrap=True)
 
 
 def _printable(text: str) -> str:
-    """A token may be anything, also what would move the cursor of a terminal."""
+    """Escape control characters, which could move the cursor of a terminal."""
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def _check_alone(command: typer.Context) -> None:
-    """A run goes on with what it was begun with; an option that says otherwise is not to be passed over."""
-    named = [
+    """Refuse options that conflict with --resume, which takes the settings of the saved run."""
+    conflicting = [
         name
         for name in command.params
         if name not in _NOT_OF_THE_RUN and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
-    if named:
+    if conflicting:
         raise typer.BadParameter(
-            "a run goes on with the model, text and options it was begun with, and in its own folder, "
-            f"got {', '.join(sorted(named))} as well",
+            "a run is continued with its own model, text and options, "
+            f"got {', '.join(sorted(conflicting))} as well; omit them",
             param_hint="--resume",
         )
 
@@ -325,7 +325,7 @@ def _settings_of(folder: Path) -> Settings:
 
     path = folder / OBSERVATIONS
     if not path.exists():
-        raise OptionError(f"--resume names the folder of a run that was saved, got {folder} without {OBSERVATIONS}")
+        raise OptionError(f"--resume must be the folder of a saved run, got {folder} without {OBSERVATIONS}")
     return Settings.from_dict(read_facts(path)["settings"])
 
 
@@ -335,13 +335,13 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise typer.BadParameter(
-            f"layers are numbers from 0 on with commas between, got {text!r}", param_hint="--layers"
+            f"must be layer numbers from 0, separated by commas, got {text!r}", param_hint="--layers"
         )
     return tuple(int(part) for part in parts)
 
 
 class _Bars:
-    """A bar for each step on a terminal, a line for each step elsewhere."""
+    """Progress of an inspection: a bar per step on a terminal, else a line per step."""
 
     def __init__(self) -> None:
         from rich import progress as bars

@@ -1,4 +1,4 @@
-"""Curves for a terminal: one letter a curve, a column a size, the better at the top."""
+"""Line plots for a terminal: one letter per curve, better values at the top."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STYLES = ("bold cyan", "yellow", "magenta", "green")
 def line_plot(
     columns: Sequence[str], curves: Mapping[str, Sequence[float]], *, upwards: bool, height: int = 12, step: int = 7
 ) -> Text:
-    """Curves over the same columns; `upwards` says that more is better, so that the better is at the top either way.
+    """Plot curves over the same columns; `upwards` means that higher is better, and better is always at the top.
 
-    Each curve is drawn with the first letter of its name in capitals; where curves meet, the first of them is seen.
+    Each curve is drawn with the capitalised first letter of its name; where curves overlap, the first one is shown.
     """
     from rich.text import Text
 
@@ -37,11 +37,11 @@ def line_plot(
         drawn.append(f"{label:9.4g} ", "dim")
         drawn.append("│", "dim")
         for column in range(len(columns)):
-            held = cells.get((row, column))
-            if held is None:
+            curve_index = cells.get((row, column))
+            if curve_index is None:
                 drawn.append(" " * step)
             else:
-                drawn.append(letters[held].center(step), STYLES[held % len(STYLES)])
+                drawn.append(letters[curve_index].center(step), STYLES[curve_index % len(STYLES)])
         drawn.append("\n")
     drawn.append(" " * 10 + "└" + "─" * (step * len(columns)) + "\n", "dim")
     drawn.append(" " * 11 + "".join(column.center(step) for column in columns) + "\n", "dim")

@@ -1,4 +1,4 @@
-"""`polyhead merge`: heads that do the same made one."""
+"""`polyhead merge`: merge redundant heads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def merge(
         str,
         typer.Option(
             metavar="LAYER.HEAD+LAYER.HEAD,...",
-            help="Which heads become one, as in 1.3+1.7; several groups with commas between. All heads are numbered as "
-            "they are before the first merge.",
+            help="Heads to merge into one, e.g. 1.3+1.7; separate several groups by commas. Numbers are those before "
+            "any merge.",
             show_default=False,
         ),
     ],
@@ -36,10 +36,12 @@ def merge(
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Make heads of one layer that do the same into one.
+    """Merge redundant heads of a layer into one.
 
-    The mean of what they read, the sum of what they write: heads that compute the same are merged without loss. The
-    model is written to a new folder, with what undoes the edit; the original is not touched.
+    Averages their Q, K and V projections and sums their output projections: identical heads are merged without loss.
+    Writes the model to a new folder, with a record to undo the edit; the original is not modified.
+
+    Example: `polyhead merge minilm --heads 1.3+1.7 --output merged`
     """
     from rich.console import Console
 
@@ -69,7 +71,7 @@ def merge(
 
 
 def merges(text: str, stack: str | None = None) -> list[MergeHeads]:
-    """The edits that a text names; later ones of a layer speak of heads that have moved up by then.
+    """Parse groups of heads into edits; heads after a merged one are renumbered for later edits of the layer.
 
     >>> [edit.heads for edit in merges("1.0+1.2,1.3+1.5")]
     [(0, 2), (2, 4)]
@@ -78,20 +80,22 @@ def merges(text: str, stack: str | None = None) -> list[MergeHeads]:
     from polyhead.geometry import HeadId
     from polyhead.surgery import MergeHeads
 
-    gone: dict[int, list[int]] = {}
-    named: set[HeadId] = set()
+    removed: dict[int, list[int]] = {}
+    used: set[HeadId] = set()
     edits = []
     for group in text.split(","):
         heads = [HeadId.parse(part.strip()) for part in group.split("+")]
         layers = {head.layer for head in heads}
         if len(layers) > 1 or len(heads) < 2:
-            raise OptionError(f"two heads or more of one layer become one, as in 1.3+1.7; got {group.strip()!r}")
-        again = sorted(named & set(heads))
-        if len(again) or len(set(heads)) < len(heads):
-            raise OptionError(f"a head is named once, got {again[0] if again else heads[0]} more than once in {text!r}")
-        named |= set(heads)
+            raise OptionError(f"a group must be two or more heads of one layer, e.g. 1.3+1.7; got {group.strip()!r}")
+        repeated = sorted(used & set(heads))
+        if len(repeated) or len(set(heads)) < len(heads):
+            raise OptionError(
+                f"a head may occur only once, got {repeated[0] if repeated else heads[0]} more than once in {text!r}"
+            )
+        used |= set(heads)
         (layer,) = layers
-        before = gone.setdefault(layer, [])
+        before = removed.setdefault(layer, [])
         moved = tuple(head.head - sum(other < head.head for other in before) for head in heads)
         edits.append(MergeHeads(layer, moved, stack=stack))
         before += sorted(head.head for head in heads)[1:]

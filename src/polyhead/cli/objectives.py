@@ -1,4 +1,4 @@
-"""By what the heads of a model are judged where they are chosen, which its kind decides."""
+"""Objectives by which heads are selected, depending on the kind of model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def judge_of(loaded: LoadedModel) -> Judge:
-    """The tokens that a model predicts, masked ones among them; of another its likeness to the whole."""
+    """Return the objective of a model: its token loss (causal or masked), else fidelity of its representations."""
     from polyhead.analysis.importance.losses import Masked
     from polyhead.surgery.selection.measurements import Judge
     from polyhead.surgery.selection.quality import Probe, language_slope
@@ -24,7 +24,7 @@ def judge_of(loaded: LoadedModel) -> Judge:
 
 
 def weighting_of(criterion: str) -> Weighting:
-    """An error weighs what it costs the model, token by token, for a criterion that measures errors at all."""
+    """Return per-token weighting by the loss for criteria that support weights, else none."""
     from polyhead.surgery.selection.criteria import CRITERIA
 
     return "token" if criterion in CRITERIA and CRITERIA[criterion].weighs else "none"

@@ -1,4 +1,4 @@
-"""Options that several verbs have: where a model runs, in which numbers, what it is trusted with, in which language."""
+"""Options shared by several commands: device, dtype, permissions, language."""
 
 from __future__ import annotations
 
@@ -26,66 +26,66 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 ResultFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Where to keep the run as JSON, every sample in it.", callback=writable_file),
+    typer.Option(metavar="FILE", help="Write the results to this JSON file, with all samples.", callback=writable_file),
 ]
-Language = Annotated[
-    str, typer.Option(metavar="en|zh", help="The language that the page opens in; a reader can switch.")
-]
+Language = Annotated[str, typer.Option(metavar="en|zh", help="Initial language of the page; readers can switch.")]
 Device = Annotated[
-    str | None, typer.Option(help="Where to run: cpu, cuda, ...; a GPU if there is one.", show_default=False)
+    str | None, typer.Option(help="Device: cpu, cuda, cuda:1, ... [default: a GPU if available]", show_default=False)
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU, else bfloat16.", show_default=False),
+    typer.Option(
+        help="Dtype: float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]", show_default=False
+    ),
 ]
 AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read weights from pickles, which can run code. Only if you trust them.")
+    bool,
+    typer.Option("--allow-pickle", help="Load pickled weights, which can run code. Use only with models you trust."),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Only if you trust it.")
+    bool,
+    typer.Option("--trust-remote-code", help="Run code shipped with the model. Use only with models you trust."),
 ]
 
 
 def check_language(lang: str) -> None:
-    """That there is such a language."""
+    """Raise if pages are not available in this language."""
     from polyhead.inspection.vocabulary import LANGUAGES
 
     if lang not in LANGUAGES:
-        raise typer.BadParameter(
-            f"a page is written in one of the languages {', '.join(LANGUAGES)}; got {lang!r}", param_hint="--lang"
-        )
+        raise typer.BadParameter(f"must be one of {', '.join(LANGUAGES)}; got {lang!r}", param_hint="--lang")
 
 
 def check_dtype(dtype: str | None) -> None:
-    """That there is such a type of numbers."""
+    """Raise if this dtype is not supported."""
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(
-            f"a dtype is {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}", param_hint="--dtype"
+            f"must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}", param_hint="--dtype"
         )
 
 
 def device_or_gpu(device: str | None) -> str:
-    """The device that was asked for, else a GPU if there is one."""
+    """Return the requested device, by default a GPU if available."""
     import torch
 
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_device(device: str | None) -> str:
-    """The device to run on; refused where PyTorch knows none of that name, or has none here."""
+    """Return the device to run on; raise if it does not exist."""
     from polyhead.sources.models import checked_device
 
     return str(checked_device(device_or_gpu(device)))
 
 
 def check_positive(option: str, number: float | None, *, zero: bool = False) -> None:
-    """That a number is more than 0, or `zero` as well."""
+    """Raise unless a number is positive; `zero` allows 0."""
     if number is not None and not (number > 0 or (zero and number == 0)):
-        raise OptionError(f"{option} must be {'0 or more' if zero else 'more than 0'}, got {number:g}")
+        raise OptionError(f"{option} must be {'at least 0' if zero else 'greater than 0'}, got {number:g}")
 
 
 def check_text(text: str | None, field: str) -> None:
-    """That there is such a text; it is read later."""
+    """Raise if the text does not exist; it is read later."""
     from polyhead.sources import read_texts
 
     if text is not None:
@@ -93,12 +93,12 @@ def check_text(text: str | None, field: str) -> None:
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """Which of several processes this is, counted from 0, and how many there are.
+    """Parse I/N into the index of this process, from 0, and the number of processes.
 
     >>> part_of("2/4")
     (1, 4)
     """
-    part, _, whole = text.partition("/")
-    if not (part.isdecimal() and whole.isdecimal() and 1 <= int(part) <= int(whole)):
-        raise OptionError(f"a share is I/N with I from 1 to N, such as 2/4; got {text!r}")
-    return int(part) - 1, int(whole)
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise OptionError(f"a part must be I/N with I from 1 to N, e.g. 2/4; got {text!r}")
+    return int(index) - 1, int(count)

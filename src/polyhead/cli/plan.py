@@ -1,4 +1,4 @@
-"""`polyhead plan`: what a head layout costs before anything is trained or served."""
+"""`polyhead plan`: estimate the cost of a head layout before training or serving it."""
 
 from __future__ import annotations
 
@@ -23,76 +23,96 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A model people know (llama3.1-8b, gpt3-175b, ...), a folder or file of a config, a name on the hub.",
+            help="Known model (llama3.1-8b, gpt3-175b, ...), config file, model folder, or name on the hub.",
             show_default=False,
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A config as JSON: Hugging Face's, or one of ours.", show_default=False),
+        typer.Option(metavar="FILE", help="JSON config, of Hugging Face or polyhead.", show_default=False),
     ] = None,
     d_model: Annotated[
-        int | None, typer.Option(metavar="N", help="Width of the model, for a layout by its sizes.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Width of the model; with --heads, instead of MODEL.", show_default=False),
     ] = None,
-    heads: Annotated[int | None, typer.Option(metavar="N", help="Query heads.", show_default=False)] = None,
+    heads: Annotated[int | None, typer.Option(metavar="N", help="Number of query heads.", show_default=False)] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(metavar="N", help="Key and value heads; as many as heads.", show_default=False)
+        int | None, typer.Option(metavar="N", help="Number of KV heads. [default: that of --heads]", show_default=False)
     ] = None,
     head_dim: Annotated[
-        int | None, typer.Option(metavar="N", help="Width of a head; d-model / heads.", show_default=False)
+        int | None, typer.Option(metavar="N", help="Width of a head. [default: d-model / heads]", show_default=False)
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(metavar="N", help="Layers, for sizes or a config of ours; 1.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Layers, with --d-model or a polyhead config. [default: 1]", show_default=False),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(metavar="N", help="Keys that a token sees, for sizes; all.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", help="Sliding window in tokens, with --d-model. [default: full attention]", show_default=False
+        ),
     ] = None,
-    rotary: Annotated[bool, typer.Option("--rotary", help="Rotary positions, for a layout by its sizes.")] = False,
+    rotary: Annotated[bool, typer.Option("--rotary", help="Use rotary positions (RoPE), with --d-model.")] = False,
     causal: Annotated[
         bool | None,
-        typer.Option("--causal/--bidirectional", help="Whether tokens see no later ones.", show_default=False),
+        typer.Option(
+            "--causal/--bidirectional",
+            help="Attention mask. [default: the model's; causal with --d-model]",
+            show_default=False,
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", help="Sequences at a time.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences per batch.")] = 1,
     context: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help=f"Tokens of a sequence; {DEFAULT_CONTEXT}, or the model's longest if that is less.",
+            help=f"Tokens per sequence. [default: {DEFAULT_CONTEXT}, or the model's maximum if smaller]",
             show_default=False,
         ),
     ] = None,
-    beyond: Annotated[bool, typer.Option("--beyond", help="Allow a context longer than the model's own.")] = False,
+    beyond: Annotated[bool, typer.Option("--beyond", help="Allow a context longer than the model's maximum.")] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the layers: bfloat16, float16, float32; what the config says.", show_default=False),
+        typer.Option(
+            help="Dtype of the layers: bfloat16, float16, float32. [default: the model's, or bfloat16]",
+            show_default=False,
+        ),
     ] = None,
     cache_dtype: Annotated[
         str | None,
-        typer.Option(help="Of the cache, also int8 or float8_e4m3fn; as the layers.", show_default=False),
+        typer.Option(
+            help="Dtype of the KV cache, also int8 or float8_e4m3fn. [default: the model's, or that of the layers]",
+            show_default=False,
+        ),
     ] = None,
     phase: Annotated[
         str | None,
-        typer.Option(metavar="PHASE,...", help="Any of training, prefill, decode; all.", show_default=False),
+        typer.Option(
+            metavar="PHASE,...", help="Phases to plan: training, prefill, decode. [default: all]", show_default=False
+        ),
     ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="A calibrated machine, or its file, to predict times for.", show_default=False
+            metavar="NAME|FILE", help="Predict times for this calibrated machine or .json file.", show_default=False
         ),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine first, keep what it reached, and predict with it.")
+        bool, typer.Option("--calibrate", help="Measure and save this machine first (minutes), and predict for it.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the plan as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write a page with plots.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Write a self-contained HTML page with plots.", show_default=False),
     ] = None,
 ) -> None:
-    """What the attention of a model costs: parameters, FLOPs, bytes, memory, cache, and predicted time.
+    """Estimate the cost of a model's attention: parameters, FLOPs, bytes moved, memory, KV cache, time.
 
-    `polyhead plan llama3.1-8b --context 8192`, `polyhead plan --d-model 4096 --heads 32 --kv-heads 8 --layers 32`,
-    `polyhead plan --config config.json --hardware nvidia-h200 --output plan.html`. Counts are exact; times come from
-    what a machine was measured to reach, and `--calibrate` measures this one.
+    Counts are exact. Times are predicted for a calibrated machine; --calibrate measures this one.
+
+    Examples: `polyhead plan llama3.1-8b --context 8192`,
+    `polyhead plan --d-model 4096 --heads 32 --kv-heads 8 --layers 32`,
+    `polyhead plan --config config.json --hardware nvidia-h200 --output plan.html`
     """
     from polyhead.cli.plan_table import draw
     from polyhead.costs.layouts.model import named_dtype
@@ -106,14 +126,14 @@ def plan(
         _check_calibration(calibrate, hardware, dtype)
         machine = None if hardware is None else Machine.load(hardware)
         if calibrate and all(x is None for x in (model, config, d_model, layers, output, *by_sizes.values())):
-            _calibrated(as_json)
+            _calibrate(as_json)
             return
         layout = _layout(model, config, d_model, by_sizes, layers, causal, rotary)
-        usual = min(DEFAULT_CONTEXT, layout.context or DEFAULT_CONTEXT)
-        planned = partial(
+        default_context = min(DEFAULT_CONTEXT, layout.context or DEFAULT_CONTEXT)
+        make_plan = partial(
             plan_model,
             layout,
-            context=usual if context is None else context,
+            context=default_context if context is None else context,
             batch=batch,
             dtype=None if dtype is None else named_dtype(dtype),
             cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
@@ -121,22 +141,22 @@ def plan(
             beyond=beyond,
         )
         if calibrate:
-            planned()  # what it refuses is refused before minutes are spent on measuring
-            machine = _calibrated(as_json)
-        found = planned(machine=machine)
+            make_plan()  # raises on invalid options before minutes of calibration
+            machine = _calibrate(as_json)
+        result = make_plan(machine=machine)
         written = None
         if output is not None:
             from polyhead.costs.curves import over_context, over_heads
             from polyhead.report.plan_page import write_plan_page
 
-            written = write_plan_page(output, found, over_context(found, machine), over_heads(found, machine))
+            written = write_plan_page(output, result, over_context(result, machine), over_heads(result, machine))
     except PolyheadError as error:
         typer.echo(f"polyhead plan: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        draw(found, _console())
+        draw(result, _console())
     if written is not None:
         typer.echo(str(written), err=as_json)
 
@@ -153,25 +173,25 @@ def _layout(
     from polyhead.costs.layouts.reading import from_sizes, read_layout
     from polyhead.errors import OptionError
 
-    given = [
+    sources = [
         name for name, value in (("MODEL", model), ("--config", config), ("--d-model", d_model)) if value is not None
     ]
-    if len(given) != 1:
+    if len(sources) != 1:
         raise OptionError(
-            f"a layout is given by MODEL, by --config or by --d-model with --heads; got {' and '.join(given) or 'none'}"
+            f"specify one of MODEL, --config, and --d-model with --heads; got {' and '.join(sources) or 'none'}"
         )
-    named = [name for name, value in {**sizes, "--rotary": rotary or None}.items() if value is not None]
+    used = [name for name, value in {**sizes, "--rotary": rotary or None}.items() if value is not None]
     if d_model is None:
-        if named:
-            raise OptionError(f"{given[0]} says how its heads lie, got {', '.join(named)} beside it; leave them out")
+        if used:
+            raise OptionError(f"{sources[0]} defines its own heads, got {', '.join(used)} as well; omit them")
         if config is not None and not config.is_file():
-            raise OptionError(f"--config must name a file, got {config}, which is none")
+            raise OptionError(f"--config must be an existing file, got {config}")
         source = model if model is not None else config
         assert source is not None
         return read_layout(source, layers=layers, causal=causal)
     heads = sizes["--heads"]
     if heads is None:
-        raise OptionError(f"a layout by its sizes needs --heads, got --d-model {d_model} without it")
+        raise OptionError(f"--d-model requires --heads, got --d-model {d_model} without it")
     return from_sizes(
         d_model,
         heads,
@@ -184,8 +204,8 @@ def _layout(
     )
 
 
-def _calibrated(to_stderr: bool) -> Machine:
-    """Measure this machine, with a bar, and keep what it reached."""
+def _calibrate(to_stderr: bool) -> Machine:
+    """Calibrate this machine with a progress bar, and save it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -202,15 +222,15 @@ def _calibrated(to_stderr: bool) -> Machine:
 
         machine = calibrate(report=show)
     try:
-        kept = f"kept in {machine.save()}"
+        outcome = f"saved to {machine.save()}"
     except OptionError as error:
-        kept = f"not kept: {error}"
-    typer.echo(f"measured {machine.name}, {kept}", err=to_stderr)
+        outcome = f"not saved: {error}"
+    typer.echo(f"calibrated {machine.name}, {outcome}", err=to_stderr)
     return machine
 
 
 def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None) -> None:
-    """What would be found out only after minutes of measuring."""
+    """Raise on conflicting options before minutes of calibration."""
     import torch
 
     from polyhead.costs.calibration import DTYPES
@@ -221,13 +241,11 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
     if not calibrate:
         return
     if hardware is not None:
-        raise OptionError(
-            f"--calibrate predicts for the machine that it measures, got --hardware {hardware} beside it; leave one out"
-        )
-    measured = DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
-    if dtype is not None and named_dtype(dtype) not in measured:
-        names = ", ".join(str(dtype_name(x)) for x in measured)
-        raise OptionError(f"--calibrate measures this machine in {names}, got --dtype {dtype}")
+        raise OptionError(f"--calibrate predicts for this machine, got --hardware {hardware} as well; omit one of them")
+    calibrated = DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
+    if dtype is not None and named_dtype(dtype) not in calibrated:
+        names = ", ".join(str(dtype_name(x)) for x in calibrated)
+        raise OptionError(f"--dtype must be one that --calibrate measures here, {names}, got {dtype}")
     check_own_folder()
 
 
@@ -237,7 +255,7 @@ def _check_output(output: Path | None) -> None:
     from polyhead.report.page import check_place
 
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise OptionError(f"a page is one file in a folder that is there, got {output}")
+        raise OptionError(f"--output must be a file in an existing folder, got {output}")
     if output is not None:
         check_file(output, "--output")
         check_place(output)
@@ -247,5 +265,5 @@ def _console() -> Console:
     from rich.console import Console
 
     console = Console(highlight=False)
-    # Files and pipes have no width of their own; a wrapped table there is no table.
+    # Files and pipes have no width; a fixed one keeps tables from wrapping.
     return console if console.is_terminal else Console(width=120, highlight=False)

@@ -1,4 +1,4 @@
-"""A plan as tables for the terminal."""
+"""Tables of a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from polyhead.costs.timing.machine import list_machines
 def draw(plan: Plan, console: Console) -> None:
     console.print(Text(f"{plan.model.name}: {wording.layout_words(plan.model)}", style="bold"))
     console.print(wording.requested(plan), markup=False)
-    warned = [("warning", f"{kind}: {words}", "yellow") for kind, words in plan.warnings]
-    console.print(labelled([*((name, said, "") for name, said in wording.facts(plan)), *warned]))
+    warnings = [("warning", f"{kind}: {text}", "yellow") for kind, text in plan.warnings]
+    console.print(labelled([*((name, text, "") for name, text in wording.facts(plan)), *warnings]))
     for phase in plan.phases:
         console.print()
         console.print(_table(plan, phase))
-        console.print(labelled([(name, said, "") for name, said in wording.below(phase)]))
-    for kind, why in explained(plan.warnings):
-        console.print(Text(f"{kind}: {why}", style="dim"))
+        console.print(labelled([(name, text, "") for name, text in wording.below(phase)]))
+    for kind, explanation in explained(plan.warnings):
+        console.print(Text(f"{kind}: {explanation}", style="dim"))
     for note in (*plan.model.notes, *plan.notes):
         console.print(Text(f"note: {note}", style="dim"))
     if plan.machine is None:
         known = ", ".join(list_machines())
-        console.print(Text(f"note: --hardware predicts times; calibrated are {known or 'none'}", style="dim"))
+        console.print(
+            Text(f"note: use --hardware to predict times; calibrated machines: {known or 'none'}", style="dim")
+        )
 
 
 def _table(plan: Plan, phase: PhasePlan) -> Table:

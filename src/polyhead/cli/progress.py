@@ -1,4 +1,4 @@
-"""Output of a running command: progress, and errors in one line."""
+"""Progress display and one-line error messages of commands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import typer
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come; it ends a run as Ctrl-C does, with what is whole kept."""
+    """Raised on SIGTERM; ends a run as Ctrl-C does, with completed steps saved."""
 
 
 def end_on_sigterm() -> None:
-    """Raise `Terminated` where SIGTERM comes, for the rest of the process."""
+    """Install a handler that raises `Terminated` on SIGTERM."""
 
     def end(*_: object) -> None:
         raise Terminated(128 + signal.SIGTERM)
@@ -26,16 +26,16 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def errors_told(verb: str, kept: Path | None = None) -> Iterator[None]:
-    """Print one line for an error of ours (exit code 2), an interrupt, an end from outside, or a lack of memory.
+    """Print one line and exit on polyhead's errors (exit code 2), interrupts, SIGTERM and out-of-memory errors.
 
-    `kept` is the folder from which what was done can be taken up again.
+    `kept` is the folder from which the run can be resumed.
     """
     from polyhead.errors import PolyheadError
 
-    def end(words: str, code: int) -> typer.Exit:
-        again = kept is not None and kept.is_dir() and any(kept.iterdir())
-        rest = f"; what was done is kept, go on with --resume {kept}" if again else ""
-        typer.echo(f"polyhead {verb}: {words}{rest}", err=True)
+    def end(reason: str, code: int) -> typer.Exit:
+        can_resume = kept is not None and kept.is_dir() and any(kept.iterdir())
+        hint = f"; progress is saved, continue with --resume {kept}" if can_resume else ""
+        typer.echo(f"polyhead {verb}: {reason}{hint}", err=True)
         return typer.Exit(code)
 
     try:
@@ -48,12 +48,12 @@ def errors_told(verb: str, kept: Path | None = None) -> Iterator[None]:
     except Terminated:
         raise end("terminated", 128 + signal.SIGTERM) from None
     except (MemoryError, RuntimeError) as error:
-        if not _lacks_memory(error):
+        if not _is_out_of_memory(error):
             raise
         raise end(f"out of memory ({str(error).partition(chr(10))[0] or type(error).__name__})", 1) from None
 
 
-def _lacks_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     torch = sys.modules.get("torch")
     on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
     return isinstance(error, MemoryError) or on_device or "can't allocate memory" in str(error)
@@ -61,7 +61,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 @contextmanager
 def working(description: str) -> Iterator[None]:
-    """Something moves on a terminal while it lasts, and one line is written elsewhere."""
+    """Show a spinner on a terminal, else print one line."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -75,7 +75,7 @@ def working(description: str) -> Iterator[None]:
 
 @contextmanager
 def bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, one line elsewhere; what it gives is told how far each step went."""
+    """Show a progress bar on a terminal, else print one line; yields a function that advances it."""
     from rich import progress as bars
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`polyhead prune`: a model without some of its heads, the others making up for them."""
+"""`polyhead prune`: remove heads from a model and compensate for them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def prune(
     model: Model,
     heads: Annotated[
         str | None,
-        typer.Option(metavar="LAYER.HEAD,...", help="The heads to take out, as in 0.3,1.7.", show_default=False),
+        typer.Option(metavar="LAYER.HEAD,...", help="Heads to remove, e.g. 0.3,1.7.", show_default=False),
     ] = None,
     share: Annotated[
         str | None,
         typer.Option(
             metavar="N%",
-            help="Take out this share of all heads, chosen by --criterion on the text.",
+            help="Remove this share of all heads, e.g. 30%, selected by --criterion.",
             show_default=False,
         ),
     ] = None,
@@ -51,8 +51,8 @@ def prune(
         str,
         typer.Option(
             metavar="NAME",
-            help="By what heads are chosen: repaired (what the others cannot make up for), plain (what they write), "
-            "ablation, gradient, taylor, magnitude, redundancy, or random, the control.",
+            help="Importance score for --share: compensated (error after compensation), plain (error without it), "
+            "ablation, gradient, taylor, magnitude, redundancy, or random (control).",
         ),
     ] = "compensated",
     output: Output = None,
@@ -62,8 +62,8 @@ def prune(
         bool,
         typer.Option(
             "--repair/--no-repair",
-            help="Solve the output matrices of the heads that stay, layer by layer, for what the whole layer wrote on "
-            "the text.",
+            help="Compensate for removed heads: refit the output projections layer by layer, by least squares on the "
+            "text.",
         ),
     ] = True,
     form: SavedForm = None,
@@ -72,16 +72,18 @@ def prune(
     stack: Stack = None,
     context: ContextLength = None,
     tokens: Tokens = 65_536,
-    seed: Annotated[int, typer.Option(help="Of the random criterion.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random criterion.")] = 0,
     device: Device = None,
     dtype: SavedDtype = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Take heads out of a trained model, without retraining.
+    """Remove heads from a trained model, without retraining.
 
-    Name the heads, or say how many should go. Heads that stay are repaired on a text, in closed form. The model is
-    written to a new folder, with what undoes the edit; the original is not touched.
+    Select heads with --heads, or a share of them with --share. The remaining heads compensate by least squares on a
+    text. Writes the model to a new folder, with a record to undo the edit; the original is not modified.
+
+    Example: `polyhead prune minilm --share 30% --text corpus.txt --output pruned`
     """
     from rich.console import Console
 
@@ -91,15 +93,15 @@ def prune(
 
     console = Console(highlight=False)
     if (heads is None) == (share is None):
-        raise typer.BadParameter("name heads with --heads, or say how many with --share; got both or neither")
+        raise typer.BadParameter("specify either --heads or --share; got both or neither")
     with errors_told("prune"):
         check_output(output, form, preview=preview, replace=replace, source=model)
-        wanted = None if share is None else _share(share)
-        named = None if heads is None else _named(heads, stack)
+        fraction = None if share is None else _share(share)
+        requested = None if heads is None else _parse_heads(heads, stack)
         check_reading(text, field, context, tokens)
         check_criterion(criterion)
-        if named is not None:
-            check_layers(model, [edit.layer for edit in named], trust_remote_code=trust_remote_code)
+        if requested is not None:
+            check_layers(model, [edit.layer for edit in requested], trust_remote_code=trust_remote_code)
         loaded = open_model(
             model,
             device=device,
@@ -108,18 +110,18 @@ def prune(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        if named is not None:
-            count(loaded.model, named)  # refused before the text is read
-        needs_text = wanted is not None or (compensation and not preview)
+        if requested is not None:
+            count(loaded.model, requested)  # raises on invalid heads before the text is read
+        needs_text = fraction is not None or (compensation and not preview)
         calibration = CalibrationText.of(loaded, text, field, context, tokens) if needs_text else None
-        if named is not None:
-            edits = named
+        if requested is not None:
+            edits = requested
         else:
-            assert wanted is not None
+            assert fraction is not None
             assert calibration is not None
-            edits = chosen(calibration, wanted, criterion=criterion, stack=stack, seed=seed)
+            edits = select_heads(calibration, fraction, criterion=criterion, stack=stack, seed=seed)
         counted = count(loaded.model, edits)
-        console.print(f"{loaded}\nwithout heads {_told(edits)}", markup=False, soft_wrap=True)
+        console.print(f"{loaded}\nwithout heads {_format_heads(edits)}", markup=False, soft_wrap=True)
         show_preview(counted, console)
         if preview or output is None:
             return
@@ -127,7 +129,7 @@ def prune(
         if compensation:
             assert calibration is not None
             layers = len({(edit.stack, edit.layer) for edit in edits})
-            with bar("Repair the heads that stay", layers) as step:
+            with bar("Compensate layer by layer", layers) as step:
                 record = apply_in_order(loaded.model, edits, calibration.batches, progress=lambda done, total: step(1))
         else:
             record = apply(loaded.model, edits)
@@ -136,52 +138,56 @@ def prune(
         write_edited(loaded, record, output, form, console, replace=replace)
 
 
-def chosen(text: CalibrationText, share: float, *, criterion: str, stack: str | None, seed: int) -> list[PruneHeads]:
-    """The heads that can best go by a criterion, of all layers whose heads are known, or of one stack of them."""
+def select_heads(
+    text: CalibrationText, share: float, *, criterion: str, stack: str | None, seed: int
+) -> list[PruneHeads]:
+    """Select the least important heads by a criterion, over all layers or those of one stack."""
     from polyhead.errors import OptionError
     from polyhead.surgery import PruneHeads, choose_heads
     from polyhead.surgery.selection.criteria import orders_by
     from polyhead.surgery.selection.measurements import Evidence
 
     model = text.loaded.model
-    with bar(f"Choose heads by {criterion}", len(list(text.batches()))) as step:
-        evidence = Evidence(model, text.told(step), judge_of(text.loaded))
+    with bar(f"Select heads by {criterion}", len(list(text.batches()))) as step:
+        evidence = Evidence(model, text.batches_with_progress(step), judge_of(text.loaded))
         layers = {path: layer for path, layer in evidence.layers.items() if stack in (None, layer.stack)}
         if not layers:
             stacks = ", ".join(dict.fromkeys(layer.stack for layer in evidence.layers.values()))
-            raise OptionError(f"stack must be one of {stacks}, got {stack!r}")
+            raise OptionError(f"--stack must be one of {stacks}, got {stack!r}")
         total = sum(evidence.heads[path].num_heads for path in layers)
         number = round(share * total)
         if not number:
-            raise OptionError(f"a share of {share:.1%} must be a head at least, got {total} heads in all")
+            raise OptionError(f"--share must be at least one head, got {share:.1%} of {total} heads")
         orders = orders_by(criterion, evidence, weighting=weighting_of(criterion), seed=seed)
-    found = choose_heads({path: orders[path] for path in layers}, number)
-    return [PruneHeads(layers[path].number, heads, stack=layers[path].stack) for path, heads in found.items() if heads]
+    selected = choose_heads({path: orders[path] for path in layers}, number)
+    return [
+        PruneHeads(layers[path].number, heads, stack=layers[path].stack) for path, heads in selected.items() if heads
+    ]
 
 
 def _share(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
-    share = float(found[1]) / 100 if found else 0.0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    share = float(match[1]) / 100 if match else 0.0
     if not 0 < share < 1:
         raise typer.BadParameter(
-            f"a share of the heads is written like 30%, more than 0% and less than 100%; got {text!r}",
+            f"must be a percentage between 0% and 100%, e.g. 30%; got {text!r}",
             param_hint="--share",
         )
     return share
 
 
-def _named(text: str, stack: str | None) -> list[PruneHeads]:
+def _parse_heads(text: str, stack: str | None) -> list[PruneHeads]:
     from polyhead.geometry import HeadId
     from polyhead.surgery import PruneHeads
 
-    found: dict[int, list[int]] = {}
+    by_layer: dict[int, list[int]] = {}
     for part in text.split(","):
         head = HeadId.parse(part.strip())
-        found.setdefault(head.layer, []).append(head.head)
-    return [PruneHeads(layer, tuple(heads), stack=stack) for layer, heads in sorted(found.items())]
+        by_layer.setdefault(head.layer, []).append(head.head)
+    return [PruneHeads(layer, tuple(heads), stack=stack) for layer, heads in sorted(by_layer.items())]
 
 
-def _told(edits: list[PruneHeads]) -> str:
+def _format_heads(edits: list[PruneHeads]) -> str:
     several = len({edit.stack for edit in edits}) > 1
     return ", ".join(
         (f"{edit.stack} " if several else "") + f"{edit.layer}.{head}" for edit in edits for head in edit.heads

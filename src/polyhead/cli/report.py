@@ -1,4 +1,4 @@
-"""`polyhead report`: a run that was kept, as one HTML page."""
+"""`polyhead report`: write a saved run as one HTML page."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NAME = "polyhead-report.html"
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `polyhead inspect --save` wrote.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder written by `polyhead inspect --save`.")],
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="FILE", help=f"Where to write the page; {NAME} in the run's folder.", show_default=False
+            "--html", metavar="FILE", help=f"Output file. [default: {NAME} in the run's folder]", show_default=False
         ),
     ] = None,
     lang: Language = "en",
@@ -28,16 +28,16 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Show as well which grammar heads know: what `polyhead syntax --output` wrote, of the same model.",
+            help="Include the results of `polyhead syntax --output` for the same model.",
             show_default=False,
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Write a run as one HTML page that opens anywhere.
+    """Write a saved run as one self-contained HTML page.
 
-    Layers and heads in a grid coloured by any number or role; a card for each head; which heads are alike, which
-    matter, what was found, in plain words. The file holds all it needs: no network, no server.
+    Shows a grid of layers and heads coloured by any statistic or role, a card for each head, redundancy, importance,
+    and the findings in plain words. The page needs no network and no server.
     """
     from polyhead.errors import PolyheadError
     from polyhead.inspection import load_inspection
@@ -54,7 +54,7 @@ def report(
 
 
 def check_page(html: Path | None, lang: str) -> None:
-    """Before anything costs time: that a page can be written there, and in that language."""
+    """Check the output file and the language of a page, before any expensive work."""
     from polyhead.observation.run_folder import check_file
     from polyhead.report.page import Assets, check_place
 
@@ -63,7 +63,7 @@ def check_page(html: Path | None, lang: str) -> None:
         return
     if html.is_dir():
         raise typer.BadParameter(
-            f"a page is one file, got the folder {html}; name a file in it, such as {html / NAME}", param_hint="--html"
+            f"must be a file, got the folder {html}; use a file in it, such as {html / NAME}", param_hint="--html"
         )
     check_file(html, "--html")
     check_place(html)
@@ -71,7 +71,7 @@ def check_page(html: Path | None, lang: str) -> None:
 
 
 def write(path: Path, inspection: Inspection, lang: str, syntax: Path | None = None) -> Path:
-    """The page of an inspection, and where it lies."""
+    """Write the page of an inspection and return its path."""
     from polyhead.report import write_page
     from polyhead.report.syntax import Syntax
 

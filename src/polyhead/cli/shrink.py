@@ -1,4 +1,4 @@
-"""`polyhead shrink`: heads taken out under a budget, with what every size costs the model beside controls."""
+"""`polyhead shrink`: prune heads to a target size, with a curve of quality over size and two controls."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 METRICS = ("perplexity", "fidelity")
 WAYS = {
-    "layer": "repaired layer by layer for what each would write whole",
-    "output": "repaired layer by layer for what each wrote in the whole model",
-    "stream": "repaired layer by layer for the stream of the whole model",
+    "layer": "compensated layer by layer for the output of the unpruned layer",
+    "output": "compensated layer by layer for the layer's output in the original model",
+    "stream": "compensated layer by layer for the residual stream of the original model",
 }
-SPLITS = (0.6, 0.8)  # where the text ends that heads are chosen on, and the text that repair is chosen on
+SPLITS = (0.6, 0.8)  # ends of the text that selects heads, and of the text that selects the compensation
 
 
 def shrink(
@@ -61,17 +61,17 @@ def shrink(
         str,
         typer.Option(
             metavar="N%-heads|Nx-cache|Nx-faster",
-            help="30%-heads: so many heads go. 2x-cache: a cache of half the bytes. 1.2x-faster: so many times fewer "
-            "FLOPs of the whole model, counted, or with --measured so many times less time on this machine.",
+            help="30%-heads: remove 30% of the heads. 2x-cache: halve the KV cache. 1.2x-faster: 1.2 times fewer FLOPs "
+            "of the model or, with --measured, 1.2 times less time on this machine.",
         ),
     ],
     text: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|DIR|-",
-            help="Text such as the model will read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - "
-            "for standard input. Its first 60% choose the heads, the next 20% the repair, and the last 20% are what "
-            "the figures are of.",
+            help="Text like the model's inputs (required): .txt, .md, .jsonl or .parquet (also .gz), a folder of them, "
+            "or - for standard input. The first 60% select heads, the next 20% the compensation, the last 20% are the "
+            "test set.",
             show_default=False,
         ),
     ] = None,
@@ -79,28 +79,28 @@ def shrink(
         str | None,
         typer.Option(
             metavar="|".join(METRICS),
-            help="What the model is worth: perplexity (of a causal model, and its default), or fidelity, the mean "
-            "cosine of its final hidden states to those of the whole model (of any other).",
+            help="Quality: perplexity (causal models), or fidelity, the mean cosine of final hidden states with those "
+            "of the original. [default: perplexity for causal models, else fidelity]",
             show_default=False,
         ),
     ] = None,
     output: Output = None,
     preview: Annotated[
-        bool, typer.Option("--preview", help="Only show the curve and what the target takes; nothing is written.")
+        bool, typer.Option("--preview", help="Show the curve and the pruned model's size; write nothing.")
     ] = False,
     criterion: Annotated[
-        str, typer.Option(metavar="NAME", help="By what heads are chosen, as in polyhead prune.")
+        str, typer.Option(metavar="NAME", help="Importance score of heads, as in `polyhead prune`.")
     ] = "compensated",
     measured: Annotated[
-        bool, typer.Option("--measured", help="Nx-faster is measured on this machine instead of counted.")
+        bool, typer.Option("--measured", help="Measure Nx-faster on this machine instead of counting FLOPs.")
     ] = False,
     search: Annotated[
         bool,
         typer.Option(
             "--search",
-            help="Move heads between layers (with --form uniform: exchange them within layers) while the model "
-            "measures better on some of the text that repair is chosen on and the target is still reached; that takes "
-            "some hundred measurements. The curve is not searched.",
+            help="Improve the selection by local search: move removals between layers (with --form uniform: swap heads "
+            "within layers) while quality improves and the target holds. Takes some hundred evaluations; does not "
+            "affect the curve.",
         ),
     ] = False,
     field: Field = "text",
@@ -114,15 +114,17 @@ def shrink(
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Make a trained model smaller by its heads, without retraining, and show what every size costs it.
+    """Prune heads of a trained model to a target size, without retraining, and show quality over size.
 
-    The heads that go are chosen over all layers, an error weighed by what it costs the model in its layer, direction
-    and token; those that stay are repaired in closed form. Beside the curve stand two controls: the same heads not
-    repaired, and random heads repaired as well. With --form uniform every layer keeps as many heads and KV heads, the
-    most that reach the target, so that plain transformers loads the model.
+    Selects heads over all layers, with errors weighted by their effect on the model's loss per layer, direction and
+    token; the remaining heads compensate by least squares. The curve has two controls: the same heads without
+    compensation, and random heads with it. With --form uniform all layers keep the same number of heads and KV heads,
+    the largest that reaches the target, so that the model loads in plain transformers.
 
-    With --resume DIR every measurement is kept as soon as it is made. A run that was stopped goes on when the same
-    command is given again, and ends as one that was never stopped; another model, text or option is refused.
+    With --resume DIR every measurement is saved. Repeat the same command to continue an interrupted run with identical
+    results; another model, text or option is refused.
+
+    Example: `polyhead shrink smollm2 --target 30%-heads --text corpus.txt --output small`
     """
     from rich.console import Console
 
@@ -135,10 +137,10 @@ def shrink(
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=120, highlight=False)
     with errors_told("shrink", resume), ExitStack() as stack:
-        wanted = Target.parse(target)
+        goal = Target.parse(target)
         check_output(output, form, preview=preview, replace=replace, source=model)
-        _check(text, metric, wanted, measured=measured)
-        _check_ways(form, criterion, search=search, measured=measured)
+        _check(text, metric, goal, measured=measured)
+        _check_combination(form, criterion, search=search, measured=measured)
         check_criterion(criterion)
         check_reading(text, field, context, tokens)
         if resume is not None:
@@ -151,46 +153,46 @@ def shrink(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        check_target(wanted, loaded.model)
+        check_target(goal, loaded.model)
         layouts = None
         if form == "uniform":
-            with working("Find the layouts that its class can hold"):
-                layouts = uniform_layouts(loaded.model)  # refused before the text is read
-        options = {"target": str(wanted), "criterion": criterion, "form": form, "measured": measured, "search": search}
+            with working("List the layouts that the model class supports"):
+                layouts = uniform_layouts(loaded.model)  # raises before the text is read
+        options = {"target": str(goal), "criterion": criterion, "form": form, "measured": measured, "search": search}
         requested = _requested(loaded, text, field, context, tokens, metric, resume, options)
-        with working(f"Choose heads by {criterion}"):
-            shrinker = _shrinker(requested, wanted, criterion, layouts)
-            gone = {} if measured else shrinker.meet_target(wanted)  # refused before the curve is measured
+        with working(f"Select heads by {criterion}"):
+            shrinker = _shrinker(requested, goal, criterion, layouts)
+            removed = {} if measured else shrinker.meet_target(goal)  # raises before the curve is measured
         console.print(
-            f"{loaded}\n{requested.tokens:,} tokens of text; {requested.report.name} of the whole model "
-            f"{requested.report.whole:.4g} on the last fifth",
+            f"{loaded}\n{requested.tokens:,} tokens of text; {requested.report.name} of the original model "
+            f"{requested.report.whole:.4g} on the test set (last 20%)",
             markup=False,
             soft_wrap=True,
         )
         show_curve(measured_curve(shrinker, requested.report), requested.report, console)
         if measured:
-            gone = meet_measured_target(shrinker, shrinker.stages(), wanted, requested.calibration, requested.journal)
-        gained = ""
+            removed = meet_measured_target(shrinker, shrinker.stages(), goal, requested.calibration, requested.journal)
+        search_summary = ""
         if requested.search is not None:
-            gone, gained = search_heads(shrinker, wanted, requested.search, requested.choose)
-        outputs, way = _compensate(shrinker, gone, requested)
-        aim = f"{wanted.amount:g} times less time on this machine" if measured else wanted
-        console.print(f"\nFor {aim}: {shrinker.in_words(gone)}, {way}", markup=False)
-        if gained:
-            console.print(gained, markup=False, soft_wrap=True)
-        show_preview(shrinker.counted(gone), console)
-        _show_worth(shrinker, gone, outputs, requested.report, console)
+            removed, search_summary = search_heads(shrinker, goal, requested.search, requested.choose)
+        outputs, way = _compensate(shrinker, removed, requested)
+        aim = f"{goal.amount:g} times less time on this machine" if measured else goal
+        console.print(f"\nFor {aim}: {shrinker.in_words(removed)}, {way}", markup=False)
+        if search_summary:
+            console.print(search_summary, markup=False, soft_wrap=True)
+        show_preview(shrinker.counted(removed), console)
+        _show_quality(shrinker, removed, outputs, requested.report, console)
         if preview or output is None:
             return
-        record = apply(loaded.model, shrinker.edits(gone), compensation=GivenOutputs(outputs))
+        record = apply(loaded.model, shrinker.edits(removed), compensation=GivenOutputs(outputs))
         write_edited(loaded, record, output, form, console, replace=replace)
 
 
 @dataclass(frozen=True, eq=False)
 class _Request:
-    """A model and its text in three parts: to choose heads on, to choose the repair on, to report.
+    """A model and its text in three parts: `calibration`, `choose` (for the compensation) and `report` (test set).
 
-    `search` is of some of the second part, where heads are to be moved by it.
+    `search` evaluates a subset of the second part, if requested.
     """
 
     loaded: LoadedModel
@@ -207,27 +209,23 @@ def _check(text: str | None, metric: str | None, target: Target, *, measured: bo
 
     if text is None:
         raise OptionError(
-            "heads are chosen, repaired and judged on text such as the model will read, got none; give some with "
-            "--text FILE, 20,000 tokens or more: .txt, .md, .jsonl or .parquet, a folder of them, or - for standard "
-            "input"
+            "--text is required: text like the model's inputs for calibration and testing, got none; use 20,000 tokens "
+            "or more in .txt, .md, .jsonl or .parquet files, a folder of them, or - for standard input"
         )
     if metric is not None and metric not in METRICS:
-        raise OptionError(f"a metric is {' or '.join(METRICS)}, got {metric!r}")
+        raise OptionError(f"--metric must be {' or '.join(METRICS)}, got {metric!r}")
     if measured and target.kind != "faster":
-        raise OptionError(f"--measured is for a target such as 1.2x-faster, got {target}")
+        raise OptionError(f"--measured needs a target such as 1.2x-faster, got {target}")
 
 
-def _check_ways(form: str | None, criterion: str, *, search: bool, measured: bool) -> None:
-    """That what is asked for goes together."""
+def _check_combination(form: str | None, criterion: str, *, search: bool, measured: bool) -> None:
+    """Raise on options that exclude each other."""
     from polyhead.errors import OptionError
 
     if search and measured:
-        raise OptionError(
-            "--search moves heads while a target that is counted is still reached, got --measured as well; leave one "
-            "out"
-        )
+        raise OptionError("--search needs a target that is counted, got --measured as well; omit one of them")
     if form == "uniform" and criterion != "compensated":
-        raise OptionError(f"with --form uniform heads go by the criterion repaired, got {criterion!r}; leave one out")
+        raise OptionError(f"--form uniform needs the criterion compensated, got {criterion!r}; omit one of them")
 
 
 def _requested(
@@ -246,38 +244,37 @@ def _requested(
     from polyhead.surgery.selection.quality import Fidelity, Perplexity
     from polyhead.version import VERSION
 
-    read = CalibrationText.of(loaded, text, field, context, tokens)
-    count = len(read.contexts)
+    data = CalibrationText.of(loaded, text, field, context, tokens)
+    count = len(data.contexts)
     if count < 5:
         raise OptionError(
-            f"the text is cut into three parts, of five contexts at least, got {count}; give more, or --context N for "
-            "shorter ones"
+            f"the text must have at least five contexts, to be split into three parts, got {count}; use more text, or "
+            "a smaller --context"
         )
     first, second = (max(1, int(share * count)) for share in SPLITS)
     parts = [
         list(CalibrationText(loaded, contexts).batches())
-        for contexts in (read.contexts[:first], read.contexts[first:second], read.contexts[second:])
+        for contexts in (data.contexts[:first], data.contexts[first:second], data.contexts[second:])
     ]
     name = metric or ("perplexity" if loaded.kind == "causal" else "fidelity")
     if name == "perplexity" and loaded.kind != "causal":
         raise OptionError(
-            f"perplexity is of a causal model, got {loaded.name}, which is of the kind {loaded.kind}; leave --metric "
-            "out for its fidelity"
+            f"perplexity needs a causal model, got {loaded.name}, which is {loaded.kind}; omit --metric to use fidelity"
         )
     kind = Perplexity if name == "perplexity" else Fidelity
-    with working(f"Measure the {name} of the whole model"):
+    with working(f"Measure the {name} of the original model"):
         journal = Journal()
         if resume is not None:
             device = str(next(loaded.model.parameters()).device)
-            origin = {"model": model_digest(loaded.model), "text": read.digest, "metric": name, "device": device}
+            origin = {"model": model_digest(loaded.model), "text": data.digest, "metric": name, "device": device}
             journal = Journal(resume, {**origin, **options, "polyhead": VERSION})
 
-        def kept(role: str, batches: Sequence[Mapping[str, Any]]) -> Quality:
+        def journaled(role: str, batches: Sequence[Mapping[str, Any]]) -> Quality:
             return KeptQuality(kind(loaded.model, batches), journal, role)
 
-        choose, report = kept("choose", parts[1]), kept("report", parts[2])
-        few = kept("search", search_batches(loaded, read.contexts[first:second])) if options["search"] else None
-    return _Request(loaded, parts[0], choose, report, few, read.tokens, journal)
+        choose, report = journaled("choose", parts[1]), journaled("report", parts[2])
+        search = journaled("search", search_batches(loaded, data.contexts[first:second])) if options["search"] else None
+    return _Request(loaded, parts[0], choose, report, search, data.tokens, journal)
 
 
 def _shrinker(
@@ -297,17 +294,17 @@ def _shrinker(
 
 
 def _compensate(
-    shrinker: Trials, gone: Mapping[str, tuple[int, ...]], requested: _Request
+    shrinker: Trials, removed: Mapping[str, tuple[int, ...]], requested: _Request
 ) -> tuple[dict[str, Outputs], str]:
-    """Repaired all at once or layer by layer: what is best on the part of the text that is there to choose on."""
+    """Compensate all layers at once and layer by layer; return the outputs with the smallest loss, and their name."""
     from polyhead.surgery.compensation.masked_trial import as_if
     from polyhead.surgery.compensation.sequential import AIMS, solve_in_order
 
-    ways = {"repaired all at once": shrinker.compensated(gone)}
-    with bar("Repair layer by layer", len(AIMS) * len(gone)) as step:
+    ways = {"compensated all at once": shrinker.compensated(removed)}
+    with bar("Compensate layer by layer", len(AIMS) * len(removed)) as step:
         for aim in AIMS:
             solve = partial(
-                solve_in_order, shrinker.model, gone, lambda: requested.calibration, aim=aim, ridge=1e-3,
+                solve_in_order, shrinker.model, removed, lambda: requested.calibration, aim=aim, ridge=1e-3,
                 progress=lambda *_: step(1),
             )  # fmt: skip
             ways[WAYS[aim]] = requested.journal.outputs(f"repaired_for_{aim}", solve)
@@ -319,9 +316,9 @@ def _compensate(
     return ways[best], best
 
 
-def _show_worth(
+def _show_quality(
     shrinker: Trials,
-    gone: Mapping[str, tuple[int, ...]],
+    removed: Mapping[str, tuple[int, ...]],
     outputs: Mapping[str, Outputs],
     quality: Quality,
     console: Console,
@@ -329,10 +326,10 @@ def _show_worth(
     from polyhead.surgery.compensation.masked_trial import as_if
 
     with as_if(shrinker.model, shrinker.evidence.layers, outputs):
-        found = quality.measure()
-    size = shrinker.size(gone)
+        estimate = quality.measure()
+    size = shrinker.size(removed)
     console.print(
-        f"{quality.name} {found.value:.4g} ± {found.error:.2g}, of the whole model {quality.whole:.4g}; "
-        f"{size.flops:.0%} of the FLOPs of the whole model at {shrinker.work.queries} tokens",
+        f"{quality.name} {estimate.value:.4g} ± {estimate.error:.2g}, original model {quality.whole:.4g}; "
+        f"{size.flops:.0%} of the original model's FLOPs at {shrinker.work.queries} tokens",
         markup=False,
     )

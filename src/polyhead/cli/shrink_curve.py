@@ -1,4 +1,4 @@
-"""The curve of `polyhead shrink`: what the model is worth at every size, as a table and as a plot."""
+"""Curve of `polyhead shrink`: quality of the model over its size, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 def measured_curve(shrinker: Shrinker | UniformShrinker, quality: Quality) -> list[CurvePoint]:
-    """What the model is worth at every size, beside its controls."""
+    """Measure the quality at every size, with its controls."""
     choices = shrinker.choices()
-    with bar(f"Measure the {quality.name} of every size", sum(x.measurements for x in choices)) as step:
+    with bar(f"Measure the {quality.name} at every size", sum(x.measurements for x in choices)) as step:
         return shrinker.curve(quality, choices, progress=step)
 
 
 def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console) -> None:
-    """The whole curve as a table and as a plot; over layouts where every layer ends alike."""
+    """Print the curve as a table and as a plot; over layouts if all layers have the same one."""
     from rich.table import Table
 
     by_layout = any(point.layout is not None for point in points)
-    table = Table(box=None, pad_edge=False, title=f"{quality.words}, beside {quality.whole:.4g} of the whole model")
+    table = Table(box=None, pad_edge=False, title=f"{quality.words}; original model {quality.whole:.4g}")
     if by_layout:
         table.add_column("heads/KV heads", justify="right")
     caches = any(point.size.cache is not None for point in points)
-    sizes = ("heads gone", "cache left", "FLOPs left") if caches else ("heads gone", "FLOPs left")
+    sizes = ("heads removed", "cache left", "FLOPs left") if caches else ("heads removed", "FLOPs left")
     for column in (*sizes, "compensated", "not compensated", "random heads, compensated"):
         table.add_column(column, justify="right")
     means = [statistics.fmean(x.value for x in point.random) for point in points]
@@ -57,5 +57,5 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
         "random heads, compensated": means,
     }
     console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))
-    below = "heads/KV heads that stay in every layer" if by_layout else "heads gone"
-    console.print(f"{below}; ± is the standard error over rows, of random heads the spread over seeds", style="dim")
+    axis = "heads/KV heads left in every layer" if by_layout else "heads removed"
+    console.print(f"{axis}; ± is the standard error over rows, for random heads the std over seeds", style="dim")

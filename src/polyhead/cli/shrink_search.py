@@ -1,4 +1,4 @@
-"""`polyhead shrink --search`: how many heads of each layer go, by what the model measures."""
+"""`polyhead shrink --search`: local search over the removed heads, by measured quality."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ SEARCH_CONTEXTS = 16
 
 
 def search_batches(loaded: LoadedModel, contexts: Sequence[Context]) -> list[Mapping[str, Any]]:
-    """A few contexts from all over a part of the text: a search measures some hundred times."""
-    every = -(-len(contexts) // SEARCH_CONTEXTS)
-    return list(CalibrationText(loaded, tuple(contexts[::every])).batches())
+    """Return the batches of a few evenly spaced contexts, since a search evaluates the model some hundred times."""
+    stride = -(-len(contexts) // SEARCH_CONTEXTS)
+    return list(CalibrationText(loaded, tuple(contexts[::stride])).batches())
 
 
 def search_heads(
     shrinker: Shrinker | UniformShrinker, target: Target, few: Quality, quality: Quality
 ) -> tuple[dict[str, tuple[int, ...]], str]:
-    """Heads searched by a quality of a few rows, and what that gained on all of them, in words."""
+    """Search by the quality on a few rows; return the removed heads, and a summary of the gain on all rows."""
     total = shrinker.search_measurements()
-    with bar(f"Search for heads by up to {total:,} measurements of the {few.name}", total) as step:
+    with bar(f"Search heads, up to {total:,} measurements of the {few.name}", total) as step:
         found = shrinker.searched(target, few, progress=step)
-    told = f"Searched by {found.measured:,} measurements: "
+    head = f"Search, {found.measured:,} measurements: "
     if not found.moved:
-        return found.first, told + f"no head {shrinker.searches}"
-    before, after = (shrinker.worth(gone, quality).value for gone in (found.first, found.gone))
-    text = "on the text that repair is chosen on"
+        return found.first, head + f"no head {shrinker.searches}"
+    before, after = (shrinker.worth(removed, quality).value for removed in (found.first, found.gone))
+    text = "on the text that selects the compensation"
     if (after <= before) if quality.name == "fidelity" else (after >= before):
-        return found.first, f"{told}heads {shrinker.searches} gained nothing {text}, and none was"
+        return found.first, f"{head}heads {shrinker.searches} gained nothing {text}, and were reverted"
     heads = "head" if found.moved == 1 else "heads"
     return found.gone, (
-        f"{told}{found.moved} {heads} {shrinker.searches}; {text} {quality.name} {after:.4g} instead of {before:.4g}, "
-        f"of the whole model {quality.whole:.4g}"
+        f"{head}{found.moved} {heads} {shrinker.searches}; {text} {quality.name} {after:.4g} instead of {before:.4g}, "
+        f"original model {quality.whole:.4g}"
     )

@@ -1,4 +1,4 @@
-"""`polyhead shrink --measured`: a target in time, which this machine is asked for."""
+"""`polyhead shrink --measured`: a speed target measured on this machine."""
 
 from __future__ import annotations
 
@@ -21,46 +21,48 @@ def meet_measured_target(
     batches: Sequence[Mapping[str, Any]],
     journal: Journal,
 ) -> dict[str, tuple[int, ...]]:
-    """The first of ever more heads without which the model runs so many times faster on this machine."""
+    """Return the first of increasing sets of removed heads that reaches the target on this machine."""
     from polyhead.errors import OptionError
 
     ratio = 0.0
-    with bar("Time the model without more and more heads", len(stages)) as step:
-        for gone in stages:
-            (ratio,) = journal.numbers("times faster", partial(_timed, trials, gone, batches))
+    with bar("Time the model with fewer and fewer heads", len(stages)) as step:
+        for removed in stages:
+            (ratio,) = journal.numbers("times faster", partial(_timed, trials, removed, batches))
             step(1)
             if ratio >= target.amount:
-                return gone
+                return removed
     raise OptionError(
-        f"without any head that can go, this model is {ratio:.2f} times faster on this machine, got a target of "
+        f"the target must be at most {ratio:.2f}x-faster, measured here without all removable heads, got "
         f"{target.amount:g}x-faster"
     )
 
 
-def _timed(trials: Trials, gone: Mapping[str, tuple[int, ...]], batches: Sequence[Mapping[str, Any]]) -> tuple[float]:
-    return (_times_faster(trials, gone, batches),)
+def _timed(
+    trials: Trials, removed: Mapping[str, tuple[int, ...]], batches: Sequence[Mapping[str, Any]]
+) -> tuple[float]:
+    return (_speedup(trials, removed, batches),)
 
 
-def _times_faster(trials: Trials, gone: Mapping[str, tuple[int, ...]], batches: Sequence[Mapping[str, Any]]) -> float:
-    """The whole model's time over that of the model without these heads, in turns."""
+def _speedup(trials: Trials, removed: Mapping[str, tuple[int, ...]], batches: Sequence[Mapping[str, Any]]) -> float:
+    """Return the original model's time over the pruned model's, measured in alternation."""
     import torch
 
     from polyhead.costs.measuring.runner import alternate
     from polyhead.integrations.huggingface import register
     from polyhead.surgery import apply
 
-    # Copies, since both run on polyhead's attention, which knows groups of any sizes; the model itself stays.
+    # Copies, since both run on polyhead's attention, which supports uneven groups; the model itself is not changed.
     model: Any = trials.model
-    whole, fewer = (copy.deepcopy(model) for _ in range(2))
-    apply(fewer, trials.edits(gone))
-    for one in (whole, fewer):
-        one.set_attn_implementation(register())
-    batch = max(batches, key=lambda own: own["input_ids"].numel())
-    device = next(fewer.parameters()).device
+    original, pruned = (copy.deepcopy(model) for _ in range(2))
+    apply(pruned, trials.edits(removed))
+    for candidate in (original, pruned):
+        candidate.set_attn_implementation(register())
+    batch = max(batches, key=lambda inputs: inputs["input_ids"].numel())
+    device = next(pruned.parameters()).device
     with torch.no_grad():
-        found = alternate(
-            {"whole": lambda: whole(**batch), "fewer": lambda: fewer(**batch)},
+        timings = alternate(
+            {"original": lambda: original(**batch), "pruned": lambda: pruned(**batch)},
             device=device,
             alternations=7,
         )
-    return found.median_ms("whole") / found.median_ms("fewer")
+    return timings.median_ms("original") / timings.median_ms("pruned")

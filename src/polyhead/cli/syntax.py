@@ -1,4 +1,4 @@
-"""`polyhead syntax`: which grammatical relation each head knows, by a treebank."""
+"""`polyhead syntax`: match heads to dependency relations of a treebank."""
 
 from __future__ import annotations
 
@@ -23,60 +23,61 @@ if TYPE_CHECKING:
     from polyhead.sources import LoadedModel
 
 KEPT = "observations.safetensors"  # in the folder of --resume
-MOST_INSIDE = 3  # heads that are shown for the word, the phrase and the sentence
+MOST_INSIDE = 3  # heads shown for the word, the phrase and the sentence
 
 
 def syntax(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="minilm (the default), smollm2, a model's folder, a .gguf file or a name on the hub.",
+            help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
+            "minilm, smollm2. [default: minilm]",
             metavar="MODEL",
         ),
     ] = None,
     treebank: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Sentences with their grammar, in the CoNLL-U format (.conllu or .conllu.gz)."
-        ),
+        typer.Option(metavar="FILE", help="Treebank in CoNLL-U format, .conllu or .conllu.gz (required)."),
     ] = None,
     sentences: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Read the first N sentences; all by default.")
+        int | None, typer.Option(metavar="N", min=1, help="Read only the first N sentences. [default: all]")
     ] = None,
-    together: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Let the model read N sentences in a row as one text.")
-    ] = 1,
+    together: Annotated[int, typer.Option(metavar="N", min=1, help="Join N consecutive sentences into one text.")] = 1,
     batch: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens that the model reads at once, padding included.")
+        int, typer.Option(metavar="N", min=1, help="Maximum number of tokens per batch, padding included.")
     ] = 2048,
     minimum: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Leave out a relation with fewer words than this in either half.")
+        int, typer.Option(metavar="N", min=1, help="Skip relations with fewer than N words in either half.")
     ] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split into two halves.")] = 0,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda or cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, ...")] = "cpu",
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the table to a .json or .parquet file as well.")
+        Path | None, typer.Option(metavar="FILE", help="Also write the table to a .json or .parquet file.")
     ] = None,
     resume: ResumeIn = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pickled weights, which can run code; only if you trust them.")
+        bool,
+        typer.Option(
+            "--allow-pickle", help="Load pickled weights, which can run code. Use only with models you trust."
+        ),
     ] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that comes with a model; only if you trust it.")
+        bool,
+        typer.Option("--trust-remote-code", help="Run code shipped with the model. Use only with models you trust."),
     ] = False,
 ) -> None:
-    """Which grammatical relation does each head know?
+    """Find the dependency relation that each head tracks.
 
-    For every dependency relation of a treebank and both directions, the head that most often looks from one word at
-    the other, beside the best fixed offset ("the word before"), which knows no grammar. Half of the texts choose the
-    head and the offset; the numbers are of the other half, so that being the best of many flatters neither. A word's
-    tokens are one; its attention to itself and to special tokens is left out. Treebanks in many languages are free at
-    universaldependencies.org.
+    For every relation of a treebank and both directions, reports the head whose attention from one word most often
+    peaks at the other, next to the best fixed offset ("the word before") as a baseline. One half of the texts selects
+    head and offset, the other half evaluates them, so that neither benefits from selection. The tokens of a word are
+    combined; attention to the word itself and to special tokens is ignored. Treebanks for many languages are available
+    at universaldependencies.org.
 
-    Below it stand the heads that keep most of their attention inside the word, the phrase (a word with all that
-    depends on it) and, with --together, the sentence, beside what even attention would leave there.
+    Also lists the heads with the largest share of attention inside the word, the phrase (a word with its dependents)
+    and, with --together, the sentence, next to the share under uniform attention.
 
-    With --resume DIR what was read is kept; a run that was stopped goes on when the same command is given again.
+    With --resume DIR progress is saved; repeat the same command to continue an interrupted run.
     """
     from rich.console import Console
 
@@ -86,7 +87,7 @@ def syntax(
 
     if treebank is None:
         raise typer.BadParameter(
-            "a treebank is needed: a file in the CoNLL-U format, such as those of universaldependencies.org",
+            "required: a file in CoNLL-U format, e.g. from universaldependencies.org",
             param_hint="--treebank",
         )
     console = Console(stderr=True, highlight=False)
@@ -97,7 +98,7 @@ def syntax(
             stack.enter_context(held(resume))
         loaded, aligned = _prepared(model, treebank, sentences, together, device, allow_pickle, trust_remote_code)
         console.print(f"{loaded}\n{aligned}")
-        observations = _watched(loaded, aligned, batch, console, resume)
+        observations = _observe(loaded, aligned, batch, console, resume)
         table, shares = syntax_table(observations, minimum=minimum, seed=seed), inner_shares(observations)
         if output is not None:
             table.save(
@@ -111,7 +112,7 @@ def syntax(
     _show(table)
     _show_shares(shares)
     if output is not None:
-        typer.echo(f"written to {output}")
+        typer.echo(f"saved to {output}")
 
 
 def _check_output(output: Path | None) -> None:
@@ -138,18 +139,18 @@ def _prepared(
     from polyhead.sources import load_model
     from polyhead.sources.treebank import read_treebank
 
-    read = list(read_treebank(treebank, sentences))  # a fault in the file is told before a model is loaded
+    parsed = list(read_treebank(treebank, sentences))  # errors in the file are reported before a model is loaded
     loaded = load_model(model, device=device, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-    aligned = align(read, loaded.tokenizer, together=together, longest=loaded.trained_context)
+    aligned = align(parsed, loaded.tokenizer, together=together, longest=loaded.trained_context)
     if len(aligned) < 2:
         raise OptionError(
-            f"one half of the texts chooses and the other judges, so there must be two at least, got {len(aligned)} "
-            f"of {len(read)} sentences ({aligned})"
+            f"at least two texts are needed, one half to select and one to evaluate, got {len(aligned)} "
+            f"of {len(parsed)} sentences ({aligned})"
         )
     return loaded, aligned
 
 
-def _watched(loaded: LoadedModel, aligned: Aligned, batch: int, console: Console, resume: Path | None) -> Observations:
+def _observe(loaded: LoadedModel, aligned: Aligned, batch: int, console: Console, resume: Path | None) -> Observations:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from polyhead.analysis.alignment import watch
@@ -197,7 +198,7 @@ def _show_shares(shares: Shares) -> None:
 
     console = Console(highlight=False)
     drawn = Table(box=None, pad_edge=False)
-    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "even attention")):
+    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "uniform attention")):
         drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for circle in CIRCLES:
         for entry in shares.of(circle)[:MOST_INSIDE]:
@@ -205,12 +206,12 @@ def _show_shares(shares: Shares) -> None:
             moved = entry.original_head != str(entry.head)
             place = f"{entry.layer}.{entry.head}" + (f" (originally {entry.original_head})" if moved else "")
             drawn.add_row(circle, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
-    console.print(f"\nThe {MOST_INSIDE} heads that keep most of their attention inside:")
+    console.print(f"\nThe {MOST_INSIDE} heads with the largest share of attention inside:")
     _wide(console).print(drawn)
 
 
 def _wide(console: Console) -> Console:
-    """Files and pipes have no width of their own; a wrapped table there is no table."""
+    """Return a console for tables: files and pipes have no width, and a fixed one keeps tables from wrapping."""
     from rich.console import Console
 
     return console if console.is_terminal else Console(width=120, highlight=False)

@@ -1,4 +1,4 @@
-"""`polyhead view`: walk around inside a model's attention, in a browser."""
+"""`polyhead view`: explore a model's attention in a browser."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def view(
         str | None,
         typer.Argument(
             metavar="[RUN|MODEL]",
-            help="A folder that `polyhead inspect --save` wrote, whose model is then shown with its roles; or a model: "
-            "a folder, a .gguf file, a name on the Hugging Face hub, minilm (the default) or smollm2.",
+            help="Run folder written by `polyhead inspect --save`, to show its model with head roles; or a model: "
+            "folder, .gguf file, name on the Hugging Face hub, minilm or smollm2. [default: minilm]",
             show_default=False,
         ),
     ] = None,
@@ -40,36 +40,34 @@ def view(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A text to begin with, UTF-8; - is standard input.",
+            help="UTF-8 text to open with, or - for standard input.",
             show_default=False,
             allow_dash=True,
         ),
     ] = None,
-    port: Annotated[int, typer.Option(metavar="N", help="Where to listen, on this machine alone; 0 takes any.")] = 0,
+    port: Annotated[int, typer.Option(metavar="N", help="Port on localhost; 0 selects a free one.")] = 0,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
     context: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="The most tokens of a text; by default what the model was made for, or what memory can hold.",
+            help="Maximum tokens of a text. [default: the model's maximum, or what fits in memory]",
             show_default=False,
         ),
     ] = None,
-    cache: Annotated[
-        int, typer.Option(metavar="MB", help="How much of the tiles computed is kept, in megabytes.")
-    ] = 256,
+    cache: Annotated[int, typer.Option(metavar="MB", help="Size of the cache of computed tiles, in MB.")] = 256,
     lang: Language = "en",
     device: Device = None,
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Walk around inside a model's attention.
+    """Explore a model's attention in a browser.
 
-    Type a text and see every head at once; open one and zoom from the whole matrix down to single tokens, whatever the
-    length of the text; switch heads off and see what changes; step through generation.
+    Type a text to see all heads at once; zoom from a full attention map down to single tokens, at any text length;
+    ablate heads and see the effect; step through generation.
 
-    The page is served on this machine alone, under an address with a token that nobody else knows. Ctrl-C ends it.
+    The page is served on localhost only, under a URL with a secret token. Stop with Ctrl-C.
     """
     from polyhead.errors import PolyheadError
     from polyhead.report.viewer.serve import serve
@@ -77,19 +75,19 @@ def view(
     check_language(lang)
     check_dtype(dtype)
     if cache < 0:
-        raise typer.BadParameter(f"a cache has 0 megabytes or more, got {cache}", param_hint="--cache")
+        raise typer.BadParameter(f"must be at least 0 MB, got {cache}", param_hint="--cache")
     if not 0 <= port < 1 << 16:
-        raise typer.BadParameter(f"a port is a number from 0 to 65535, got {port}", param_hint="--port")
+        raise typer.BadParameter(f"must be from 0 to 65535, got {port}", param_hint="--port")
 
     def ready(address: str) -> None:
-        typer.echo(f"The viewer is at {address}\nCtrl-C ends it.")
+        typer.echo(f"Viewer running at {address}\nPress Ctrl-C to stop.")
         if open_browser:
             typer.launch(address)
 
     try:
         check_positive("--context", context)
         check_device(device)
-        begun = None if text is None else _content(text)  # before a model is loaded for it
+        initial_text = None if text is None else _content(text)  # errors are reported before a model is loaded
         viewer = _viewer(
             what,
             context=context,
@@ -100,12 +98,12 @@ def view(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        if begun is not None:
+        if initial_text is not None:
             typer.echo(f"Reading {text} ...", err=True)
-            viewer.hold(viewer.model.read("A", begun, frozenset()))
+            viewer.hold(viewer.model.read("A", initial_text, frozenset()))
         if serve(viewer, port=port, ready=ready):
             sys.stdout.flush()
-            os._exit(0)  # the interpreter's own end would wait for the layer, or end in a crash
+            os._exit(0)  # a normal exit would wait for the running layer, or crash
     except PolyheadError as error:
         typer.echo(f"polyhead view: {error}", err=True)
         raise typer.Exit(2) from None
@@ -131,21 +129,21 @@ def _viewer(
 
     check_installed()
     run: dict[str, Any] | None = None
-    name, number_format = what, dtype
+    name, model_dtype = what, dtype
     if what is not None and _is_run(Path(what)):
         from polyhead.inspection import load_inspection
         from polyhead.report import page_of
         from polyhead.report.packing import plain
 
-        # What a run was trusted with is not passed on: its folder may come from somebody else.
-        found = load_inspection(Path(what))
-        run = plain(page_of(found, language=lang))
-        name, number_format = found.settings.model, dtype or found.settings.dtype
+        # Permissions of a run are not inherited: its folder may come from somebody else.
+        inspection = load_inspection(Path(what))
+        run = plain(page_of(inspection, language=lang))
+        name, model_dtype = inspection.settings.model, dtype or inspection.settings.dtype
     typer.echo("Loading the model ...", err=True)
     loaded = load_model(
         name,
         device=device_or_gpu(device),
-        dtype=None if number_format is None else getattr(torch, number_format),
+        dtype=None if model_dtype is None else getattr(torch, model_dtype),
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
@@ -163,11 +161,11 @@ def _content(path: Path) -> str:
     from polyhead.report.viewer.asking import TEXT_BYTES
 
     try:
-        # A pipe may be named as well, and give without end.
+        # The path may be a pipe without end.
         with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
             content = file.read(TEXT_BYTES + 1)
         if len(content) > TEXT_BYTES:
-            raise OptionError(f"--text names a file of at most {TEXT_BYTES:,} bytes, got {path} with more")
+            raise OptionError(f"--text must be a file of at most {TEXT_BYTES:,} bytes, got {path} with more")
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--text names a file of UTF-8 text, got {path}: {error}") from error
+        raise OptionError(f"--text must be a UTF-8 text file, got {path}: {error}") from error

@@ -1,6 +1,6 @@
-"""What heads cost, before anything is built."""
+"""Cost model of attention layers: parameters, FLOPs, bytes, memory and time, from a config alone."""
 
-# Imported for the counts and the work that they register.
+# Imported for the functions they register.
 from polyhead.costs import collaborative as collaborative
 from polyhead.costs import differential as differential
 from polyhead.costs import routed as routed

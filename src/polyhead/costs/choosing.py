@@ -1,4 +1,4 @@
-"""Which head layouts a budget allows: those that no other within it outdoes in heads, their width and their keys."""
+"""Search for head layouts within a budget: the Pareto front over width, heads, head_dim and KV heads."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from polyhead.layers.positions.config import RotaryConfig
 
 WIDTHS = (256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-SHARES = (0.5, 1.0, 2.0)  # of the model's width that all heads together have, where parameters are limited
+SHARES = (0.5, 1.0, 2.0)  # num_heads * head_dim / d_model, where parameters are limited
 LATENT_RANKS = (128, 256, 512)
 LATENT_ROPE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most that all attention layers together may cost; None is no limit.
+    """Upper limits on the cost of all attention layers together; None is no limit.
 
-    `seconds` are predicted for the phase that is asked for, and need a machine.
+    `seconds` is the predicted time of the requested phase and needs a calibrated machine.
     """
 
     parameters: int | None = None
@@ -46,12 +46,12 @@ class Budget:
             if limit is not None and not limit > 0:
                 raise OptionError(f"{field.name} of a budget must be positive, got {limit!r}")
         if self.parameters is None and self.cache_bytes_per_token is None and self.seconds is None:
-            raise OptionError("a budget limits parameters, cache bytes a token or time, got none of them")
+            raise OptionError("a budget must limit parameters, cache bytes per token or time, got no limit")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One layout with what all its layers cost and what to think twice about."""
+    """One layout, the cost of all its layers, and warnings about it."""
 
     name: str
     config: AttentionConfig
@@ -64,22 +64,22 @@ class Choice:
 
     @property
     def capacity(self) -> tuple[int, int, int, int]:
-        """What one would like more of: width, heads, width of a head, and numbers that a key and value have in all."""
+        """Axes of the Pareto front: d_model, heads, head_dim, and KV heads (or the width of the latent)."""
         layout = self.config.layout  # type: ignore[attr-defined]
-        kept = layout.cache_width if isinstance(self.config, LatentConfig) else layout.num_kv_heads
-        return layout.embed_dim, layout.num_heads, layout.head_dim, kept
+        cached = layout.cache_width if isinstance(self.config, LatentConfig) else layout.num_kv_heads
+        return layout.embed_dim, layout.num_heads, layout.head_dim, cached
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        warned = [warning._asdict() for warning in self.warnings]
-        return {**plain, "config": self.config.to_dict(), "warnings": warned}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        warnings = [warning._asdict() for warning in self.warnings]
+        return {**values, "config": self.config.to_dict(), "warnings": warnings}
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The layouts that a budget allows, and models that people know, at the same batch and context.
+    """Layouts within a budget, and well-known models at the same batch and context for comparison.
 
-    `notes` say where a dtype is another than was to be expected.
+    `considered` counts the candidates. `notes` report dtypes that differ from the requested ones.
     """
 
     found: tuple[Choice, ...]
@@ -101,56 +101,56 @@ def choose(
     machine: Machine | None = None,
     latents: bool = False,
 ) -> Choices:
-    """The layouts within a budget of which no other has as much or more of everything.
+    """Return the layouts within a budget that no other layout dominates (the Pareto front).
 
-    Considered are heads of 32 to 256 channels that together are as wide as the model, each number of KV heads that
-    divides them, and with `latents` latent heads of three ranks. Where parameters are limited, heads that are half or
-    twice as wide are considered too, and without `d_model` the usual widths. Layers are in bfloat16, or in what the
-    machine was calibrated in, unless a `dtype` is given.
+    Candidates have a head_dim of 32 to 256 with num_heads * head_dim equal to d_model, every number of KV heads that
+    divides num_heads, and with `latents` also latent attention (MLA) of three ranks. Where parameters are limited,
+    num_heads * head_dim may also be half or twice d_model, and without `d_model` the usual widths are tried. Layers are
+    in bfloat16, or in the dtype the machine was calibrated in, unless `dtype` is passed.
 
     >>> choices = choose(Budget(cache_bytes_per_token=4096), d_model=1024, context=2048)
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
     ['16x64 at 1024', '8x128 at 1024', '4x256 at 1024']
     """
     if phase not in PHASES:
-        raise OptionError(f"a phase is one of {', '.join(PHASES)}; got {phase!r}")
+        raise OptionError(f"phase must be one of {', '.join(PHASES)}; got {phase!r}")
     if budget.seconds is not None and machine is None:
-        raise OptionError("a budget of time needs a calibrated machine to predict with, got none; name one")
+        raise OptionError("a time budget needs a calibrated machine for its predictions, got none; pass one")
     if d_model is None and budget.parameters is None:
-        raise OptionError("without d_model the budget must limit parameters, got neither; give one of them")
+        raise OptionError("without d_model the budget must limit parameters, got neither; pass one of them")
     for name, number in (("d_model", d_model), ("layers", layers), ("context", context), ("batch", batch)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise OptionError(f"{name} must be a positive integer, got {number!r}")
     if latents and cache_dtype is torch.int8:
         raise OptionError(
-            "latents have no int8 cache, got latents with cache_dtype int8; leave one of the two out (--latents, "
+            "latent attention has no int8 cache, got latents with cache_dtype int8; drop one of the two (--latents, "
             "--cache-dtype)"
         )
     dtype, notes = layer_dtype(dtype, machine=machine)
     requested = _Request(layers, context, batch, phase, dtype, cache_dtype or dtype, machine)
     considered, within = 0, []
     shares = (1.0,) if budget.parameters is None else SHARES
-    most = None if budget.parameters is None else budget.parameters // layers
+    max_parameters = None if budget.parameters is None else budget.parameters // layers
     widths = WIDTHS if d_model is None else (d_model,)
     for width in widths:
-        for name, config in _candidates(width, shares, most, latents):
+        for name, config in _candidates(width, shares, max_parameters, latents):
             considered += 1
-            choice = requested.priced(name, config, budget)
+            choice = requested.within_budget(name, config, budget)
             if choice is not None:
                 within.append(choice)
     if not considered:
-        raise OptionError(_nothing_to_consider(widths, shares, budget, layers))
-    found = sorted(_maximal(within), key=lambda choice: (len(choice.warnings), *(-x for x in choice.capacity)))
+        raise OptionError(_no_candidates(widths, shares, budget, layers))
+    front = sorted(_pareto_front(within), key=lambda choice: (len(choice.warnings), *(-x for x in choice.capacity)))
     references = tuple(requested.reference(name) for name in KNOWN)
     other = [choice.name for choice in references if choice.cache_dtype != dtype_name(requested.cache_dtype)]
     if other:
-        notes.append(f"latents have no int8 cache: that of {', '.join(other)} is in {dtype_name(dtype)}")
-    return Choices(tuple(found), references, considered, tuple(notes))
+        notes.append(f"latent attention has no int8 cache: {', '.join(other)} cached in {dtype_name(dtype)}")
+    return Choices(tuple(front), references, considered, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What every layout is priced for."""
+    """Sizes, dtypes and machine that every candidate is evaluated with."""
 
     layers: int
     context: int
@@ -160,8 +160,8 @@ class _Request:
     cache_dtype: torch.dtype
     machine: Machine | None
 
-    def priced(self, name: str, config: AttentionConfig, budget: Budget) -> Choice | None:
-        """The layout with its costs; None where it is beyond the budget. What is cheap to tell is asked first."""
+    def within_budget(self, name: str, config: AttentionConfig, budget: Budget) -> Choice | None:
+        """Return the layout with its costs, or None if it exceeds the budget; cheap limits are checked first."""
         model = ModelLayout.of(config, self.layers, name=name)
         parameters = self.layers * count_parameters(config).total
         if budget.parameters is not None and parameters > budget.parameters:
@@ -172,11 +172,11 @@ class _Request:
         seconds = self._seconds(model, self.cache_dtype)
         if budget.seconds is not None and (seconds is None or seconds > budget.seconds):
             return None
-        numbers = str(dtype_name(self.cache_dtype))
-        return Choice(name, config, self.layers, parameters, cache, numbers, seconds, self._warnings(config))
+        cache_dtype = str(dtype_name(self.cache_dtype))
+        return Choice(name, config, self.layers, parameters, cache, cache_dtype, seconds, self._warnings(config))
 
     def reference(self, name: str) -> Choice:
-        """A model that people know, with the layers that it has; its cache in `dtype` where there is none of int8."""
+        """Return a known model with its own number of layers; latents are cached in `dtype` instead of int8."""
         model = known_model(name)
         parameters = sum(group.layers * count_parameters(group.config).total for group in model.groups)
         causal = is_causal(model)
@@ -201,11 +201,11 @@ class _Request:
 
 
 def _candidates(
-    width: int, shares: Sequence[float], most: int | None, latents: bool
+    width: int, shares: Sequence[float], max_parameters: int | None, latents: bool
 ) -> Iterator[tuple[str, AttentionConfig]]:
-    """Layers at one width; what has more than `most` parameters in queries and output alone is not even made."""
+    """Yield layers at one width; skip those whose Q and O projections alone exceed `max_parameters`."""
     for heads, head_dim in _divisions(width, shares):
-        if most is not None and 2 * heads * head_dim * width > most:
+        if max_parameters is not None and 2 * heads * head_dim * width > max_parameters:
             continue
         for kv_heads in (x for x in range(1, heads + 1) if heads % x == 0):
             yield _heads(width, heads, kv_heads, head_dim)
@@ -226,7 +226,7 @@ def _candidates(
 
 
 def _divisions(width: int, shares: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Heads and their width: all that together are such a share of the model's width."""
+    """Yield every (num_heads, head_dim) whose product is one of `shares` times the model's width."""
     for head_dim in HEAD_DIMS:
         for share in shares:
             heads, rest = divmod(share * width, head_dim)
@@ -242,33 +242,33 @@ def _heads(width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[str, M
     return f"{heads}{shared}x{head_dim} at {width}", config
 
 
-def _nothing_to_consider(widths: Sequence[int], shares: Sequence[float], budget: Budget, layers: int) -> str:
-    """Why there is no layout to begin with, and what to change."""
-    least = [_heads(width, heads, 1, head_dim) for width in widths for heads, head_dim in _divisions(width, shares)]
-    if not least:
-        channels = f"{', '.join(map(str, HEAD_DIMS[:-1]))} or {HEAD_DIMS[-1]}"
-        wide = "as wide as the model" if len(shares) == 1 else "as wide as the model, half or twice as wide"
+def _no_candidates(widths: Sequence[int], shares: Sequence[float], budget: Budget, layers: int) -> str:
+    """Return a message that explains why there is no candidate, and what to change."""
+    smallest = [_heads(width, heads, 1, head_dim) for width in widths for heads, head_dim in _divisions(width, shares)]
+    if not smallest:
+        head_dims = f"{', '.join(map(str, HEAD_DIMS[:-1]))} or {HEAD_DIMS[-1]}"
+        product = "d_model" if len(shares) == 1 else "d_model, half or twice that"
         return (
-            f"no layout can be considered: heads have {channels} channels and are together {wide}, got d_model "
-            f"{widths[0]}, which none of them divides; take a multiple of {HEAD_DIMS[0]}"
+            f"no candidate layout: head_dim is {head_dims} and num_heads * head_dim is {product}, got d_model "
+            f"{widths[0]}, which no head_dim divides; use a multiple of {HEAD_DIMS[0]}"
         )
-    parameters, name = min((layers * count_parameters(config).total, name) for name, config in least)
+    parameters, name = min((layers * count_parameters(config).total, name) for name, config in smallest)
     return (
-        f"no layout can be considered: the smallest, {name}, has {parameters:,} parameters in {layers:,} "
-        f"layer{'' if layers == 1 else 's'}, got a budget of {budget.parameters:,}; allow more, or take fewer layers "
+        f"no candidate layout: the smallest, {name}, has {parameters:,} parameters in {layers:,} "
+        f"layer{'' if layers == 1 else 's'}, got a budget of {budget.parameters:,}; raise it, or use fewer layers "
         "or a smaller d_model"
     )
 
 
-def _maximal(choices: Sequence[Choice]) -> list[Choice]:
-    """The Pareto front: those that no other of the same kind has as much of everything as, and more of something."""
-    offered = {(type(choice.config), choice.capacity) for choice in choices}
+def _pareto_front(choices: Sequence[Choice]) -> list[Choice]:
+    """Return the choices that no other choice of the same kind dominates in `capacity`."""
+    points = {(type(choice.config), choice.capacity) for choice in choices}
 
-    def outdone(choice: Choice) -> bool:
-        kind, own = type(choice.config), choice.capacity
+    def is_dominated(choice: Choice) -> bool:
+        kind, capacity = type(choice.config), choice.capacity
         return any(
-            kind is other and own != more and all(a >= b for a, b in zip(more, own, strict=True))
-            for other, more in offered
+            kind is other_kind and capacity != other and all(a >= b for a, b in zip(other, capacity, strict=True))
+            for other_kind, other in points
         )
 
-    return [choice for choice in choices if not outdone(choice)]
+    return [choice for choice in choices if not is_dominated(choice)]

@@ -1,4 +1,7 @@
-"""What collaborative heads cost."""
+"""Counts of collaborative heads.
+
+Cordonnier et al. 2020, "Multi-Head Attention: Collaborate Instead of Concatenate".
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 
 @count_layer.register
 def count_collaborative(config: CollaborativeConfig, work: Workload, pairs: int) -> LayerCounts:
-    """Queries and keys of the shared width in the place of all heads' own; every head meets them in full."""
+    """Count projections to one shared width for queries and keys, which every head scores in full."""
     layout, shared = config.layout, config.shared_dim
     assert shared is not None
     plain = count_heads(config, work, pairs, layout.num_heads * layout.value_dim)
     wider = shared - layout.num_heads * layout.head_dim
-    parameters = plain.parameters + layout.num_heads * shared  # the mixing
+    parameters = plain.parameters + layout.num_heads * shared  # the mixing vectors
     parameters += wider * (layout.embed_dim + layout.key_input_dim + (2 if config.bias else 0))
     if config.positions is not None:
         parameters += config.positions.num_parameters(config.turning) - config.positions.num_parameters(layout)
@@ -33,5 +36,5 @@ def count_collaborative(config: CollaborativeConfig, work: Workload, pairs: int)
         ),
         recomputed=MatrixFlops(scores=scores),
         cache_numbers=shared + layout.num_heads * layout.value_dim,
-        cache_scales=2,  # one head to a cache
+        cache_scales=2,  # a cache sees keys and values as one head
     )

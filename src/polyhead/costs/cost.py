@@ -1,7 +1,7 @@
-"""What heads cost, counted from a config alone: parameters, matrix FLOPs, exponentials and the bytes of a cache.
+"""Count parameters, matrix FLOPs, exponentials and cache bytes of a layer from its config alone.
 
-Nothing is built and nothing is measured; tests hold the counts to built layers, to PyTorch's FLOP counter and to real
-caches, to the integer. A new arrangement of heads registers a function of its own with `count_layer`:
+Nothing is built and nothing is measured; tests compare the counts with built layers, PyTorch's FLOP counter and real
+caches, and require equality. A new attention variant registers its own function with `count_layer`:
 
     @count_layer.register
     def count_grouped_heads(config: GroupedHeadsConfig, work: Workload, pairs: int) -> LayerCounts: ...
@@ -25,13 +25,13 @@ from polyhead.masks import Mask
 
 @dataclass(frozen=True, slots=True)
 class MatrixFlops:
-    """Floating-point operations of matrix products by what they are for; a multiplication with its addition is two."""
+    """FLOPs of matrix products by purpose; a multiply-add counts as two."""
 
-    projection: int = 0  # from the input to queries, keys, values and gates
-    scores: int = 0  # queries with keys
-    values: int = 0  # weights with values
-    mixing: int = 0  # heads with heads, in arrangements that have it
-    output: int = 0  # from the heads to the output
+    projection: int = 0  # input to queries, keys, values and gates
+    scores: int = 0  # queries by keys
+    values: int = 0  # attention weights by values
+    mixing: int = 0  # heads by heads, in variants that mix them
+    output: int = 0  # heads to output
 
     @property
     def total(self) -> int:
@@ -46,24 +46,24 @@ class MatrixFlops:
 
 @dataclass(frozen=True, slots=True)
 class LayerCounts:
-    """What a kind of layer says of itself for one forward; `estimate_cost` makes everything else of it."""
+    """Counts of one forward pass of a layer, from which `estimate_cost` derives everything else."""
 
     parameters: int
     forward: MatrixFlops
-    recomputed: MatrixFlops  # the part of it that a fused backward computes once more
+    recomputed: MatrixFlops  # the part of `forward` that a fused backward recomputes
     exponentials: int  # of every softmax
-    weights: int  # numbers that the weights have where they are written down
-    cache_numbers: int  # numbers that a token leaves in a cache
-    cache_scales: int | None = None  # float32 scales beside them where they are int8; None: there is no such cache
+    weights: int  # elements of the attention weights, if materialised
+    cache_numbers: int  # elements that a token adds to the cache
+    cache_scales: int | None = None  # float32 scales per token of an int8 cache; None: int8 is not supported
 
 
 @dataclass(frozen=True, slots=True)
 class CostEstimate:
-    """The cost of one layer under one workload.
+    """Cost of one layer under one workload.
 
-    `pairs` are the (query, key) pairs of one head in all sequences. `backward` is zero outside training.
-    `weights_bytes` is one copy of the weights where they are materialised. `cache_bytes` are the keys and values of
-    every key of the call; a rolling cache holds `cache_bytes_per_token` for each of the tokens it has room for.
+    `pairs` counts the (query, key) pairs of one head over all sequences. `backward` is zero outside training.
+    `weights_bytes` is one copy of the attention weights if they are materialised, else 0. `cache_bytes` covers every
+    key of the call; a rolling cache takes `cache_bytes_per_token` for each token of its window.
     """
 
     parameters: int
@@ -84,10 +84,10 @@ class CostEstimate:
 
     @classmethod
     def from_json(cls, text: str) -> CostEstimate:
-        found: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = json.loads(text)
         for name in ("forward", "backward"):
-            found[name] = MatrixFlops(**found[name])
-        return cls(**found)
+            values[name] = MatrixFlops(**values[name])
+        return cls(**values)
 
 
 def estimate_cost(
@@ -99,15 +99,15 @@ def estimate_cost(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> CostEstimate:
-    """Count what `work` costs in a layer made with `config`.
+    """Count the cost of `work` in a layer with this config.
 
     Args:
-        mask: a causal edge or a window given to the call, besides the layer's own.
-        form: "fused" meets the visible pairs alone (kernels also compute what is hidden in the tiles along an edge),
-            keeps no weights and computes scores and exponentials once more in the backward. "materialised" computes
-            every pair and keeps the weights.
-        dtype: of the layer. Weights are materialised in float32, or in float64 for float64.
-        cache_dtype: of the cache, as `dtype` unless given; torch.int8 is a `QuantizedCache`.
+        mask: a causal mask or sliding window passed to the call, in addition to the layer's own.
+        form: "fused" counts visible pairs only (kernels also compute the masked pairs of tiles that a mask edge
+            crosses), stores no attention weights, and recomputes scores and exponentials in the backward.
+            "materialised" computes every pair and stores the weights.
+        dtype: dtype of the layer. Materialised weights are float32, or float64 for a float64 layer.
+        cache_dtype: dtype of the cache, default `dtype`; torch.int8 is a `QuantizedCache`.
 
     >>> config = MultiHeadConfig(4096, 32, num_kv_heads=8, causal=True, bias=False)
     >>> cost = estimate_cost(config, Workload.decode(past=8191))
@@ -125,7 +125,7 @@ def estimate_cost(
     counts = count_layer(config, work, pairs)
     forward, backward = counts.forward, MatrixFlops()
     if work.training:
-        backward = forward + forward  # each product has two factors, and a gradient for each
+        backward = forward + forward  # one product per factor's gradient
         backward = backward + counts.recomputed if fused else backward
     per_token = _cache_bytes(counts, dtype if cache_dtype is None else cache_dtype)
     return CostEstimate(
@@ -142,9 +142,9 @@ def estimate_cost(
 
 @singledispatch
 def count_layer(config: AttentionConfig, work: Workload, pairs: int) -> LayerCounts:
-    """What a layer of this kind needs for one forward, where one head meets `pairs` (query, key) pairs in all."""
+    """Count one forward pass of a layer of this kind; each head scores `pairs` (query, key) pairs in total."""
     raise OptionError(
-        f"no counts are known for {type(config).__name__}; register a function with polyhead.costs.count_layer.register"
+        f"no counts for {type(config).__name__}; register a function with polyhead.costs.count_layer.register"
     )
 
 
@@ -154,12 +154,12 @@ def count_multi_head(config: MultiHeadConfig, work: Workload, pairs: int) -> Lay
 
 
 def count_heads(config: HeadsConfig, work: Workload, pairs: int, combined: int) -> LayerCounts:
-    """Heads of multi-head attention, and an output projection that reads `combined` channels."""
+    """Count multi-head attention with an output projection of `combined` input channels."""
     layout = config.layout
     width, heads, kv_heads = layout.embed_dim, layout.num_heads, layout.num_kv_heads
     if work.source is None and (layout.key_input_dim, layout.value_input_dim) != (width, width):
         raise ShapeError(
-            "self-attention needs one input width, got a layer for queries, keys and values of width "
+            "self-attention needs one input width, got a layer with query, key and value inputs of width "
             f"{width}, {layout.key_input_dim} and {layout.value_input_dim}; count it with Workload.cross"
         )
     queries, outputs = heads * layout.head_dim, heads * layout.value_dim
@@ -193,10 +193,10 @@ def _cache_bytes(counts: LayerCounts, dtype: torch.dtype) -> int:
     if dtype is torch.int8:
         if counts.cache_scales is None:
             raise OptionError(
-                "latents have no int8 cache, got cache_dtype torch.int8; a QuantizedCache would hold them twice, "
-                "as keys and as values"
+                "latent attention has no int8 cache, got cache_dtype torch.int8; a QuantizedCache would store the "
+                "latents twice, as keys and as values"
             )
         return counts.cache_numbers + counts.cache_scales * torch.float32.itemsize
     if not dtype.is_floating_point:
-        raise DtypeError(f"a cache holds floating-point numbers, or int8 with scales; got {dtype}")
+        raise DtypeError(f"cache_dtype must be a floating-point dtype or torch.int8 (with scales), got {dtype}")
     return counts.cache_numbers * dtype.itemsize

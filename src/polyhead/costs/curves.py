@@ -1,4 +1,4 @@
-"""How a cost grows: over the length of the context, and over the number of heads at one width of the model."""
+"""Cost curves: a plan over context lengths, and over numbers of heads at a fixed d_model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORTEST, LONGEST = 128, 131072
 
 @dataclass(frozen=True, slots=True)
 class ContextPoint:
-    """Every phase of a plan at one length of the context."""
+    """Every phase of a plan at one context length."""
 
     context: int
     phases: tuple[PhasePlan, ...]
@@ -26,7 +26,7 @@ class ContextPoint:
 
 @dataclass(frozen=True, slots=True)
 class HeadsPoint:
-    """One phase of a plan with another number of heads, all of them together as wide as the model."""
+    """One phase of a plan with another number of heads, where heads * head_dim is d_model."""
 
     heads: int
     head_dim: int
@@ -34,7 +34,7 @@ class HeadsPoint:
 
 
 def over_context(plan: Plan, machine: Machine | None = None) -> tuple[ContextPoint, ...]:
-    """From 128 tokens by powers of two to the model's longest context, or to 131,072, or as far as the plan goes."""
+    """Plan powers of two from 128 tokens to the model's maximum context (131,072 if unknown) or the plan's context."""
     longest = max(plan.context, plan.model.context or LONGEST)
     lengths = {min(SHORTEST, longest), plan.context, longest}
     length = SHORTEST
@@ -49,26 +49,25 @@ def over_context(plan: Plan, machine: Machine | None = None) -> tuple[ContextPoi
 
 
 def over_heads(plan: Plan, machine: Machine | None = None, phase: str | None = None) -> tuple[HeadsPoint, ...]:
-    """The plan's first phase, or another, over numbers of heads that double and that together are as wide as the model.
+    """Plan one phase (by default the plan's first) over doubling numbers of heads with heads * head_dim = d_model.
 
-    Groups of heads that share keys stay as large as they are: one group is the fewest heads, then two, four and so on,
-    as long as they divide the width. Empty where not even one group does, and for other arrangements than multi-head
-    attention.
+    The group size of grouped-query attention stays as it is: the series starts at one group and doubles while the
+    number of heads divides d_model. Empty if not even one group does, and for variants other than multi-head attention.
     """
-    wanted = plan.phases[0].phase if phase is None else plan[phase].phase
+    selected = plan.phases[0].phase if phase is None else plan[phase].phase
     width = plan.model.config.layout.embed_dim  # type: ignore[attr-defined]
-    found = []
+    points = []
     if not can_have_other_heads(plan.model):
         return ()
     heads = math.lcm(*(group.config.layout.group_size for group in plan.model.groups))  # type: ignore[attr-defined]
-    # Channels turn in pairs, so there are no rotary heads of an odd width.
+    # RoPE rotates channels in pairs, so head_dim must be even.
     rotary = any(isinstance(group.config.positions, RotaryConfig) for group in plan.model.groups)  # type: ignore[attr-defined]
     while width % heads == 0 and not (rotary and width // heads % 2):
         model = with_heads(plan.model, heads)
-        made = plan_phase(model, wanted, plan.batch, plan.context, plan.dtype, plan.cache_dtype, machine)
-        found.append(HeadsPoint(heads, width // heads, made))
+        phase_plan = plan_phase(model, selected, plan.batch, plan.context, plan.dtype, plan.cache_dtype, machine)
+        points.append(HeadsPoint(heads, width // heads, phase_plan))
         heads *= 2
-    return tuple(found)
+    return tuple(points)
 
 
 def can_have_other_heads(model: ModelLayout) -> bool:
@@ -76,7 +75,7 @@ def can_have_other_heads(model: ModelLayout) -> bool:
 
 
 def with_heads(model: ModelLayout, heads: int) -> ModelLayout:
-    """The same model with so many heads, which together are as wide as it is, in groups as large as they are."""
+    """Return the model with `heads` heads of width d_model / heads and an unchanged group size."""
     groups = []
     for group in model.groups:
         config = group.config
@@ -84,12 +83,14 @@ def with_heads(model: ModelLayout, heads: int) -> ModelLayout:
         size, width = config.layout.group_size, config.embed_dim
         if heads < 1 or heads % size or width % heads:
             raise ShapeError(
-                f"heads must be a multiple of {size}, which share a KV head, and divide the width {width}; got {heads}"
+                f"heads must be a multiple of the group size {size} and divide d_model {width}; got {heads}"
             )
-        shared, dim = heads // size, width // heads
+        kv_heads, dim = heads // size, width // heads
         positions = config.positions
         if isinstance(positions, RotaryConfig):
             positions = replace(positions, rotary_dim=None)
-        made = replace(config, num_heads=heads, num_kv_heads=shared, head_dim=dim, value_dim=dim, positions=positions)
-        groups.append(LayerGroup(made, group.layers))
+        changed = replace(
+            config, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, value_dim=dim, positions=positions
+        )
+        groups.append(LayerGroup(changed, group.layers))
     return replace(model, groups=tuple(groups))

@@ -1,4 +1,4 @@
-"""What differential heads cost."""
+"""Counts of differential heads (Ye et al. 2024, "Differential Transformer")."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from polyhead.layers.variants.differential.config import DifferentialConfig
 
 @count_layer.register
 def count_differential(config: DifferentialConfig, work: Workload, pairs: int) -> LayerCounts:
-    """Twice the maps, each of half the channels: the scores of plain heads, and twice all that follows a softmax."""
+    """Count two attention maps per head, each over half the channels: scores as usual, twice the rest."""
     layout = config.layout
     plain = count_heads(config, work, pairs, layout.num_heads * layout.value_dim)
     positions = config.positions
-    own = 4 * (layout.head_dim // 2) + (layout.num_heads if config.sinks else 0)
+    extra = 4 * (layout.head_dim // 2) + (layout.num_heads if config.sinks else 0)  # lambda vectors, second sinks
     if positions is not None:
-        own += positions.num_parameters(config.turning) - positions.num_parameters(layout)
+        extra += positions.num_parameters(config.turning) - positions.num_parameters(layout)
     return replace(
         plain,
-        parameters=plain.parameters + own,
+        parameters=plain.parameters + extra,
         forward=plain.forward + MatrixFlops(values=plain.forward.values),
         exponentials=2 * plain.exponentials,
         weights=2 * plain.weights,

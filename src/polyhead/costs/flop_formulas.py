@@ -1,11 +1,11 @@
-"""What our operators cost, told to `torch.utils.flop_counter`, so that its totals hold with our kernels as well.
+"""FLOP formulas of polyhead's operators for `torch.utils.flop_counter`.
 
-As PyTorch does for its own fused kernels, every pair of a query and a key counts, whatever an edge, a window or
-documents hide. Queries and keys that are not there do not: slots of a cache without a token, padding among new tokens,
-rows that no head chose. Those stand in tensors (lengths, positions, offsets), which are read, so that a device is
-waited for; of tensors without content (a meta device, fake tensors) every slot and every row counts.
+As PyTorch does for its own fused kernels, every (query, key) pair counts, including those that a causal mask, a window
+or document boundaries hide. Absent queries and keys do not count: empty cache slots, padding among new tokens, rows
+that no head selected. Their number is read from tensors (lengths, positions, offsets), which synchronises with the
+device; for tensors without data (meta device, fake tensors) every slot and every row counts.
 
-Importing this module is enough; `polyhead` does not do it by itself, since the counter loads Triton.
+Import this module to register the formulas; `import polyhead` does not, since the counter loads Triton.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def _talking_backward(query: Shape, key: Shape, value: Shape, *args: Any, **kwar
 
 @register_flop_formula(_OPERATORS.talking_statistics)
 def _talking_statistics(query: Shape, key: Shape, *args: Any, **kwargs: Any) -> int:
-    """Scores and their mix; where the mixed weights are asked for, the second mix as well. Values are never touched."""
+    """Count scores and their mix, and the second mix if a statistic needs mixed weights; values are never read."""
     batch, heads, queries, head_dim = query
     names = args[-3].split(",")
     mixes = 2 if any(name in COMBINED for name in names) else 1
     return 2 * batch * queries * key[2] * heads * (head_dim + mixes * heads)
 
 
-# ---- what tensors say
+# ---- formulas that read sizes from tensors
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -85,22 +85,22 @@ def _decode(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    """New tokens with the tokens of their sequence that the cache holds."""
+    """Count new tokens by the cached tokens of their sequence."""
     batch, heads, queries, head_dim = query.shape
     slots = key.shape[2] if block_table is None else block_table.shape[1] * key.shape[1]
-    held, new = [slots] * batch, [queries] * batch
+    num_keys, num_queries = [slots] * batch, [queries] * batch
     if key_position is not None and _is_readable(key_position):
-        held = (key_position >= 0).sum(1).expand(batch).tolist()
+        num_keys = (key_position >= 0).sum(1).expand(batch).tolist()
     elif lengths is not None and _is_readable(lengths):
-        held = lengths.tolist()
+        num_keys = lengths.tolist()
     if new_lengths is not None and _is_readable(new_lengths):
-        new = new_lengths.tolist()
-    pairs = sum(tokens * keys for tokens, keys in zip(new, held, strict=True))
+        num_queries = new_lengths.tolist()
+    pairs = sum(tokens * keys for tokens, keys in zip(num_queries, num_keys, strict=True))
     return 2 * pairs * heads * (head_dim + value.shape[3])
 
 
 def _rows_and_keys(key: Tensor, positions: Tensor, offsets: Tensor) -> int:
-    """Pairs of all chosen rows; padding stands behind the last offset."""
+    """Return the pairs of all selected rows; rows after the last offset are padding."""
     rows = int(offsets[-1]) if _is_readable(offsets) else positions.shape[0]
     return rows * key.shape[2]
 
@@ -119,17 +119,17 @@ def _ragged_backward(
     return 2 * _rows_and_keys(key, positions, offsets) * (3 * key.shape[3] + 2 * value.shape[3])
 
 
-def _grouped(order: Tensor, ends: Tensor, wide: int, high: int) -> int:
-    """Rows that meet a matrix of so many numbers."""
+def _grouped_matmul(order: Tensor, ends: Tensor, inputs: int, outputs: int) -> int:
+    """Return the FLOPs of a grouped matmul: every row by one [inputs, outputs] matrix."""
     rows = int(ends[-1]) if ends.shape[0] and _is_readable(ends) else order.shape[0]
-    return 2 * rows * wide * high
+    return 2 * rows * inputs * outputs
 
 
 @register_flop_formula([_OPERATORS.spread_product, _OPERATORS.summed_product], get_raw=True)
-def _row_product(given: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, *args: Any, **kwargs: Any) -> int:
-    return _grouped(order, ends, matrices.shape[1], matrices.shape[2])
+def _row_product(x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, *args: Any, **kwargs: Any) -> int:
+    return _grouped_matmul(order, ends, matrices.shape[1], matrices.shape[2])
 
 
 @register_flop_formula(_OPERATORS.row_outer_product, get_raw=True)
 def _row_outer_product(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, *args: Any, **kwargs: Any) -> int:
-    return _grouped(order, ends, x.shape[1], rows.shape[1])
+    return _grouped_matmul(order, ends, x.shape[1], rows.shape[1])

@@ -1,4 +1,4 @@
-"""Where experience warns of a head layout."""
+"""Warnings about head layouts that are known to work badly."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
 
 NARROW = 64
-# What is warned of, in a word, and why.
+# Kind of warning and its explanation.
 KINDS = {
-    "one head": "one head makes one map, so that a token attends to one thing at a time",
-    "one channel": "heads of one channel make each map of products of single numbers",
-    "narrow": f"heads narrower than {NARROW} leave matrix units half empty, and trained models avoid them",
-    "rank": "a head of d channels tells about exp(d / 8) keys apart, and makes maps of rank d at most",
+    "one head": "one head has one attention map, so a token attends to one thing at a time",
+    "one channel": "with a head_dim of 1 every logit is a product of two scalars",
+    "narrow": f"a head_dim below {NARROW} leaves matrix units half empty, and trained models avoid it",
+    "rank": "a head of d channels distinguishes about exp(d / 8) keys, and its maps have rank d at most",
     "idle": "too few heads, sequences and tokens to give every multiprocessor a part of the attention",
 }
-QUERY_TILE, KEY_TILE = 128, 64  # of the kernels: what one multiprocessor holds at a time
-_CALLS: dict[Phase, str] = {"training": "a training step", "prefill": "this prefill", "decode": "decoding a token"}
+QUERY_TILE, KEY_TILE = 128, 64  # tile sizes of the kernels, one tile per multiprocessor at a time
+_CALLS: dict[Phase, str] = {"training": "a training step", "prefill": "the prefill", "decode": "a decode step"}
 
 
 class Warned(NamedTuple):
-    """One of `KINDS`, and what it says of this layout."""
+    """A warning: one of `KINDS`, and the text for one layout."""
 
     kind: str
     words: str
 
 
 def channels_for(context: int) -> int:
-    """How wide a head should be to tell the keys of a context apart.
+    """Return the head_dim that a head needs to distinguish the keys of a context.
 
-    Directions of d channels drawn at random overlap: among n of them the nearest two have a cosine of about
-    sqrt(2 ln n / d), which eats so much of the margin by which a query can prefer one. Below half is asked for here:
-    d >= 8 ln n. A head can only make every map there is with d >= n (Bhojanapalli et al. 2020, "Low-Rank Bottleneck in
-    Multi-head Attention Models"), which no long context affords.
+    Random directions in d dimensions overlap: among n of them the closest two have a cosine of about
+    sqrt(2 ln n / d), which reduces the margin by which a query can prefer one key. This rule keeps the cosine below
+    one half: d >= 8 ln n. A head can represent every attention map only if d >= n (Bhojanapalli et al. 2020, "Low-Rank
+    Bottleneck in Multi-head Attention Models"), which is out of reach for long contexts.
 
     >>> channels_for(512), channels_for(2048), channels_for(131072)
     (50, 61, 95)
@@ -50,7 +50,7 @@ def channels_for(context: int) -> int:
 def warnings_of(
     config: AttentionConfig, *, context: int, batch: int = 1, phase: Phase = "prefill", machine: Machine | None = None
 ) -> tuple[Warned, ...]:
-    """What to think twice about.
+    """Return the warnings for a layer at this context, batch and phase; "idle" needs a GPU as `machine`.
 
     >>> from polyhead.layers.config import MultiHeadConfig
     >>> warnings_of(MultiHeadConfig(512, 8, causal=True), context=512)
@@ -60,53 +60,54 @@ def warnings_of(
     """
     layout = config.layout  # type: ignore[attr-defined]
     heads, dim = layout.num_heads, _channels(config)
-    found = []
+    warnings = []
     if heads == 1:
-        found.append(Warned("one head", "one head makes one map"))
+        warnings.append(Warned("one head", "one head has one attention map"))
     if dim == 1:
-        found.append(Warned("one channel", f"{_several(heads, 'head')} of one channel each"))
+        warnings.append(Warned("one channel", f"{_plural(heads, 'head')} of one channel each"))
     if dim < NARROW:
-        found.append(Warned("narrow", f"heads of {_several(dim, 'channel')} are narrower than {NARROW}"))
+        warnings.append(Warned("narrow", f"heads of {_plural(dim, 'channel')} are narrower than {NARROW}"))
     window = getattr(config, "window", None)
-    seen = context if window is None else min(context, window)
-    if dim < channels_for(seen):
-        keys, tells = _several(math.floor(math.exp(dim / 8)), "key"), "tells" if dim == 1 else "tell"
-        words = f"{_several(dim, 'channel')} {tells} about {keys} apart, and a token sees {seen:,}"
-        found.append(Warned("rank", f"{words}: {channels_for(seen)} channels would"))
+    visible = context if window is None else min(context, window)
+    if dim < channels_for(visible):
+        keys, verb = _plural(math.floor(math.exp(dim / 8)), "key"), "distinguishes" if dim == 1 else "distinguish"
+        text = f"{_plural(dim, 'channel')} {verb} about {keys}, and a token sees {visible:,}"
+        warnings.append(Warned("rank", f"{text}: {channels_for(visible)} channels would do"))
     if machine is not None and machine.device == "cuda":
-        programs = _programs(config, seen, context, batch, phase)
+        programs = _programs(config, visible, context, batch, phase)
         if programs < machine.processors:
-            words = f"{programs} of {machine.processors} multiprocessors have work in the attention of {_CALLS[phase]}"
-            under = f" under a window of {window:,}" if phase == "decode" and seen < context else ""
-            found.append(Warned("idle", words + under))
-    return tuple(found)
+            text = f"{programs} of {machine.processors} multiprocessors have work in the attention of {_CALLS[phase]}"
+            suffix = f" under a window of {window:,}" if phase == "decode" and visible < context else ""
+            warnings.append(Warned("idle", text + suffix))
+    return tuple(warnings)
 
 
 def explained(warned: Iterable[Warned]) -> list[tuple[str, str]]:
-    """Each kind of warning that is among them once, and why it is one.
+    """Return each kind of warning in `warned` once, with its explanation.
 
-    >>> explained([Warned("one head", "one head makes one map")])
-    [('one head', 'one head makes one map, so that a token attends to one thing at a time')]
+    >>> explained([Warned("one head", "one head has one attention map")])
+    [('one head', 'one head has one attention map, so a token attends to one thing at a time')]
     """
     kinds = {warning.kind for warning in warned}
-    return [(kind, why) for kind, why in KINDS.items() if kind in kinds]
+    return [(kind, explanation) for kind, explanation in KINDS.items() if kind in kinds]
 
 
 def _channels(config: AttentionConfig) -> int:
-    """What one map is made of: a half of a differential head, all that collaborative heads share."""
+    """Return the channels of one attention map: half of a differential head, the shared width of collaborative ones."""
     if isinstance(config, CollaborativeConfig) and config.shared_dim is not None:
         return config.shared_dim
     dim: int = config.layout.head_dim  # type: ignore[attr-defined]
     return dim // 2 if isinstance(config, DifferentialConfig) else dim
 
 
-def _several(number: int, noun: str) -> str:
+def _plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _programs(config: AttentionConfig, seen: int, context: int, batch: int, phase: Phase) -> int:
+def _programs(config: AttentionConfig, visible: int, context: int, batch: int, phase: Phase) -> int:
+    """Return the number of kernel programs that run the attention in parallel."""
     layout = config.layout  # type: ignore[attr-defined]
     if phase == "decode":
         kv_heads = 1 if isinstance(config, LatentConfig) else layout.num_kv_heads
-        return batch * kv_heads * -(-seen // KEY_TILE)
+        return batch * kv_heads * -(-visible // KEY_TILE)
     return batch * layout.num_heads * -(-context // QUERY_TILE)

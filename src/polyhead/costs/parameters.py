@@ -1,4 +1,4 @@
-"""The parameters of a layer by what they are for, and whether they are the 4 d_model² that everybody remembers."""
+"""Parameters of a layer by projection, and the check against the textbook count of 4 d_model²."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from polyhead.layers.variants.routed.config import RoutedConfig
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Weights of the four projections, and `other`: biases, norms, gates, and what an arrangement has of its own.
+    """Weights of the four projections, and `other`: biases, norms, gates, and parameters of the variant.
 
-    Latent heads have no keys and values of their own: `key` holds the latents and what expands them, values included.
+    For latent attention (MLA) `key` contains the down-projection and the up-projections of keys and values, and
+    `value` is 0.
     """
 
     query: int
@@ -48,7 +49,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whether Q, K, V and O of one layer together have 4 d_model² weights, and if not, why."""
+    """Comparison of the Q, K, V and O weights of one layer with 4 d_model², with reasons for a difference."""
 
     expected: int
     found: int
@@ -60,30 +61,32 @@ class Identity:
 
 
 def count_parameters(config: AttentionConfig) -> Parameters:
-    """Of one layer.
+    """Count the parameters of one layer.
 
     >>> from polyhead.layers.config import MultiHeadConfig
     >>> count_parameters(MultiHeadConfig(512, 8, num_kv_heads=2))
     Parameters(query=262144, key=65536, value=65536, output=262144, other=1280)
     """
     query, key, value, output = _projections(config)
-    # The tokens of another sequence have inputs of any width; how many there are counts for nothing here.
+    # Cross-attention accepts any input widths; the numbers of tokens do not affect parameters.
     total = estimate_cost(config, Workload.cross(1, 1)).parameters
     return Parameters(query, key, value, output, total - query - key - value - output)
 
 
 def four_squares(config: AttentionConfig) -> Identity:
-    """Whether it holds: every head has keys and values of its own, and all heads together are as wide as the input.
+    """Compare the Q, K, V and O weights with 4 d_model².
+
+    Equality needs as many KV heads as heads, and num_heads * head_dim equal to d_model.
 
     >>> from polyhead.layers.config import MultiHeadConfig
     >>> four_squares(MultiHeadConfig(512, 8)).holds
     True
     >>> four_squares(MultiHeadConfig(512, 8, head_dim=128, num_kv_heads=4)).reasons
-    ('8 heads of 128 channels are 1024 wide, d_model is 512', '8 heads share 4 key and value heads')
+    ('8 heads x 128 channels are 1024 wide, d_model is 512', '8 heads share 4 KV heads')
     """
     width: int = config.layout.embed_dim  # type: ignore[attr-defined]
-    found = sum(_projections(config))
-    return Identity(4 * width**2, found, () if found == 4 * width**2 else tuple(_reasons(config)))
+    weights = sum(_projections(config))
+    return Identity(4 * width**2, weights, () if weights == 4 * width**2 else tuple(_reasons(config)))
 
 
 def _projections(config: AttentionConfig) -> tuple[int, int, int, int]:
@@ -110,21 +113,21 @@ def _projections(config: AttentionConfig) -> tuple[int, int, int, int]:
 
 def _reasons(config: AttentionConfig) -> list[str]:
     if isinstance(config, LatentConfig):
-        return [f"keys and values of all heads are made of one latent of {config.kv_lora_rank} channels a token"]
+        return [f"keys and values of all heads are expanded from one latent of {config.kv_lora_rank} channels"]
     if isinstance(config, RoutedConfig):
-        return [f"{config.num_heads} heads to choose from, over {config.layout.num_kv_heads} of keys and values"]
+        return [f"{config.num_heads} routed heads share {config.layout.num_kv_heads} KV heads"]
     if isinstance(config, CollaborativeConfig):
         return [f"queries and keys of all heads share {config.shared_dim} channels"]
     assert isinstance(config, HeadsConfig)
-    layout, found = config.layout, []
-    for name, dim in (("", layout.head_dim), (" of values", layout.value_dim)):
+    layout, reasons = config.layout, []
+    for name, dim in (("", layout.head_dim), ("value ", layout.value_dim)):
         if layout.num_heads * dim != layout.embed_dim and (not name or dim != layout.head_dim):
-            found.append(
-                f"{layout.num_heads} heads of {dim} channels{name} are {layout.num_heads * dim} wide, "
+            reasons.append(
+                f"{layout.num_heads} heads x {dim} {name}channels are {layout.num_heads * dim} wide, "
                 f"d_model is {layout.embed_dim}"
             )
     if layout.num_kv_heads != layout.num_heads:
-        found.append(f"{layout.num_heads} heads share {layout.num_kv_heads} key and value heads")
+        reasons.append(f"{layout.num_heads} heads share {layout.num_kv_heads} KV heads")
     if (layout.key_input_dim, layout.value_input_dim) != (layout.embed_dim, layout.embed_dim):
-        found.append(f"keys and values are read from {layout.key_input_dim} and {layout.value_input_dim} channels")
-    return found
+        reasons.append(f"key and value inputs have {layout.key_input_dim} and {layout.value_input_dim} channels")
+    return reasons

@@ -1,4 +1,4 @@
-"""One phase of all layers of a model: what it computes, moves and holds, and how long that takes on a machine."""
+"""Costs of one phase over all layers of a model: FLOPs, bytes moved, memory, and predicted time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from polyhead.layers.latent.config import LatentConfig
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Predicted seconds of a phase: in all, by stage, and what they are bound by.
+    """Predicted seconds of a phase: total, by stage, and the resource that bounds them.
 
-    The stage "launch" is what the device waits for the host that issues its kernels; the others are its work.
+    The stage "launch" is the time the device waits for the host to launch kernels; the other stages are device time.
     """
 
     seconds: float
@@ -33,12 +33,12 @@ class Timing:
 
     @property
     def working(self) -> float:
-        """Seconds that the device works: all there would be if the kernels were issued at once, as in a CUDA graph."""
+        """Device time without launch overhead, as under a CUDA graph."""
         return self.seconds - self.stages.get("launch", 0.0)
 
     @classmethod
     def of(cls, predictions: Sequence[Prediction]) -> Timing:
-        """Of layers that follow one another."""
+        """Sum the predictions of consecutive layers."""
         stages: dict[str, float] = {}
         bounds: dict[str, float] = {}
         for prediction in predictions:
@@ -54,12 +54,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """One phase of all layers: a training step, the prefill of a whole context, or the token that completes it.
+    """Costs of one phase: a training step, the prefill of a full context, or decoding its last token.
 
-    `flops` and `exponentials` have the backward in them where there is one. `bytes` are moved between memory and chip,
-    by stage and at the least; scores, softmax and values are one stage there, `attention`, since they are fused.
-    `fused` and `materialised` have caches of every token; `rolling_cache` are the bytes of caches of which those of
-    windowed layers roll.
+    `flops` and `exponentials` include the backward pass of a training step. `bytes` is the minimum traffic between
+    memory and chip by stage; scores, softmax and values form one stage, `attention`, since they are fused. The memory
+    estimates `fused` and `materialised` cache every token; `rolling_cache` is the size of the caches if those of
+    windowed layers are rolling.
     """
 
     phase: Phase
@@ -78,12 +78,12 @@ class PhasePlan:
 
     @property
     def rolling_total(self) -> int:
-        """Memory at the peak of fused attention, with caches that roll where there is a window."""
+        """Peak memory of fused attention with rolling caches in windowed layers."""
         return self.fused.total - self.fused.cache + self.rolling_cache
 
     @property
     def intensity(self) -> float:
-        """FLOPs of matrix products a byte moved."""
+        """Arithmetic intensity: matrix FLOPs per byte moved."""
         return self.flops.total / self.total_bytes if self.total_bytes else 0.0
 
 
@@ -96,7 +96,7 @@ def plan_phase(
     cache_dtype: torch.dtype,
     machine: Machine | None = None,
 ) -> PhasePlan:
-    """One phase of all layers."""
+    """Compute the costs of one phase over all layers; times need a `machine`."""
     work, cached = workload_of(phase, batch, context, cached=is_causal(model))
     options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
     device = "cuda" if machine is None else machine.device
@@ -107,7 +107,7 @@ def plan_phase(
         costs.append(estimate_cost(group.config, work, **options))
         works.append(layer_work(group.config, work, **options, cached=cached, layers=group.layers))
         for form, before in memory.items():
-            found = estimate_memory(
+            estimate = estimate_memory(
                 group.config,
                 work,
                 form=form,  # type: ignore[arg-type]
@@ -116,53 +116,53 @@ def plan_phase(
                 device=device,
                 **options,
             )
-            memory[form] = found if before is None else before + found
+            memory[form] = estimate if before is None else before + estimate
     flops = MatrixFlops()
     for group, cost in zip(model.groups, costs, strict=True):
         flops = flops + (cost.forward + cost.backward).times(group.layers)
     moved: dict[str, int] = {}
-    for done in works:
-        for stage in done.stages:
-            moved[stage] = moved.get(stage, 0) + done.only(stage).bytes
+    for layer in works:
+        for stage in layer.stages:
+            moved[stage] = moved.get(stage, 0) + layer.only(stage).bytes
     fused, materialised = memory["fused"], memory["materialised"]
     assert fused is not None and materialised is not None
     return PhasePlan(
         phase=phase,
         flops=flops,
-        exponentials=sum(done.exponentials for done in works),
+        exponentials=sum(layer.exponentials for layer in works),
         bytes=moved,
-        launches=sum(done.launches for done in works),
+        launches=sum(layer.launches for layer in works),
         fused=fused,
         materialised=materialised,
         rolling_cache=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
-        timing=None if machine is None else Timing.of([predict(done, machine) for done in works]),
+        timing=None if machine is None else Timing.of([predict(layer, machine) for layer in works]),
     )
 
 
 def rolling_cache_bytes(model: ModelLayout, dtype: torch.dtype, batch: int, context: int) -> int:
-    """Bytes of the caches of all layers: those of the window where a `RollingCache` can hold them, of all tokens else.
+    """Return the cache bytes of all layers: the window's where a `RollingCache` applies, else every token's.
 
     >>> from polyhead.layers.config import MultiHeadConfig
     >>> model = ModelLayout.of(MultiHeadConfig(64, 4, causal=True, window=128), 3)
     >>> rolling_cache_bytes(model, torch.bfloat16, 1, 1000) == 3 * 128 * 2 * 64 * 2
     True
     """
-    held = 0
+    total = 0
     for group in model.groups:
         per_token = estimate_cost(group.config, Workload.cross(1, 1), cache_dtype=dtype).cache_bytes_per_token
         window = getattr(group.config, "window", None) if can_roll(group.config, dtype) else None
-        held += group.layers * per_token * (context if window is None else min(context, window))
-    return batch * held
+        total += group.layers * per_token * (context if window is None else min(context, window))
+    return batch * total
 
 
 def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
-    """Whether a layer's tokens see no more than a window, and a rolling cache holds that: none has int8 or latents."""
+    """Return True for layers with a window and a cache that can roll: not int8 and not latent."""
     windowed = getattr(config, "window", None) is not None
     return windowed and cache_dtype is not torch.int8 and not isinstance(config, LatentConfig)
 
 
 def workload_of(phase: Phase, batch: int, context: int, *, cached: bool = True) -> tuple[Workload, bool]:
-    """What a phase asks of each layer, and whether it writes a cache."""
+    """Return the workload of each layer in a phase, and whether it uses a cache."""
     if phase == "training":
         return Workload.training_step(context, batch=batch), False
     if phase == "prefill":
@@ -171,5 +171,5 @@ def workload_of(phase: Phase, batch: int, context: int, *, cached: bool = True) 
 
 
 def is_causal(model: ModelLayout) -> bool:
-    """Whether tokens see no later ones, so that a token can be decoded behind others."""
+    """Return True if every layer is causal, so that the model can decode."""
     return all(getattr(group.config, "causal", False) for group in model.groups)

@@ -1,4 +1,4 @@
-"""A whole plan: what the attention of a model costs in each phase, counted, and timed where a machine was measured."""
+"""Plan of a model's attention: counted costs of each phase, and predicted times on a calibrated machine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from polyhead.costs.work import PHASES, Phase
 from polyhead.costs.workload import Workload
 from polyhead.errors import DtypeError, OptionError
 
-COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # the dtypes that layers compute in
-_LONGEST = 1 << 32  # a crossover beyond it is none
+COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes that layers compute in
+_LONGEST = 1 << 32  # upper limit of the search for a crossover
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the attention layers of a model cost; embeddings and feed-forward layers are not in it.
+    """Costs of a model's attention layers; embeddings and feed-forward layers are excluded.
 
-    `crossover` is the shortest context at which scores and values cost more FLOPs than all projections, None where they
-    never do (a window). `parameters` and everything else is of all layers; `identity` is of the most common one.
-    `cache_bytes` are of every token in every layer, `rolling_cache_bytes` are less where layers have a window and their
-    caches roll. `warnings` are those of every kind of layer in every phase.
+    `crossover` is the shortest context at which scores and values cost more FLOPs than all projections, None if there
+    is none (a sliding window). All totals cover all layers; `identity` describes the most common layer. `cache_bytes`
+    covers every token in every layer; `rolling_cache_bytes` is smaller if windowed layers use rolling caches.
+    `warnings` are collected over all kinds of layers and all phases.
     """
 
     model: ModelLayout
@@ -53,13 +53,13 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, phase: str) -> PhasePlan:
-        for found in self.phases:
-            if found.phase == phase:
-                return found
-        raise OptionError(f"this plan has the phases {', '.join(x.phase for x in self.phases)}; got {phase!r}")
+        for phase_plan in self.phases:
+            if phase_plan.phase == phase:
+                return phase_plan
+        raise OptionError(f"phase must be one of this plan's, {', '.join(x.phase for x in self.phases)}; got {phase!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers and words, totals among them."""
+        """Return the plan as JSON-serialisable values, including totals."""
         phases = [
             {
                 **dataclasses.asdict(x),
@@ -102,14 +102,14 @@ def plan_model(
     machine: Machine | None = None,
     beyond: bool = False,
 ) -> Plan:
-    """Count, and with a `machine` time, every phase of a model's attention.
+    """Count every phase of a model's attention, and predict times if a `machine` is passed.
 
     Args:
-        context: tokens of a sequence: those of a training step, of a prefill, and of a cache with the decoded token.
-        dtype: of the layers; what the model says or bfloat16 unless given, or what a machine knows instead.
-        cache_dtype: of the cache; what the model says or `dtype` unless given. torch.int8 has scales beside it.
-        phases: any of training, prefill, decode; all that there are by default.
-        beyond: allow a context longer than the model was made for.
+        context: tokens per sequence: of a training step, of a prefill, and of the cache after the decoded token.
+        dtype: dtype of the layers; default: the model's, or bfloat16, or one the machine was calibrated in.
+        cache_dtype: dtype of the cache; default: the model's, or `dtype`. torch.int8 adds float32 scales.
+        phases: any of training, prefill, decode; default: all that the model supports.
+        beyond: allow a context longer than the model's maximum.
 
     >>> from polyhead.costs.layouts.reading import read_layout
     >>> plan = plan_model(read_layout("llama3.1-8b"), context=8192)
@@ -119,7 +119,7 @@ def plan_model(
     _check_sizes(model, batch, context, beyond)
     dtype, notes = layer_dtype(dtype, model.dtype, machine)
     cache_dtype = cache_dtype or model.cache_dtype or dtype
-    wanted = _phases(model, phases)
+    selected = _phases(model, phases)
     cached = is_causal(model)
     per_token = cache_bytes_per_token(model, cache_dtype) if cached else 0
     parameters = Parameters(0, 0, 0, 0, 0)
@@ -127,16 +127,16 @@ def plan_model(
         parameters = parameters + count_parameters(group.config).times(group.layers)
     windowed = [group.config for group in model.groups if getattr(group.config, "window", None)]
     if any(can_roll(config, cache_dtype) for config in windowed):
-        notes.append("cache bytes are of all tokens; a rolling cache keeps only those of the window in windowed layers")
+        notes.append("cache bytes count all tokens; in windowed layers a rolling cache stores only the window")
     elif windowed:
-        notes.append("cache bytes are of all tokens; no rolling cache holds latents or int8 numbers")
+        notes.append("cache bytes count all tokens; latent and int8 caches cannot roll")
     device = "cuda" if machine is None else machine.device
     notes += dict.fromkeys(doubt for group in model.groups for doubt in memory_doubts(group.config, device=device))
-    planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in wanted)
+    planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in selected)
     if machine is not None:
         notes += [
-            f"{phase.phase} takes more memory than {machine.name} has: {size(phase.fused.total)} of "
-            f"{size(machine.memory_bytes)}{_rolled(phase)}"
+            f"{phase.phase} needs more memory than {machine.name} has: {size(phase.fused.total)} of "
+            f"{size(machine.memory_bytes)}{_with_rolling(phase)}"
             for phase in planned
             if phase.fused.total > machine.memory_bytes
         ]
@@ -154,63 +154,63 @@ def plan_model(
         crossover=crossover(model),
         phases=planned,
         machine=None if machine is None else machine.name,
-        warnings=_warnings(model, context, batch, wanted, machine),
+        warnings=_warnings(model, context, batch, selected, machine),
         notes=tuple(notes),
     )
 
 
-def _rolled(phase: PhasePlan) -> str:
-    """What is left of it where caches roll, in words; none where nothing does."""
+def _with_rolling(phase: PhasePlan) -> str:
+    """Return a suffix with the memory under rolling caches; empty if no cache can roll."""
     return "" if phase.rolling_total == phase.fused.total else f"; {size(phase.rolling_total)} with rolling caches"
 
 
 def layer_dtype(
-    requested: torch.dtype | None, said: torch.dtype | None = None, machine: Machine | None = None
+    requested: torch.dtype | None, default: torch.dtype | None = None, machine: Machine | None = None
 ) -> tuple[torch.dtype, list[str]]:
-    """The dtype that layers are planned in, and notes of why it is another than a model says.
+    """Return the dtype to plan layers in, and notes if it differs from the model's.
 
-    One that is asked for is taken or refused. Otherwise it is what the model says, or bfloat16, or what the machine was
-    calibrated in instead.
+    A requested dtype is used or refused. Otherwise it is `default` (the model's), or bfloat16, replaced by one that the
+    machine was calibrated in where necessary.
     """
     if requested is not None:
         if requested not in COMPUTED:
             raise DtypeError(
-                f"layers compute in {_names(COMPUTED)}, got {dtype_name(requested)}; "
-                "numbers of a cache may be smaller: name theirs with --cache-dtype (cache_dtype=...)"
+                f"dtype must be {_names(COMPUTED)}, got {dtype_name(requested)}; "
+                "set a smaller dtype for the cache alone with --cache-dtype (cache_dtype=...)"
             )
         return requested, []
-    dtype, notes = said or torch.bfloat16, []
+    dtype, notes = default or torch.bfloat16, []
     if dtype not in COMPUTED:
-        notes.append(f"no layer computes in {dtype_name(dtype)}: bfloat16 is planned instead")
+        notes.append(f"layers cannot compute in {dtype_name(dtype)}: planned in bfloat16 instead")
         dtype = torch.bfloat16
     if machine is not None and dtype not in machine.dtypes:
-        known = machine.dtypes[0]
+        calibrated = machine.dtypes[0]
         notes.append(
-            f"{machine.name} was not calibrated in {dtype_name(dtype)}: {dtype_name(known)} is planned instead"
+            f"{machine.name} was not calibrated in {dtype_name(dtype)}: planned in {dtype_name(calibrated)} instead"
         )
-        dtype = known
+        dtype = calibrated
     return dtype, notes
 
 
 def cache_bytes_per_token(model: ModelLayout, dtype: torch.dtype) -> int:
-    """What a token leaves in the caches of all layers."""
-    one = Workload.cross(1, 1)
+    """Return the cache bytes of one token, summed over all layers."""
+    work = Workload.cross(1, 1)
     return sum(
-        group.layers * estimate_cost(group.config, one, cache_dtype=dtype).cache_bytes_per_token
+        group.layers * estimate_cost(group.config, work, cache_dtype=dtype).cache_bytes_per_token
         for group in model.groups
     )
 
 
 def crossover(model: ModelLayout) -> int | None:
-    """The shortest context at which scores and values of a forward cost more FLOPs than its projections."""
+    """Return the shortest context at which scores and values cost more FLOPs than projections in a forward pass."""
 
     def overtakes(tokens: int) -> bool:
-        squared = linear = 0
+        quadratic = linear = 0
         for group in model.groups:
             flops = estimate_cost(group.config, Workload.forward(tokens)).forward
-            squared += group.layers * (flops.scores + flops.values)
+            quadratic += group.layers * (flops.scores + flops.values)
             linear += group.layers * (flops.projection + flops.mixing + flops.output)
-        return squared > linear
+        return quadratic > linear
 
     if not overtakes(_LONGEST):
         return None
@@ -224,26 +224,26 @@ def crossover(model: ModelLayout) -> int | None:
 def _warnings(
     model: ModelLayout, context: int, batch: int, phases: Iterable[Phase], machine: Machine | None
 ) -> tuple[Warned, ...]:
-    """Each warning once, however many kinds of layer and phases it is of."""
-    found = (
+    """Return the distinct warnings of all kinds of layers in all phases."""
+    warnings = (
         warnings_of(group.config, context=context, batch=batch, phase=phase, machine=machine)
         for group in model.groups
         for phase in phases
     )
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(warnings)))
 
 
-def _phases(model: ModelLayout, wanted: Iterable[str] | None) -> tuple[Phase, ...]:
-    possible = PHASES if is_causal(model) else tuple(phase for phase in PHASES if phase != "decode")
-    if wanted is None:
-        return possible
-    found = tuple(dict.fromkeys(wanted))
-    unknown = [phase for phase in found if phase not in PHASES]
-    if unknown or not found:
-        raise OptionError(f"a phase is one of {', '.join(PHASES)}; got {', '.join(map(repr, unknown)) or 'none'}")
-    if "decode" in found and "decode" not in possible:
-        raise OptionError(f"decoding needs layers that look back alone, got {model.name}, whose tokens see later ones")
-    return tuple(phase for phase in PHASES if phase in found)
+def _phases(model: ModelLayout, requested: Iterable[str] | None) -> tuple[Phase, ...]:
+    supported = PHASES if is_causal(model) else tuple(phase for phase in PHASES if phase != "decode")
+    if requested is None:
+        return supported
+    phases = tuple(dict.fromkeys(requested))
+    unknown = [phase for phase in phases if phase not in PHASES]
+    if unknown or not phases:
+        raise OptionError(f"phase must be one of {', '.join(PHASES)}; got {', '.join(map(repr, unknown)) or 'none'}")
+    if "decode" in phases and "decode" not in supported:
+        raise OptionError(f"decode needs causal layers, got {model.name}, whose attention is bidirectional")
+    return tuple(phase for phase in PHASES if phase in phases)
 
 
 def _check_sizes(model: ModelLayout, batch: int, context: int, beyond: bool) -> None:
@@ -252,8 +252,8 @@ def _check_sizes(model: ModelLayout, batch: int, context: int, beyond: bool) -> 
             raise OptionError(f"{name} must be a positive integer, got {number!r}")
     if model.context is not None and context > model.context and not beyond:
         raise OptionError(
-            f"{model.name} was made for contexts up to {model.context:,} tokens, got {context:,}; "
-            "ask for a shorter one, or allow it with --beyond (beyond=True)"
+            f"context must be at most {model.context:,} tokens for {model.name}, got {context:,}; "
+            "use a shorter one, or allow it with --beyond (beyond=True)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Large numbers as people read and write them: 1.34 G FLOPs, 16 GiB, 230 µs."""
+"""Format and parse counts, sizes in bytes and times: 1.34 G, 16 GiB, 230 µs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
 
 
 def count(number: float) -> str:
-    """
+    """Format a count with an SI prefix.
+
     >>> count(0), count(999), count(41943040), count(5.1e18)
     ('0', '999', '41.9 M', '5.1 E')
     """
@@ -19,7 +20,8 @@ def count(number: float) -> str:
 
 
 def size(number: float) -> str:
-    """
+    """Format a number of bytes with a binary prefix.
+
     >>> size(512), size(131072), size(1.5 * 2**30)
     ('512 B', '128 KiB', '1.5 GiB')
     """
@@ -27,7 +29,8 @@ def size(number: float) -> str:
 
 
 def seconds(number: float) -> str:
-    """
+    """Format a time in s, ms or µs.
+
     >>> seconds(2.5), seconds(0.0123), seconds(4.2e-5)
     ('2.5 s', '12.3 ms', '42 µs')
     """
@@ -37,27 +40,29 @@ def seconds(number: float) -> str:
 
 
 def parse_count(text: str, *, of_bytes: bool = False) -> int:
-    """
+    """Parse a count with an SI prefix, or a number of bytes with a binary one.
+
     >>> parse_count("1.5G"), parse_count("64KiB", of_bytes=True), parse_count("64K", of_bytes=True)
     (1500000000, 65536, 65536)
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or (found[3] and not of_bytes):
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not of_bytes):
         example = "65536, 64KiB or 1.5GiB" if of_bytes else "1000000, 500M or 1.5G"
-        raise ValueError(f"a number is written as {example}; got {text!r}")
+        raise ValueError(f"expected a number such as {example}; got {text!r}")
     base = 1024 if of_bytes else 1000
-    return round(float(found[1]) * base ** _COUNTS.index(found[2].upper()))
+    return round(float(match[1]) * base ** _COUNTS.index(match[2].upper()))
 
 
 def parse_seconds(text: str) -> float:
-    """
+    """Parse a time with a unit into seconds.
+
     >>> parse_seconds("20ms"), parse_seconds("1.5 s")
     (0.02, 1.5)
     """
-    found = _TIME.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"a time is written as 2s, 20ms or 300us; got {text!r}")
-    return float(found[1]) / {"s": 1, "ms": 1e3, "us": 1e6, "µs": 1e6}[found[2]]
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"expected a time such as 2s, 20ms or 300us; got {text!r}")
+    return float(match[1]) / {"s": 1, "ms": 1e3, "us": 1e6, "µs": 1e6}[match[2]]
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
@@ -65,11 +70,11 @@ def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
         if number < base * 0.9995 or unit == units[-1]:
             return f"{_digits(number)} {unit}".rstrip()
         number /= base
-    raise AssertionError("the last unit takes any number")
+    raise AssertionError("unreachable: the last unit accepts any number")
 
 
 def _digits(number: float) -> str:
-    """Three digits, and no zeros behind a point that say nothing."""
+    """Format with three significant digits, without an exponent."""
     if number >= 1000:
         return f"{number:,.0f}"
     text = f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""What routed heads cost. Where tokens take different numbers of heads, the most that they may take are counted."""
+"""Counts of routed heads; if the number of heads per token varies, its maximum is counted."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from polyhead.layers.variants.routed.config import RoutedConfig
 
 @count_layer.register
 def count_routed(config: RoutedConfig, work: Workload, pairs: int) -> LayerCounts:
-    """Queries, attention and output fall with the heads of a token; the gate, keys and values do not."""
+    """Count routed heads: Q, attention and O scale with the heads per token; router, K and V do not."""
     layout = config.layout
     width, heads, kv_heads = layout.embed_dim, config.num_heads, layout.num_kv_heads
-    per_head = kv_heads if config.shape == "shared" else 1  # queries of a chosen head
-    queries, outputs = per_head * layout.head_dim, per_head * layout.value_dim  # channels of a head
+    per_head = kv_heads if config.shape == "shared" else 1  # queries per selected head
+    queries, outputs = per_head * layout.head_dim, per_head * layout.value_dim  # channels per selected head
     keys_and_values = kv_heads * (layout.head_dim + layout.value_dim)
     routed = heads - config.always_on
     parameters = width * (heads * (queries + outputs) + keys_and_values + routed)
@@ -24,7 +24,7 @@ def count_routed(config: RoutedConfig, work: Workload, pairs: int) -> LayerCount
     if config.positions is not None:
         parameters += config.positions.num_parameters(layout)
     tokens, new_keys, taken = work.batch * work.queries, work.batch * work.new_keys, config.most_heads
-    rows = taken * per_head  # softmaxes of a token
+    rows = taken * per_head  # softmax rows per token
     scores = 2 * pairs * taken * queries
     return LayerCounts(
         parameters=parameters,

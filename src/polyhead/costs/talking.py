@@ -1,4 +1,4 @@
-"""What talking heads cost."""
+"""Counts of talking heads (Shazeer et al. 2020, "Talking-Heads Attention")."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from polyhead.layers.variants.talking.config import TalkingHeadsConfig
 
 @count_layer.register
 def count_talking_heads(config: TalkingHeadsConfig, work: Workload, pairs: int) -> LayerCounts:
-    """The formula's own counts; a fused forward computes the scores, their mix and the exponentials once more.
+    """Count the formula; a fused forward computes the scores, their mix and the exponentials once more.
 
-    A fused backward walks over all pairs three times: for what each softmax subtracts, for queries, and for keys and
-    values.
+    A fused backward makes three passes over all pairs: for the delta of each softmax row, for the query gradients, and
+    for the key and value gradients.
     """
     layout = config.layout
     plain = count_heads(config, work, pairs, layout.num_heads * layout.value_dim)

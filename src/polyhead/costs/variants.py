@@ -1,4 +1,4 @@
-"""What the other arrangements of heads cost: grouped, mixed and latent heads."""
+"""Counts of grouped, mixed and latent heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def count_grouped_heads(config: GroupedHeadsConfig, work: Workload, pairs: int) 
     assert hidden is not None
     joined, tokens = layout.num_heads * layout.value_dim, work.batch * work.queries
     heads = count_heads(config, work, pairs, hidden)
-    groups, up = joined**2 // config.num_groups, joined * hidden  # weights of every A_i together, and of W_1
+    groups, up = joined**2 // config.num_groups, joined * hidden  # weights of all A_i together, and of W_1
     return replace(
         heads,
         parameters=heads.parameters + groups + up + (hidden if config.output_bias else 0),
@@ -41,7 +41,7 @@ def count_head_mix(config: HeadMixConfig, work: Workload, pairs: int) -> LayerCo
     return replace(
         plain,
         parameters=plain.parameters + parameters,
-        forward=plain.forward + MatrixFlops(mixing=mixing + 2 * scores),  # as much again with the values
+        forward=plain.forward + MatrixFlops(mixing=mixing + 2 * scores),  # scores, and as much for the values
         recomputed=plain.recomputed + MatrixFlops(mixing=scores),
         exponentials=plain.exponentials + row_pairs,
         weights=plain.weights + row_pairs,
@@ -50,28 +50,28 @@ def count_head_mix(config: HeadMixConfig, work: Workload, pairs: int) -> LayerCo
 
 @count_layer.register
 def count_latent(config: LatentConfig, work: Workload, pairs: int) -> LayerCounts:
-    """Either form of latent heads; where the layer chooses between them, the one that it takes."""
+    """Count latent attention (MLA, DeepSeek-V2, 2024), absorbed or expanded as the layer would choose."""
     layout = config.layout
-    width, heads, rank, kept = layout.embed_dim, layout.num_heads, layout.kv_lora_rank, layout.cache_width
+    width, heads, rank, cache_width = layout.embed_dim, layout.num_heads, layout.kv_lora_rank, layout.cache_width
     nope, value = layout.qk_nope_head_dim, layout.value_head_dim
     queries, outputs, up = heads * layout.head_dim, heads * value, rank * heads * (nope + value)
     latent = layout.q_lora_rank
     into_queries = width * latent + latent * queries if latent else width * queries
-    biases = ((latent or queries) + kept if config.bias else 0) + (width if config.output_bias else 0)
-    parameters = into_queries + width * kept + up + outputs * width + biases + latent + rank
+    biases = ((latent or queries) + cache_width if config.bias else 0) + (width if config.output_bias else 0)
+    parameters = into_queries + width * cache_width + up + outputs * width + biases + latent + rank
     parameters += heads if config.sinks else 0
     if config.positions is not None:
         parameters += config.positions.num_parameters(config.turning)
     cheaper = absorbing_is_cheaper(layout, work.queries, work.keys)
     absorbed = cheaper if config.form == "auto" else config.form == "absorbed"
     tokens, new_keys, keys = (work.batch * n for n in (work.queries, work.new_keys, work.keys))
-    forward = MatrixFlops(projection=2 * tokens * into_queries + 2 * new_keys * width * kept)
+    forward = MatrixFlops(projection=2 * tokens * into_queries + 2 * new_keys * width * cache_width)
     if absorbed:
-        scores = 2 * pairs * heads * kept
+        scores = 2 * pairs * heads * cache_width
         forward += MatrixFlops(2 * tokens * rank * heads * nope, scores, 2 * pairs * heads * rank)
         forward += MatrixFlops(output=2 * tokens * (rank + width) * outputs)
     else:
-        # A cache keeps latents, so the heads' keys and values are made of all of them in every call.
+        # The cache stores latents, so every call expands all of them to keys and values.
         scores = 2 * pairs * queries
         forward += MatrixFlops(2 * keys * up, scores, 2 * pairs * outputs, output=2 * tokens * outputs * width)
     return LayerCounts(
@@ -80,5 +80,5 @@ def count_latent(config: LatentConfig, work: Workload, pairs: int) -> LayerCount
         recomputed=MatrixFlops(scores=scores),
         exponentials=heads * (pairs + (tokens if config.sinks else 0)),
         weights=heads * pairs,
-        cache_numbers=kept,
+        cache_numbers=cache_width,
     )

@@ -1,7 +1,7 @@
-"""What one phase of one layer makes a machine do: matrix products, attention cores and plain traffic, with their sizes.
+"""Work of one phase of one layer: matrix products, attention cores and elementwise traffic, with their sizes.
 
-A `Work` is what `timing.predict` turns into seconds. It knows sizes and types of numbers and nothing of any machine;
-all its counts are exact integers that follow from the sizes.
+`timing.predict` turns a `Work` into seconds. A `Work` contains sizes and dtypes and is independent of any machine; all
+its counts are exact integers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`count` matrix products of one size, [rows, inner] by [inner, columns], made in one kernel.
+    """`count` matrix products of one size, [rows, inner] by [inner, columns], in one kernel.
 
-    For a linear map of tokens `rows` are the tokens of all sequences, `inner` the channels that go in and `columns`
-    those that come out. A gradient is a product of its own: `gradients`. `count` above 1 is a batched product whose
-    factors are all different.
+    For a linear layer `rows` is the number of tokens of all sequences, `inner` the input channels and `columns` the
+    output channels. The backward products are separate: `gradients`. `count` above 1 is a batched product with distinct
+    factors.
     """
 
     stage: Stage
@@ -45,7 +45,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """A multiplication with its addition is two."""
+        """FLOPs; a multiply-add counts as two."""
         return 2 * self.count * self.rows * self.columns * self.inner
 
     @property
@@ -54,7 +54,7 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        """Both factors read once, the result written once: the least that any kernel can move."""
+        """Bytes moved if both factors are read once and the result is written once, the minimum for any kernel."""
         numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return self.count * numbers * self.dtype.itemsize
 
@@ -69,7 +69,7 @@ class Product:
 
     @property
     def gradients(self) -> tuple[Product, Product]:
-        """The products that a backward makes of this one: the gradient of the left factor, then of the right."""
+        """Products of the backward pass: the gradient of the left factor, then of the right."""
         left = dataclasses.replace(self, columns=self.inner, inner=self.columns)
         right = dataclasses.replace(self, rows=self.inner, inner=self.rows)
         return left, right
@@ -77,15 +77,14 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCore:
-    """Softmax attention of all heads in one fused call: scores, exponentials and values, and no weights kept.
+    """Softmax attention of all heads in one fused call: scores, exponentials and values; no weights are stored.
 
-    `queries` and `keys` are tokens of each of `batch` sequences, the last query beside the last key. `left` and `right`
-    are the edges of the band that a query sees, as in `Mask.window(left=, right=)`: None is no edge, `right` 0 is
-    causal. "backward" is the whole gradient, which computes the scores and exponentials once more; a training step has
-    one "forward" and one "backward". "decode" is a forward of few queries over keys in a cache, whose numbers have
-    `cache_dtype`. `shared` says that values are channels of the keys (latents), which are then read once for both,
-    `sinks` that every row has one logit more, and `mixing` that maps are mixed over the heads before and after the
-    softmax inside the same call (talking heads).
+    `queries` and `keys` are tokens per sequence, aligned at the last query and the last key. `left` and `right` bound
+    the band of keys that a query sees, as in `Mask.window(left=, right=)`: None is unbounded, `right` 0 is causal.
+    "backward" computes all gradients and recomputes scores and exponentials; a training step has one "forward" and one
+    "backward". "decode" is a forward of a few queries over a cache of `cache_dtype`. `shared`: values are channels of
+    the keys (latents), so both are read once. `sinks`: every row has one extra logit. `mixing`: maps are mixed across
+    heads before and after the softmax in the same call (talking heads).
     """
 
     direction: Direction
@@ -99,7 +98,7 @@ class AttentionCore:
     dtype: torch.dtype
     left: int | None = None
     right: int | None = None
-    cache_dtype: torch.dtype | None = None  # as `dtype` where it is None
+    cache_dtype: torch.dtype | None = None  # None: `dtype`
     shared: bool = False
     sinks: bool = False
     mixing: bool = False
@@ -118,15 +117,15 @@ class AttentionCore:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that one head meets in all sequences; tiles of a kernel also compute some hidden ones."""
+        """Visible (query, key) pairs of one head over all sequences; kernel tiles also compute some masked pairs."""
         return self.batch * visible_pairs(self.queries, self.keys, self.mask)
 
     @property
     def visible_keys(self) -> int:
-        """Keys of one sequence that some query sees: what must be read of them, and of the values."""
+        """Keys of one sequence that at least one query sees, and that must therefore be read."""
         if not self.queries:
             return 0
-        first = self.keys - self.queries  # where the first query stands
+        first = self.keys - self.queries  # position of the first query
         lowest = 0 if self.left is None else max(0, first - self.left)
         highest = self.keys if self.right is None else min(self.keys, self.keys + self.right)
         return max(0, highest - lowest)
@@ -137,9 +136,9 @@ class AttentionCore:
 
     @property
     def flops(self) -> int:
-        """Of the visible pairs: scores and values; backward five products, that of the scores made again among them.
+        """FLOPs over the visible pairs: two products forward, five backward with the recomputed scores.
 
-        Two mixes of the maps make it more, and their backward walks over the pairs three times.
+        Talking heads add two mixes of the maps, and their backward makes three passes over the pairs.
         """
         backward, heads = self.direction == "backward", self.heads if self.mixing else 0
         if backward and self.mixing:
@@ -152,43 +151,43 @@ class AttentionCore:
 
     @property
     def exponentials(self) -> int:
-        """One a pair and head, and one a row where there are sinks; as many again in the backward."""
+        """One exponential per pair and head, plus one per row with sinks; the same number in the backward."""
         return self.heads * (self.pairs + (self.batch * self.queries if self.sinks else 0))
 
     @property
     def bytes(self) -> int:
-        """Every operand read once and every result written once, with a float32 log-sum-exp for each row in training.
+        """Bytes moved if every operand is read once and every result is written once, the minimum for any kernel.
 
-        The least that any kernel can move: keys that a group of heads shares count once. A backward reads queries,
-        keys, values, the output, its gradient and the log-sum-exp, and writes three gradients.
+        Keys shared by a group of heads count once. A backward reads queries, keys, values, the output, its gradient
+        and a float32 log-sum-exp per row, and writes three gradients.
         """
         size, rows = self.dtype.itemsize, self.batch * self.heads * self.queries
         cached = (self.cache_dtype or self.dtype).itemsize
-        seen = self.batch * self.kv_heads * self.visible_keys
-        of_source = seen * (self.head_dim + (0 if self.shared else self.value_dim))
+        key_rows = self.batch * self.kv_heads * self.visible_keys
+        source = key_rows * (self.head_dim + (0 if self.shared else self.value_dim))  # elements of keys and values
         if self.direction == "backward":
-            return size * rows * (2 * self.head_dim + 2 * self.value_dim) + 2 * size * of_source + 4 * rows
-        return size * rows * (self.head_dim + self.value_dim) + cached * of_source
+            return size * rows * (2 * self.head_dim + 2 * self.value_dim) + 2 * size * source + 4 * rows
+        return size * rows * (self.head_dim + self.value_dim) + cached * source
 
     @property
     def kept(self) -> int:
-        """Bytes of the heads' outputs, and of a float32 log-sum-exp for each row, which a backward needs."""
+        """Bytes of the heads' outputs and of a float32 log-sum-exp per row, which the backward needs."""
         rows = self.batch * self.heads * self.queries
         return rows * self.value_dim * self.dtype.itemsize + 4 * rows
 
     @property
     def launches(self) -> int:
-        """Kernels of one call at the least; decoding splits the keys and then joins the parts."""
+        """Minimum number of kernels of one call; decoding splits the keys and then combines the parts."""
         return {"forward": 1, "backward": 2, "decode": 2}[self.direction] if self.pairs else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Numbers that are read, changed one by one and written: positions, norms, gates, copies into a cache.
+    """Elementwise, memory-bound work: positions, norms, gates, cache writes.
 
-    `bytes` are those read plus those written, in `launches` kernels together; `kept` are those of the result, where it
-    takes memory of its own that a backward would find again. `gradient_bytes` are what its backward reads and writes:
-    twice as much unless given, and no pass at all where they are 0. What is computed on the way hardly matters.
+    `bytes` is the sum of reads and writes over all `launches` kernels; `kept` is the size of the result if it is saved
+    for the backward. `gradient_bytes` is the traffic of the backward: by default twice `bytes`; 0 for no backward pass.
+    Arithmetic is not counted.
     """
 
     stage: Stage
@@ -216,10 +215,10 @@ Piece = Product | AttentionCore | Traffic
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The pieces of one phase in the order in which they run, one after another.
+    """Pieces of one phase in execution order.
 
-    `phase` is a "training" step (forward and backward), the "prefill" of a prompt or one step of "decode". `layers` is
-    how many layers in a row do just this; every total below is of all of them.
+    `phase` is a "training" step (forward and backward), the "prefill" of a prompt or one "decode" step. `layers` is the
+    number of layers that do the same work; all totals cover all of them.
     """
 
     phase: Phase
@@ -233,7 +232,7 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of matrix products."""
+        """FLOPs of matrix products."""
         return self.layers * sum(piece.flops for piece in self.pieces)
 
     @property
@@ -242,7 +241,7 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """Moved between memory and the chip when each piece reads its operands from memory, the least possible."""
+        """Minimum bytes moved between memory and chip, if each piece reads its operands from memory."""
         return self.layers * sum(piece.bytes for piece in self.pieces)
 
     @property
@@ -251,21 +250,21 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """FLOPs of matrix products a byte moved; 0 where nothing moves."""
+        """Arithmetic intensity: matrix FLOPs per byte moved; 0 if nothing is moved."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     def only(self, *stages: Stage) -> Work:
-        """The part of it that belongs to these stages."""
+        """Return the work of these stages alone."""
         return dataclasses.replace(self, pieces=tuple(piece for piece in self.pieces if piece.stage in stages))
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages that occur, in the order of `STAGES`."""
+        """Stages that occur, in the order of `STAGES`."""
         return tuple(stage for stage in STAGES if any(piece.stage == stage for piece in self.pieces))
 
 
 def with_gradients(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The pieces of a forward followed by those of its backward, last first."""
+    """Return the pieces of a forward followed by those of its backward, in reverse order."""
     forward = tuple(pieces)
     backward: list[Piece] = []
     for piece in reversed(forward):
@@ -284,7 +283,7 @@ def _check(value: object, names: tuple[str, ...]) -> None:
     for name in names:
         size = getattr(value, name)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise OptionError(f"{name} must be an integer of at least 0, got {size!r}")
+            raise OptionError(f"{name} must be a non-negative integer, got {size!r}")
     dtype = getattr(value, "dtype", torch.float32)
     if not isinstance(dtype, torch.dtype):
         raise DtypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")

@@ -1,4 +1,4 @@
-"""What is asked of an attention layer, as far as it decides the cost: how many tokens, and which pairs of them meet."""
+"""Workload of one attention call: token counts and the number of visible (query, key) pairs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from polyhead.masks import Mask
 class Workload:
     """One call of a layer: `queries` new tokens in each of `batch` sequences.
 
-    Self-attention sees `past` earlier tokens in a cache besides. Cross-attention sees the `source` tokens of another
-    sequence, whose keys and values are projected in the call unless they were `remembered`. `training` adds the
-    backward, of the input as well as of the parameters.
+    Self-attention also sees `past` earlier tokens in a cache. Cross-attention sees the `source` tokens of another
+    sequence, whose keys and values are projected in the call unless they are `remembered` from an earlier one.
+    `training` adds the backward, with gradients of the input and of the parameters.
 
     >>> Workload.decode(past=1000, batch=4).keys
     1001
@@ -33,61 +33,61 @@ class Workload:
             if name == "source" and size is None:
                 continue
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise OptionError(f"{name} must be an integer of at least 0, got {size!r}")
+                raise OptionError(f"{name} must be a non-negative integer, got {size!r}")
         if self.source is not None and self.past:
             raise OptionError(
-                "a cache holds a layer's own earlier tokens and a source is another sequence: give one of them, "
+                "past (self-attention over a cache) and source (cross-attention) are exclusive, "
                 f"got past {self.past} and source {self.source}"
             )
         if self.remembered and self.source is None:
-            raise OptionError("only a source can be remembered, got remembered=True without one")
+            raise OptionError("remembered needs a source, got remembered=True without one")
         if self.training and self.past:
-            raise OptionError(f"a cache keeps no gradients, got a training step with past {self.past}")
+            raise OptionError(f"a cache stores no gradients, got a training step with past {self.past}")
 
     @classmethod
     def forward(cls, tokens: int, *, batch: int = 1) -> Workload:
-        """Self-attention over whole sequences, without gradients."""
+        """Return self-attention over full sequences, without gradients."""
         return cls(tokens, batch)
 
     @classmethod
     def training_step(cls, tokens: int, *, batch: int = 1) -> Workload:
-        """Self-attention over whole sequences, forward and backward."""
+        """Return self-attention over full sequences, forward and backward."""
         return cls(tokens, batch, training=True)
 
     @classmethod
     def prefill(cls, tokens: int, *, past: int = 0, batch: int = 1) -> Workload:
-        """A prompt, or a piece of one behind `past` tokens that are in the cache already."""
+        """Return the prefill of a prompt, or of a chunk of one after `past` cached tokens."""
         return cls(tokens, batch, past)
 
     @classmethod
     def decode(cls, past: int, *, batch: int = 1) -> Workload:
-        """One new token in each sequence, behind `past` tokens in the cache."""
+        """Return one new token per sequence after `past` cached tokens."""
         return cls(1, batch, past)
 
     @classmethod
     def cross(
         cls, queries: int, source: int, *, batch: int = 1, remembered: bool = False, training: bool = False
     ) -> Workload:
-        """Queries over another sequence."""
+        """Return cross-attention over another sequence."""
         return cls(queries, batch, source=source, remembered=remembered, training=training)
 
     @property
     def keys(self) -> int:
-        """Keys that each sequence has, visible or not."""
+        """Keys per sequence, visible or not."""
         return self.past + self.queries if self.source is None else self.source
 
     @property
     def new_keys(self) -> int:
-        """Keys of each sequence that are projected in this call."""
+        """Keys per sequence that this call projects."""
         if self.source is None:
             return self.queries
         return 0 if self.remembered else self.source
 
 
 def visible_pairs(queries: int, keys: int, mask: Mask | None = None) -> int:
-    """How many (query, key) pairs of one sequence a causal edge or a window leaves, counted without looking at them.
+    """Return the number of (query, key) pairs of one sequence that a causal mask or window leaves, in closed form.
 
-    The last query stands beside the last key, as everywhere.
+    The last query is aligned with the last key.
 
     >>> visible_pairs(4, 4, Mask.causal()), visible_pairs(1, 1000, Mask.window(64))
     (10, 64)
@@ -96,24 +96,24 @@ def visible_pairs(queries: int, keys: int, mask: Mask | None = None) -> int:
         return queries * keys
     if not mask.is_band:
         raise MaskError(
-            f"pairs are counted for a causal edge or a window, got {mask!r}; "
-            "count sequences of different lengths one by one"
+            f"mask must be a causal mask or a sliding window, got {mask!r}; "
+            "count sequences of different lengths separately"
         )
-    first = keys - queries  # where the first query stands
+    first = keys - queries  # position of the first query
     before_right = _sum_of_clamped(first + mask.right + 1, queries, keys) if mask.right is not None else queries * keys
     if mask.left is None:
         return before_right
-    # Keys too far to the left are hidden, but for the first few that the window keeps.
+    # Keys left of the window are masked, except the attention sinks at the start.
     hidden = _sum_of_clamped(first - mask.left, queries, keys)
     return before_right - hidden + _sum_of_clamped(first - mask.left, queries, mask.sinks)
 
 
 def _sum_of_clamped(first: int, count: int, limit: int) -> int:
-    """The sum of clamp(t, 0, limit) over the `count` integers t from `first` on."""
+    """Return the sum of clamp(t, 0, limit) over the `count` integers t starting at `first`."""
     return _sum_up_to(first + count - 1, limit) - _sum_up_to(first - 1, limit)
 
 
 def _sum_up_to(last: int, limit: int) -> int:
-    """The sum of min(t, limit) over t = 1 .. last."""
+    """Return the sum of min(t, limit) over t = 1 .. last."""
     rising = max(min(last, limit), 0)
     return rising * (rising + 1) // 2 + max(last - limit, 0) * limit

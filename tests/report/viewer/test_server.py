@@ -307,7 +307,7 @@ def command(assets):
         one = Forked(arguments, before=lambda: setattr(viewer_app, "ASSETS", assets))
         started.append(one)
         one.wait_for(lambda: "\n" in one.printed())
-        assert one.printed().startswith("The viewer is at http://127.0.0.1:"), one.end(signal.SIGKILL)
+        assert one.printed().startswith("Viewer running at http://127.0.0.1:"), one.end(signal.SIGKILL)
         return one, one.printed().splitlines()[0].split()[-1]
 
     yield start
@@ -338,7 +338,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, command):
     ("arguments", "message"),
     [
         (["--context", "131"], "130 at most"),
-        (["--text", "nowhere.txt"], "--text names a file"),
+        (["--text", "nowhere.txt"], "--text must be a"),
         (["--port", "70000"], "a port is a number"),
     ],
 )

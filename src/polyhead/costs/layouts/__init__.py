@@ -1,1 +1,1 @@
-"""The attention layers of models as values, read from whatever says them."""
+"""Head layouts of models as values, read from configs, files and names."""

@@ -1,4 +1,4 @@
-"""What the config of a Hugging Face model does not say and its code does: biases, norms and who may look ahead."""
+"""Properties of Hugging Face model families that are in their code, not in their configs: biases, norms, masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type`. A bias is there, is not, or is told by the field of that name; so is whether it is causal."""
+    """Properties of a `model_type`; biases and `causal` are constants, or names of the config field to read."""
 
     causal: bool | str = True
     bias: bool | str = False
@@ -17,7 +17,7 @@ class Family:
     rotary: bool = True
     sinks: bool = False
     latent: bool = False
-    mixed: bool = False  # some layers have a window and others none, which layer_types must tell
+    mixed: bool = False  # only some layers have a window; layer_types lists which
 
 
 _ENCODER = Family(causal="is_decoder", bias=True, output_bias=True, rotary=False)
@@ -27,7 +27,7 @@ _DEEPSEEK = Family(bias="attention_bias", output_bias="attention_bias", latent=T
 _GEMMA2 = Family(bias="attention_bias", output_bias="attention_bias", mixed=True)
 _GPT = Family(bias=True, output_bias=True, rotary=False)
 
-# Each held to the modules that transformers builds, parameter by parameter, in the tests.
+# Tests compare each entry with the modules that transformers builds, parameter by parameter.
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _ENCODER),
     "distilbert": replace(_ENCODER, causal=False),  # its code has no decoder

@@ -1,4 +1,4 @@
-"""What transformers really builds for a config: the weights of each layer's attention, counted without making any."""
+"""Attention weights that transformers builds for a config, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-# Matrices in what a layer calls its attention, its norms left out.
+# Names of parameters in a layer's attention module.
 _OF_ATTENTION = re.compile(r"\b(?:layers|layer|h|blocks|block)\.(\d+)\.(?:self_attn|self_attention|attention|attn)\.")
-# What the code of a config or a model raises on sizes that it was not written for.
+# Exceptions that configs and models raise on unsupported sizes.
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """Every field as transformers' own config has it, or in its words why it takes none of them."""
+    """All fields of a config with transformers' defaults, or its error message if it refuses the config."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     refusal: str | None = None
 
 
 def config_class(family: str) -> Any:
-    """The class that transformers has for a `model_type`; None where it is not installed or has none."""
+    """Return transformers' config class for a `model_type`; None if there is none or transformers is missing."""
     try:
         from transformers import AutoConfig
 
@@ -33,19 +33,19 @@ def config_class(family: str) -> Any:
         return None
 
 
-def filled_fields(found: Mapping[str, Any], family: str) -> Filled:
-    """What transformers makes of these fields; nothing where it is not installed or does not know the family."""
-    made = _config(found, family)
-    if made is None or isinstance(made, str):
-        return Filled(refusal=made)
-    text = _text_part(made)
-    return Filled(made.to_dict() if text is made else {**made.to_dict(), **text.to_dict()})
+def filled_fields(content: Mapping[str, Any], family: str) -> Filled:
+    """Return the fields completed by transformers; empty if it is missing or does not support the family."""
+    config = _config(content, family)
+    if config is None or isinstance(config, str):
+        return Filled(refusal=config)
+    text = _text_part(config)
+    return Filled(config.to_dict() if text is config else {**config.to_dict(), **text.to_dict()})
 
 
-def built_projections(found: Mapping[str, Any], family: str) -> frozenset[int]:
-    """Weights of the matrices in each layer's attention, each number once; empty where nothing is built or found."""
-    made = _config(found, family)
-    if made is None or isinstance(made, str):
+def built_projections(content: Mapping[str, Any], family: str) -> frozenset[int]:
+    """Return the distinct numbers of attention weights per layer; empty if the model cannot be built."""
+    config = _config(content, family)
+    if config is None or isinstance(config, str):
         return frozenset()
     from transformers import AutoModel
 
@@ -53,9 +53,9 @@ def built_projections(found: Mapping[str, Any], family: str) -> frozenset[int]:
 
     with quiet(progress=False), torch.device("meta"):
         try:
-            model = AutoModel.from_config(_text_part(made))
+            model = AutoModel.from_config(_text_part(config))
         except (*_REFUSALS, ImportError, OSError):
-            return frozenset()  # parts that are not installed, or a config that only its own code can build
+            return frozenset()  # missing dependencies, or a config that needs remote code
     layers: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         place = _OF_ATTENTION.search(name)
@@ -64,14 +64,14 @@ def built_projections(found: Mapping[str, Any], family: str) -> frozenset[int]:
     return frozenset(layers.values())
 
 
-def _text_part(made: Any) -> Any:
-    """Where the fields of a flat config went that also sees or hears: the layers counted are those that read text."""
-    text = getattr(made, "text_config", None)
-    return text if hasattr(text, "to_dict") else made
+def _text_part(config: Any) -> Any:
+    """Return the text config of a multimodal model, whose layers are counted; else the config itself."""
+    text = getattr(config, "text_config", None)
+    return text if hasattr(text, "to_dict") else config
 
 
-def _config(found: Mapping[str, Any], family: str) -> Any:
-    """The config as transformers has it, the words with which it refuses it, or None where it knows nothing of it."""
+def _config(content: Mapping[str, Any], family: str) -> Any:
+    """Return transformers' config, its error message if it refuses the fields, or None for an unknown family."""
     kind = config_class(family)
     if kind is None:
         return None
@@ -81,8 +81,8 @@ def _config(found: Mapping[str, Any], family: str) -> Any:
 
     with quiet(progress=False):
         try:
-            return kind.from_dict(dict(found))
+            return kind.from_dict(dict(content))
         except (*_REFUSALS, StrictDataclassError) as error:
-            # The last line says it, after one that names the check and one class of error or another.
-            words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            return re.sub(r"^\s*\w+Error: ", "", words[0]).strip().rstrip(".")
+            # The last line is the reason; the lines before it name the check and the class of the error.
+            lines = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            return re.sub(r"^\s*\w+Error: ", "", lines[0]).strip().rstrip(".")

@@ -1,4 +1,4 @@
-"""Head layouts that people know, as their published configs say them: points to compare a layout with."""
+"""Head layouts of well-known models, from their published configs, for comparison."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _llama(width: int, heads: int, kv_heads: int, layers: int, context: int, **o
 
 
 def _encoder(width: int, heads: int, layers: int) -> dict[str, Any]:
-    found = _llama(width, heads, heads, layers, 512)
-    return {**found, "model_type": "bert"}
+    config = _llama(width, heads, heads, layers, 512)
+    return {**config, "model_type": "bert"}
 
 
 def _gpt(width: int, heads: int, layers: int, context: int) -> dict[str, Any]:
@@ -36,12 +36,12 @@ def _deepseek(kind: str, width: int, heads: int, layers: int, q_rank: int | None
     return {**_llama(width, heads, heads, layers, context), "model_type": kind, **latent, "v_head_dim": 128}
 
 
-def _by_turns(layers: int) -> list[str]:
+def _alternating(layers: int) -> list[str]:
     return [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
 
 
 _CONFIGS: dict[str, dict[str, Any]] = {
-    "transformer-base": {**_encoder(512, 8, 6), "max_position_embeddings": None},  # its encoder
+    "transformer-base": {**_encoder(512, 8, 6), "max_position_embeddings": None},  # the encoder
     "bert-base": _encoder(768, 12, 12),
     "bert-large": _encoder(1024, 16, 24),
     "gpt2": _gpt(768, 12, 12, 1024),
@@ -57,10 +57,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _llama(4096, 32, 8, 36, 40960, model_type="qwen3", head_dim=128),
     "qwen3-32b": _llama(5120, 64, 8, 64, 40960, model_type="qwen3", head_dim=128),
     "gemma2-9b": _llama(
-        3584, 16, 8, 42, 8192, model_type="gemma2", head_dim=256, sliding_window=4096, layer_types=_by_turns(42)
+        3584, 16, 8, 42, 8192, model_type="gemma2", head_dim=256, sliding_window=4096, layer_types=_alternating(42)
     ),
     "gpt-oss-20b": _llama(
-        2880, 64, 8, 24, 131072, model_type="gpt_oss", head_dim=64, sliding_window=128, layer_types=_by_turns(24)
+        2880, 64, 8, 24, 131072, model_type="gpt_oss", head_dim=64, sliding_window=128, layer_types=_alternating(24)
     )
     | {"attention_bias": True},
     "deepseek-v2-lite": _deepseek("deepseek_v2", 2048, 16, 27, None, 163840),
@@ -72,7 +72,7 @@ KNOWN = tuple(_CONFIGS)
 
 @cache
 def known_model(name: str) -> ModelLayout:
-    """A layout of `KNOWN` by its name.
+    """Return the layout of a model in `KNOWN`.
 
     >>> known_model("deepseek-v3").config.layout.cache_width
     576

@@ -1,4 +1,4 @@
-"""The attention layers of a whole model as one value: which kinds of layer, and how many of each."""
+"""Attention layers of a model as one value: the kinds of layers, and how many of each."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from polyhead.layers.config import AttentionConfig
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """`layers` attention layers that are made alike."""
+    """`layers` attention layers with the same config."""
 
     config: AttentionConfig
     layers: int
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 1:
-            raise OptionError(f"layers must be an integer of at least 1, got {self.layers!r}")
+            raise OptionError(f"layers must be a positive integer, got {self.layers!r}")
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """How the heads of a model lie, layer by layer, as far as it decides what they cost.
+    """Head layout of a model: everything about its attention layers that affects their cost.
 
-    `context` is the longest sequence that the model says it was made for, `dtype` and `cache_dtype` what its config
-    says of its numbers; None where it says nothing. `notes` tell what was left out or taken from elsewhere.
+    `context` is the maximum context in the model's config, `dtype` and `cache_dtype` the dtypes in it; None if the
+    config does not contain them. `notes` report what was ignored or taken from defaults.
     """
 
     name: str
@@ -42,11 +42,11 @@ class ModelLayout:
 
     def __post_init__(self) -> None:
         if not self.groups:
-            raise OptionError(f"a model has at least one attention layer, got {self.name} without any")
+            raise OptionError(f"a model must have at least one attention layer, got {self.name} without any")
 
     @classmethod
     def of(cls, config: AttentionConfig, layers: int = 1, *, name: str = "layer") -> ModelLayout:
-        """A model whose layers are all alike."""
+        """Return a model of `layers` layers with one config."""
         return cls(name, (LayerGroup(config, layers),))
 
     @property
@@ -55,15 +55,15 @@ class ModelLayout:
 
     @property
     def config(self) -> AttentionConfig:
-        """The kind of layer that there are most of; the first of them, where there are as many."""
+        """Config of the most common kind of layer; the first of equally common ones."""
         return max(self.groups, key=lambda group: group.layers).config
 
     def directed(self, causal: bool | None) -> ModelLayout:
-        """The same with layers that look back alone or both ways, and a note of it; None leaves them as they are."""
+        """Return the model with causal or bidirectional layers, and a note about it; None changes nothing."""
         if causal is None or all(getattr(group.config, "causal", None) is causal for group in self.groups):
             return self
         groups = tuple(LayerGroup(_directed(group.config, causal), group.layers) for group in self.groups)
-        return replace(self, groups=groups, notes=(*self.notes, requested_for(causal)))
+        return replace(self, groups=groups, notes=(*self.notes, causal_note(causal)))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -76,52 +76,50 @@ class ModelLayout:
         }
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> ModelLayout:
-        groups, context, notes = found.get("groups"), found.get("context"), found.get("notes") or []
+    def from_dict(cls, content: Mapping[str, Any]) -> ModelLayout:
+        groups, context, notes = content.get("groups"), content.get("context"), content.get("notes") or []
         if not isinstance(groups, list) or not isinstance(notes, list):
-            raise OptionError(f"groups and notes of a model are lists, got groups {groups!r} and notes {notes!r}")
+            raise OptionError(f"groups and notes must be lists, got groups {groups!r} and notes {notes!r}")
         if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < 1):
-            raise OptionError(f"the context of a model must be a positive integer or null, got {context!r}")
-        dtypes = {name: named_dtype(found[name]) if found.get(name) else None for name in ("dtype", "cache_dtype")}
-        read = tuple(_group(number, group) for number, group in enumerate(groups))
-        return cls(str(found.get("name", "")), read, context, **dtypes, notes=tuple(map(str, notes)))
+            raise OptionError(f"context must be a positive integer or null, got {context!r}")
+        dtypes = {name: named_dtype(content[name]) if content.get(name) else None for name in ("dtype", "cache_dtype")}
+        layer_groups = tuple(_group(number, group) for number, group in enumerate(groups))
+        return cls(str(content.get("name", "")), layer_groups, context, **dtypes, notes=tuple(map(str, notes)))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
 
-def requested_for(causal: bool) -> str:
-    """The note of a model that is counted with another mask than its own."""
-    own, seen = ("see later ones", "no later ones") if causal else ("see no later ones", "later ones too")
-    return f"tokens of this model {own}; they are counted as seeing {seen}, as was asked"
+def causal_note(causal: bool) -> str:
+    """Return the note on a model that is counted with another mask than its own."""
+    actual, counted = ("bidirectional", "causal") if causal else ("causal", "bidirectional")
+    return f"this model is {actual}; counted as {counted}, as requested"
 
 
 def check_window(window: int | None, *, causal: bool) -> None:
     if window is not None and not causal:
         raise OptionError(
-            f"a window is counted for tokens that see no later ones, got a window of {window} in layers whose tokens "
-            "do; count them as causal, or without their window"
+            f"a window needs causal layers, got a window of {window} in bidirectional layers; count them as causal, "
+            "or without the window"
         )
 
 
 def _directed(config: AttentionConfig, causal: bool) -> AttentionConfig:
     if not any(x.name == "causal" for x in fields(config)):
-        raise OptionError(
-            f"{type(config).__name__} has no field causal that could be set, got causal {causal}; leave it out"
-        )
+        raise OptionError(f"{type(config).__name__} has no field `causal`, got causal {causal}; omit it")
     check_window(getattr(config, "window", None), causal=causal)
     changed: AttentionConfig = replace(config, causal=causal)  # type: ignore[call-arg]
     return changed
 
 
-def _group(number: int, found: Any) -> LayerGroup:
-    if not isinstance(found, Mapping) or not {"layers", "config"} <= found.keys():
-        raise OptionError(f"a group of layers is an object with layers and config, got {found!r} as group {number}")
-    return LayerGroup(AttentionConfig.from_dict(found["config"]), found["layers"])
+def _group(number: int, content: Any) -> LayerGroup:
+    if not isinstance(content, Mapping) or not {"layers", "config"} <= content.keys():
+        raise OptionError(f"group {number} must be an object with layers and config, got {content!r}")
+    return LayerGroup(AttentionConfig.from_dict(content["config"]), content["layers"])
 
 
 def grouped(configs: Iterable[AttentionConfig]) -> tuple[LayerGroup, ...]:
-    """Layers in their order as groups of those that are alike, the first kind first."""
+    """Group equal configs, in order of first appearance."""
     counts: dict[AttentionConfig, int] = {}
     for config in configs:
         counts[config] = counts.get(config, 0) + 1
@@ -133,16 +131,16 @@ _SHORT |= {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "flo
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype of that name.
+    """Return the dtype with this name.
 
     >>> named_dtype("bf16"), named_dtype("torch.float32")
     (torch.bfloat16, torch.float32)
     """
     text = str(name).removeprefix("torch.").lower()
-    found = getattr(torch, _SHORT.get(text, text), None)
-    if not isinstance(found, torch.dtype):
-        raise OptionError(f"a dtype is float32, bfloat16, float16, float8_e4m3fn or int8; got {name!r}")
-    return found
+    dtype = getattr(torch, _SHORT.get(text, text), None)
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(f"dtype must be float32, bfloat16, float16, float8_e4m3fn or int8; got {name!r}")
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:

@@ -1,4 +1,4 @@
-"""A head layout by whatever names it: a known model, a config of ours or of Hugging Face, a file, a folder, a name."""
+"""Read head layouts from known models, configs (polyhead's or Hugging Face's), files, folders and hub names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polyhead.layers.positions.config import RotaryConfig
 from polyhead.sources.config_sizes import CONFIG_BYTES
 
 PACKAGED = ("minilm", "smollm2")
-EDITED = "polyhead.json"  # beside the config of a model whose heads were edited
+EDITED = "polyhead.json"  # next to the config.json of a model with edited heads
 _NO_HEADS = dict.fromkeys(("num_kv_heads", "key_heads"))
 
 
@@ -29,14 +29,14 @@ def read_layout(
     layers: int | None = None,
     causal: bool | None = None,
 ) -> ModelLayout:
-    """The layout of a model; nothing but its config is read, and no code that comes with it is run.
+    """Read the head layout of a model; only its config is read, and no remote code is run.
 
     Args:
         source: an `AttentionConfig`; a dictionary or JSON file of one or of a Hugging Face config; a folder with a
-            config.json; a name of `KNOWN`, minilm, smollm2, or a model on the hub or in its cache.
-        layers: how many layers there are, for a config of ours, which describes one; 1 by default.
-        causal: whether tokens see no later ones: asked for where a Hugging Face config does not say, and put in the
-            place of what a config says otherwise, with a note.
+            config.json; a name in `KNOWN`, minilm, smollm2, or a model on the hub or in its cache.
+        layers: number of layers, for a polyhead config, which describes a single layer; default 1.
+        causal: whether attention is causal: required if a Hugging Face config does not imply it; overrides the config
+            otherwise, with a note.
 
     >>> read_layout("gpt3-175b").config.layout.head_dim
     128
@@ -53,9 +53,9 @@ def read_layout(
     if text and path.is_dir():
         file = path / "config.json"
         if not file.is_file():
-            raise OptionError(f"a model's folder must hold a config.json, got {path} without one")
-        found = _of_file(file, path.resolve().name, layers, causal)
-        return _with_edits(found, path / EDITED) if (path / EDITED).is_file() else found
+            raise OptionError(f"a model folder must contain a config.json, got {path} without one")
+        model = _of_file(file, path.resolve().name, layers, causal)
+        return _with_edits(model, path / EDITED) if (path / EDITED).is_file() else model
     if text in KNOWN:
         _refuse_layers(layers, text)
         return known_model(text).directed(causal)
@@ -74,7 +74,7 @@ def from_sizes(
     bias: bool = False,
     rotary: bool = False,
 ) -> ModelLayout:
-    """Multi-head attention by its sizes; `rotary` positions cost no FLOPs of products, but passes and launches.
+    """Return multi-head attention of these sizes; `rotary` adds passes and launches, but no matrix FLOPs.
 
     >>> from_sizes(512, 8).config.layout.head_dim
     64
@@ -93,57 +93,57 @@ def from_sizes(
     return ModelLayout.of(config, layers, name=f"{heads}{shared}x{config.head_dim} at {d_model}")
 
 
-def _of_fields(found: Mapping[str, Any], name: str, layers: int | None, causal: bool | None) -> ModelLayout:
-    if "kind" in found:  # a config of ours has a kind, one of Hugging Face a model_type
-        config = AttentionConfig.from_dict(found)
-        return ModelLayout.of(config, 1 if layers is None else layers, name=name or str(found["kind"])).directed(causal)
-    if "groups" in found and "name" in found:
+def _of_fields(content: Mapping[str, Any], name: str, layers: int | None, causal: bool | None) -> ModelLayout:
+    if "kind" in content:  # polyhead's configs have a kind, Hugging Face's a model_type
+        config, kind = AttentionConfig.from_dict(content), str(content["kind"])
+        return ModelLayout.of(config, 1 if layers is None else layers, name=name or kind).directed(causal)
+    if "groups" in content and "name" in content:
         _refuse_layers(layers, name)
-        return ModelLayout.from_dict(found).directed(causal)
+        return ModelLayout.from_dict(content).directed(causal)
     _refuse_layers(layers, name or "the config")
-    return read_hf_config(found, name=name, causal=causal)
+    return read_hf_config(content, name=name, causal=causal)
 
 
 def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
-    """The heads that an edited model has, which its config cannot say where layers differ."""
-    found = _read_json(file)
-    form, edited = found.get("form"), found.get("layers")
+    """Return the model with the heads of its edited layers, which a config cannot express if layers differ."""
+    content = _read_json(file)
+    form, edited = content.get("form"), content.get("layers")
     if form == "padded":
-        note = "counted with the heads of zeros that fill its config, as plain transformers runs it"
+        note = "counted with the zero heads that pad its config, as transformers runs it"
         return replace(model, notes=(*model.notes, note))
     if form != "uneven":
         return model
     if not isinstance(edited, dict) or not all(isinstance(sizes, dict) for sizes in edited.values()):
-        raise OptionError(f"{EDITED} says which heads an edited model has, got {file} without its layers")
+        raise OptionError(f"{EDITED} must list the layers of an edited model, got {file} without them")
     config = model.config
     if len(model.groups) > 1 or len(edited) != model.layers or not isinstance(config, MultiHeadConfig):
         raise OptionError(
-            f"an edited model is counted whose layers differ in their heads alone, got {model.name}, a model of "
-            f"{model.layers} layers in {len(model.groups)} kinds, {len(edited)} of them with known heads; count the "
-            "layouts of its layers one by one"
+            f"layers of an edited model may differ only in their heads, got {model.name} with "
+            f"{model.layers} layers of {len(model.groups)} kinds, {len(edited)} of them listed in {EDITED}; count the "
+            "layouts of its layers separately"
         )
-    with refusing(file, f"{EDITED} says which heads an edited model has"):
-        own = [{**_NO_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
-        return replace(model, groups=grouped(replace(config, **sizes) for sizes in own))
+    with refusing(file, f"{EDITED} must list the heads of an edited model"):
+        layouts = [{**_NO_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
+        return replace(model, groups=grouped(replace(config, **sizes) for sizes in layouts))
 
 
 def _of_file(path: Path, name: str, layers: int | None, causal: bool | None) -> ModelLayout:
-    found = _read_json(path)
-    with refusing(path, "a config describes the heads of a model"):
-        return _of_fields(found, name, layers, causal)
+    content = _read_json(path)
+    with refusing(path, "a config must describe the heads of a model"):
+        return _of_fields(content, name, layers, causal)
 
 
 def _refuse_layers(layers: int | None, name: str) -> None:
     if layers is not None:
-        raise OptionError(f"{name} says how many layers it has, got layers {layers} beside it; leave them out")
+        raise OptionError(f"{name} has a fixed number of layers, got layers {layers} as well; omit it")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path, "a config is a JSON file", most=CONFIG_BYTES)
+    return read_json(path, "a config must be a JSON file", most=CONFIG_BYTES)
 
 
 def _from_transformers(name: str, path: Path) -> dict[str, Any]:
-    """A packaged model, a GGUF file or a name on the hub."""
+    """Return the config of a packaged model, a GGUF file or a model on the hub."""
     from polyhead.sources import packaged
     from polyhead.sources.loading import describe_failure, quiet
 
@@ -159,7 +159,7 @@ def _from_transformers(name: str, path: Path) -> dict[str, Any]:
     elif not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
         known = ", ".join((*KNOWN, *PACKAGED))
         raise OptionError(
-            f"a layout is a config file, a folder with a config.json, a model on the hub (owner/model) or one of "
+            f"a layout must be a config file, a folder with a config.json, a model on the hub (owner/model) or one of "
             f"{known}; got {name!r}, and there is no such file or folder"
         )
     try:
@@ -167,16 +167,16 @@ def _from_transformers(name: str, path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise OptionError(
             f"reading the config of {name} needs transformers, which is not installed (pip install 'polyhead[hf]'); "
-            f"known without it are {', '.join(KNOWN)}"
+            f"available without it: {', '.join(KNOWN)}"
         ) from error
     try:
         with quiet(progress=False), describe_failure(name, name, local=local):
-            found: dict[str, Any] = AutoConfig.from_pretrained(name, **options).to_dict()
+            content: dict[str, Any] = AutoConfig.from_pretrained(name, **options).to_dict()
     except OptionError as error:
         if "cannot be reached" not in str(error):
             raise
         raise OptionError(
-            f"the Hugging Face hub cannot be reached and {name} is not in its cache; name a config.json on this "
-            f"machine, or one of {', '.join(KNOWN)}"
+            f"the Hugging Face hub cannot be reached and {name} is not in its cache; use a local config.json, "
+            f"or one of {', '.join(KNOWN)}"
         ) from error
-    return found
+    return content

@@ -1,4 +1,4 @@
-"""What a layer holds in memory at its peak: its tensors, followed from where they are made to where they are let go."""
+"""Peak memory of attention layers: every tensor is tracked from allocation to release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of latent heads, in the form that the layer takes."""
+"""Tensors of latent attention (MLA), absorbed or expanded as the layer would choose."""
 
 from __future__ import annotations
 
@@ -14,87 +14,89 @@ from polyhead.layers.latent.forms import LatentLayout, absorbing_is_cheaper
 def record_latent(config: LatentConfig, call: Recorder) -> Block:
     layout, work, tape = config.layout, call.requested.work, call.tape
     rope, tokens = layout.qk_rope_head_dim, call.tokens
-    whole = _queries(layout, call)
+    queries = _queries(layout, call)
     sizes = (call.size(tokens * layout.num_heads * dim) for dim in (layout.qk_nope_head_dim, rope))
-    still, turning = tape.views(whole, *sizes)
+    q_nope, q_rope = tape.views(queries, *sizes)
     if rope:
         call.rotation(rope)
-        turning = call.turned(turning, tokens * layout.num_heads * rope)
-    held = _compressed(layout, call)
+        q_rope = call.rotated(q_rope, tokens * layout.num_heads * rope)
+    latents = _compressed(layout, call)
     keys = None if work.source is None and not call.requested.cached else work.keys
     cheaper = absorbing_is_cheaper(layout, work.queries, keys)
     absorbed = cheaper if config.form == "auto" else config.form == "absorbed"
-    outputs = (_absorbed if absorbed else _expanded)(layout, call, still, turning, held)
+    outputs = (_absorbed if absorbed else _expanded)(layout, call, q_nope, q_rope, latents)
     channels = layout.num_heads * layout.value_head_dim
     return call.linear(call.flattened(outputs, call.size(tokens * channels)), layout.embed_dim, channels)
 
 
 def _queries(layout: LatentLayout, call: Recorder) -> Block:
-    """The queries of all heads, made of a latent of their own or of the input."""
+    """Record the queries of all heads, projected from a query latent or from the input."""
     width, rank, channels = layout.embed_dim, layout.q_lora_rank, layout.num_heads * layout.head_dim
     if not rank:
         return call.linear(call.x, channels, width)
     latent = call.linear(call.x, rank, width)
     normed = call.normed(latent, call.tokens * rank, rank)
-    call.tape.let_go(latent)
-    whole = call.linear(normed, channels, rank)
-    call.tape.let_go(normed)
-    return whole
+    call.tape.release(latent)
+    queries = call.linear(normed, channels, rank)
+    call.tape.release(normed)
+    return queries
 
 
 def _compressed(layout: LatentLayout, call: Recorder) -> Block:
-    """The latents and, beside them, the key that turns: what a cache keeps."""
+    """Record the latents concatenated with the rotary key: the contents of a cache."""
     tape, new = call.tape, call.requested.new_keys
-    width, rank, rope, kept = layout.embed_dim, layout.kv_lora_rank, layout.qk_rope_head_dim, layout.cache_width
-    source = call.x if call.requested.work.source is None else tape.given(call.size(new * width))
-    compressed = call.linear(source, kept, width, rows=new)
-    latent, turning = tape.views(compressed, call.size(new * rank), call.size(new * rope))
+    width, rank, rope, cache_width = layout.embed_dim, layout.kv_lora_rank, layout.qk_rope_head_dim, layout.cache_width
+    source = call.x if call.requested.work.source is None else tape.external(call.size(new * width))
+    compressed = call.linear(source, cache_width, width, rows=new)
+    latent, k_rope = tape.views(compressed, call.size(new * rank), call.size(new * rope))
     if not rope:
-        held = call.normed(latent, new * rank, rank)
+        latents = call.normed(latent, new * rank, rank)
     else:
-        turned = call.turned(turning, new * rope)
+        rotated = call.rotated(k_rope, new * rope)
         normed = call.normed(latent, new * rank, rank)
-        held = tape.step(normed, turned, gives=call.size(new * kept))
-        tape.let_go(normed, turned)
-    tape.let_go(compressed)
-    return held
+        latents = tape.step(normed, rotated, output_size=call.size(new * cache_width))
+        tape.release(normed, rotated)
+    tape.release(compressed)
+    return latents
 
 
-def _absorbed(layout: LatentLayout, call: Recorder, still: Block, turning: Block, held: Block) -> Block:
-    """All heads over the latents, whose first channels are the values."""
-    tape, rope, rank, kept = call.tape, layout.qk_rope_head_dim, layout.kv_lora_rank, layout.cache_width
+def _absorbed(layout: LatentLayout, call: Recorder, q_nope: Block, q_rope: Block, latents: Block) -> Block:
+    """Record attention of all heads over the latents, whose first channels are the values."""
+    tape, rope, rank, cache_width = call.tape, layout.qk_rope_head_dim, layout.kv_lora_rank, layout.cache_width
     rows, keys = call.tokens * layout.num_heads, call.requested.work.batch * call.requested.work.keys
     up_key, up_value = (layout.num_heads * rank * dim for dim in (layout.qk_nope_head_dim, layout.value_head_dim))
-    query = tape.step(still, gives=call.size(rows * rank), keeps=(still,), gradient_work=call.size(up_key))
+    query = tape.step(q_nope, output_size=call.size(rows * rank), saves=(q_nope,), backward_workspace=call.size(up_key))
     if rope:
-        inside, query = query, tape.step(query, turning, gives=call.size(rows * kept))
-        tape.let_go(inside)
-    (value,) = tape.views(held, call.size(keys * rank))
-    summed = record_attention(call, query, held, value, Heads(layout.num_heads, 1, kept, rank))
-    if rope:  # sums that do not lie head by head are put together
-        summed = tape.step(summed, gives=call.size(rows * rank))
+        absorbed, query = query, tape.step(query, q_rope, output_size=call.size(rows * cache_width))
+        tape.release(absorbed)
+    (value,) = tape.views(latents, call.size(keys * rank))
+    summed = record_attention(call, query, latents, value, Heads(layout.num_heads, 1, cache_width, rank))
+    if rope:  # sums that are not contiguous head by head are copied
+        summed = tape.step(summed, output_size=call.size(rows * rank))
     of_values = call.size(up_value)
-    outputs = tape.step(summed, gives=call.size(rows * layout.value_head_dim), keeps=(summed,), gradient_work=of_values)
-    tape.let_go(query)
-    outputs.is_apart = True
+    outputs = tape.step(
+        summed, output_size=call.size(rows * layout.value_head_dim), saves=(summed,), backward_workspace=of_values
+    )
+    tape.release(query)
+    outputs.is_strided = True
     return outputs
 
 
-def _expanded(layout: LatentLayout, call: Recorder, still: Block, turning: Block, held: Block) -> Block:
-    """Every head with keys and values of its own, made anew of all latents."""
+def _expanded(layout: LatentLayout, call: Recorder, q_nope: Block, q_rope: Block, latents: Block) -> Block:
+    """Record attention with keys and values per head, expanded from all latents."""
     tape, rope, heads = call.tape, layout.qk_rope_head_dim, layout.num_heads
     nope, value_dim, head_dim = layout.qk_nope_head_dim, layout.value_head_dim, layout.head_dim
     rows, keys = call.tokens * heads, call.requested.work.batch * call.requested.work.keys
-    latent, beside = tape.views(held, call.size(keys * layout.kv_lora_rank), call.size(keys * rope))
+    latent, k_rope = tape.views(latents, call.size(keys * layout.kv_lora_rank), call.size(keys * rope))
     up = call.linear(latent, heads * (nope + value_dim), layout.kv_lora_rank, rows=keys)
     key, value = tape.views(up, call.size(keys * heads * nope), call.size(keys * heads * value_dim))
-    query = still
+    query = q_nope
     if rope:
-        query = tape.step(still, turning, gives=call.size(rows * head_dim))
-        query.is_apart = call.on_gpu
-        # The turning key is one for all heads, so that its gradients are summed.
+        query = tape.step(q_nope, q_rope, output_size=call.size(rows * head_dim))
+        query.is_strided = call.on_gpu
+        # All heads share the rotary key, so its gradients are summed over heads.
         shared = call.size(keys * heads * rope)
-        key = tape.step(key, beside, gives=call.size(keys * heads * head_dim), gradient_work=shared)
+        key = tape.step(key, k_rope, output_size=call.size(keys * heads * head_dim), backward_workspace=shared)
     outputs = record_attention(call, query, key, value, Heads(heads, heads, head_dim, value_dim))
-    tape.let_go(up, *((query, key) if rope else ()))
+    tape.release(up, *((query, key) if rope else ()))
     return outputs

@@ -1,7 +1,7 @@
-"""From a config to the tensors of a layer: what one call makes, in the order in which its code makes it.
+"""Tensors of a layer from its config: the allocations of one call, in the order in which the layer makes them.
 
-A new arrangement of heads registers a function of its own with `record_layer`, beside its counts in `count_layer`.
-Tests hold what is recorded to every storage of a built layer that runs on a CPU.
+A new attention variant registers its own function with `record_layer`, next to its counts in `count_layer`. Tests
+compare the record with every storage of a built layer on the CPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from polyhead.layers.positions.config import RotaryConfig
 
 @singledispatch
 def record_layer(config: AttentionConfig, call: Recorder) -> Block:
-    """Tell the tape of one forward of a layer of this kind; gives the layer's output."""
+    """Record one forward pass of a layer of this kind on the tape and return its output."""
     raise OptionError(
-        f"no memory is known for {type(config).__name__}; register a function with "
+        f"no memory estimate for {type(config).__name__}; register a function with "
         "polyhead.costs.memory.layers.record_layer.register"
     )
 
@@ -42,7 +42,7 @@ def heads_of(layout: HeadLayout) -> Heads:
 def before_heads(
     config: HeadsConfig, call: Recorder, *, queries: int | None = None, keys: int | None = None
 ) -> tuple[Block, Block, Block]:
-    """Queries, keys and values; `queries` and `keys` are channels of all heads, where they are not the usual ones."""
+    """Record queries, keys and values; `queries` and `keys` override the projected widths."""
     layout, tape, new = config.layout, call.tape, call.requested.new_keys
     queries = layout.num_heads * layout.head_dim if queries is None else queries
     keys = layout.num_kv_heads * layout.head_dim if keys is None else keys
@@ -53,7 +53,7 @@ def before_heads(
         query, key, value = tape.views(joined, *sizes)
     else:
         query = call.linear(call.x, queries, layout.embed_dim)
-        source = tape.given(call.size(new * layout.key_input_dim))
+        source = tape.external(call.size(new * layout.key_input_dim))
         if layout.key_input_dim == layout.value_input_dim:
             joined = call.linear(source, keys + values, layout.key_input_dim, rows=new, joined=True)
             key, value = tape.views(joined, *sizes[1:])
@@ -65,28 +65,28 @@ def before_heads(
         key = call.normed(key, new * keys, layout.head_dim, kind=config.qk_norm, by_head=True)
     if isinstance(config.positions, RotaryConfig):
         call.rotation(config.positions.rotary_dim or layout.head_dim)
-        turned = call.turned(query, call.tokens * queries), call.turned(key, new * keys)
-        tape.let_go(query, key)
-        query, key = turned
+        rotated = call.rotated(query, call.tokens * queries), call.rotated(key, new * keys)
+        tape.release(query, key)
+        query, key = rotated
     return query, key, value
 
 
 def after_heads(
     config: HeadsConfig, call: Recorder, heads: Block, combine: Callable[[Block], Block] | None = None
 ) -> Block:
-    """Gates, what an arrangement does with the heads, and the output projection."""
+    """Record gates and the output projection, or what a variant's `combine` does with the heads."""
     layout, tape = config.layout, call.tape
     outputs = layout.num_heads * layout.value_dim
     if config.output_gate is not None:
         numbers = layout.num_heads if config.output_gate == "head" else outputs
         logits = call.linear(call.x, numbers, layout.embed_dim)
-        gate = tape.step(logits, gives=call.size(call.tokens * numbers), keeps_result=True)
-        tape.let_go(logits)
-        # The gradient of a gate a head is made for every channel first.
-        work = call.size(call.tokens * outputs) if config.output_gate == "head" else 0
-        gated = tape.step(heads, gate, gives=heads.size, keeps=(heads, gate), gradient_work=work)
-        tape.let_go(gate)
-        gated.is_apart = heads.is_apart
+        gate = tape.step(logits, output_size=call.size(call.tokens * numbers), save_output=True)
+        tape.release(logits)
+        # The gradient of a per-head gate is first computed per channel.
+        workspace = call.size(call.tokens * outputs) if config.output_gate == "head" else 0
+        gated = tape.step(heads, gate, output_size=heads.size, saves=(heads, gate), backward_workspace=workspace)
+        tape.release(gate)
+        gated.is_strided = heads.is_strided
         heads = gated
     if combine is not None:
         return combine(heads)

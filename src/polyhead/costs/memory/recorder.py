@@ -1,4 +1,4 @@
-"""The steps that layers of every arrangement take, as a tape is told of them: linear maps, norms, positions."""
+"""Recording of the operations that all variants share: linear layers, norms, positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX = 8  # bytes of an index
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How many heads queries have, and keys and values; and how many channels."""
+    """Numbers of query heads and KV heads, and their channels."""
 
     queries: int
     keys: int
@@ -34,18 +34,18 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """One call of a layer on a device, with attention in one form; `x` is its input."""
+    """Recorder of one call of a layer on a device, with one form of attention; `x` is the layer's input."""
 
     requested: CallOptions
     form: Form
     device: Device
     tape: Tape
     x: Block
-    bias: Bias = None  # whether positions add to the logits, and learn to
-    is_dense: bool = False  # whether that is written down for every pair, and not by distance
-    farthest: int | None = None  # the distance from which on what is added by distance stays the same
-    special: bool = False  # whether there is what PyTorch's kernels do not have: sinks, a softcap, dropout on a CPU
-    written: list[int] = field(default_factory=list)  # bytes of the weights of each attention that writes them down
+    bias: Bias = None  # bias that positions add to the logits, if any
+    is_dense: bool = False  # whether the bias is stored per pair rather than per distance
+    max_distance: int | None = None  # distance beyond which the bias is constant
+    special: bool = False  # whether the layer needs what PyTorch's kernels lack: sinks, softcap, dropout on a CPU
+    weight_sizes: list[int] = field(default_factory=list)  # bytes of the materialised weights of each attention call
 
     @classmethod
     def of(cls, config: AttentionConfig, requested: CallOptions, form: Form, device: Device) -> Recorder:
@@ -55,10 +55,10 @@ class Recorder:
             bias = "learned" if getattr(positions, "learnable", True) else "fixed"
         special = bool(getattr(config, "sinks", False)) or getattr(config, "softcap", None) is not None
         special |= device == "cpu" and requested.work.training and getattr(config, "dropout", 0.0) > 0
-        x = tape.given(requested.tokens * width * requested.dtype.itemsize)
+        x = tape.external(requested.tokens * width * requested.dtype.itemsize)
         is_dense = isinstance(positions, QuadraticRelative2DConfig)
-        farthest = positions.max_distance if isinstance(positions, T5BiasConfig) else None
-        return cls(requested, form, device, tape, x, bias, is_dense, farthest, special)
+        max_distance = positions.max_distance if isinstance(positions, T5BiasConfig) else None
+        return cls(requested, form, device, tape, x, bias, is_dense, max_distance, special)
 
     @property
     def on_gpu(self) -> bool:
@@ -70,23 +70,23 @@ class Recorder:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether numbers have 16 bits, so that some steps widen them."""
+        """True for 16-bit dtypes, which some operations widen."""
         return self.requested.dtype.itemsize < 4
 
     def size(self, numbers: int) -> int:
         return numbers * self.requested.dtype.itemsize
 
     def wide(self, numbers: int) -> int:
-        """In float32, or float64 for float64."""
+        """Return the bytes of `numbers` elements in float32, or float64 for a float64 layer."""
         return numbers * max(4, self.requested.dtype.itemsize)
 
-    def linear(
-        self, given: Block, outputs: int, inputs: int, *, rows: int | None = None, joined: bool = False
-    ) -> Block:
-        """A linear map. Several that are `joined` are laid side by side on a GPU in training, a copy that is kept."""
+    def linear(self, x: Block, outputs: int, inputs: int, *, rows: int | None = None, joined: bool = False) -> Block:
+        """Record a linear layer; `joined` weights are concatenated on a GPU in training, and the copy is saved."""
         rows, weights = self.tokens if rows is None else rows, self.size(outputs * inputs)
-        own = weights if joined and self.on_gpu and self.tape.training else 0
-        return self.tape.step(given, gives=self.size(rows * outputs), keeps=(given,), own=own, gradient_work=weights)
+        saved_bytes = weights if joined and self.on_gpu and self.tape.training else 0
+        return self.tape.step(
+            x, output_size=self.size(rows * outputs), saves=(x,), saved_bytes=saved_bytes, backward_workspace=weights
+        )
 
     def normed(
         self,
@@ -99,58 +99,62 @@ class Recorder:
         has_weight: bool = True,
         gradient_copies: int = 1,
     ) -> Block:
-        """A norm over `width` channels; of heads that lie token by token it gives them head by head.
+        """Record a norm over `width` channels; `by_head` turns token-major heads into head-major ones.
 
-        A GPU keeps what it reads and a number a row. The root mean square of a CPU is made of plain operators, which
-        keep the normed rows as well where they are multiplied by a weight. `gradient_copies` are made of what does not
-        lie head by head in a backward on a GPU: of what was read, of the gradient that arrives.
+        A GPU saves its input and one number per row. RMSNorm on a CPU is made of PyTorch operators, which also save the
+        normalised rows if a weight multiplies them. `gradient_copies` is the number of contiguous copies that the
+        backward on a GPU makes of strided tensors: of the input, of the incoming gradient.
         """
         size, rows = self.size(numbers), 4 * (numbers // width)
         plain = kind == "rms" and not self.on_gpu
-        own = rows * (1 if kind == "rms" else 2) + (self.wide(numbers) if plain and has_weight else 0)
-        work = size if by_head or (plain and has_weight) else 0
-        found = self.tape.step(
+        saved_bytes = rows * (1 if kind == "rms" else 2) + (self.wide(numbers) if plain and has_weight else 0)
+        workspace = size if by_head or (plain and has_weight) else 0
+        normed = self.tape.step(
             block,
-            gives=size,
-            keeps=(block,),
-            own=own,
-            work=work,
-            gradient_work=3 * self.wide(numbers) if plain else gradient_copies * size,
+            output_size=size,
+            saves=(block,),
+            saved_bytes=saved_bytes,
+            workspace=workspace,
+            backward_workspace=3 * self.wide(numbers) if plain else gradient_copies * size,
         )
-        found.is_apart = by_head
-        return found
+        normed.is_strided = by_head
+        return normed
 
     def rotation(self, channels: int) -> None:
-        """The tables of rotary positions, which a layer keeps."""
+        """Record the cos and sin tables of RoPE, which the layer keeps."""
         self.tape.last(2 * self.wide((self.requested.work.past + self.requested.work.queries) * channels))
 
-    def turned(self, block: Block, numbers: int) -> Block:
-        """Heads turned by rotary positions: rolled, multiplied, added in float32 and rounded."""
-        # The partners, the product and the sum; in 16 bits the result comes when the product has gone.
-        work = self.wide(numbers) + (self.wide(numbers) if self.is_narrow else self.size(numbers))
-        gradient_work = 2 * self.wide(numbers) if self.is_narrow else self.size(numbers)
-        found = self.tape.step(block, gives=self.size(numbers), work=work, gradient_work=gradient_work)
-        found.is_apart = block.is_apart
-        return found
+    def rotated(self, block: Block, numbers: int) -> Block:
+        """Record RoPE on heads: roll, multiply, add in float32, round."""
+        # The rolled tensor, the product and the sum; in 16 bits the product is freed before the output is allocated.
+        workspace = self.wide(numbers) + (self.wide(numbers) if self.is_narrow else self.size(numbers))
+        backward_workspace = 2 * self.wide(numbers) if self.is_narrow else self.size(numbers)
+        output = self.tape.step(
+            block, output_size=self.size(numbers), workspace=workspace, backward_workspace=backward_workspace
+        )
+        output.is_strided = block.is_strided
+        return output
 
     def flattened(self, heads: Block, size: int) -> Block:
-        """The heads of a token side by side: a copy where they lie apart."""
-        return self.tape.step(heads, gives=size, is_passed_on=heads.size == size) if heads.is_apart else heads
+        """Record the concatenated heads of each token: a copy if they are strided."""
+        return (
+            self.tape.step(heads, output_size=size, passes_gradient=heads.size == size) if heads.is_strided else heads
+        )
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the decode kernels read a cache where it lies."""
+        """True if the decode kernels read the cache in place."""
         return self.on_gpu and self.requested.decodes
 
     @property
     def is_guarded(self) -> bool:
-        """Whether hidden keys are to be kept from spreading NaN and Inf; a bias on the logits counts as a mask.
+        """True if masked keys must be kept from spreading NaN and Inf; a bias on the logits counts as a mask.
 
-        The formula takes a bias by distance for what it is: it hides nothing.
+        The formula does not treat a bias by distance as a mask, since it masks nothing.
         """
         biased = self.bias is not None and (self.form == "fused" or self.is_dense)
         return (self.requested.mask is not None or biased) and not self.requested.finite and not self.reads_cache
 
     def copied(self, block: Block, numbers: int) -> Block:
-        """A copy of so many numbers."""
-        return self.tape.step(block, gives=self.size(numbers))
+        """Record a copy of `numbers` elements."""
+        return self.tape.step(block, output_size=self.size(numbers))

@@ -1,7 +1,7 @@
-"""What lives in memory while a layer runs: tensors that are made, let go, kept for the backward and differentiated.
+"""Simulated memory of a running layer: tensors that are allocated, released, saved for the backward, differentiated.
 
-A layer is told to a `Tape` step by step, as the code of its forward has it. The tape follows how much lives at once, in
-the forward and, walking back over its steps as autograd does, in the backward.
+The forward of a layer is recorded on a `Tape` step by step. The tape tracks the live bytes in the forward and, walking
+back over its steps as autograd does, in the backward.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A tensor: its memory, or the memory that it is a view of, and the gradient that a backward makes of it."""
+    """A tensor: its storage or the storage it is a view of, and its gradient."""
 
-    size: int  # bytes of its own; 0 for a view
-    gradient_size: int  # 0 where it has none
-    base: Block | None = None  # whose memory it is a view of
-    is_named: bool = True  # whether Python still has a name for it
-    keepers: int = 0  # steps that keep it for the backward
-    gradient: int = 0  # bytes of its gradient that live, in the backward
-    is_apart: bool = False  # whether the heads of a token do not lie side by side
+    size: int  # bytes of its own storage; 0 for a view
+    gradient_size: int  # 0 if it has no gradient
+    base: Block | None = None  # tensor that it is a view of
+    is_referenced: bool = True  # whether Python still references it
+    save_count: int = 0  # number of steps that save it for the backward
+    gradient: int = 0  # live bytes of its gradient in the backward
+    is_strided: bool = False  # whether the heads of a token are not contiguous
 
     @property
     def root(self) -> Block:
@@ -28,23 +28,23 @@ class Block:
 
     @property
     def lives(self) -> bool:
-        return self.is_named or self.keepers > 0
+        return self.is_referenced or self.save_count > 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Step:
     reads: tuple[Block, ...]
     results: tuple[Block, ...]
-    keeps: tuple[Block, ...]
-    gradient_work: int = 0
-    is_passed_on: bool = False
+    saves: tuple[Block, ...]
+    backward_workspace: int = 0
+    passes_gradient: bool = False
 
 
 @dataclass(slots=True)
 class Tape:
-    """Bytes that one call of one layer takes beside its input and its parameters.
+    """Bytes of one call of one layer, without its input and parameters.
 
-    `now` lives at this moment, `peak` is the most so far. Outside training nothing is kept.
+    `now` is the number of live bytes, `peak` its maximum so far. Outside training nothing is saved.
     """
 
     training: bool
@@ -53,83 +53,83 @@ class Tape:
     _steps: list[_Step] = field(default_factory=list)
     _made: list[Block] = field(default_factory=list)
 
-    def given(self, size: int) -> Block:
-        """A tensor of the caller, whose memory is not counted here; its gradient is."""
+    def external(self, size: int) -> Block:
+        """Return a tensor owned by the caller: its storage is not counted, its gradient is."""
         return Block(0, size)
 
     def step(
         self,
         *reads: Block,
-        gives: int,
-        keeps: Iterable[Block] = (),
-        keeps_result: bool = False,
-        own: int = 0,
-        work: int = 0,
-        gradient_work: int = 0,
-        is_passed_on: bool = False,
+        output_size: int,
+        saves: Iterable[Block] = (),
+        save_output: bool = False,
+        saved_bytes: int = 0,
+        workspace: int = 0,
+        backward_workspace: int = 0,
+        passes_gradient: bool = False,
     ) -> Block:
-        """A tensor of `gives` bytes, made of others.
+        """Record an operation on `reads` and return its output of `output_size` bytes.
 
         Args:
-            keeps: what the step keeps for its backward; `keeps_result` its result as well.
-            own: bytes that it keeps besides: a log-sum-exp, a copy of its own.
-            work: bytes that live while it runs and no longer; `gradient_work` the same for its backward, gradients of
-                parameters among it, which are added to those that are there.
-            is_passed_on: the gradient of the one tensor it reads is that of its result.
+            saves: tensors saved for the backward; with `save_output` also the output.
+            saved_bytes: further bytes saved for the backward: a log-sum-exp, an internal copy.
+            workspace: temporary bytes while the operation runs; `backward_workspace` the same for its backward,
+                including gradients of parameters before they are accumulated.
+            passes_gradient: the gradient of its one input is the gradient of its output, without a copy.
         """
-        result = Block(gives, gives)
-        private = Block(own, 0)
+        result = Block(output_size, output_size)
+        private = Block(saved_bytes, 0)
         self._made.append(result)
-        self._grow(gives + own + work)
-        self.now -= work
+        self._grow(output_size + saved_bytes + workspace)
+        self.now -= workspace
         if self.training:
-            kept = (*keeps, *((result,) if keeps_result else ()), private)
-            for block in kept:
-                block.root.keepers += 1
-            self._steps.append(_Step(reads, (result,), kept, gradient_work, is_passed_on))
-        self.let_go(private)
+            saved_blocks = (*saves, *((result,) if save_output else ()), private)
+            for block in saved_blocks:
+                block.root.save_count += 1
+            self._steps.append(_Step(reads, (result,), saved_blocks, backward_workspace, passes_gradient))
+        self.release(private)
         return result
 
     def last(self, size: int) -> None:
-        """Bytes that stay behind the call: tables that a layer makes in its first."""
+        """Add bytes that outlive the call: tables that a layer builds in its first call and keeps."""
         self._grow(size)
 
     def views(self, block: Block, *gradient_sizes: int) -> tuple[Block, ...]:
-        """Parts of a tensor, none of which is copied; their gradients are put together to one of the whole."""
+        """Return views of parts of a tensor; their gradients are concatenated into one."""
         parts = tuple(Block(0, size, block) for size in gradient_sizes)
         if self.training:
             self._steps.append(_Step((block,), parts, ()))
         return parts
 
-    def let_go(self, *blocks: Block) -> None:
-        """Python has no name for them any more, nor for views of them."""
+    def release(self, *blocks: Block) -> None:
+        """Drop the Python references to these tensors and to views of them."""
         for block in blocks:
-            if block.is_named and block.base is None:
-                block.is_named = False
+            if block.is_referenced and block.base is None:
+                block.is_referenced = False
                 self.now -= 0 if block.lives else block.size
 
     def finish(self, result: Block) -> None:
-        """The call returns: all names go but that of its result."""
-        self.let_go(*(block for block in self._made if block is not result))
+        """Return from the call: drop all references except that to its result."""
+        self.release(*(block for block in self._made if block is not result))
         self._made.clear()
 
     def backward(self) -> None:
-        """Walk back over all steps. The gradient of the last result is the caller's, as is that result."""
+        """Run the backward over all steps; the last output and its gradient belong to the caller."""
         for step in reversed(self._steps):
             arrived = sum(block.gradient for block in step.results)
-            if step.is_passed_on:
+            if step.passes_gradient:
                 step.reads[0].gradient += arrived
             else:
-                self._grow(sum(block.gradient_size for block in step.reads) + step.gradient_work)
-                self.now -= step.gradient_work + arrived
+                self._grow(sum(block.gradient_size for block in step.reads) + step.backward_workspace)
+                self.now -= step.backward_workspace + arrived
                 for block in step.reads:
-                    if block.gradient:  # two gradients of one tensor are added to a third
+                    if block.gradient:  # two gradients of one tensor are summed into a third
                         self._grow(block.gradient_size)
                         self.now -= block.gradient_size + block.gradient
                     block.gradient = block.gradient_size
-            for block in step.keeps:
+            for block in step.saves:
                 root = block.root
-                root.keepers -= 1
+                root.save_count -= 1
                 self.now -= 0 if root.lives else root.size
 
     def _grow(self, size: int) -> None:

@@ -1,1 +1,1 @@
-"""How long work takes: machines as they were measured, physics, and what lies between."""
+"""Time prediction: calibrated machines, roofline limits, and a learned correction between the two."""

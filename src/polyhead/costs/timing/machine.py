@@ -1,6 +1,6 @@
-"""A machine as it was measured: pieces of work with the seconds they took, what a call costs its host, and when.
+"""Calibrated machines: timed pieces of work, and the host overhead of a call.
 
-Nothing here is read off a datasheet but `Datasheet`, which is there to be compared with.
+All rates are measured; `Datasheet` holds vendor figures for comparison only.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Device = Literal["cuda", "cpu"]
 SHIPPED = Path(__file__).parent / "machines"
 FORMAT = 2
 _MOST = 1 << 62
-_ELSEWHERE = "name another folder in POLYHEAD_MACHINES"
+_ELSEWHERE = "set POLYHEAD_MACHINES to another folder"
 _PIECES: Mapping[str, type[Piece]] = {"product": Product, "attention": AttentionCore, "traffic": Traffic}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One piece of work and the seconds it took on the device, everything before it having finished.
+    """One piece of work and its measured device time on an idle device.
 
-    `route` is how attention was served when it was timed, whatever would serve it now.
+    `route` is the attention route at the time of the measurement, which may differ from today's.
     """
 
     piece: Piece
@@ -47,10 +47,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """What one call of a layer too small to compute anything takes, by phase and by how its attention is served.
+    """Host time of one call of a layer with negligible device work, by phase and attention route.
 
-    `launches` are those that `polyhead.costs.layer_work` counts for that call. On a CPU, where a call and its work take
-    turns, the work is taken off.
+    `launches` is the number that `polyhead.costs.layer_work` counts for that call. On a CPU, where the call and its
+    work run in sequence, the time of the work is subtracted.
     """
 
     phase: Phase
@@ -61,13 +61,13 @@ class HostCost:
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """What a vendor states: FLOPs a second in dense 16-bit matrix products, and bytes a second."""
+    """Vendor figures: FLOPs per second of dense 16-bit matrix products, and bytes per second."""
 
     flops: float
     bandwidth: float
 
 
-# By the words that the driver names a GPU with; of the SXM parts.
+# Keyed by the model in the driver's name of a GPU; figures of the SXM parts.
 DATASHEETS: Mapping[str, Datasheet] = {
     "H200": Datasheet(989.5e12, 4.8e12),
     "H100": Datasheet(989.5e12, 3.35e12),
@@ -77,10 +77,10 @@ DATASHEETS: Mapping[str, Datasheet] = {
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """What one machine reached.
+    """Measured performance of one machine.
 
-    A GPU works while its host prepares the next call, so there the longer of the two counts; on a CPU they are one and
-    their times add up. `processors` are a GPU's multiprocessors or a CPU's cores.
+    A GPU runs asynchronously to its host, so the longer of host and device time counts; on a CPU the two add up.
+    `processors` are the multiprocessors of a GPU or the cores of a CPU.
 
     >>> machine = Machine.load("cpu-2-cores")
     >>> machine.device, machine.processors
@@ -91,16 +91,16 @@ class Machine:
     device: Device
     processors: int
     memory_bytes: int
-    launch_seconds: float  # that calling one operator on next to nothing costs the host
+    launch_seconds: float  # host time of calling one operator on a tiny tensor
     samples: tuple[Sample, ...]
     host: tuple[HostCost, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)  # processor, versions, commit, date
 
-    # ---- what was reached at best
+    # ---- best measured rates
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Those whose matrix products were measured."""
+        """Dtypes with measured matrix products."""
         return tuple(dict.fromkeys(x.piece.dtype for x in self.samples if isinstance(x.piece, Product)))
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class Machine:
         }
 
     def matrix_rate(self, dtype: torch.dtype) -> float:
-        """FLOPs a second of the fastest product."""
+        """Return the FLOPs per second of the fastest measured product."""
         self.check_dtype(dtype)
         return self._matrix_rates[dtype]
 
@@ -124,75 +124,77 @@ class Machine:
         if dtype not in self._matrix_rates:
             raise OptionError(
                 f"machine {self.name!r} was calibrated in {', '.join(map(_short, self.dtypes))}, got {_short(dtype)}; "
-                "calibrate it anew with that dtype"
+                "recalibrate it with that dtype"
             )
 
     @functools.cached_property
     def bandwidth(self) -> float:
-        """Bytes a second of the fastest of the copies that no cache holds."""
+        """Bytes per second of the fastest copy that exceeds the caches."""
         return max(size / seconds for size, seconds in self.copies if size >= self.uncached_bytes)
 
     @property
     def uncached_bytes(self) -> int:
-        """From here on copies are as large as those that no cache holds: a sixteenth of the largest."""
+        """Size from which copies are taken to exceed the caches: a sixteenth of the largest copy."""
         return self.copies[-1][0] // 16
 
     @functools.cached_property
     def copies(self) -> tuple[tuple[int, float], ...]:
-        """Bytes of each copy that was timed and its seconds, the smallest first."""
-        found = [(x.piece.bytes, x.seconds) for x in self.samples if isinstance(x.piece, Traffic)]
-        if not found:
-            raise OptionError(f"machine {self.name!r} holds no copies, got {len(self.samples)} samples; calibrate it")
-        return tuple(sorted(found))
+        """Bytes and seconds of each measured copy, smallest first."""
+        copies = [(x.piece.bytes, x.seconds) for x in self.samples if isinstance(x.piece, Traffic)]
+        if not copies:
+            raise OptionError(
+                f"machine {self.name!r} must have samples of copies, got {len(self.samples)} others; recalibrate it"
+            )
+        return tuple(sorted(copies))
 
     @functools.cached_property
     def shortest(self) -> Mapping[str, float]:
-        """Seconds of the shortest product, copy, and attention by direction: what a kernel takes if it does nothing."""
-        found: dict[str, float] = {}
+        """Shortest measured product, copy, and attention by direction: the fixed time of a kernel."""
+        seconds: dict[str, float] = {}
         for sample in self.samples:
             piece = sample.piece
             kind = piece.direction if isinstance(piece, AttentionCore) else type(piece).__name__.lower()
-            found[kind] = min(sample.seconds, found.get(kind, sample.seconds))
-        return found
+            seconds[kind] = min(sample.seconds, seconds.get(kind, sample.seconds))
+        return seconds
 
     @functools.cached_property
     def exponential_rate(self) -> float:
-        """Exponentials a second of the attention that made most of them: at the least what the units can."""
+        """Highest measured rate of exponentials per second in attention, a lower bound of what the units can do."""
         cores = [x for x in self.samples if isinstance(x.piece, AttentionCore) and x.piece.direction == "forward"]
         if not cores:
-            raise OptionError(f"machine {self.name!r} holds no attention; calibrate it")
+            raise OptionError(f"machine {self.name!r} must have samples of attention, got none; recalibrate it")
         return max(x.piece.exponentials / x.seconds for x in cores)
 
     @property
     def datasheet(self) -> Datasheet | None:
-        """The vendor's figures where they are known."""
-        words = re.split(r"[^A-Za-z0-9]+", str(self.facts.get("processor", self.name)).upper())
-        return next((sheet for name, sheet in DATASHEETS.items() if name in words), None)
+        """Vendor figures, if known."""
+        parts = re.split(r"[^A-Za-z0-9]+", str(self.facts.get("processor", self.name)).upper())
+        return next((sheet for name, sheet in DATASHEETS.items() if name in parts), None)
 
     # ---- files
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
-        """A machine by the name that `list_machines` gives, or from a file."""
+        """Load a machine by a name from `list_machines`, or from a file."""
         path = Path(name)
         if path.suffix != ".json":
             known = _files()
             if str(name) not in known:
                 raise OptionError(
-                    f"a machine is one of {', '.join(known)}, or a .json file; got {str(name)!r}; "
-                    "`polyhead plan --calibrate` measures this one"
+                    f"machine must be one of {', '.join(known)}, or a .json file; got {str(name)!r}; "
+                    "run `polyhead plan --calibrate` to add this machine"
                 )
             path = known[str(name)]
         if not path.exists():
-            raise OptionError(f"a machine's file must exist, got {str(path)!r}")
-        rule = "a machine's file must hold a calibrated machine"
-        found = read_json(path, rule)
+            raise OptionError(f"a machine file must exist, got {str(path)!r}")
+        rule = "a machine file must contain a calibrated machine"
+        content = read_json(path, rule)
         with refusing(path, rule):
-            return cls.from_dict(found)
+            return cls.from_dict(content)
 
     def save(self, path: Path | None = None) -> Path:
-        """Write it where `load` finds it by its name, or to `path`; the place is returned."""
-        hint = _ELSEWHERE if path is None else "name another file"
+        """Write the machine to the user's folder, or to `path`, and return the path."""
+        hint = _ELSEWHERE if path is None else "choose another file"
         path = own_folder() / f"{self.name}.json" if path is None else path
         content = self.to_dict()
         samples = ",\n".join("  " + json.dumps(sample) for sample in content.pop("samples"))
@@ -203,7 +205,7 @@ class Machine:
             unfinished.write_text(f'{head[:-2]},\n "samples": [\n{samples}\n ]\n}}\n', encoding="utf-8")
             return unfinished.replace(path)
         except OSError as error:
-            raise OptionError(f"a machine is kept in a folder that can be written, got {error}; {hint}") from error
+            raise OptionError(f"a machine is saved to a writable folder, got {error}; {hint}") from error
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -221,12 +223,12 @@ class Machine:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         if not isinstance(content, Mapping):
-            raise OptionError(f"a machine's file must hold a JSON object, got a {type(content).__name__}")
+            raise OptionError(f"a machine file must contain a JSON object, got a {type(content).__name__}")
         if content.get("format") != FORMAT:
             raise OptionError(
-                f"a machine's file must have format {FORMAT}, got {content.get('format')!r}; calibrate the machine anew"
+                f"a machine file must have format {FORMAT}, got {content.get('format')!r}; recalibrate the machine"
             )
-        made = cls(
+        machine = cls(
             content["name"],
             content["device"],
             content["processors"],
@@ -236,35 +238,37 @@ class Machine:
             tuple(build(HostCost, cost) for cost in content["host"]),
             dict(content["facts"]),
         )
-        made._check()
-        return made
+        machine._check()
+        return machine
 
     def _check(self) -> None:
-        """What a prediction needs, and a file may lack that another hand wrote."""
+        """Validate a machine from a file: predictions need positive numbers and samples of every kind."""
         if not isinstance(self.name, str) or self.device not in get_args(Device):
-            raise OptionError(f"a machine has a name and is cuda or cpu, got {self.name!r} and {self.device!r}")
+            raise OptionError(
+                f"a machine must have a name and a device cuda or cpu, got {self.name!r} and {self.device!r}"
+            )
         for name in ("processors", "memory_bytes", "launch_seconds"):
             _check_positive(name, getattr(self, name))
         for sample in self.samples:
             _check_positive("seconds", sample.seconds)
         for cost in self.host:
-            _check_positive("seconds", cost.seconds, zero=True)  # on a CPU, where all of it was work
+            _check_positive("seconds", cost.seconds, zero=True)  # 0 on a CPU if the call was all work
         kinds = {type(sample.piece) for sample in self.samples}
         missing = [name for name, kind in _PIECES.items() if kind not in kinds]
         if missing:
             raise OptionError(
-                f"machine {self.name!r} must hold timed pieces of every kind, got "
-                f"{len(self.samples)} samples without {', '.join(missing)}; calibrate it anew"
+                f"machine {self.name!r} must have samples of every kind, got "
+                f"{len(self.samples)} samples without {', '.join(missing)}; recalibrate it"
             )
 
 
 def list_machines() -> tuple[str, ...]:
-    """Names of the machines that can be loaded: those that come with the library, and those calibrated here."""
+    """Return the names of all machines: those shipped with the library, and those calibrated by the user."""
     return tuple(_files())
 
 
 def own_folder() -> Path:
-    """Where machines that were calibrated here are kept; $POLYHEAD_MACHINES says otherwise."""
+    """Return the folder of machines calibrated by the user: $POLYHEAD_MACHINES, or the XDG data folder."""
     if folder := os.environ.get("POLYHEAD_MACHINES"):
         return Path(folder)
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
@@ -272,34 +276,32 @@ def own_folder() -> Path:
 
 
 def check_own_folder() -> None:
-    """That a machine can be kept, before minutes are spent on measuring it."""
+    """Raise if a machine could not be saved, before minutes are spent on calibration."""
     folder = own_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise OptionError(
-            f"machines are kept in a folder that can be written, got {folder}: {error}; {_ELSEWHERE}"
-        ) from error
+        raise OptionError(f"machines are saved to a writable folder, got {folder}: {error}; {_ELSEWHERE}") from error
 
 
-def _check_positive(what: str, found: Any, *, zero: bool = False) -> None:
-    number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
-    if not number or found < 0 or (found == 0 and not zero):
-        raise OptionError(f"{what} of a machine must be a positive number, got {found!r}; calibrate it anew")
+def _check_positive(what: str, value: Any, *, zero: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not zero):
+        raise OptionError(f"{what} of a machine must be a positive number, got {value!r}; recalibrate it")
 
 
 def _files() -> dict[str, Path]:
-    """One calibrated here hides one of the same name that came with the library."""
-    found = {path.stem: path for folder in (SHIPPED, own_folder()) for path in folder.glob("*.json")}
-    return dict(sorted(found.items()))
+    """Return the files of all machines by name; the user's take precedence over shipped ones."""
+    files = {path.stem: path for folder in (SHIPPED, own_folder()) for path in folder.glob("*.json")}
+    return dict(sorted(files.items()))
 
 
 def _sample_to_dict(sample: Sample) -> dict[str, Any]:
-    found = _to_dict(sample.piece)
-    found |= {} if sample.route == "plain" else {"route": sample.route}
-    return {**found, "seconds": float(f"{sample.seconds:.5g}")}
+    content = _to_dict(sample.piece)
+    content |= {} if sample.route == "plain" else {"route": sample.route}
+    return {**content, "seconds": float(f"{sample.seconds:.5g}")}
 
 
 def _sample_from_dict(content: Mapping[str, Any]) -> Sample:
@@ -309,14 +311,14 @@ def _sample_from_dict(content: Mapping[str, Any]) -> Sample:
 
 
 def _to_dict(piece: Piece) -> dict[str, Any]:
-    """Its kind and every field that differs from the usual, dtypes by name."""
-    (kind,) = (name for name, of in _PIECES.items() if type(piece) is of)
-    found: dict[str, Any] = {"kind": kind}
-    for each in dataclasses.fields(piece):
-        value = getattr(piece, each.name)
-        if value != each.default:
-            found[each.name] = _short(value) if isinstance(value, torch.dtype) else value
-    return found
+    """Return the kind of a piece and all fields that differ from their defaults, dtypes by name."""
+    (kind,) = (name for name, piece_class in _PIECES.items() if type(piece) is piece_class)
+    content: dict[str, Any] = {"kind": kind}
+    for item in dataclasses.fields(piece):
+        value = getattr(piece, item.name)
+        if value != item.default:
+            content[item.name] = _short(value) if isinstance(value, torch.dtype) else value
+    return content
 
 
 def _from_dict(content: dict[str, Any]) -> Piece:
@@ -325,7 +327,7 @@ def _from_dict(content: dict[str, Any]) -> Piece:
     values: dict[str, Any] = {}
     for name, x in content.items():
         if name not in hints:
-            raise OptionError(f"a {kind.__name__} has no field {short(name)}")
+            raise OptionError(f"{kind.__name__} has no field {short(name)}")
         values[name] = _dtype(x) if name.endswith("dtype") else as_type(x, hints[name], name)
         if isinstance(values[name], int) and not 0 <= values[name] <= _MOST:
             raise OptionError(f"{name} of a {kind.__name__} must be 0 to {_MOST:,}, got {short(x)}")
@@ -333,10 +335,10 @@ def _from_dict(content: dict[str, Any]) -> Piece:
 
 
 def _dtype(name: object) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
-        raise OptionError(f"a dtype is named like float32, got {short(name)}")
-    return found
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(f"dtype must be a name such as float32, got {short(name)}")
+    return dtype
 
 
 def _short(dtype: torch.dtype) -> str:

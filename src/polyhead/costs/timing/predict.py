@@ -1,8 +1,8 @@
-"""How long work takes on a machine that was calibrated: physics, times what its kernels were seen to make of it.
+"""Predict the time of work on a calibrated machine: a roofline limit times a learned correction.
 
-Each piece takes as long as its scarcest resource needs (`limits`), times a correction that runs smoothly through the
-calibration's samples. Pieces follow one another. A GPU is fed by its host, and where the calls of a layer cost the host
-longer than the kernels run, that is the time.
+Each piece takes the time of its slowest resource (`limits`), times a correction interpolated between the calibration
+samples. Pieces run in sequence. On a GPU the host launches the kernels; if launching a layer takes longer than running
+it, the host time counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = tuple[str, str, torch.dtype]  # "product" or a direction of attention, ro
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One piece, in one layer."""
+    """Prediction for one piece of one layer."""
 
     piece: Piece
     seconds: float
@@ -38,9 +38,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of all layers, what they are bound by, and what they are made of.
+    """Predicted seconds of all layers, the resource that bounds them, and the parts of one layer.
 
-    `device_seconds` is the time of the kernels alone, as in a CUDA graph, and `host_seconds` that of the calls.
+    `device_seconds` is kernel time alone, as under a CUDA graph; `host_seconds` is the time of the calls.
     """
 
     seconds: float
@@ -51,17 +51,17 @@ class Prediction:
 
     @property
     def stages(self) -> Mapping[Stage, float]:
-        """Seconds of the device by stage, of all layers."""
-        once = sum(part.seconds for part in self.parts)
-        layers = self.device_seconds / once if once else 0.0
-        found: dict[Stage, float] = {}
+        """Device seconds by stage, of all layers."""
+        per_layer = sum(part.seconds for part in self.parts)
+        layers = self.device_seconds / per_layer if per_layer else 0.0
+        seconds: dict[Stage, float] = {}
         for part in self.parts:
-            found[part.stage] = found.get(part.stage, 0.0) + layers * part.seconds
-        return found
+            seconds[part.stage] = seconds.get(part.stage, 0.0) + layers * part.seconds
+        return seconds
 
 
 def predict(work: Work, machine: Machine) -> Prediction:
-    """The seconds that `work` takes on `machine`.
+    """Predict the time of `work` on `machine`.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> from polyhead.costs import Workload
@@ -79,20 +79,20 @@ def predict(work: Work, machine: Machine) -> Prediction:
 
 
 def predict_piece(piece: Piece, machine: Machine) -> Part:
-    """One piece by itself, on the device."""
-    least = limits(piece, machine)
+    """Predict the device time of a single piece."""
+    limit = limits(piece, machine)
     if isinstance(piece, Traffic) or not piece.launches:
-        return Part(piece, least.seconds if piece.launches else 0.0, least.bound)
-    return Part(piece, least.before + least.kernel_seconds * _factor(piece, machine), least.bound)
+        return Part(piece, limit.seconds if piece.launches else 0.0, limit.bound)
+    return Part(piece, limit.before + limit.kernel_seconds * _factor(piece, machine), limit.bound)
 
 
 def roofline(work: Work, flops: float, bandwidth: float) -> float:
-    """What a datasheet promises: the longer of all FLOPs at one rate and all bytes at another."""
+    """Return the classic roofline time: the longer of all FLOPs at one rate and all bytes at another."""
     return max(work.flops / flops, work.bytes / bandwidth)
 
 
 def place(piece: Product | AttentionCore, served: Route) -> tuple[float, ...]:
-    """Where a piece lies among others that are served alike, in octaves; what kernels are made for weighs double."""
+    """Return the coordinates of a piece among others of its kind, in octaves; head_dim and causality weigh double."""
     if isinstance(piece, Product):
         return _logarithms(piece.rows * piece.count, piece.columns, piece.inner)
     ratio = piece.heads / max(piece.kv_heads, 1)
@@ -110,7 +110,7 @@ def place(piece: Product | AttentionCore, served: Route) -> tuple[float, ...]:
 
 
 def correction_of(kind: Kind, machine: Machine) -> Correction | None:
-    """The curve through the samples of one kind, where there are any."""
+    """Return the correction fitted to the samples of one kind, or None without samples."""
     return _corrections(machine).get(kind)
 
 
@@ -132,9 +132,9 @@ def _corrections(machine: Machine) -> Mapping[Kind, Correction]:
 
 
 def _ratio(sample: Sample, machine: Machine) -> float:
-    """How much longer than by physics the kernel took; at the least a tenth of the time is its own."""
-    least = limits(sample.piece, machine, sample.route)
-    return max(sample.seconds - least.before, 0.1 * sample.seconds) / least.kernel_seconds
+    """Return measured over roofline time of the kernel, which counts for at least a tenth of the sample."""
+    limit = limits(sample.piece, machine, sample.route)
+    return max(sample.seconds - limit.before, 0.1 * sample.seconds) / limit.kernel_seconds
 
 
 def _kind(piece: Product | AttentionCore, served: Route) -> Kind:
@@ -142,7 +142,7 @@ def _kind(piece: Product | AttentionCore, served: Route) -> Kind:
 
 
 def _factor(piece: Product | AttentionCore, machine: Machine) -> float:
-    """How much longer than by physics. What was not timed in this form gets the middle of the form nearest to it."""
+    """Return the correction of a piece; kinds without samples get the median of the nearest kind."""
     machine.check_dtype(piece.dtype)
     corrections = _corrections(machine)
     by: Route = "plain" if isinstance(piece, Product) else route(piece, machine.device)
@@ -153,11 +153,11 @@ def _factor(piece: Product | AttentionCore, machine: Machine) -> float:
     for other in (*nearest, ("forward", "plain", dtype)):
         if other in corrections:
             return math.exp(corrections[other].mean)
-    raise OptionError(f"machine {machine.name!r} holds no samples of {kind} in {dtype}; calibrate it anew")
+    raise OptionError(f"machine {machine.name!r} has no samples of {kind} in {dtype}; recalibrate it")
 
 
 def _host_seconds(work: Work, machine: Machine) -> float:
-    """Of one layer: what the call of a small one took, and a launch for each that this one has more."""
+    """Return the host time of one layer: that of a small call, plus one launch per additional kernel."""
     launches = sum(piece.launches for piece in work.pieces)
     routes = [route(piece, machine.device) for piece in work.pieces if isinstance(piece, AttentionCore)]
     cost = host_cost(work.phase, "plain" if not routes else max(routes, key=_UNUSUAL.index), machine.host)
@@ -170,14 +170,14 @@ _UNUSUAL: tuple[Route, ...] = ("plain", "tiled", "masked")
 
 
 def host_cost(phase: Phase, served: Route, costs: Iterable[HostCost]) -> HostCost | None:
-    """What was measured of such calls, the middle of several layers; of the plain ones where these were not."""
-    same = [cost for cost in costs if cost.phase == phase]
-    found = [cost for cost in same if cost.route == served] or [cost for cost in same if cost.route == "plain"]
-    return sorted(found, key=lambda cost: cost.seconds)[(len(found) - 1) // 2] if found else None
+    """Return the median measured cost of such calls, or of plain ones if these were not measured."""
+    of_phase = [cost for cost in costs if cost.phase == phase]
+    matching = [cost for cost in of_phase if cost.route == served] or [x for x in of_phase if x.route == "plain"]
+    return sorted(matching, key=lambda cost: cost.seconds)[(len(matching) - 1) // 2] if matching else None
 
 
 def _bound(parts: Iterable[Part]) -> Bound:
-    """What most of the time goes by."""
+    """Return the resource that bounds most of the time."""
     shares: dict[Bound, float] = {}
     for part in parts:
         shares[part.bound] = shares.get(part.bound, 0.0) + part.seconds
