@@ -107,7 +107,7 @@ def looking_page(page: str, results: Path = RESULTS) -> str:
 
 
 def variants_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/variants.md with the results of `python -m benchmarks variants` and `python -m benchmarks training`."""
+    """Return docs/variants.md with the results of `python -m benchmarks variants` and `training`."""
     paths = sorted(results.glob(f"{VARIANTS}*.json"))
     page = _between_marks(page, paths, "heads and tokens")
     if paths:
@@ -118,7 +118,7 @@ def variants_page(page: str, results: Path = RESULTS) -> str:
 
 
 def surgery_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/surgery.md with the results of `python -m benchmarks surgery`: quality by criterion and time saved."""
+    """Return docs/surgery.md with the results of `python -m benchmarks surgery`."""
     page = _between_marks(page, sorted(results.glob(f"{SURGERY}*.json")), "call")
     sections = [quality_section(path) for path in sorted(results.glob(f"{SURGERY}*.jsonl"))]
     return _filled(page, QUALITY_MARKS, "quality", "\n".join(sections)) if sections else page

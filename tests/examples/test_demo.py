@@ -59,7 +59,7 @@ def test_every_matrix_of_the_worked_example_is_printed():
     first_score, first_weight = 5 / math.sqrt(2), 1 / (2 + math.exp(1 / math.sqrt(2)))
     assert f"{first_score:.4f}" in shown
     assert f"{first_weight:.4f}" in shown
-    assert "gives the same output" in shown
+    assert "returns the same output" in shown
 
 
 def test_both_sentences_are_shown_with_shapes_weights_and_kernel():
@@ -68,14 +68,14 @@ def test_both_sentences_are_shown_with_shapes_weights_and_kernel():
     assert "The animal didn't cross the street" in shown
     assert "1 x 17 x 512" in shown
     assert "1 x 8 x 12 x 64" in shown
-    assert shown.count("Which kernel ran") == 2
+    assert shown.count("Kernel: ") == 2
     assert "PyTorch's fused kernels do not return weights" in shown
 
 
 def test_a_sentence_of_ones_own_and_another_head():
     shown = invoke("--sentence", "[bold]多头[/bold]", "--head", "7", "--seed", "5")
     assert "[bold]多头[/bold]" in shown  # printed, not obeyed
-    assert "Weights of head 7" in shown
+    assert "Attention map of head 7" in shown
     assert "The animal" not in shown
 
 
@@ -108,7 +108,7 @@ def test_a_pipe_without_unicode_gets_escapes_and_no_crash():
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
     assert "\\u90a3" in done.stdout  # 那
-    assert "Which kernel ran" in done.stdout
+    assert "Kernel: " in done.stdout
     assert "\x1b" not in done.stdout
 
 
