@@ -201,7 +201,7 @@ MASKS: list[Refusal] = [
         "padding as queries",
         lambda: attend(Mask.dense(ALLOWED[:2])),
         MaskError,
-        r"got \[1, 1, 2, 23\]; a key padding mask \[batch, keys\] goes in as mask\[:, None, None\]",
+        r"got \[1, 1, 2, 23\]; pass a key padding mask \[batch, keys\] as mask\[:, None, None\]",
     ),
     (
         "mask of three axes",

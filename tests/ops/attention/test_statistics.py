@@ -476,7 +476,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "not a name": (lambda: attention(Q, Q, Q, statistics=3), r"polyhead.Statistics\(...\), got int"),
     "positions of a cross-attention": (
         lambda: Statistics("entropy", "mean_distance", "self_mass", cross=True),
-        "no common positions, got a request for mean_distance, self_mass; leave them out",
+        "no common positions, got a request for mean_distance, self_mass; remove these names",
     ),
     "no sinks": (lambda: attention(Q, Q, Q, statistics="learned_sink_mass"), "got an attention without sinks"),
     "no sink keys": (lambda: Statistics(sink_keys=0), "sink_keys must be an integer of at least 1, got 0"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyhead.ops.common.request import StatisticsRequest
 from polyhead.ops.common.statistics import LINEAR, RowStatistics
-from polyhead.ops.common.tile_statistics import NOTHING, RowSums, factors, magnitude
+from polyhead.ops.common.tile_statistics import EXP_UNDERFLOW, RowSums, factors, magnitude
 from polyhead.ops.common.tiles import Part, Tiling, slices_of_biases
 from polyhead.ops.common.visibility import Span, Visibility
 
@@ -477,7 +477,7 @@ def _backward_tiles(
                 grad_tile = torch.bmm(grad_rows, turned_value[:, :, cut], out=into)
                 grad_tile = tiling.dropped(grad_tile, keep).add_(common)
             if slope is not None:
-                grad_tile.addcmul_(shifted.clamp_(min=NOTHING) if masked else shifted, slope)
+                grad_tile.addcmul_(shifted.clamp_(min=EXP_UNDERFLOW) if masked else shifted, slope)
             if tiling.statistics is not None and len(flows.linear):
                 _add_linear(tiling, flows, tiling.statistics, grad_tile, rows, columns)
             grad_tile.mul_(weights)
