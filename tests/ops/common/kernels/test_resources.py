@@ -86,7 +86,7 @@ def halved(size: int) -> int | None:
 
 
 def test_a_launch_that_does_not_fit_is_made_smaller_and_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_found", {})
+    monkeypatch.setattr(resources, "_fitting_tiles", {})
     machine = Machine(30)
     launch_fitting(machine.launch, 100, halved, lambda: "one")
     assert machine.tried == [100, 50, 25]
@@ -97,12 +97,12 @@ def test_a_launch_that_does_not_fit_is_made_smaller_and_that_is_remembered(monke
 
 
 def test_what_fits_at_once_is_never_asked_for_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_found", {})
+    monkeypatch.setattr(resources, "_fitting_tiles", {})
     launch_fitting(Machine(100).launch, 100, halved, lambda: pytest.fail("it was asked"))
 
 
 def test_what_never_fits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_found", {})
+    monkeypatch.setattr(resources, "_fitting_tiles", {})
     with pytest.raises(OutOfResources, match="shared memory"):
         launch_fitting(Machine(0).launch, 4, halved, lambda: "one")
 
