@@ -233,7 +233,7 @@ def errors(
     plans: str, name: str, first: str, inputs: str, gradient: str, batch: int, length: int
 ) -> dict[str, list[float]]:
     measure = function_errors if name in FUNCTIONS else layer_errors
-    with mock.patch.object(cudnn_backward, "SMALLEST", PLANS[plans]):
+    with mock.patch.object(cudnn_backward, "MIN_MULTIPLY_ADDS", PLANS[plans]):
         return measure(name, first, inputs, gradient, batch, length)
 
 

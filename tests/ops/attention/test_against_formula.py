@@ -55,7 +55,7 @@ def test_every_backend_is_the_formula_in_float64(scene: Scene) -> None:
             assert_equal(result_and_gradients(scene, backend, everything=everything), exact, everything=everything)
     plain = replace(scene, sinks=None, softcap=None)
     exact = result_and_gradients(plain)
-    fixed = replace(plain, bias=None, table=None)  # PyTorch's CPU kernel gives no gradient of a bias
+    fixed = replace(plain, bias=None, table=None)  # PyTorch's CPU kernel has no gradient of a bias
     assert_equal(result_and_gradients(fixed, "sdpa"), result_and_gradients(fixed), everything=False)
     with torch.no_grad():
         assert serves(plain, "sdpa")
@@ -179,7 +179,7 @@ def test_pytorchs_kernel_without_a_mask_tensor_stays_within_its_factor(mask: str
 def test_pytorchs_kernel_stays_within_its_factor_under_a_bias_and_a_scale_a_head(dtype: torch.dtype) -> None:
     scene = replace(everything_scene(19, 31, Who(causal=True)), sinks=None, softcap=None)
     if dtype is torch.float16:  # which has no room for queries multiplied by any scale
-        with pytest.raises(BackendUnsupported, match="float16 queries multiplied beforehand may overflow"):
+        with pytest.raises(BackendUnsupported, match="scaling float16 queries beforehand may overflow"):
             scene.to(dtype).run("sdpa")
         return
     samples = []

@@ -45,16 +45,16 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"weights": True}, "do not return weights"),
     "softcap": ({"softcap": 3.0}, "have no softcap"),
     "sinks": ({"sinks": torch.zeros(6)}, "have no learned sinks"),
-    "log-sum-exp": ({"logsumexp": True}, "give no log-sum-exp with a gradient"),
+    "log-sum-exp": ({"logsumexp": True}, "return no differentiable log-sum-exp"),
     "seeded dropout": ({"dropout": 0.1, "seed": 3}, "cannot replay a seed"),
     "dropout": ({"dropout": 0.1}, "math path, which materialises the weights: its CPU kernel has no dropout"),
     "gradient of a bias": (
         {"mask": Mask.bias(torch.randn(19, 23, requires_grad=True))},
-        "its CPU kernel gives no gradient of a bias",
+        "its CPU kernel has no gradient of a bias",
     ),
     "gradient of a relative bias": (
         {"mask": Mask.relative(torch.randn(6, 5, requires_grad=True), 2)},
-        "its CPU kernel gives no gradient of a bias",
+        "its CPU kernel has no gradient of a bias",
     ),
 }
 
@@ -281,7 +281,7 @@ def test_a_causal_self_attention_needs_no_mask_tensor(monkeypatch: pytest.Monkey
 
 # ---- windows whose hidden pairs cost more than our kernel
 
-SKIPS = "it computes every pair that the window hides"
+SKIPS = "it computes every pair that the window masks"
 
 
 @pytest.fixture
@@ -402,7 +402,7 @@ def test_a_long_window_is_the_same_from_our_kernel_and_from_pytorch() -> None:
 
 # ---- biases by distance, which PyTorch is handed pair by pair
 
-BY_DISTANCE = "it would be handed the bias of every pair, and our kernel reads it by distance"
+BY_DISTANCE = "it needs the bias of every pair materialised, and our kernel reads it by distance"
 
 
 def near(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> tuple[torch.Tensor, ...]:

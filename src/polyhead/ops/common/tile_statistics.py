@@ -29,8 +29,8 @@ class RowSums:
     def __init__(self, tiling: Tiling, rows: Span, sink: Tensor | None, like: Tensor, *, blocks: bool) -> None:
         """Start without tiles.
 
-        `sink` is the learned sink's logit of each row, `like` any tensor with the logits' dtype and device; `blocks` also
-        records the column blocks of the max logit and the max |logit|.
+        `sink` is the learned sink's logit of each row, `like` any tensor with the logits' dtype and device; `blocks`
+        also records the column blocks of the max logit and the max |logit|.
         """
         request = tiling.statistics
         assert request is not None

@@ -206,7 +206,7 @@ class Tiling:
     def logits(
         self, query_rows: Tensor, key_columns: Tensor, visibility: Visibility | None, rows: Span, columns: Span
     ) -> tuple[Tensor, Tensor | None, bool]:
-        """Return a tile of logits [pairs, group * rows, columns], its softcap's tanh, and whether it is masked.
+        """Return a tile of logits [pairs, group * rows, columns], its softcap's tanh, and if it is masked.
 
         Masked logits are -inf; the third value is False if no logit of the tile can be masked.
         """

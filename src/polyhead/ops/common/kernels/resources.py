@@ -63,7 +63,7 @@ def launch_fitting(
     smaller: Callable[[Tile], Tile | None],
     kind: Callable[[], Hashable],
 ) -> Tile:
-    """Launch with `tile`, or with ever smaller tiles while resources do not suffice; return the tile used.
+    """Launch with `tile`, or with smaller tiles while resources do not suffice; return the tile used.
 
     A kernel's resources are known only once it is compiled, and differ between versions of Triton. The tile that fitted
     is cached for all launches of one kind; `kind` is called only after some launch has failed.
