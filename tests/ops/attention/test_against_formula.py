@@ -112,7 +112,7 @@ def test_every_kind_of_mask_is_the_formula_in_float64(backend: str, size: str, m
 
 
 def everything_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
-    """Bias, relative bias, sinks, softcap and a scale a head, all learned."""
+    """Return a scene with bias, relative bias, sinks, softcap and a scale per head, all learned."""
     bias = normal(1, 6, queries, keys, seed=seed + 4)
     return replace(
         fixed_scene(queries, keys, who, seed),
@@ -128,7 +128,7 @@ def everything_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
 def assert_within_budgets(
     scene: Scene, backends: Sequence[str], dtypes: Iterable[torch.dtype] = SDPA_FACTOR, *, everything: bool = False
 ) -> None:
-    """Hold several draws, under the mask as it is, and several orders of one of them to one budget in each dtype."""
+    """Check several draws, and several orders of one draw, against one error budget in each dtype."""
 
     def results(scene: Scene, backend: str | None = None) -> dict[str, Tensor]:
         found = result_and_gradients(scene, backend, everything=everything)

@@ -1,4 +1,4 @@
-"""Who serves a request and why the others do not: every branch of the choice is taken, and the reasons are read."""
+"""Choice of a backend: every branch is taken, and every reason is checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Q, K, V = normal(2, 6, 19, 8, seed=1).float(), normal(2, 2, 23, 8, seed=2).float
 
 
 def kernels_run(**options: Any) -> list[str]:
-    """The operators that compute attention or its pieces, in the order PyTorch ran them."""
+    """Return the operators of attention and its parts, in the order PyTorch ran them."""
     names: list[str] = []
 
     class Recorder(TorchDispatchMode):
@@ -286,7 +286,7 @@ SKIPS = "it computes every pair that the window masks"
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Tensors that say they lie on a GPU, whose kernels all serve."""
+    """Pretend that tensors are on a GPU whose kernels support every request."""
     monkeypatch.setattr(sdpa, "kernel", lambda request: "efficient")
     monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
     monkeypatch.setattr(fused, "HAS_TRITON", True)
@@ -296,7 +296,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def far(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of exactly 2^35 products, unless other sizes are given."""
+    """Return queries, keys and values of exactly 2^35 multiply-adds, unless sizes are passed."""
     size = {"batch": 2, "heads": 4, "kv_heads": 2, "queries": 8192, "keys": 8192, "dim": 64} | sizes
     query = torch.empty(size["batch"], size["heads"], size["queries"], size["dim"], device=device, dtype=dtype)
     key = torch.empty(size["batch"], size["kv_heads"], size["keys"], size["dim"], device=device, dtype=dtype)
@@ -361,7 +361,7 @@ def test_an_exported_window_stays_with_pytorch(a_gpu: None, monkeypatch: pytest.
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_choice_is_the_same_in_a_compiled_program(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
-    """As if the rule held for a CPU and for less work, and the formula were our kernel."""
+    """Applies the rule to a CPU and to less work, with the formula as our kernel."""
     monkeypatch.setattr(mask_rule, "DEVICE", "cpu")
     monkeypatch.setattr(mask_rule, "DTYPES", (torch.float32,))
     monkeypatch.setattr(mask_rule, "LARGEST_WINDOWED", 2 * 6 * 19 * 23 * 8)
@@ -481,7 +481,7 @@ def test_an_exported_bias_by_distance_stays_with_pytorch(a_gpu: None, monkeypatc
 
 
 def test_a_bias_by_distance_goes_to_our_kernel_in_a_compiled_program_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the rule held for a CPU, and the formula were our kernel."""
+    """Applies the rule to a CPU, with the formula as our kernel."""
     monkeypatch.setattr(mask_rule, "DEVICE", "cpu")
     monkeypatch.setattr(mask_rule, "DTYPES", (torch.float32,))
     monkeypatch.setitem(dispatch._RUN, "fused", dispatch._RUN["reference"])

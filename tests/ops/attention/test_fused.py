@@ -1,4 +1,4 @@
-"""Our kernels as a backend: what they refuse, values and gradients against float64, and other people's programs.
+"""Our kernels as a backend: unsupported requests, values and gradients against float64, compilers.
 
 All that runs kernels runs in Triton's interpreter, in a process of its own, or on a GPU.
 """
@@ -31,7 +31,7 @@ DIFFERENTIABLE = tuple(name for name in NAMES if name != "visible_keys")
 
 @contextmanager
 def small_tiles() -> Iterator[None]:
-    """Tiles so small that short sequences have several, full ones among them."""
+    """Use tiles so small that short sequences have several, some of them full."""
     from polyhead.ops.attention.kernels import backward, forward
 
     blocks = (backward.Blocks(16, 32, 4, 2), backward.Blocks(32, 16, 4, 2))
@@ -47,7 +47,7 @@ def tiles_for(device: str) -> object:
 
 
 def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "cpu") -> dict[str, Tensor]:
-    """The gradients of a random functional of the output, the log-sum-exp or the statistics that are named."""
+    """Return the gradients of a random functional of the output, the log-sum-exp or named statistics."""
     case = case.with_gradients()
     requested = tuple(
         name for name in told if name in NAMES and (name != "learned_sink_mass" or case.sinks is not None)
@@ -72,7 +72,7 @@ def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "c
 
 
 def check_output(name: str, case: Scene, dtype: torch.dtype, device: str) -> None:
-    """Output and its gradients within the error budget."""
+    """Check the output and its gradients against the error budget."""
     case = case.to(dtype).on(device)
     samples = [output_and_gradients(case, device)]
     other = case.reordered(DRAWS if device == "cpu" else ORDERS)
@@ -81,14 +81,14 @@ def check_output(name: str, case: Scene, dtype: torch.dtype, device: str) -> Non
 
 
 def check_orders(dtype: torch.dtype) -> None:
-    """Every order of the keys, queries and channels of one scene."""
+    """Check several orders of the keys, queries and channels of one scene."""
     case = scene(queries=19, keys=23, heads=(1, 1), dims=(16, 8), sinks=normal(1, seed=7), who=Who(causal=True))
     case = case.to(dtype)
     assert_draws_within_error_budget([output_and_gradients(case.reordered(), "cpu")], name=f"in any order, {dtype}")
 
 
 def output_and_gradients(case: Scene, device: str | None) -> dict[str, Compared]:
-    """Ours, none without a device, beside the formula's."""
+    """Return our output and gradients (None without a device) and the formula's."""
     exact, plain = result_and_gradients(case.to(torch.float64)), result_and_gradients(case)
     parts = {"output": Compared(None, exact.output, plain.output)}
     parts |= {f"gradient of {x}": Compared(None, grad, plain.gradients[x]) for x, grad in exact.gradients.items()}
@@ -110,7 +110,7 @@ def output_and_gradients(case: Scene, device: str | None) -> dict[str, Compared]
 
 
 def check_told(name: str, case: Scene, told: tuple[str, ...], device: str) -> None:
-    """Gradients through statistics, in float32: what the formula is in float32 sets the budget, over several draws."""
+    """Check gradients of statistics in float32; the float32 formula sets the budget, over several draws."""
     case = case.to(torch.float32)
     with tiles_for(device), poisoned_memory():
         found = gradients(case, "fused", told, device)
@@ -129,7 +129,7 @@ def causal_scene() -> Scene:
 
 
 def told_scene() -> Scene:
-    """Every input that learns, in one scene."""
+    """Return a scene in which every input is learned."""
     return scene(
         bias=normal(1, 2, 1, 41, seed=4),
         table=normal(2, 9, seed=6),
@@ -155,7 +155,7 @@ def check_statistic(kind: str, device: str) -> None:
 
 
 def check_scenes(dtype: torch.dtype, examples: int) -> None:
-    """Any mask with any options: values, and gradients of the output."""
+    """Check values and gradients under random masks and options."""
     from hypothesis import HealthCheck, Phase, given, settings
 
     from tests.ops.oracle import scenes
@@ -177,7 +177,7 @@ def check_scenes(dtype: torch.dtype, examples: int) -> None:
 
 
 def check_zero_scale(device: str) -> None:
-    """A scale of 0 has a gradient though its logits have none of it in them."""
+    """Check the gradient of a scale of 0."""
     for scale in ([0.0, 0.3], [0.0, 0.0]):
         case = scene(scale=torch.tensor(scale, dtype=torch.float64), who=Who(causal=True))
         check_output("scale of 0", case, torch.float32, device)
@@ -192,7 +192,7 @@ HIDING = {
 
 
 def hiding_scene(kind: str) -> Scene:
-    """Some keys that nobody sees, and in two of three some rows that see nothing."""
+    """Return a scene with keys that no row sees and, in two of three, rows without visible keys."""
     who = HIDING[kind]
     if who.dense is not None:
         who = replace(who, dense=(who.dense[:, None] & (torch.arange(19) % 5 > 0))[None, None])
@@ -200,7 +200,7 @@ def hiding_scene(kind: str) -> Scene:
 
 
 def check_hidden(kind: str, device: str, dtype: torch.dtype) -> None:
-    """What stands in hidden keys and in rows that see nothing reaches no output, statistic or gradient."""
+    """Check that masked keys and rows without visible keys affect no output, statistic or gradient."""
     plain = hiding_scene(kind).to(dtype)
     for clean, told in ((plain, ("output",)), (with_options(plain), ("output", "entropy", "max_abs_logit"))):
         broken, count = break_hidden(clean)
@@ -218,7 +218,7 @@ def check_hidden(kind: str, device: str, dtype: torch.dtype) -> None:
 
 
 def check_seen(device: str) -> None:
-    """A broken key reaches the rows that see it, and no other."""
+    """Check that a non-finite key affects the rows that see it, and no others."""
     case = hiding_scene("padding").to(torch.float32)
     key = case.key.clone()
     key[0, 0, 6, 3] = torch.nan
@@ -237,7 +237,7 @@ def check_seen(device: str) -> None:
 
 
 def check_dropout(device: str) -> None:
-    """The same weights are dropped as in the other backends; statistics are of the weights before."""
+    """Check that dropout matches the other backends, and that statistics ignore it."""
     case = scene(batch=2, who=Who(causal=True)).to(torch.float32)
     options = {"dropout": 0.3, "seed": 5, "statistics": ("entropy",)}
     with tiles_for(device):
@@ -251,7 +251,7 @@ def check_dropout(device: str) -> None:
 
 
 def check_refusals(device: str) -> None:
-    """No second derivative, and none at all of a count."""
+    """Check that there is no second derivative, and no derivative of a count."""
     case = scene(who=Who(causal=True)).to(torch.float32).with_gradients()
     result = case.run("fused", device, statistics=True)
     assert result.statistics is not None
@@ -263,7 +263,7 @@ def check_refusals(device: str) -> None:
 
 
 def check_programs(device: str) -> None:
-    """Compiled without a graph break with the same numbers, exported as one operator, registered as PyTorch asks."""
+    """Check torch.compile without graph breaks, export as one operator, and `torch.library.opcheck`."""
     query, key, value = (torch.randn(2, heads, 23, 16, device=device) for heads in (4, 2, 2))
     bias = torch.randn(1, 1, 1, 23, device=device)
     leaves = [x.requires_grad_() for x in (query, key, value, bias)]
@@ -303,7 +303,7 @@ def check_programs(device: str) -> None:
 
 
 def check_layouts(device: str) -> None:
-    """An output has its axes in the order of the query's, and is the same whatever that is."""
+    """Check that the output has the query's axis order, and the same values for every order."""
     heads_first = torch.randn(2, 3, 23, 16, device=device)
     tokens_first = heads_first.transpose(1, 2).contiguous().transpose(1, 2)
     both = torch.cat([tokens_first, tokens_first], -1)[..., 16:]  # a part of something wider

@@ -1,4 +1,4 @@
-"""Attention of no sequences, no queries or no keys on a GPU, where cuDNN's kernels answer with no tensor."""
+"""Empty batches, queries and keys on a GPU, where cuDNN's kernels return no tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors planted into the tiles of `blockwise`, each of which the error budget must refuse."""
+"""Errors planted into the tiles of `blockwise`, each of which must exceed the error budget."""
 
 from __future__ import annotations
 

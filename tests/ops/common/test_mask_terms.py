@@ -1,4 +1,4 @@
-"""Terms of a mask mean the same in every order, dtype and combination, and are read once for forward and backward."""
+"""Mask terms: independent of order and dtype, combinable, and unchanged until the backward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows become four numbers for each statistic and head, by a kernel or in plain PyTorch, as float64 has them."""
+"""Reduction of rows to four numbers per statistic and head, by kernel and PyTorch, against float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def rows_of(
     dtype: torch.dtype = torch.float32,
     hidden: bool = True,
 ) -> RowStatistics:
-    """Rows that see 0, 1 or more keys; those that see none hold NaN and -Inf. No statistic is centred at 0."""
+    """Return rows with 0, 1 or more visible keys.
+
+    Rows without keys contain NaN and -Inf, and no statistic is centred at 0.
+    """
     shape = (batch, heads, queries)
     keys = torch.randint(0 if hidden else 1, 4, shape).mul(torch.randint(1, 9, shape)).to(dtype)
     values = {name: torch.randn(shape, dtype=dtype) * 3 + 40 * (place - 1) for place, name in enumerate(NAMES)}
@@ -51,7 +54,7 @@ def real_of(batch: int, queries: int, device: str = "cpu") -> Tensor:
 
 
 def exact(calls, columns=COLUMNS, heads=range(HEADS), *, learned_sinks: bool = False) -> RowTotals:
-    """One statistic of one head at a time, all its rows at once."""
+    """Compute the totals for one statistic of one head at a time, over all its rows at once."""
     found = RowTotals(*(x.clone() for x in empty(len(columns), len(heads))))
     for (i, name), (j, head) in itertools.product(enumerate(columns), enumerate(heads)):
         samples = []
@@ -74,7 +77,7 @@ def exact(calls, columns=COLUMNS, heads=range(HEADS), *, learned_sinks: bool = F
 
 
 def assert_equal(actual: RowTotals, expected: RowTotals, columns=COLUMNS) -> None:
-    """Counts and maxima to the bit, sums as float64 rounds them; a share may be divided in float32."""
+    """Check counts and maxima exactly, sums up to float64 rounding; a share may be float32."""
     for name, one, other in zip(RowTotals._fields, actual, expected, strict=True):
         assert one.dtype is torch.float64
         for place, column in enumerate(columns):
@@ -142,7 +145,7 @@ def check_chosen(device: str) -> None:
 
 
 def check_state(device: str) -> None:
-    """Several calls equal one, a call without a row that counts changes no bit, and no state is written to."""
+    """Check that several calls equal one, empty calls change no bit, and states are never modified."""
     calls = [(rows_of(b, q, device), real_of(b, q, device)) for b, q in [(1, 5), (3, 301), (2, 1), (1, 9001), (2, 64)]]
     states, copies = [empty(device=device)], []
     for rows, real in calls:
@@ -161,7 +164,7 @@ def check_state(device: str) -> None:
 
 
 def check_values(device: str) -> None:
-    """What counts is seen even where it is broken, and in no other head; a small spread survives a large mean."""
+    """Check that NaN stays in its head, and that a small variance survives a large mean."""
     rows = rows_of(2, 3001, device, hidden=False)
     for name in ("mean_distance", "max_logit"):
         getattr(rows, name)[1, 2, 2500] = torch.nan
@@ -184,7 +187,7 @@ def check_determinism(device: str) -> None:
 
 
 def check_splits(device: str) -> None:
-    """However the rows of a head are spread over programs."""
+    """Check any split of a head's rows over programs."""
     from polyhead.ops.common.kernels import row_reduction as kernels
 
     rows, real = rows_of(3, 3001, device), real_of(3, 3001, device)

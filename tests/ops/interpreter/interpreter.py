@@ -44,7 +44,7 @@ def call_of(check: Callable[..., object], arguments: tuple[Any, ...], options: d
 
 
 def _import_what_checks_use() -> None:
-    """Import and rewrite every kernel, and whatever else is slow to import, before the first copy is made."""
+    """Import and rewrite every kernel, and other slow modules, before the first fork."""
     from triton.runtime.interpreter import InterpretedFunction
 
     import polyhead.ops
@@ -63,7 +63,7 @@ def _import_what_checks_use() -> None:
 
 
 def serve(descriptor: int) -> None:
-    """Answer requests until the other side is gone."""
+    """Answer requests until the other end closes."""
     connection = Connection(descriptor)
     _import_what_checks_use()
     while True:
@@ -91,7 +91,7 @@ def _answer(request: Request, connection: Connection) -> Answer:
 
 
 def _run(request: Request, output: IO[bytes]) -> NoReturn:
-    """Run the check in this copy, which ends here; a crash and a check that takes too long leave a traceback too."""
+    """Run the check in this fork and exit; crashes and timeouts leave a traceback too."""
     exit_code = 1
     try:
         os.dup2(output.fileno(), 1)

@@ -1,4 +1,4 @@
-"""Checks in the interpreter's process: what they are given, how they fail, and that they leave nothing behind."""
+"""Checks in the interpreter process: arguments, failures, and isolation from each other."""
 
 from __future__ import annotations
 

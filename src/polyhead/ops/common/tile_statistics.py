@@ -196,7 +196,7 @@ def linear_sums(
     else:
         exact += names
     for name, factor in factors(request, tuple(exact), rows, columns, tile):
-        yield name, torch.mul(tile, factor, out=tiling.room("products", tile.shape, tile)).sum(-1)
+        yield name, torch.mul(tile, factor, out=tiling.buffer("products", tile.shape, tile)).sum(-1)
 
 
 def _moment(tile: Tensor, step: Tensor) -> Tensor:

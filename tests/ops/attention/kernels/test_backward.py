@@ -58,7 +58,7 @@ def hiding(*shape: int) -> Tensor:
 
 
 def flags() -> dict[str, Case]:
-    """Every option by itself, and all that can go together."""
+    """Return one scene per option, and one with all compatible options."""
     causal = Who(causal=True)
     everything = ("logsumexp", *NAMES)
     documents = tuple(tuple([0] * 20 + [1] * 13 + [-1] * 5 + [2] * (15 + extra)) for extra in (0, 6))
@@ -131,7 +131,7 @@ def flags() -> dict[str, Case]:
 
 
 def sizes() -> dict[str, Case]:
-    """The tiles that are chosen by size, as they stand; the last is not a power of two."""
+    """Return scenes for the default tiles of each size; the last is not a power of two."""
     told = ("logsumexp", "entropy", "mean_distance")
     return {
         f"head dim {dim}, value dim {value_dim}": Case(
@@ -142,7 +142,7 @@ def sizes() -> dict[str, Case]:
 
 
 def functional(case: Case, directions: dict[str, Tensor], result: dict[str, Tensor]) -> Tensor:
-    """A number whose gradients the kernels give.
+    """Return a scalar whose gradients the kernels compute.
 
     They give of the confidence exp(max - L) only what all keys of a row share, which is -confidence * dL.
     """
@@ -164,7 +164,7 @@ def exactly(case: Case, backend: str = "reference", device: str = "cpu") -> dict
 
 
 def plainly(case: Case) -> dict[str, Tensor]:
-    """The same by the formula, every intermediate rounded to the dtype of the query."""
+    """Compute the formula with every intermediate rounded to the dtype of the query."""
     own = case.scene
     batch, heads, queries, keys = own.sizes
     keep = None
@@ -207,7 +207,7 @@ def gradients(
 
 
 def strided(x: Tensor, device: str) -> Tensor:
-    """The same in [batch, tokens, heads, dim] order, each row followed by NaN that nobody may read."""
+    """Copy to [batch, tokens, heads, dim] order, with NaN after each row that must not be read."""
     batch, heads, tokens, dim = x.shape
     wide = torch.full((batch, tokens + 1, heads, dim + 3), torch.nan, dtype=x.dtype, device=device)
     view = wide[:, :tokens, :, :dim].transpose(1, 2)
@@ -217,7 +217,7 @@ def strided(x: Tensor, device: str) -> Tensor:
 
 @contextmanager
 def guarded_memory() -> Iterator[None]:
-    """Fresh tensors hold NaN and lie between NaN; at the end, what lies around them must be as it was."""
+    """Fill new tensors with NaN and guard bands; check at the end that the guards are unchanged."""
     margin, buffers = 512, []
 
     def fresh(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -295,7 +295,7 @@ def run_kernels(
 
 
 def directions_for(case: Case) -> dict[str, Tensor]:
-    """What arrives at the output and the statistics: bfloat16 numbers, the same ones in every dtype."""
+    """Return the upstream gradients: bfloat16 numbers, the same in every dtype."""
     generator = torch.Generator().manual_seed(11)
     batch, heads, queries, _ = case.scene.sizes
     shapes = {"output": (batch, heads, queries, case.scene.value.shape[3])}
@@ -304,7 +304,7 @@ def directions_for(case: Case) -> dict[str, Tensor]:
 
 
 def by_formula(case: Case, dtype: torch.dtype) -> dict[str, Compared]:
-    """The gradients of a case exactly, and by the formula in that dtype."""
+    """Return the gradients of a case in float64, and by the formula in its dtype."""
     directions = directions_for(case)
     exact, _ = gradients(case, exactly, directions)
     rounded = replace(case, scene=case.scene.to(dtype))
@@ -338,7 +338,7 @@ def check(name: str, case: Case, dtype: torch.dtype, device: str, tiles: object 
 
 
 def check_one_key(case: Case, directions: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """The only key of a row has weight 1 and a logit without a gradient: dO . V - dO . O, where O is V.
+    """Check rows with one key: its weight is 1 and its logit's gradient dO . V - dO . O is 0, as O is V.
 
     The formula adds both in one order and loses nothing, which leaves no budget. We add them in two, so each is off by
     at most its number of terms times eps / 2 times the sum of their sizes.
@@ -362,7 +362,7 @@ def check_all(cases: dict[str, Case], dtypes: list[torch.dtype], device: str, ti
 
 
 def check_scenes(dtype: torch.dtype, device: str, examples: int) -> None:
-    """Any mask with any options."""
+    """Check random masks with random options."""
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 
@@ -381,7 +381,7 @@ def check_scenes(dtype: torch.dtype, device: str, examples: int) -> None:
 
 
 def check_poison(device: str) -> None:
-    """Who sees a key whose NaN was taken out has NaN; nobody else has."""
+    """Check that rows that see a poisoned key are NaN, and no others."""
     case = Case(scene(who=Who(left=5, right=2)), ("entropy",))
     visible = case.scene.visible()
     broken = 40
@@ -405,7 +405,7 @@ def directions_of(case: Case) -> dict[str, Tensor]:
 
 
 def check_nothing_there(device: str) -> None:
-    """No queries, no keys, no sequences: zeros where there is anything at all."""
+    """Check empty queries, keys and batches: all existing elements are zero."""
     for batch, queries, keys in ((2, 0, 5), (2, 5, 0), (0, 5, 5)):
         own = scene(batch=batch, queries=queries, keys=keys, sinks=normal(2, seed=7)).to(torch.float32)
         case = Case(own)
@@ -422,7 +422,7 @@ def check_nothing_there(device: str) -> None:
 
 
 def check_twice(device: str) -> None:
-    """The gradients of queries, keys and values are the same bits at every run."""
+    """Check that the gradients of queries, keys and values are bit-identical in every run."""
     case = flags()["all at once"]
     rounded = replace(case, scene=case.scene.to(torch.float32))
     _, result = gradients(case, exactly, directions_of(case))

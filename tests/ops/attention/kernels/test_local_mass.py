@@ -1,4 +1,4 @@
-"""The pass for the masses against float64: in Triton's interpreter, and on a GPU beside the forward it completes."""
+"""The local-mass kernel against float64, in Triton's interpreter and on a GPU with the forward."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run(case: Scene, device: str, names: tuple[str, ...], sink_keys: int, window
 
 
 def expected(case: Scene, sink_keys: int, window: int) -> dict[str, Tensor]:
-    """The sums of weights that the names mean, from weights that were asked for pair by pair."""
+    """Return the named sums of weights, from the full attention weights."""
     batch, _, queries, keys = case.sizes
     weights = case.to(torch.float64).formula().weights
     distance = case.who.distances(batch, queries, keys)[:, None]
@@ -127,7 +127,7 @@ def check_sizes(device: str, dtypes: list[torch.dtype]) -> None:
 
 
 def check_each_alone(device: str) -> None:
-    """Each mass asked for alone, whichever keys it then walks over."""
+    """Check each mass requested alone, with its own range of keys."""
     for band in ("all", "causal", "both sides"):
         case = scene(band, batch=1, heads=(1, 1), dim=13).to(torch.float32)
         right = expected(case, 2, 6)
@@ -138,7 +138,7 @@ def check_each_alone(device: str) -> None:
 
 
 def check_broken_rows(device: str) -> None:
-    """NaN in the log-sum-exp of a row makes all of its masses NaN, those of keys that it does not see too."""
+    """Check that NaN in a row's log-sum-exp makes all of its masses NaN, also those of masked keys."""
     case = scene("causal").to(torch.float32)
     clean = run(case, device, NAMES, 1, 8)
     logsumexp = case.to(torch.float64).formula().logsumexp.float().to(device)

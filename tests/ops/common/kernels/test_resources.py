@@ -1,4 +1,4 @@
-"""Tiles that fit into the shared memory of a GPU: foreseen by their sizes, and found by trying where that fails."""
+"""Tiles that fit into shared memory: predicted from their sizes, else found by trying."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_smaller_blocks_come_to_an_end() -> None:
 
 
 class Machine:
-    """A kernel that fits from some size on."""
+    """A kernel that fits up to some tile size."""
 
     def __init__(self, fits: int) -> None:
         self.fits = fits
@@ -119,7 +119,7 @@ def test_halved_blocks_come_to_an_end_and_never_become_higher_than_wide() -> Non
 
 
 class Narrow:
-    """A kernel on a machine that has room for tiles of so many pairs, and how often it was too large."""
+    """A kernel that fits up to a number of pairs, and the number of launches that were too large."""
 
     def __init__(self, kernel: Any, room: int = 16 * 16) -> None:
         self.kernel = kernel
