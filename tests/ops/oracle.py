@@ -117,7 +117,7 @@ class Who:
         return tuple(getattr(self, x.name) for x in fields(Who) if x.name != "dense")
 
 
-# Many tests ask for the same pairs, which takes longer than all else that they do on a CPU.
+# Many tests use the same pairs, whose construction takes longer than everything else on a CPU.
 @functools.lru_cache(maxsize=32)
 def _seen(rules: tuple[Any, ...], batch: int, queries: int, keys: int) -> Tensor:
     who = Who(*rules)
@@ -170,7 +170,7 @@ class Scene:
     def mask(self) -> Mask | None:
         mask = self.who.mask()
         if isinstance(self.who, Pairs) and self.table is not None:
-            # No mask has a distance that differs by head, so the table is one more bias here, which does not learn.
+            # No mask has distances that differ by head, so the table becomes a fixed bias here.
             term = replace(self, table=self.table.detach(), bias=None)._added()
             return mask & Mask.bias(term if self.bias is None else self.bias + term)
         if self.bias is not None:
@@ -189,7 +189,7 @@ class Scene:
     def on(self, device: str) -> Scene:
         """Return the scene on a device, where the formula is then computed as well.
 
-        A small one stays on the CPU: the many tests that share a GPU would wait for each other at every step.
+        A small one stays on the CPU: the many tests that share a GPU would synchronise at every step.
         """
         batch, heads, queries, keys = self.sizes
         if batch * heads * queries * keys < LARGE:
@@ -231,8 +231,7 @@ class Scene:
     def redrawn(self, draws: int = DRAWS) -> Scene:
         """Return several draws of this scene as additional heads, the first of them this one.
 
-        The others have its numbers in another order, so that they are as large; scales stay. Everybody sees whom they
-        see here.
+        The others have its numbers in another order, so that the magnitudes are equal; scales and masks are unchanged.
         """
         generator = torch.Generator().manual_seed(draws)
 
@@ -315,7 +314,7 @@ def result_and_gradients(
 ) -> Formula:
     """Return the result of a backend (or the formula), and the gradients of a random functional of it.
 
-    `everything` lets the functional reach the log-sum-exp and the weights besides the output.
+    `everything` lets the functional include the log-sum-exp and the weights as well as the output.
     """
     scene = scene.with_gradients()
     if backend is not None:

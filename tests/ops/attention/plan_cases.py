@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x[:1].expand_as(x),
     "sliced": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
 }
-ORDERS = ("ours", "theirs")  # who runs first
+ORDERS = ("ours", "theirs")  # which runs first
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class _Laid(torch.autograd.Function):
         return LAYOUTS[ctx.layout](grad), None  # type: ignore[attr-defined]
 
 
-# Whether ours may run cuDNN's backward, on plans of its own, or leaves it alone as it does for small problems.
+# Our attention may run cuDNN's backward on separate plans, or not at all, as for small problems.
 PLANS = {"own plans": 0, "no plans": 1 << 62}
 
 

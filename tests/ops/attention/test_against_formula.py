@@ -25,7 +25,7 @@ SDPA_FACTOR = {torch.float32: 5.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles, skipped tiles, partial tiles and parts already at the sizes of these tests."""
+    """Shrink tiles so that these sizes have several, skipped and partial tiles, and parts."""
 
     def tile_sizes(pairs: int, *sizes: int, in_parts: bool = True) -> tuple[int, int, int]:
         return 16, 7, max(1, 2 * pairs // 3) if in_parts else pairs
@@ -86,7 +86,7 @@ MASKS = {
     "dense by head": lambda q, k: Who(dense=torch.rand(1, 6, q, k) < 0.6),
     "keys alone": lambda q, k: Who(dense=torch.rand(2, 1, 1, k) < 0.6),
 }
-# What a mask hides does not depend on the dtype: every other mask has the other half precision.
+# Masking does not depend on the dtype: every other mask uses the other half precision.
 DTYPES = {
     mask: (torch.float32, half)
     for mask, half in zip(MASKS, itertools.cycle((torch.bfloat16, torch.float16)), strict=False)

@@ -60,7 +60,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_a_named_backend_that_cannot_serve_says_why(case: str) -> None:
+def test_a_named_backend_that_cannot_run_reports_why(case: str) -> None:
     options, words = REASONS[case]
     choice = explain(Q, K, K, **options)["sdpa"]
     assert not choice.supported
@@ -73,7 +73,7 @@ def test_a_named_backend_that_cannot_serve_says_why(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_auto_takes_another_backend_where_pytorch_cannot_serve(case: str) -> None:
+def test_auto_takes_another_backend_where_pytorch_cannot_run(case: str) -> None:
     options, _ = REASONS[case]
     expected = "reference" if case == "weights" else "blockwise"
     assert explain(Q, K, K, **options).chosen == expected
@@ -153,7 +153,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("tensors", TENSORS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_what_is_said_to_be_fused_is_fused(mask: str, tensors: str) -> None:
+def test_explain_reports_fused_kernels_correctly(mask: str, tensors: str) -> None:
     query, key, value = TENSORS[tensors]
     explanation = explain(query, key, value, mask=MASKS[mask])
     assert explanation.chosen == "sdpa"
@@ -161,7 +161,7 @@ def test_what_is_said_to_be_fused_is_fused(mask: str, tensors: str) -> None:
     assert kernels_run(tensors=TENSORS[tensors], mask=MASKS[mask]) == FLASH
 
 
-def test_a_scale_a_head_is_fused() -> None:
+def test_a_scale_per_head_is_fused() -> None:
     assert kernels_run(scale=torch.rand(6)) == FLASH
     assert kernels_run(scale=torch.rand(6).requires_grad_()) == FLASH
 
@@ -235,7 +235,7 @@ def test_auto_avoids_a_mask_that_would_be_too_large(
     assert "its mask would be materialised" in explanation["sdpa"].avoided
     assert "its mask would be materialised" in str(explanation)
     assert attention(Q, K, K, mask=mask).backend == "blockwise"
-    assert attention(Q, K, K, mask=mask, backend="sdpa").backend == "sdpa"  # who names it gets it
+    assert attention(Q, K, K, mask=mask, backend="sdpa").backend == "sdpa"  # a named backend is used
 
 
 def test_explaining_a_large_mask_does_not_build_it() -> None:

@@ -31,8 +31,8 @@ MASKS = {
     "torch": lambda x: Mask.from_torch(~x["allowed"][0, 0], x["padding"]),
 }
 
-# Each backend cuts what a mask resolves to in its own way, so that each is given every kind; what a single mask
-# resolves to is the same for all of them, and is followed with `reference` alone.
+# Each backend tiles a resolved mask in its own way, so each is tested with every kind; how a mask is resolved is the
+# same for all of them, and is traced with `reference` alone.
 TOGETHER = {
     "window of left padding": lambda x: (
         MASKS["left padding"](x) & MASKS["window"](x) & MASKS["bias"](x) & MASKS["torch"](x)

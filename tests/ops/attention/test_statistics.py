@@ -28,7 +28,7 @@ DIFFERENTIABLE = tuple(name for name in NAMES if name != "visible_keys")
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles, skipped tiles, partial tiles and parts already at the sizes of these tests."""
+    """Shrink tiles so that these sizes have several, skipped and partial tiles, and parts."""
     monkeypatch.setattr(tiles, "TILE_COLUMNS", 7)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
@@ -70,7 +70,7 @@ def definitions(scene: Scene, *, sink_keys: int = 1, window: int = 8) -> dict[st
     columns = torch.where(seen, logits, -torch.inf)
     if scene.sinks is not None:
         columns = torch.cat([columns, scene.sinks[:, None, None].expand(batch, heads, queries, 1)], -1)
-    # A row without anything to attend to is given a key of its own, which keeps NaN out of the gradients.
+    # A row without visible keys gets a dummy key, which keeps NaN out of the gradients.
     nothing = (columns == -torch.inf).all(-1, keepdim=True)
     columns = torch.cat([columns, torch.where(nothing, 0.0, -torch.inf)], -1)
     log_weights = torch.log_softmax(columns, -1)
@@ -308,7 +308,7 @@ def test_a_row_without_keys_has_no_statistics_and_no_gradient(backend: str, sink
 
 
 @pytest.mark.parametrize("backend", ALL)
-def test_without_any_key_there_is_nothing_to_tell(backend: str) -> None:
+def test_without_keys_statistics_are_those_of_empty_rows(backend: str) -> None:
     query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4)
     found = attention(query, key, key, backend=backend, statistics=True).statistics
     for name, x in found.items():
@@ -371,7 +371,7 @@ def test_what_is_hidden_is_in_no_statistic_and_no_gradient(backend: str, broken:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("backend", ALL)
-def test_a_row_that_sees_nan_says_so_and_its_neighbours_do_not(backend: str) -> None:
+def test_a_row_that_sees_nan_is_nan_and_its_neighbours_are_not(backend: str) -> None:
     query, key = torch.randn(1, 2, 17, 5), torch.randn(1, 2, 17, 5)
     key[0, :, 9] = math.nan
     found = attention(query, key, key, mask=Mask.causal(), backend=backend, statistics=True).statistics
@@ -416,7 +416,7 @@ class Operators(Allocations):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def test_what_is_not_asked_for_is_not_computed() -> None:
+def test_only_requested_statistics_are_computed() -> None:
     query = torch.randn(1, 2, 32, 8)
 
     def operators(*names: str) -> int:
@@ -501,7 +501,7 @@ def test_the_number_of_visible_keys_has_no_gradient(backend: str) -> None:
         found.visible_keys.sum().backward()
 
 
-def test_explain_says_who_serves_statistics() -> None:
+def test_explain_reports_the_backend_for_statistics() -> None:
     said = explain(Q, Q, Q, statistics=True)
     assert all(said[backend].supported for backend in ALL)
     assert explain(Q, Q, Q, statistics=True, softcap=3.0)["sdpa"].reasons == (
@@ -635,7 +635,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_statistics_leave_an_exported_program_as_what_they_are() -> None:
+def test_statistics_are_returned_by_an_exported_program() -> None:
     query, key = torch.randn(2, 6, 19, 8), torch.randn(2, 2, 19, 8)
     module = Attends(statistics=("entropy", "mean_distance"), backend="reference")
     result = torch.export.export(module, (query, key)).module()(query, key)

@@ -68,7 +68,7 @@ def test_dropout_and_its_gradients_are_the_formula_over_the_kept_weights(backend
 
 
 @pytest.mark.parametrize("rate", [0.03, 0.1, 0.5, 0.9])
-def test_the_rate_is_right_and_spread_like_coins(rate: float) -> None:
+def test_the_rate_is_right_and_binomially_distributed(rate: float) -> None:
     """Counts along every axis are binomial: mean and variance within five standard errors."""
     keep = kept(5, rate).double()
     total = keep.numel()
@@ -128,7 +128,7 @@ def test_without_a_seed_the_generator_decides(backend: str) -> None:
     assert torch.equal(first, kept(None, backend=backend))
 
 
-def test_a_weight_keeps_its_fate_when_the_sequence_grows() -> None:
+def test_a_weight_stays_dropped_or_kept_when_the_sequence_grows() -> None:
     small, large = kept(31, queries=19, keys=23), kept(31, queries=43, keys=59)
     assert torch.equal(small, large[:, :, :19, :23])
 

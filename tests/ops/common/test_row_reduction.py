@@ -123,7 +123,7 @@ def check_strides_and_dtypes(device: str) -> None:
     shared = real[:1]
     found = reduce_rows(rows, shared, COLUMNS, range(HEADS), empty(device=device))
     assert_equal(found, exact([(rows, shared.expand(3, -1))]))
-    # The same number of keys for all, said once.
+    # The same number of keys for all, broadcast.
     one = replace(rows_of(2, 13, device, hidden=False), visible_keys=torch.full((1, 1, 1), 13.0, device=device))
     one = replace(one, visible_keys=one.visible_keys.expand(2, HEADS, 13))
     assert_equal(reduce_rows(one, None, COLUMNS, range(HEADS), empty(device=device)), exact([(one, None)]))
@@ -241,7 +241,7 @@ def test_on_a_gpu_without_a_kernel():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [True, False])
-def test_on_a_gpu_nobody_waits(kernel):
+def test_on_a_gpu_nothing_synchronises(kernel):
     rows, real = rows_of(2, 9001, "cuda", heads=MANY_HEADS), real_of(2, 9001, "cuda")
     state, chosen = empty(heads=MANY_HEADS, device="cuda"), empty(heads=3, device="cuda")
     with mock.patch.object(row_reduction, "_has_kernel", return_value=kernel), waiting_is_an_error():
@@ -269,7 +269,7 @@ def test_gradients_are_left_alone():
     assert_equal(found, exact([(rows, None)]))
 
 
-def test_under_a_dispatch_mode_no_value_is_looked_at():
+def test_under_a_dispatch_mode_no_value_is_read():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def in_the_interpreter(check: Callable[..., object], /, *arguments: Any, **options: Any) -> None:
     """Run a module-level check in the interpreter process; it fails with its traceback.
 
-    That is another process, because Triton must be told before it is imported.
+    It runs in another process, because Triton reads its settings on import.
     """
     pytest.importorskip("triton")
     call, seed = call_of(check, arguments, options), torch.initial_seed()
@@ -63,7 +63,7 @@ class Interpreter:
             self.close()
             return Answer(exit_code or 1, f"the interpreter's process ended:\n{told}")
         except BaseException:
-            # The answer is still to come, and would be taken for that of the next request.
+            # A late answer would be mistaken for that of the next request.
             self.close()
             raise
 

@@ -25,7 +25,7 @@ from tests.ops.oracle import Scene, Who, normal
 from tests.two_dtypes import DTYPES, in_two_dtypes
 
 SINK_KEYS, WINDOW, SEED = 2, 6, 11
-SMALL = (16, 16, 4, 1)  # tiles so small that short sequences have several, full ones among them
+SMALL = (16, 16, 4, 1)  # tiles so small that short sequences have several, some of them full
 HALVES_AND_SINGLES = [torch.float32, torch.float16]
 
 
@@ -56,7 +56,7 @@ def scene(
 
 
 def hiding(*shape: int) -> Tensor:
-    """A bias that also hides some keys."""
+    """Return a bias that also masks some keys."""
     return torch.where(normal(*shape, seed=4) > 1.2, -torch.inf, normal(*shape, seed=5))
 
 
@@ -362,7 +362,7 @@ def check_poison(device: str, blocks: tuple[int, int, int, int] | None = SMALL) 
         poison = torch.zeros(1, 1, 41, device=device)
         poison[:, :, 21::30] = torch.nan
         with tiles(blocks):
-            # Marks that mark nothing, so that both come from one program and every bit must agree.
+            # A poison of zeros, so that both results come from one compiled kernel and must agree bit for bit.
             clean, found = (run(case, device, mask=mask._replace(poison=x)) for x in (torch.zeros_like(poison), poison))
         seen = (case.visible() & poison.cpu().isnan()[:, :, None]).any(-1)
         assert seen.any()
@@ -433,7 +433,7 @@ def test_in_the_interpreter_dropout_leaves_the_weights_it_should() -> None:
     in_the_interpreter(check, "dropout", case, torch.float32, "cpu", rate=0.3)
 
 
-def test_in_the_interpreter_each_statistic_can_be_asked_for_alone() -> None:
+def test_in_the_interpreter_each_statistic_can_be_requested_alone() -> None:
     for name in ONE_BY_ONE:
         in_the_interpreter(check_one_by_one, name, "cpu")
 
@@ -447,7 +447,7 @@ def test_in_the_interpreter_extreme_rows_keep_to_the_bounds() -> None:
     in_the_interpreter(check_extremes, "cpu")
 
 
-def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros() -> None:
+def test_in_the_interpreter_poison_reaches_rows_that_see_it_and_empty_inputs_give_zeros() -> None:
     in_the_interpreter(check_poison, "cpu")
     in_the_interpreter(check_nothing_there, "cpu")
 

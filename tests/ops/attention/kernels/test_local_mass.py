@@ -16,7 +16,7 @@ from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memor
 from tests.ops.oracle import Scene, Who, normal
 
 NAMES = ("sink_mass", "self_mass", "previous_mass", "next_mass", "window_mass")
-# What `polyhead.observe` asks for unless told otherwise.
+# The defaults of `polyhead.observe`.
 OBSERVED = ("max_logit", "entropy", "confidence", "mean_distance", *NAMES, "visible_keys")
 SMALL = (16, 16, 4, 1)  # tiles so small that short sequences have several
 BANDS = {
@@ -189,7 +189,7 @@ def test_in_the_interpreter_the_rest_holds_too() -> None:
     in_the_interpreter(check_in_small_tiles, check_each_alone, check_broken_rows, check_strides)
 
 
-def test_only_few_keys_of_a_band_are_taken_apart() -> None:
+def test_only_few_keys_of_a_band_get_a_separate_pass() -> None:
     pytest.importorskip("triton")
     from polyhead.ops.attention.kernels.local_mass import can_serve
 
@@ -290,7 +290,7 @@ def test_on_hopper_gradients_flow_through_the_masses() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU")
-def test_on_hopper_a_broken_key_reaches_who_sees_it_alone() -> None:
+def test_on_hopper_a_nonfinite_key_reaches_only_rows_that_see_it() -> None:
     query, key, value = tensors((4, 2), 200, 200, 64, torch.bfloat16)
     key[0, 1, 150] = torch.nan
     requested = Statistics(*OBSERVED)
