@@ -1,11 +1,9 @@
 """PyTorch's fused attention kernels with polyhead's masks, without the math path.
 
-The kernel that will run is known in advance.
-
-The kernels' guarantees are completed around them: rows without visible keys are unmasked and their output set to 0;
-NaN and Inf in keys and values are replaced first, and a row that sees such a key is set to NaN afterwards. Log-sum-exp
-and row statistics, which the kernels do not return, are computed by a second pass over the logits that does not read
-the values.
+The kernel that will run is known in advance. The kernels' guarantees are completed around them: rows without visible
+keys are unmasked and their output set to 0; NaN and Inf in keys and values are replaced first, and a row that sees such
+a key is set to NaN afterwards. Log-sum-exp and row statistics, which the kernels do not return, are computed by a
+second pass over the logits that does not read the values.
 """
 
 from __future__ import annotations

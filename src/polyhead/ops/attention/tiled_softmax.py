@@ -344,7 +344,7 @@ class _RowGradients:
 
     With weights p, logits minus row max x, row sum l, and factors f_j of a linear statistic F = sum_j p_j f_j:
 
-        ds_j = p_j [dp_j + common + slope * x_j + sum_F g_F f_j], plus the gradients of the maxima at their argmax.
+        ds_j = p_j [dp_j + common + entropy_coef * x_j + sum_F g_F f_j] + gradients of the maxima at their argmax.
 
     All but the last term is divided by l here, row by row, so that a tile needs exp(x) alone: weights computed from the
     log-sum-exp would be inaccurate where logits are large.

@@ -19,9 +19,7 @@ COMBINED = ("signed_mass", "absolute_mass", "largest_weight")
 class CombinedWeights:
     """Statistics of each row u of combined weights, [batch, heads, queries].
 
-    They are float32 (float64 for float64 input).
-
-    Statistics that were not requested are None.
+    They are float32 (float64 for float64 input). Statistics that were not requested are None.
     """
 
     signed_mass: Tensor | None = None  # sum_j u_j

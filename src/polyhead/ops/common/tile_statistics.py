@@ -95,10 +95,8 @@ class RowSums:
     ) -> None:
         """Add a tile, given its exponentials, shifted logits and row sums.
 
-        `shifted` are the logits minus the row max, which the entropy needs; they are overwritten.
-
-        `decay` rescales the sums so far, `max_change` is the old row max minus the new one, `previous_sum` the row sum
-        so far.
+        `shifted` are the logits minus the row max, which the entropy needs; they are overwritten. `decay`
+        rescales the sums so far, `max_change` is the old row max minus the new one, `previous_sum` the row sum so far.
         """
         tile, sums = self.tiling.by_head(exponentials), self.tiling.by_head(sums).squeeze(-1)
         decay, max_change, previous_sum = (

@@ -164,7 +164,7 @@ def head_scales(problem, i_head):
 
 @triton.jit
 def _maybe_transpose(tile, TRANSPOSED: tl.constexpr):
-    """Return a tile [rows, columns] unchanged, or as [columns, rows] if TURNED."""
+    """Return a tile [rows, columns] unchanged, or as [columns, rows] if TRANSPOSED."""
     if TRANSPOSED:
         tile = tl.trans(tile)
     return tile
@@ -259,10 +259,9 @@ def tile_gradients(
 ):
     """Return the weights after dropout, and the gradients of the logits after and before softcap.
 
-    The weights are not rescaled by 1 / (1 - rate).
-
-    `tile_s` (q . k), `tile_dp` (dO . v) and the results are [rows, columns], or [columns, rows] if TURNED; `visible` is
-    [rows, columns], `logsumexp` and `constant` are [rows]. Pairs of the tile can be masked only if EDGE is set.
+    The weights are not rescaled by 1 / (1 - rate). `tile_s` (q . k), `tile_dp` (dO . v) and the results are [rows,
+    columns], or [columns, rows] if TRANSPOSED; `visible` is [rows, columns], `logsumexp` and `constant` are [rows].
+    Pairs of the tile can be masked only if EDGE is set.
     """
     mask = problem.mask
     i_pair = i_batch * (problem.kv_heads * problem.group) + i_head

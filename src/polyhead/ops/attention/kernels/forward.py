@@ -113,9 +113,8 @@ def _rows(
 def _full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first_tile, last_tile):
     """Return the tiles of a band that need no mask.
 
-    These are the tiles from `full_from` to `full_to`, except those from `near_from` to `near_to`.
-
-    The latter contain a distance that a mass counts. All four are between `first_tile` and `last_tile`.
+    These are the tiles from `full_from` to `full_to`, except those from `near_from` to `near_to`. The
+    latter contain a distance that a mass counts. All four are between `first_tile` and `last_tile`.
     """
     first = first_row + mask.offset
     last = tl.minimum(first_row + BLOCK_M, sizes.queries) - 1 + mask.offset

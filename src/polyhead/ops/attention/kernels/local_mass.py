@@ -211,10 +211,8 @@ def masses(
 ) -> dict[str, Tensor]:
     """Return the named masses under a band of keys, each float32 [batch, heads, queries].
 
-    The band is aligned to the last query.
-
-    query is [batch, heads, queries, head_dim], key [batch, kv_heads, keys, head_dim], logsumexp float32 [batch, heads,
-    queries] and contiguous; NaN there makes all masses of the row NaN.
+    The band is aligned to the last query. query is [batch, heads, queries, head_dim], key [batch, kv_heads, keys,
+    head_dim], logsumexp float32 [batch, heads, queries] and contiguous; NaN there makes all masses of the row NaN.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, keys = key.shape[1:3]

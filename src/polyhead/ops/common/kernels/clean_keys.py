@@ -83,9 +83,7 @@ def _clean_kernel(
 def clean_keys(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return finite keys and values, and the poison [batch, kv_heads, tokens].
 
-    The poison is NaN at non-finite keys, else 0.
-
-    The last axis of both must be contiguous.
+    The poison is NaN at non-finite keys, else 0. The last axis of both inputs must be contiguous.
     """
     batch, heads, tokens, dim_key = key.shape
     dim_value = value.shape[3]
