@@ -121,20 +121,20 @@ class RowSums:
             product = shifted.mul_(exponentials)
         return self.tiling.by_head(product).sum(-1)
 
-    def finish(self, total: Tensor, shift: Tensor) -> dict[str, Tensor]:
+    def finish(self, row_sum: Tensor, row_max: Tensor) -> dict[str, Tensor]:
         """Return the statistics, given the sum and the max of each row (1 and 0 for rows without keys)."""
-        statistics = {name: x / total for name, x in self.linear.items()}
+        statistics = {name: x / row_sum for name, x in self.linear.items()}
         if self.max_logit is not None:
             statistics["max_logit"] = self.max_logit
-            statistics["confidence"] = torch.exp(self.max_logit - shift) / total
+            statistics["confidence"] = torch.exp(self.max_logit - row_max) / row_sum
         if self.max_abs_logit is not None:
             statistics["max_abs_logit"] = self.max_abs_logit
         if self.entropy_sum is not None:
-            statistics["entropy"] = torch.log(total) - self.entropy_sum / total
+            statistics["entropy"] = torch.log(row_sum) - self.entropy_sum / row_sum
         if self.visible_keys is not None:
             statistics["visible_keys"] = self.visible_keys
         if self.sink is not None and "learned_sink_mass" in self.names:
-            statistics["learned_sink_mass"] = torch.exp(self.sink - shift) / total
+            statistics["learned_sink_mass"] = torch.exp(self.sink - row_max) / row_sum
         return {name: statistics[name] for name in self.names}
 
 
