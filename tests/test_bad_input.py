@@ -122,20 +122,20 @@ ATTENTION: list[Refusal] = [
         "infinite softcap",
         lambda: attend(softcap=float("inf")),
         OptionError,
-        "got inf; None leaves the logits as they are",
+        "got inf; pass None for no softcap",
     ),
     ("softcap that is no number", lambda: attend(softcap=float("nan")), OptionError, "got nan"),
     (
         "one sink for all",
         lambda: attend(sinks=torch.ones(1)),
         ShapeError,
-        r"one number a head, got shape \[1\] for 6 heads",
+        r"one number per head, got shape \[1\] for 6 heads",
     ),
     (
         "a number for sinks",
         lambda: attend(sinks=0.5),
         OptionError,
-        "sinks must be a tensor with one number a head, got float",
+        "sinks must be a tensor with one number per head, got float",
     ),
     (
         "sinks elsewhere",
@@ -201,7 +201,7 @@ MASKS: list[Refusal] = [
         "padding as queries",
         lambda: attend(Mask.dense(ALLOWED[:2])),
         MaskError,
-        r"got \[1, 1, 2, 23\]; a key padding mask \[batch, keys\] goes in as mask\[:, None, None\]",
+        r"got \[1, 1, 2, 23\]; pass a key padding mask \[batch, keys\] as mask\[:, None, None\]",
     ),
     (
         "mask of three axes",

@@ -1,4 +1,4 @@
-"""Attention scenes and what is right for them: who sees whom is asked pair by pair, the numbers come from float64."""
+"""Attention scenes and their exact results: masks are built pair by pair, numbers come from float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEARNED = ("query", "key", "value", "bias", "table", "sinks", "scale")
 
 @dataclass(frozen=True, eq=False)
 class Who:
-    """Every kind of mask in plain Python, all of them at once."""
+    """Every kind of mask in plain Python, combined."""
 
     causal: bool = False
     left: int | None = None
@@ -58,7 +58,7 @@ class Who:
         return self.query_lengths or (self.key_lengths if queries == keys else None)
 
     def place(self, b: int, i: int, j: int, queries: int, keys: int) -> tuple[int, int, int]:
-        """Where query i and key j of sequence b stand, and the how-manieth of its sequence the key is."""
+        """Return the positions of query i and key j of sequence b, and the key's index among its real keys."""
         if self.query_positions is not None:
             key = self.key_positions[b % len(self.key_positions)][j]
             return self.query_positions[b % len(self.query_positions)][i], key, key
@@ -77,7 +77,7 @@ class Who:
         return i + keys - queries, j, j
 
     def sees(self, b: int, i: int, j: int, queries: int, keys: int) -> bool:
-        """Whether query i may attend to key j in sequence b, a dense mask apart."""
+        """Return True if query i may attend to key j in sequence b, ignoring the dense mask."""
         query, key, rank = self.place(b, i, j, queries, keys)
         if self.causal and key > query:
             return False
@@ -101,7 +101,7 @@ class Who:
         return self.key_positions is None or key >= 0
 
     def visible(self, batch: int, heads: int, queries: int, keys: int) -> Tensor:
-        """Boolean [batch, heads, queries, keys], asked pair by pair."""
+        """Return the visible pairs, boolean [batch, heads, queries, keys], built pair by pair."""
         visible = self._seen(batch, queries, keys)[:, None].expand(batch, heads, queries, keys)
         return visible.clone() if self.dense is None else visible & self.dense
 
@@ -109,15 +109,15 @@ class Who:
         return _seen(self._rules(), batch, queries, keys)
 
     def distances(self, batch: int, queries: int, keys: int) -> Tensor:
-        """Key position minus query position, [batch, queries, keys]."""
+        """Return key position minus query position, [batch, queries, keys]."""
         return _distances(self._rules(), batch, queries, keys)
 
     def _rules(self) -> tuple[object, ...]:
-        """All but the dense mask, in the order of the fields; hashable."""
+        """Return all fields but the dense mask, hashable."""
         return tuple(getattr(self, x.name) for x in fields(Who) if x.name != "dense")
 
 
-# Many tests ask for the same pairs, which takes longer than all else that they do on a CPU.
+# Many tests use the same pairs, whose construction takes longer than everything else on a CPU.
 @functools.lru_cache(maxsize=32)
 def _seen(rules: tuple[Any, ...], batch: int, queries: int, keys: int) -> Tensor:
     who = Who(*rules)
@@ -135,7 +135,7 @@ def _distances(rules: tuple[Any, ...], batch: int, queries: int, keys: int) -> T
 
 @dataclass(frozen=True, eq=False)
 class Pairs(Who):
-    """Who sees whom, given for every pair of every head as `dense`, and key position minus query position."""
+    """Visible pairs of every head as `dense`, and key position minus query position."""
 
     apart: Tensor | None = None  # [batch, heads, queries, keys], as `dense`
 
@@ -148,7 +148,7 @@ class Pairs(Who):
 
 @dataclass(frozen=True)
 class Scene:
-    """One call of attention with everything it takes."""
+    """One call of attention with all its arguments."""
 
     query: Tensor
     key: Tensor
@@ -170,7 +170,7 @@ class Scene:
     def mask(self) -> Mask | None:
         mask = self.who.mask()
         if isinstance(self.who, Pairs) and self.table is not None:
-            # No mask has a distance that differs by head, so the table is one more bias here, which does not learn.
+            # No mask has distances that differ by head, so the table becomes a fixed bias here.
             term = replace(self, table=self.table.detach(), bias=None)._added()
             return mask & Mask.bias(term if self.bias is None else self.bias + term)
         if self.bias is not None:
@@ -187,9 +187,9 @@ class Scene:
         return replace(self, **{name: x.detach().to(dtype) for name, x in self.learned.items()})
 
     def on(self, device: str) -> Scene:
-        """The same scene with its tensors on a device, where the formula is then computed as well.
+        """Return the scene on a device, where the formula is then computed as well.
 
-        A small one stays on the CPU: the many tests that share a GPU would wait for each other at every step.
+        A small one stays on the CPU: the many tests that share a GPU would synchronise at every step.
         """
         batch, heads, queries, keys = self.sizes
         if batch * heads * queries * keys < LARGE:
@@ -213,7 +213,7 @@ class Scene:
         return attention(**inputs, backend=backend, **options)
 
     def _added(self) -> Tensor | None:
-        """What is added to the logits, [batch, heads, queries, keys], 0 where a bias hides."""
+        """Return the additive bias [batch, heads, queries, keys], 0 where it masks."""
         batch, heads, queries, keys = self.sizes
         added: Tensor | None = None
         if self.bias is not None:
@@ -229,10 +229,9 @@ class Scene:
         return added
 
     def redrawn(self, draws: int = DRAWS) -> Scene:
-        """Several draws of this scene beside each other as more heads, the first of them this one.
+        """Return several draws of this scene as additional heads, the first of them this one.
 
-        The others have its numbers in another order, so that they are as large; scales stay. Everybody sees whom they
-        see here.
+        The others have its numbers in another order, so that the magnitudes are equal; scales and masks are unchanged.
         """
         generator = torch.Generator().manual_seed(draws)
 
@@ -248,7 +247,7 @@ class Scene:
         return beside(all_draws)
 
     def reordered(self, orders: int = ORDERS, seed: int = 0) -> Scene:
-        """This scene in several orders of its keys, queries and channels, beside each other as more heads."""
+        """Return this scene in several orders of keys, queries and channels, as additional heads."""
         batch, heads, queries, keys = self.sizes
         generator = torch.Generator().manual_seed(orders + 1000 * seed)
 
@@ -259,7 +258,7 @@ class Scene:
         channels, value_channels = permutations(self.query.shape[3]), permutations(self.value.shape[3])
 
         def ordered(x: Tensor, second: list[Tensor], third: list[Tensor]) -> Tensor:
-            """Of [batch, heads, ...], each order's."""
+            """Apply each order to [batch, heads, ...]."""
             parts = []
             for some, others in zip(second, third, strict=True):
                 part = x if x.shape[2] == 1 else x[:, :, some]
@@ -284,7 +283,7 @@ class Scene:
         )
 
     def formula(self, keep: Tensor | None = None, rate: float = 0.0) -> Formula:
-        """The formula in the scene's own dtype, over the mask that was asked pair by pair."""
+        """Compute the formula in the scene's dtype, with the mask built pair by pair."""
         return plain_formula(
             self.query,
             self.key,
@@ -300,7 +299,7 @@ class Scene:
 
 
 def beside(scenes: Sequence[Scene]) -> Scene:
-    """Scenes that differ in their numbers alone, as the heads of one."""
+    """Concatenate scenes that differ in their numbers alone, as the heads of one scene."""
     first = scenes[0]
     axes = {"query": 1, "key": 1, "value": 1, "bias": 1, "table": 0, "sinks": 0, "scale": 0}
     joined = {name: torch.cat([getattr(x, name) for x in scenes], axes[name]) for name in first.learned}
@@ -313,9 +312,9 @@ def beside(scenes: Sequence[Scene]) -> Scene:
 def result_and_gradients(
     scene: Scene, backend: str | None = None, *, everything: bool = False, **options: object
 ) -> Formula:
-    """What a backend (or the formula) gives, and the gradients of a random functional of it.
+    """Return the result of a backend (or the formula), and the gradients of a random functional of it.
 
-    `everything` lets the functional reach the log-sum-exp and the weights besides the output.
+    `everything` lets the functional include the log-sum-exp and the weights as well as the output.
     """
     scene = scene.with_gradients()
     if backend is not None:
@@ -339,13 +338,13 @@ def result_and_gradients(
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Random numbers that bfloat16 can hold, so that a scene is the same one in every dtype."""
+    """Return random numbers that bfloat16 represents exactly, so that a scene is equal in every dtype."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(dtype)
 
 
 @st.composite
 def bands(draw: st.DrawFn) -> Who:
-    """A causal edge, a window, both or neither."""
+    """Draw a causal mask, a window, both or neither."""
     edge = st.none() | st.integers(0, 9)
     left, right = draw(edge), draw(edge)
     first = draw(st.integers(0, 4)) if left is not None else 0
@@ -354,7 +353,7 @@ def bands(draw: st.DrawFn) -> Who:
 
 @st.composite
 def whos(draw: st.DrawFn, batch: int, heads: int, queries: int, keys: int) -> Who:
-    """Any band combined with any padding, packing or placing, and a dense mask."""
+    """Draw any band combined with any padding, packing or positions, and a dense mask."""
 
     def rows(size: int, low: int, high: int) -> Rows:
         count = draw(st.sampled_from([1, batch]))
@@ -384,7 +383,7 @@ def whos(draw: st.DrawFn, batch: int, heads: int, queries: int, keys: int) -> Wh
 
 @st.composite
 def scenes(draw: st.DrawFn, most_heads: int = 6) -> Scene:
-    """Any sizes, masks and options, combined, in float64."""
+    """Draw any sizes, masks and options, combined, in float64."""
     batch = draw(st.integers(1, max(most_heads // 2, 2)))
     heads = draw(st.sampled_from([n for n in (1, 2, 3, 6) if n <= most_heads]))
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 6) if heads % n == 0]))

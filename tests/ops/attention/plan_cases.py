@@ -1,4 +1,4 @@
-"""Our attention and PyTorch's on cuDNN, one after the other on one shape: does either spoil the other's gradients?
+"""Our attention and PyTorch's on cuDNN, in sequence on one shape: are the gradients independent?
 
     python -m tests.ops.attention.plan_cases "own plans" fused ours tokens-first heads-first
 
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x[:1].expand_as(x),
     "sliced": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
 }
-ORDERS = ("ours", "theirs")  # who runs first
+ORDERS = ("ours", "theirs")  # which runs first
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Projected(nn.Module):
-    """The layer by hand, its heads in one of the layouts that a joint or a separate projection leaves them in."""
+    """A handwritten layer whose heads have one of the layouts of joint or separate projections."""
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], layout: str) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Ours(nn.Module):
 
 
 class _HuggingFace(nn.Module):
-    """Llama's attention with rotations of angle 0, which is the formula."""
+    """Llama's attention with rotations of angle 0, which equals the formula."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {"drop-in": _DropIn, "layer": _Ours
 
 
 def _weights(layer: nn.Module) -> list[nn.Parameter]:
-    """W_Q, W_K, W_V (joined or apart), then W_O, by the names every layer gives them."""
+    """Return W_Q, W_K, W_V (joint or separate), then W_O, under each layer's parameter names."""
     named = dict(layer.named_parameters())
     order = ("in_proj", "in_weight", "q_proj", "k_proj", "v_proj", "out_proj", "out_weight", "o_proj")
     return [named[name] for part in order for name in named if part in name]
@@ -160,7 +160,7 @@ def _errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 def function_errors(
     name: str, first: str, inputs: str, gradient: str, batch: int, length: int
 ) -> dict[str, list[float]]:
-    """Relative errors of the gradients of query, key and value, ours and theirs."""
+    """Return the relative errors of the gradients of query, key and value, ours and PyTorch's."""
     generator = torch.Generator("cuda").manual_seed(length)
     leaves = [_normal(generator, batch, HEADS, length, DIM).requires_grad_() for _ in range(3)]
     direction = LAYOUTS[gradient](_normal(generator, batch, HEADS, length, DIM))
@@ -181,7 +181,7 @@ def function_errors(
 
 
 def layer_errors(name: str, first: str, split: str, gradient: str, batch: int, length: int) -> dict[str, list[float]]:
-    """Relative errors of the gradients of the input, W_Q, W_K, W_V and W_O, ours and theirs."""
+    """Return the relative errors of the gradients of input, W_Q, W_K, W_V and W_O, ours and PyTorch's."""
     generator = torch.Generator("cuda").manual_seed(length)
     x = _normal(generator, batch, length, WIDTH)
     weights = [_normal(generator, WIDTH, WIDTH) * WIDTH**-0.5 for _ in range(4)]
@@ -213,7 +213,7 @@ def layer_errors(name: str, first: str, split: str, gradient: str, batch: int, l
 
 
 class _Laid(torch.autograd.Function):
-    """The identity, with a gradient in the layout of that name."""
+    """Identity whose gradient has the named layout."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, layout: str) -> Tensor:
@@ -225,7 +225,7 @@ class _Laid(torch.autograd.Function):
         return LAYOUTS[ctx.layout](grad), None  # type: ignore[attr-defined]
 
 
-# Whether ours may run cuDNN's backward, on plans of its own, or leaves it alone as it does for small problems.
+# Our attention may run cuDNN's backward on separate plans, or not at all, as for small problems.
 PLANS = {"own plans": 0, "no plans": 1 << 62}
 
 
@@ -233,12 +233,12 @@ def errors(
     plans: str, name: str, first: str, inputs: str, gradient: str, batch: int, length: int
 ) -> dict[str, list[float]]:
     measure = function_errors if name in FUNCTIONS else layer_errors
-    with mock.patch.object(cudnn_backward, "SMALLEST", PLANS[plans]):
+    with mock.patch.object(cudnn_backward, "MIN_MULTIPLY_ADDS", PLANS[plans]):
         return measure(name, first, inputs, gradient, batch, length)
 
 
 def all_cases() -> list[tuple[str, str, str, str, str]]:
-    """Every (plans, ours, who runs first, layout of the inputs, layout of the output gradient)."""
+    """Return every (plans, ours, which runs first, layout of the inputs, layout of the output gradient)."""
     functions = itertools.product(PLANS, FUNCTIONS, ORDERS, LAYOUTS, LAYOUTS)
     # A layer's own output gradient cannot be expanded: the numbers would differ.
     layers = itertools.product(PLANS, LAYERS, ORDERS, SPLITS, [layout for layout in LAYOUTS if layout != "expanded"])

@@ -25,7 +25,7 @@ SDPA_FACTOR = {torch.float32: 5.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles, skipped tiles, partial tiles and parts already at the sizes of these tests."""
+    """Shrink tiles so that these sizes have several, skipped and partial tiles, and parts."""
 
     def tile_sizes(pairs: int, *sizes: int, in_parts: bool = True) -> tuple[int, int, int]:
         return 16, 7, max(1, 2 * pairs // 3) if in_parts else pairs
@@ -55,7 +55,7 @@ def test_every_backend_is_the_formula_in_float64(scene: Scene) -> None:
             assert_equal(result_and_gradients(scene, backend, everything=everything), exact, everything=everything)
     plain = replace(scene, sinks=None, softcap=None)
     exact = result_and_gradients(plain)
-    fixed = replace(plain, bias=None, table=None)  # PyTorch's CPU kernel gives no gradient of a bias
+    fixed = replace(plain, bias=None, table=None)  # PyTorch's CPU kernel has no gradient of a bias
     assert_equal(result_and_gradients(fixed, "sdpa"), result_and_gradients(fixed), everything=False)
     with torch.no_grad():
         assert serves(plain, "sdpa")
@@ -86,7 +86,7 @@ MASKS = {
     "dense by head": lambda q, k: Who(dense=torch.rand(1, 6, q, k) < 0.6),
     "keys alone": lambda q, k: Who(dense=torch.rand(2, 1, 1, k) < 0.6),
 }
-# What a mask hides does not depend on the dtype: every other mask has the other half precision.
+# Masking does not depend on the dtype: every other mask uses the other half precision.
 DTYPES = {
     mask: (torch.float32, half)
     for mask, half in zip(MASKS, itertools.cycle((torch.bfloat16, torch.float16)), strict=False)
@@ -112,7 +112,7 @@ def test_every_kind_of_mask_is_the_formula_in_float64(backend: str, size: str, m
 
 
 def everything_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
-    """Bias, relative bias, sinks, softcap and a scale a head, all learned."""
+    """Return a scene with bias, relative bias, sinks, softcap and a scale per head, all learned."""
     bias = normal(1, 6, queries, keys, seed=seed + 4)
     return replace(
         fixed_scene(queries, keys, who, seed),
@@ -128,7 +128,7 @@ def everything_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
 def assert_within_budgets(
     scene: Scene, backends: Sequence[str], dtypes: Iterable[torch.dtype] = SDPA_FACTOR, *, everything: bool = False
 ) -> None:
-    """Hold several draws, under the mask as it is, and several orders of one of them to one budget in each dtype."""
+    """Check several draws, and several orders of one draw, against one error budget in each dtype."""
 
     def results(scene: Scene, backend: str | None = None) -> dict[str, Tensor]:
         found = result_and_gradients(scene, backend, everything=everything)
@@ -179,7 +179,7 @@ def test_pytorchs_kernel_without_a_mask_tensor_stays_within_its_factor(mask: str
 def test_pytorchs_kernel_stays_within_its_factor_under_a_bias_and_a_scale_a_head(dtype: torch.dtype) -> None:
     scene = replace(everything_scene(19, 31, Who(causal=True)), sinks=None, softcap=None)
     if dtype is torch.float16:  # which has no room for queries multiplied by any scale
-        with pytest.raises(BackendUnsupported, match="float16 queries multiplied beforehand may overflow"):
+        with pytest.raises(BackendUnsupported, match="scaling float16 queries beforehand may overflow"):
             scene.to(dtype).run("sdpa")
         return
     samples = []

@@ -1,4 +1,4 @@
-"""What the tiles promise beyond the numbers: memory that grows with n, no repeated keys, and second derivatives."""
+"""Properties of the tiles: memory linear in n, no repeated keys, second derivatives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ops.oracle import ON_THE_CPU
 
 
 class Allocations(TorchDispatchMode):
-    """Notes the elements of the largest tensor that any operator makes, and the most bytes that live at once."""
+    """Record the elements of the largest tensor that any operator allocates, and the peak bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Allocations(TorchDispatchMode):
 
 
 def spent(n: int, mask: Mask | None, *, learned: tuple[Tensor, ...] = (), **options: Any) -> tuple[Allocations, int]:
-    """What one forward and backward over n tokens allocates, and the bytes of its queries."""
+    """Return the allocations of one forward and backward over n tokens, and the bytes of its queries."""
     query, key = torch.randn(1, 2, n, 8, requires_grad=True), torch.randn(1, 1, n, 8, requires_grad=True)
     with Allocations() as allocations:
         output = attention(query, key, key, mask=mask, backend="blockwise", **options).output
@@ -146,7 +146,7 @@ MASKED = {
 def test_first_and_second_derivatives_are_those_of_the_numbers(
     monkeypatch: pytest.MonkeyPatch, mask: str, options: dict[str, Any]
 ) -> None:
-    """Two row blocks of 18 queries, three column blocks of 7 keys; every input, through output and log-sum-exp."""
+    """Uses two row blocks of 18 queries and three column blocks of 7 keys."""
     monkeypatch.setattr(tiles, "TILE_COLUMNS", 3)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
@@ -204,7 +204,7 @@ def test_weights_of_the_tiles_can_be_differentiated() -> None:
 def test_the_gradient_of_what_many_pairs_share_is_summed_in_more_than_its_dtype(
     backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many tiles, each of which adds less than a rounding of the sum."""
+    """Uses many tiles, each of which adds less than a rounding error of the sum."""
     monkeypatch.setattr(tiles, "TILE_COLUMNS", 16)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
     length, dtype = 300, torch.bfloat16

@@ -1,4 +1,4 @@
-"""Who serves a request and why the others do not: every branch of the choice is taken, and the reasons are read."""
+"""Choice of a backend: every branch is taken, and every reason is checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Q, K, V = normal(2, 6, 19, 8, seed=1).float(), normal(2, 2, 23, 8, seed=2).float
 
 
 def kernels_run(**options: Any) -> list[str]:
-    """The operators that compute attention or its pieces, in the order PyTorch ran them."""
+    """Return the operators of attention and its parts, in the order PyTorch ran them."""
     names: list[str] = []
 
     class Recorder(TorchDispatchMode):
@@ -45,22 +45,22 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"weights": True}, "do not return weights"),
     "softcap": ({"softcap": 3.0}, "have no softcap"),
     "sinks": ({"sinks": torch.zeros(6)}, "have no learned sinks"),
-    "log-sum-exp": ({"logsumexp": True}, "give no log-sum-exp with a gradient"),
+    "log-sum-exp": ({"logsumexp": True}, "return no differentiable log-sum-exp"),
     "seeded dropout": ({"dropout": 0.1, "seed": 3}, "cannot replay a seed"),
     "dropout": ({"dropout": 0.1}, "math path, which materialises the weights: its CPU kernel has no dropout"),
     "gradient of a bias": (
         {"mask": Mask.bias(torch.randn(19, 23, requires_grad=True))},
-        "its CPU kernel gives no gradient of a bias",
+        "its CPU kernel has no gradient of a bias",
     ),
     "gradient of a relative bias": (
         {"mask": Mask.relative(torch.randn(6, 5, requires_grad=True), 2)},
-        "its CPU kernel gives no gradient of a bias",
+        "its CPU kernel has no gradient of a bias",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_a_named_backend_that_cannot_serve_says_why(case: str) -> None:
+def test_a_named_backend_that_cannot_run_reports_why(case: str) -> None:
     options, words = REASONS[case]
     choice = explain(Q, K, K, **options)["sdpa"]
     assert not choice.supported
@@ -73,7 +73,7 @@ def test_a_named_backend_that_cannot_serve_says_why(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_auto_takes_another_backend_where_pytorch_cannot_serve(case: str) -> None:
+def test_auto_takes_another_backend_where_pytorch_cannot_run(case: str) -> None:
     options, _ = REASONS[case]
     expected = "reference" if case == "weights" else "blockwise"
     assert explain(Q, K, K, **options).chosen == expected
@@ -153,7 +153,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("tensors", TENSORS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_what_is_said_to_be_fused_is_fused(mask: str, tensors: str) -> None:
+def test_explain_reports_fused_kernels_correctly(mask: str, tensors: str) -> None:
     query, key, value = TENSORS[tensors]
     explanation = explain(query, key, value, mask=MASKS[mask])
     assert explanation.chosen == "sdpa"
@@ -161,7 +161,7 @@ def test_what_is_said_to_be_fused_is_fused(mask: str, tensors: str) -> None:
     assert kernels_run(tensors=TENSORS[tensors], mask=MASKS[mask]) == FLASH
 
 
-def test_a_scale_a_head_is_fused() -> None:
+def test_a_scale_per_head_is_fused() -> None:
     assert kernels_run(scale=torch.rand(6)) == FLASH
     assert kernels_run(scale=torch.rand(6).requires_grad_()) == FLASH
 
@@ -235,7 +235,7 @@ def test_auto_avoids_a_mask_that_would_be_too_large(
     assert "its mask would be materialised" in explanation["sdpa"].avoided
     assert "its mask would be materialised" in str(explanation)
     assert attention(Q, K, K, mask=mask).backend == "blockwise"
-    assert attention(Q, K, K, mask=mask, backend="sdpa").backend == "sdpa"  # who names it gets it
+    assert attention(Q, K, K, mask=mask, backend="sdpa").backend == "sdpa"  # a named backend is used
 
 
 def test_explaining_a_large_mask_does_not_build_it() -> None:
@@ -281,12 +281,12 @@ def test_a_causal_self_attention_needs_no_mask_tensor(monkeypatch: pytest.Monkey
 
 # ---- windows whose hidden pairs cost more than our kernel
 
-SKIPS = "it computes every pair that the window hides"
+SKIPS = "it computes every pair that the window masks"
 
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Tensors that say they lie on a GPU, whose kernels all serve."""
+    """Pretend that tensors are on a GPU whose kernels support every request."""
     monkeypatch.setattr(sdpa, "kernel", lambda request: "efficient")
     monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
     monkeypatch.setattr(fused, "HAS_TRITON", True)
@@ -296,7 +296,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def far(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of exactly 2^35 products, unless other sizes are given."""
+    """Return queries, keys and values of exactly 2^35 multiply-adds, unless sizes are passed."""
     size = {"batch": 2, "heads": 4, "kv_heads": 2, "queries": 8192, "keys": 8192, "dim": 64} | sizes
     query = torch.empty(size["batch"], size["heads"], size["queries"], size["dim"], device=device, dtype=dtype)
     key = torch.empty(size["batch"], size["kv_heads"], size["keys"], size["dim"], device=device, dtype=dtype)
@@ -361,7 +361,7 @@ def test_an_exported_window_stays_with_pytorch(a_gpu: None, monkeypatch: pytest.
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_choice_is_the_same_in_a_compiled_program(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
-    """As if the rule held for a CPU and for less work, and the formula were our kernel."""
+    """Applies the rule to a CPU and to less work, with the formula as our kernel."""
     monkeypatch.setattr(mask_rule, "DEVICE", "cpu")
     monkeypatch.setattr(mask_rule, "DTYPES", (torch.float32,))
     monkeypatch.setattr(mask_rule, "LARGEST_WINDOWED", 2 * 6 * 19 * 23 * 8)
@@ -402,7 +402,7 @@ def test_a_long_window_is_the_same_from_our_kernel_and_from_pytorch() -> None:
 
 # ---- biases by distance, which PyTorch is handed pair by pair
 
-BY_DISTANCE = "it would be handed the bias of every pair, and our kernel reads it by distance"
+BY_DISTANCE = "it needs the bias of every pair materialised, and our kernel reads it by distance"
 
 
 def near(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> tuple[torch.Tensor, ...]:
@@ -481,7 +481,7 @@ def test_an_exported_bias_by_distance_stays_with_pytorch(a_gpu: None, monkeypatc
 
 
 def test_a_bias_by_distance_goes_to_our_kernel_in_a_compiled_program_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the rule held for a CPU, and the formula were our kernel."""
+    """Applies the rule to a CPU, with the formula as our kernel."""
     monkeypatch.setattr(mask_rule, "DEVICE", "cpu")
     monkeypatch.setattr(mask_rule, "DTYPES", (torch.float32,))
     monkeypatch.setitem(dispatch._RUN, "fused", dispatch._RUN["reference"])

@@ -1,6 +1,6 @@
-"""Our kernels as a backend: what they refuse, values and gradients against float64, and other people's programs.
+"""Our kernels as a backend: unsupported requests, values and gradients against float64, compilers.
 
-All that runs kernels runs in Triton's interpreter, in a process of its own, or on a GPU.
+Kernels run in Triton's interpreter, in a separate process, or on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIFFERENTIABLE = tuple(name for name in NAMES if name != "visible_keys")
 
 @contextmanager
 def small_tiles() -> Iterator[None]:
-    """Tiles so small that short sequences have several, full ones among them."""
+    """Use tiles so small that short sequences have several, some of them full."""
     from polyhead.ops.attention.kernels import backward, forward
 
     blocks = (backward.Blocks(16, 32, 4, 2), backward.Blocks(32, 16, 4, 2))
@@ -46,11 +46,11 @@ def tiles_for(device: str) -> object:
     return nullcontext() if device == "cuda" else small_tiles()
 
 
-def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "cpu") -> dict[str, Tensor]:
-    """The gradients of a random functional of the output, the log-sum-exp or the statistics that are named."""
+def gradients(case: Scene, backend: str, refusal: tuple[str, ...], device: str = "cpu") -> dict[str, Tensor]:
+    """Return the gradients of a random functional of the output, the log-sum-exp or named statistics."""
     case = case.with_gradients()
     requested = tuple(
-        name for name in told if name in NAMES and (name != "learned_sink_mass" or case.sinks is not None)
+        name for name in refusal if name in NAMES and (name != "learned_sink_mass" or case.sinks is not None)
     )
     statistics = Statistics(*requested, sink_keys=SINK_KEYS, window=WINDOW) if requested else None
     result = case.run(backend, device, statistics=statistics)
@@ -58,7 +58,7 @@ def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "c
     there |= {} if result.statistics is None else dict(result.statistics.items())
     loss = torch.zeros((), dtype=torch.float64)
     for place, (name, told_of) in enumerate(there.items()):
-        if name in told:
+        if name in refusal:
             generator = torch.Generator().manual_seed(place)
             direction = torch.randn(told_of.shape, generator=generator).bfloat16().to(told_of.dtype)
             told_of = told_of.cpu()
@@ -72,7 +72,7 @@ def gradients(case: Scene, backend: str, told: tuple[str, ...], device: str = "c
 
 
 def check_output(name: str, case: Scene, dtype: torch.dtype, device: str) -> None:
-    """Output and its gradients within the error budget."""
+    """Check the output and its gradients against the error budget."""
     case = case.to(dtype).on(device)
     samples = [output_and_gradients(case, device)]
     other = case.reordered(DRAWS if device == "cpu" else ORDERS)
@@ -81,14 +81,14 @@ def check_output(name: str, case: Scene, dtype: torch.dtype, device: str) -> Non
 
 
 def check_orders(dtype: torch.dtype) -> None:
-    """Every order of the keys, queries and channels of one scene."""
+    """Check several orders of the keys, queries and channels of one scene."""
     case = scene(queries=19, keys=23, heads=(1, 1), dims=(16, 8), sinks=normal(1, seed=7), who=Who(causal=True))
     case = case.to(dtype)
     assert_draws_within_error_budget([output_and_gradients(case.reordered(), "cpu")], name=f"in any order, {dtype}")
 
 
 def output_and_gradients(case: Scene, device: str | None) -> dict[str, Compared]:
-    """Ours, none without a device, beside the formula's."""
+    """Return our output and gradients (None without a device) and the formula's."""
     exact, plain = result_and_gradients(case.to(torch.float64)), result_and_gradients(case)
     parts = {"output": Compared(None, exact.output, plain.output)}
     parts |= {f"gradient of {x}": Compared(None, grad, plain.gradients[x]) for x, grad in exact.gradients.items()}
@@ -109,27 +109,27 @@ def output_and_gradients(case: Scene, device: str | None) -> dict[str, Compared]
     return parts
 
 
-def check_told(name: str, case: Scene, told: tuple[str, ...], device: str) -> None:
-    """Gradients through statistics, in float32: what the formula is in float32 sets the budget, over several draws."""
+def check_statistics_gradients(name: str, case: Scene, refusal: tuple[str, ...], device: str) -> None:
+    """Check gradients of statistics in float32; the float32 formula sets the budget, over several draws."""
     case = case.to(torch.float32)
     with tiles_for(device), poisoned_memory():
-        found = gradients(case, "fused", told, device)
-    exact, plain = (gradients(x, "reference", told) for x in (case.to(torch.float64), case))
+        found = gradients(case, "fused", refusal, device)
+    exact, plain = (gradients(x, "reference", refusal) for x in (case.to(torch.float64), case))
     draws = case.redrawn(ORDERS)
-    others = [gradients(x, "reference", told) for x in (draws.to(torch.float64), draws)]
+    others = [gradients(x, "reference", refusal) for x in (draws.to(torch.float64), draws)]
     samples = [
         {f"gradient of {x}": Compared(grad, exact[x], plain[x]) for x, grad in found.items()},
         {f"gradient of {x}": Compared(None, others[0][x], others[1][x]) for x in found},
     ]
-    assert_draws_within_error_budget(samples, name=f"{name}, through {', '.join(told)}")
+    assert_draws_within_error_budget(samples, name=f"{name}, through {', '.join(refusal)}")
 
 
 def causal_scene() -> Scene:
     return scene(sinks=normal(2, seed=7), who=Who(causal=True))
 
 
-def told_scene() -> Scene:
-    """Every input that learns, in one scene."""
+def statistics_scene() -> Scene:
+    """Return a scene in which every input is learned."""
     return scene(
         bias=normal(1, 2, 1, 41, seed=4),
         table=normal(2, 9, seed=6),
@@ -144,18 +144,18 @@ def told_scene() -> Scene:
 # Names of statistics, each with the output, in the scene of their gradients.
 TOLD: dict[str, tuple[Callable[[], Scene], tuple[str, ...]]] = {
     **{name: (causal_scene, (name,)) for name in ("logsumexp", *DIFFERENTIABLE)},
-    **{f"{name}, every input": (told_scene, (name,)) for name in ("max_logit", "max_abs_logit", "confidence")},
-    "all, every input": (told_scene, ("logsumexp", *DIFFERENTIABLE)),
+    **{f"{name}, every input": (statistics_scene, (name,)) for name in ("max_logit", "max_abs_logit", "confidence")},
+    "all, every input": (statistics_scene, ("logsumexp", *DIFFERENTIABLE)),
 }
 
 
 def check_statistic(kind: str, device: str) -> None:
     make, names = TOLD[kind]
-    check_told(kind, make(), ("output", *names), device)
+    check_statistics_gradients(kind, make(), ("output", *names), device)
 
 
 def check_scenes(dtype: torch.dtype, examples: int) -> None:
-    """Any mask with any options: values, and gradients of the output."""
+    """Check values and gradients under random masks and options."""
     from hypothesis import HealthCheck, Phase, given, settings
 
     from tests.ops.oracle import scenes
@@ -177,11 +177,11 @@ def check_scenes(dtype: torch.dtype, examples: int) -> None:
 
 
 def check_zero_scale(device: str) -> None:
-    """A scale of 0 has a gradient though its logits have none of it in them."""
+    """Check the gradient of a scale of 0."""
     for scale in ([0.0, 0.3], [0.0, 0.0]):
         case = scene(scale=torch.tensor(scale, dtype=torch.float64), who=Who(causal=True))
         check_output("scale of 0", case, torch.float32, device)
-        check_told("scale of 0", case, ("max_logit", "entropy"), device)
+        check_statistics_gradients("scale of 0", case, ("max_logit", "entropy"), device)
 
 
 HIDING = {
@@ -192,7 +192,7 @@ HIDING = {
 
 
 def hiding_scene(kind: str) -> Scene:
-    """Some keys that nobody sees, and in two of three some rows that see nothing."""
+    """Return a scene with keys that no row sees and, in two of three, rows without visible keys."""
     who = HIDING[kind]
     if who.dense is not None:
         who = replace(who, dense=(who.dense[:, None] & (torch.arange(19) % 5 > 0))[None, None])
@@ -200,14 +200,14 @@ def hiding_scene(kind: str) -> Scene:
 
 
 def check_hidden(kind: str, device: str, dtype: torch.dtype) -> None:
-    """What stands in hidden keys and in rows that see nothing reaches no output, statistic or gradient."""
+    """Check that masked keys and rows without visible keys affect no output, statistic or gradient."""
     plain = hiding_scene(kind).to(dtype)
-    for clean, told in ((plain, ("output",)), (with_options(plain), ("output", "entropy", "max_abs_logit"))):
+    for clean, refusal in ((plain, ("output",)), (with_options(plain), ("output", "entropy", "max_abs_logit"))):
         broken, count = break_hidden(clean)
         assert count > 0
         with tiles_for(device):
             expected, actual = (x.run("fused", device, statistics=True) for x in (clean, broken))
-            grads, broken_grads = (gradients(x, "fused", told, device) for x in (clean, broken))
+            grads, broken_grads = (gradients(x, "fused", refusal, device) for x in (clean, broken))
         assert torch.equal(actual.output, expected.output)
         assert actual.statistics is not None
         assert expected.statistics is not None
@@ -218,7 +218,7 @@ def check_hidden(kind: str, device: str, dtype: torch.dtype) -> None:
 
 
 def check_seen(device: str) -> None:
-    """A broken key reaches the rows that see it, and no other."""
+    """Check that a non-finite key affects the rows that see it, and no others."""
     case = hiding_scene("padding").to(torch.float32)
     key = case.key.clone()
     key[0, 0, 6, 3] = torch.nan
@@ -237,7 +237,7 @@ def check_seen(device: str) -> None:
 
 
 def check_dropout(device: str) -> None:
-    """The same weights are dropped as in the other backends; statistics are of the weights before."""
+    """Check that dropout matches the other backends, and that statistics ignore it."""
     case = scene(batch=2, who=Who(causal=True)).to(torch.float32)
     options = {"dropout": 0.3, "seed": 5, "statistics": ("entropy",)}
     with tiles_for(device):
@@ -251,7 +251,7 @@ def check_dropout(device: str) -> None:
 
 
 def check_refusals(device: str) -> None:
-    """No second derivative, and none at all of a count."""
+    """Check that there is no second derivative, and no derivative of a count."""
     case = scene(who=Who(causal=True)).to(torch.float32).with_gradients()
     result = case.run("fused", device, statistics=True)
     assert result.statistics is not None
@@ -263,7 +263,7 @@ def check_refusals(device: str) -> None:
 
 
 def check_programs(device: str) -> None:
-    """Compiled without a graph break with the same numbers, exported as one operator, registered as PyTorch asks."""
+    """Check torch.compile without graph breaks, export as one operator, and `torch.library.opcheck`."""
     query, key, value = (torch.randn(2, heads, 23, 16, device=device) for heads in (4, 2, 2))
     bias = torch.randn(1, 1, 1, 23, device=device)
     leaves = [x.requires_grad_() for x in (query, key, value, bias)]
@@ -303,7 +303,7 @@ def check_programs(device: str) -> None:
 
 
 def check_layouts(device: str) -> None:
-    """An output has its axes in the order of the query's, and is the same whatever that is."""
+    """Check that the output has the query's axis order, and the same values for every order."""
     heads_first = torch.randn(2, 3, 23, 16, device=device)
     tokens_first = heads_first.transpose(1, 2).contiguous().transpose(1, 2)
     both = torch.cat([tokens_first, tokens_first], -1)[..., 16:]  # a part of something wider
@@ -343,7 +343,7 @@ def test_in_the_interpreter_what_is_hidden_changes_nothing(kind: str) -> None:
     in_the_interpreter(check_hidden, kind, "cpu", torch.float32)
 
 
-def test_in_the_interpreter_a_broken_key_is_seen_by_who_sees_it() -> None:
+def test_in_the_interpreter_a_nonfinite_key_reaches_only_rows_that_see_it() -> None:
     in_the_interpreter(check_seen, "cpu")
 
 
@@ -352,7 +352,7 @@ def test_in_the_interpreter_dropout_is_that_of_the_other_backends() -> None:
     in_the_interpreter(check_refusals, "cpu")
 
 
-def test_in_the_interpreter_compilers_and_exporters_see_through() -> None:
+def test_in_the_interpreter_compile_and_export_work() -> None:
     in_the_interpreter(check_programs, "cpu")
     in_the_interpreter(check_layouts, "cpu")
 
@@ -363,7 +363,7 @@ def reasons_of(*shape: int, **options: object) -> tuple[str, ...]:
     return explain(x, x, x, **options)["fused"].reasons
 
 
-def test_without_a_gpu_the_backend_says_what_it_needs() -> None:
+def test_without_a_gpu_the_backend_reports_what_it_needs() -> None:
     assert reasons_of(1, 2, 5, 8) == ("our kernels run on CUDA devices, got tensors on cpu",)
     assert "our kernels run on CUDA devices, got tensors on meta" in reasons_of(1, 2, 5, 8, device="meta")
     x = torch.zeros(1, 2, 5, 8)
@@ -376,7 +376,7 @@ def test_every_limit_of_the_kernels_is_a_reason() -> None:
         1, 2, 5, 8, dtype=torch.float64
     )
     assert "our kernels take head and value dims from 1 to 256, got 264 and 264" in reasons_of(1, 2, 5, 264)
-    assert "our kernels never hold the weights" in reasons_of(1, 2, 5, 8, weights=True)
+    assert "our kernels never materialise the weights" in reasons_of(1, 2, 5, 8, weights=True)
     bias = Mask.bias(torch.zeros(1, 1, 5, 5))
     assert "our kernels read one bias tensor, got 2" in reasons_of(1, 2, 5, 8, mask=bias & bias)
 
@@ -417,21 +417,21 @@ def test_on_a_gpu_plain_heads_keep_to_the_bounds(causal: bool, kv_heads: int, dt
 
 
 @pytest.mark.parametrize("kind", ["shared bias", "table"])
-def test_a_gradient_that_adds_up_in_any_order_is_refused_where_that_is_not_wanted(kind: str) -> None:
+def test_a_gradient_summed_in_varying_order_is_refused_under_deterministic_algorithms(kind: str) -> None:
     tensors = [torch.randn(1, 2, 5, 8) for _ in range(3)]
     learned = torch.randn((1, 2, 1, 5) if kind == "shared bias" else (2, 3), requires_grad=True)
 
-    def told() -> str:
+    def refusal() -> str:
         mask = Mask.bias(learned) if kind == "shared bias" else Mask.relative(learned, 1)
         with pytest.raises(BackendUnsupported) as caught:  # at the least because there is no GPU
             attention(*(x.double() for x in tensors), mask=mask, backend="fused")
         return " / ".join(caught.value.reasons)
 
-    assert "in an order that changes" not in told()
+    assert "in a varying order" not in refusal()
     torch.use_deterministic_algorithms(True)
     try:
-        assert "in an order that changes" in told()
+        assert "in a varying order" in refusal()
         with torch.no_grad():
-            assert "in an order that changes" not in told()
+            assert "in a varying order" not in refusal()
     finally:
         torch.use_deterministic_algorithms(False)

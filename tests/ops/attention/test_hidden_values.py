@@ -1,4 +1,4 @@
-"""What a mask hides stays hidden: NaN and Inf never leak, empty rows are exactly zero, and empty tensors work."""
+"""Masked NaN and Inf never spread, empty rows are exactly zero, and empty tensors work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hidden_half(queries: int, keys: int) -> Tensor:
-    """Some keys that nobody sees and some rows that see nothing."""
+    """Return a mask with keys that no row sees and rows without visible keys."""
     allowed = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(3)) < 0.6
     allowed[:, :, :, 3:9] = False
     allowed[:, :, 5:8] = False
@@ -85,7 +85,7 @@ def with_options(scene: Scene) -> Scene:
 
 
 def break_hidden(scene: Scene) -> tuple[Scene, int]:
-    """The same scene with NaN and infinities in every query that sees nothing and every key that nobody sees."""
+    """Put NaN and infinities into every query without visible keys and every key that no row sees."""
     visible = scene.visible()
     batch, _, _, keys = scene.sizes
     kv_heads = scene.key.shape[1]

@@ -1,4 +1,4 @@
-"""Attention of no sequences, no queries or no keys on a GPU, where cuDNN's kernels answer with no tensor."""
+"""Empty batches, queries and keys on a GPU, where cuDNN's kernels return no tensor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ pytestmark = pytest.mark.gpu
 
 
 SIZES = {"sequences": (0, 5, 5), "queries": (2, 0, 5), "keys": (2, 5, 0)}
-# PyTorch's choice has no fused kernel for no queries or no keys, and says so.
+# PyTorch has no fused kernel for empty queries or keys, and warns.
 SERVED = [(name, backend) for name in SIZES for backend in ("auto", "fused")] + [("sequences", "sdpa")]
 
 
 @pytest.mark.parametrize("mask", [None, Mask.causal()], ids=["open", "causal"])
 @pytest.mark.parametrize(("name", "backend"), SERVED)
-def test_nothing_gives_nothing_or_zeros(name, backend, mask):
+def test_empty_inputs_give_empty_outputs_or_zeros(name, backend, mask):
     batch, queries, keys = SIZES[name]
     query = torch.randn(batch, 4, queries, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     key, value = (
@@ -34,7 +34,7 @@ def test_nothing_gives_nothing_or_zeros(name, backend, mask):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_layer_takes_a_batch_of_nothing(causal):
+def test_a_layer_takes_an_empty_batch(causal):
     layer = polyhead.MultiHeadAttention(256, 4, causal=causal, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(0, 7, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     output = layer(x).output

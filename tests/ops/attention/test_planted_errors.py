@@ -1,4 +1,4 @@
-"""Errors planted into the tiles of `blockwise`, each of which the error budget must refuse."""
+"""Errors planted into the tiles of `blockwise`, each of which must exceed the error budget."""
 
 from __future__ import annotations
 
@@ -31,21 +31,19 @@ class Planted(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-OUTPUT = "collected.mul_(decay).baddbmm_(kept, value_rows)"
+OUTPUT = "acc.mul_(decay).baddbmm_(dropped, value_rows)"
 PLANTED = {
     "the sum of exponentials is not rescaled": Planted(
-        tiled_softmax, "_attended_rows", "total = total * decay + row_sums", "total = total + row_sums"
+        tiled_softmax, "_attend_rows", "row_sum = row_sum * decay + tile_sum", "row_sum = row_sum + tile_sum"
     ),
-    "the output is not rescaled": Planted(
-        tiled_softmax, "_attended_rows", OUTPUT, "collected.baddbmm_(kept, value_rows)"
-    ),
+    "the output is not rescaled": Planted(tiled_softmax, "_attend_rows", OUTPUT, "acc.baddbmm_(dropped, value_rows)"),
     "the output is not rescaled, in bfloat16": Planted(
-        tiled_softmax, "_attended_rows", OUTPUT, "collected.baddbmm_(kept, value_rows)", torch.bfloat16
+        tiled_softmax, "_attend_rows", OUTPUT, "acc.baddbmm_(dropped, value_rows)", torch.bfloat16
     ),
-    "a bfloat16 accumulator": Planted(tiled_softmax, "_attended_rows", OUTPUT, f"collected.copy_({OUTPUT}.bfloat16())"),
-    "a float16 accumulator": Planted(tiled_softmax, "_attended_rows", OUTPUT, f"collected.copy_({OUTPUT}.half())"),
+    "a bfloat16 accumulator": Planted(tiled_softmax, "_attend_rows", OUTPUT, f"acc.copy_({OUTPUT}.bfloat16())"),
+    "a float16 accumulator": Planted(tiled_softmax, "_attend_rows", OUTPUT, f"acc.copy_({OUTPUT}.half())"),
     "a bfloat16 accumulator for float16": Planted(
-        tiled_softmax, "_attended_rows", OUTPUT, f"collected.copy_({OUTPUT}.bfloat16())", torch.float16
+        tiled_softmax, "_attend_rows", OUTPUT, f"acc.copy_({OUTPUT}.bfloat16())", torch.float16
     ),
     "a causal mask off by one": Planted(
         Visibility, "_band_tile", "before = distance <= right", "before = distance <= right + 1"
@@ -55,43 +53,43 @@ PLANTED = {
     ),
     "sinks left out of the sum": Planted(
         tiled_softmax,
-        "_attended_rows",
-        "total = torch.exp(column - torch.where(largest == -torch.inf, 0.0, largest))",
-        "total = torch.zeros_like(largest)",
+        "_attend_rows",
+        "row_sum = torch.exp(column - torch.where(running_max == -torch.inf, 0.0, running_max))",
+        "row_sum = torch.zeros_like(running_max)",
     ),
     "logits rounded to float16": Planted(
         tiles.Tiling,
         "logits",
-        'torch.bmm(query_rows, key_columns, out=self.room("logits", shape, query_rows))',
+        'torch.bmm(query_rows, key_columns, out=self.buffer("logits", shape, query_rows))',
         "torch.bmm(query_rows, key_columns).half().to(query_rows.dtype)",
     ),
     "a constant of few digits in the exponential": Planted(tiles.Tiling, "exponential", "_LOG2_E", "1.44270"),
     "dO . O dropped from the gradient of logits": Planted(
-        tiled_softmax, "_flows", "common = common - (found.output * grad_output).sum(-1)", "pass"
+        tiled_softmax, "_row_gradients", "common = common - (outputs.output * grad_output).sum(-1)", "pass"
     ),
     "the gradient of the log-sum-exp dropped": Planted(
         tiled_softmax,
-        "_flows",
-        "common = torch.zeros_like(total) if grad_logsumexp is None else grad_logsumexp",
-        "common = torch.zeros_like(total)",
+        "_row_gradients",
+        "common = torch.zeros_like(row_sum) if grad_logsumexp is None else grad_logsumexp",
+        "common = torch.zeros_like(row_sum)",
     ),
     "the slope of the softcap dropped": Planted(
-        tiled_softmax, "_backward_tiles", "grad_tile.mul_(1 - bent * bent)", "pass"
+        tiled_softmax, "_backward_tiles", "grad_tile.mul_(1 - tanh_logits * tanh_logits)", "pass"
     ),
     "a tile's gradient of keys in place of the sum": Planted(
         tiled_softmax,
         "_backward_tiles",
-        "key_sums[:, :, cut] += torch.bmm(query_rows.transpose(1, 2), grad_tile)",
-        "key_sums[:, :, cut] = torch.bmm(query_rows.transpose(1, 2), grad_tile)",
+        "key_sums[:, :, key_slice] += torch.bmm(query_rows.transpose(1, 2), grad_tile)",
+        "key_sums[:, :, key_slice] = torch.bmm(query_rows.transpose(1, 2), grad_tile)",
     ),
     "a gradient of values summed in bfloat16": Planted(
         tiled_softmax,
         "_backward_tiles",
-        "value_sums[:, :, cut] += torch.bmm(grad_rows.transpose(1, 2), kept)",
-        "value_sums[:, :, cut] += torch.bmm(grad_rows.transpose(1, 2), kept).bfloat16()",
+        "value_sums[:, :, key_slice] += torch.bmm(grad_rows.transpose(1, 2), dropped)",
+        "value_sums[:, :, key_slice] += torch.bmm(grad_rows.transpose(1, 2), dropped).bfloat16()",
     ),
     "a gradient of the table summed in float16": Planted(
-        tiled_softmax, "_sum_dtype", "torch.float64 if is_long", "torch.float16 if is_long"
+        tiled_softmax, "_sum_dtype", "torch.float64 if is_sum_over_rows", "torch.float16 if is_sum_over_rows"
     ),
     "a scale of few digits": Planted(tiles, "prepare", "scale.to(dtype)[:, None, None]", "scale.half()[:, None, None]"),
 }

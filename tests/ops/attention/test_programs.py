@@ -1,4 +1,4 @@
-"""Attention inside other people's programs: compiled without a graph break, with its gradients, and exported."""
+"""Attention under torch.compile, without graph breaks and with gradients, and torch.export."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MASKS = {
     "torch": lambda x: Mask.from_torch(~x["allowed"][0, 0], x["padding"]),
 }
 
-# Each backend cuts what a mask resolves to in its own way, so that each is given every kind; what a single mask
-# resolves to is the same for all of them, and is followed with `reference` alone.
+# Each backend tiles a resolved mask in its own way, so each is tested with every kind; how a mask is resolved is the
+# same for all of them, and is traced with `reference` alone.
 TOGETHER = {
     "window of left padding": lambda x: (
         MASKS["left padding"](x) & MASKS["window"](x) & MASKS["bias"](x) & MASKS["torch"](x)
@@ -136,7 +136,7 @@ def test_every_option_compiles_in_one_graph(backend: str, seed: int | Tensor) ->
 
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_broken_keys_behind_a_mask_stay_hidden_in_a_compiled_program(backend: str) -> None:
-    """A compiled program cannot look whether all is finite, so it takes the guarded way every time."""
+    """A compiled program cannot read whether all is finite, so it always runs the guarded path."""
     x = inputs(requires_grad=False)
     x["key"][1, :, 11:] = torch.nan
     x["value"][1, :, 11:] = torch.inf

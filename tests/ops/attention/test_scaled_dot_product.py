@@ -1,4 +1,4 @@
-"""Gradients of ours and of PyTorch's attention do not depend on which of them ran before in the process."""
+"""Gradients of our and PyTorch's attention do not depend on which ran first in the process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PROBLEMS = list(dict.fromkeys(case[:4] for case in CASES))
 
 
 def unused_shape(case: tuple[str, ...]) -> tuple[int, int]:
-    """A batch size and a length that no other case has: sizes are part of the key of PyTorch's cache."""
+    """Return a batch size and a length that no other case uses: both are part of PyTorch's cache key."""
     batch, step = divmod(CASES.index(case), 64)
     return 2 + batch, 272 + 16 * step
 
 
 def modules_calling(root: Path, name: str) -> set[str]:
-    """The modules below a folder that call an attribute whose name holds this."""
+    """Return the modules below a folder that call an attribute whose name contains `name`."""
     found = set()
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
@@ -78,7 +78,7 @@ def test_cudnn_is_off_inside_and_the_users_choice_is_back_outside():
 
 
 def test_a_compiler_traces_the_way_without_cudnn(monkeypatch):
-    monkeypatch.setattr(scaled_dot_product_module, "_leaves_cudnn", lambda *tensors: True)
+    monkeypatch.setattr(scaled_dot_product_module, "_avoids_cudnn", lambda *tensors: True)
     seen = []
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def heads(length: int, *, dim: int = 64, dtype: torch.dtype = torch.bfloat16, kv
 
 
 def nodes_of(output: Tensor) -> set[str]:
-    """The names of all autograd nodes behind a tensor."""
+    """Return the names of all autograd nodes behind a tensor."""
     names, waiting = set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -229,12 +229,12 @@ def test_forward_only_calls_keep_cudnn():
 @pytest.mark.gpu
 def test_large_calls_run_cudnns_backward_in_a_thread_of_our_own(monkeypatch):
     inputs = heads(368)
-    monkeypatch.setattr(cudnn_backward, "SMALLEST", 0)
+    monkeypatch.setattr(cudnn_backward, "MIN_MULTIPLY_ADDS", 0)
     assert kernel_name(*inputs, causal=True) == "cudnn"
     threads = []
-    planned = cudnn_backward._planned
+    planned = cudnn_backward._run_backward
     monkeypatch.setattr(
-        cudnn_backward, "_planned", lambda *rest: threads.append(threading.current_thread().name) or planned(*rest)
+        cudnn_backward, "_run_backward", lambda *rest: threads.append(threading.current_thread().name) or planned(*rest)
     )
     scaled_dot_product(*inputs, causal=True).sum().backward()
     polyhead.attention(*inputs, mask=Mask.causal(), backend="fused").output.sum().backward()
@@ -244,17 +244,17 @@ def test_large_calls_run_cudnns_backward_in_a_thread_of_our_own(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_cache_that_all_threads_share_would_be_noticed(monkeypatch):
-    """As if the cache were not thread-local: our calls run in the thread that has built a plan for another layout."""
-    assert cudnn_backward._has_own_plans(0)
+    """Runs our calls in a thread that has built a plan for another layout, as with a shared cache."""
+    assert cudnn_backward._has_separate_plans(0)
     with ThreadPoolExecutor(1) as shared:
-        monkeypatch.setattr(cudnn_backward, "_own_thread", lambda: shared)
+        monkeypatch.setattr(cudnn_backward, "_worker_thread", lambda: shared)
         monkeypatch.setattr(cudnn_backward, "ThreadPoolExecutor", lambda _: nullcontext(shared))
-        assert not cudnn_backward._has_own_plans(0)
+        assert not cudnn_backward._has_separate_plans(0)
 
 
 @pytest.mark.gpu
 def test_a_step_on_plans_of_our_own_can_be_captured(monkeypatch):
-    monkeypatch.setattr(cudnn_backward, "SMALLEST", 0)
+    monkeypatch.setattr(cudnn_backward, "MIN_MULTIPLY_ADDS", 0)
     inputs = heads(384)
     direction = torch.randn_like(inputs[0])
 

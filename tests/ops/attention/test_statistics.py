@@ -28,7 +28,7 @@ DIFFERENTIABLE = tuple(name for name in NAMES if name != "visible_keys")
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles, skipped tiles, partial tiles and parts already at the sizes of these tests."""
+    """Shrink tiles so that these sizes have several, skipped and partial tiles, and parts."""
     monkeypatch.setattr(tiles, "TILE_COLUMNS", 7)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
@@ -37,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logits_of(scene: Scene) -> Tensor:
-    """[batch, heads, queries, keys], with numbers of no meaning at hidden keys."""
+    """Return the logits [batch, heads, queries, keys], arbitrary at masked keys."""
     batch, heads, queries, keys = scene.sizes
     key = scene.key.repeat_interleave(heads // scene.key.shape[1], 1)
     scale = scene.query.shape[-1] ** -0.5 if scene.scale is None else scene.scale
@@ -54,7 +54,7 @@ def logits_of(scene: Scene) -> Tensor:
 
 
 def has_ties(scene: Scene) -> bool:
-    """Whether the two largest logits of a row, or their sizes, are equal but for rounding: either is the maximum."""
+    """Return True if the two largest logits of a row, or their magnitudes, are equal up to rounding."""
     logits, seen = logits_of(scene), scene.visible()
     for x in (logits, logits.abs()):
         largest = torch.where(seen, x, -torch.inf).sort(-1, descending=True).values[..., :2]
@@ -64,13 +64,13 @@ def has_ties(scene: Scene) -> bool:
 
 
 def definitions(scene: Scene, *, sink_keys: int = 1, window: int = 8) -> dict[str, Tensor]:
-    """Every statistic as its definition has it, differentiable, over a mask and places that are asked pair by pair."""
+    """Compute every statistic by its definition, differentiably, with a mask built pair by pair."""
     batch, heads, queries, keys = scene.sizes
     logits, seen = logits_of(scene), scene.visible()
     columns = torch.where(seen, logits, -torch.inf)
     if scene.sinks is not None:
         columns = torch.cat([columns, scene.sinks[:, None, None].expand(batch, heads, queries, 1)], -1)
-    # A row without anything to attend to is given a key of its own, which keeps NaN out of the gradients.
+    # A row without visible keys gets a dummy key, which keeps NaN out of the gradients.
     nothing = (columns == -torch.inf).all(-1, keepdim=True)
     columns = torch.cat([columns, torch.where(nothing, 0.0, -torch.inf)], -1)
     log_weights = torch.log_softmax(columns, -1)
@@ -106,7 +106,7 @@ def definitions(scene: Scene, *, sink_keys: int = 1, window: int = 8) -> dict[st
 
 
 def functional(found: dict[str, Tensor], *, seed: int = 3) -> Tensor:
-    """A random sum of all that can be differentiated."""
+    """Return a random weighted sum of all differentiable statistics."""
     generator = torch.Generator().manual_seed(seed)
     loss = torch.zeros((), dtype=torch.float64)
     for name in DIFFERENTIABLE:
@@ -194,7 +194,7 @@ def test_every_kind_of_mask_gives_the_statistics_of_its_definition(backend: str,
 def test_tiles_far_from_the_diagonal_add_up_to_the_same_reach(
     monkeypatch: pytest.MonkeyPatch, backend: str, causal: bool
 ) -> None:
-    """Where a tile is far enough away its distances are not looked at one by one."""
+    """Far tiles use the moments of their columns instead of each distance."""
     monkeypatch.setattr(tiles, "TILE_COLUMNS", 16)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 16 * 16)
     scene = Scene(*(normal(1, 2, 211, 8, seed=seed) for seed in range(3)))
@@ -216,7 +216,7 @@ def test_tiles_far_from_the_diagonal_add_up_to_the_same_reach(
 
 
 def bounded(scene: Scene, backend: str) -> None:
-    """The bounds of the statistics on float32 inputs: entropy 1e-3 nats, logits 1e-5 * scale * |q| * max|k|."""
+    """Return the error bounds for float32: entropy 1e-3 nats, logits 1e-5 * scale * |q| * max|k|."""
     scene = scene.to(torch.float32)
     found = scene.run(backend, statistics=True).statistics
     expected = definitions(scene.to(torch.float64))
@@ -272,7 +272,7 @@ def test_a_row_on_one_key_and_a_row_on_all_have_the_known_entropies(backend: str
 
 @pytest.mark.parametrize("backend", OURS)
 def test_the_tiles_near_the_diagonal_keep_a_short_reach_exact(backend: str) -> None:
-    """Every query looks at the key before it, thousands of tokens from the start: the distance is 1 and no rounding."""
+    """Every query attends to the previous key, thousands of tokens from the start: the distance is 1."""
     n = 2100
     query, key = torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2)
     angle = torch.arange(n) * 0.3
@@ -308,7 +308,7 @@ def test_a_row_without_keys_has_no_statistics_and_no_gradient(backend: str, sink
 
 
 @pytest.mark.parametrize("backend", ALL)
-def test_without_any_key_there_is_nothing_to_tell(backend: str) -> None:
+def test_without_keys_statistics_are_those_of_empty_rows(backend: str) -> None:
     query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4)
     found = attention(query, key, key, backend=backend, statistics=True).statistics
     for name, x in found.items():
@@ -334,7 +334,7 @@ def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
 @pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("name", ["max_logit", "max_abs_logit", "confidence"])
 def test_the_lowest_of_several_largest_keys_has_the_gradient(backend: str, name: str) -> None:
-    """Keys 3, 9 and 20 are one vector, in three tiles."""
+    """Keys 3, 9 and 20 are equal, in three tiles."""
     query, key = torch.randn(1, 1, 4, 3, dtype=torch.float64), torch.randn(1, 1, 23, 3, dtype=torch.float64) * 0.1
     query = query.abs() * (-1.0 if name == "max_abs_logit" else 1.0)
     key[..., [3, 9, 20], :] = torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64)
@@ -371,7 +371,7 @@ def test_what_is_hidden_is_in_no_statistic_and_no_gradient(backend: str, broken:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("backend", ALL)
-def test_a_row_that_sees_nan_says_so_and_its_neighbours_do_not(backend: str) -> None:
+def test_a_row_that_sees_nan_is_nan_and_its_neighbours_are_not(backend: str) -> None:
     query, key = torch.randn(1, 2, 17, 5), torch.randn(1, 2, 17, 5)
     key[0, :, 9] = math.nan
     found = attention(query, key, key, mask=Mask.causal(), backend=backend, statistics=True).statistics
@@ -407,7 +407,7 @@ def test_statistics_come_with_the_same_output_and_a_log_sum_exp(backend: str) ->
 
 
 class Operators(Allocations):
-    """Counts the operators that run."""
+    """Counter of the operators that run."""
 
     count = 0
 
@@ -416,7 +416,7 @@ class Operators(Allocations):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def test_what_is_not_asked_for_is_not_computed() -> None:
+def test_only_requested_statistics_are_computed() -> None:
     query = torch.randn(1, 2, 32, 8)
 
     def operators(*names: str) -> int:
@@ -476,7 +476,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "not a name": (lambda: attention(Q, Q, Q, statistics=3), r"polyhead.Statistics\(...\), got int"),
     "positions of a cross-attention": (
         lambda: Statistics("entropy", "mean_distance", "self_mass", cross=True),
-        "no common positions, got a request for mean_distance, self_mass; leave them out",
+        "no common positions, got a request for mean_distance, self_mass; remove these names",
     ),
     "no sinks": (lambda: attention(Q, Q, Q, statistics="learned_sink_mass"), "got an attention without sinks"),
     "no sink keys": (lambda: Statistics(sink_keys=0), "sink_keys must be an integer of at least 1, got 0"),
@@ -501,7 +501,7 @@ def test_the_number_of_visible_keys_has_no_gradient(backend: str) -> None:
         found.visible_keys.sum().backward()
 
 
-def test_explain_says_who_serves_statistics() -> None:
+def test_explain_reports_the_backend_for_statistics() -> None:
     said = explain(Q, Q, Q, statistics=True)
     assert all(said[backend].supported for backend in ALL)
     assert explain(Q, Q, Q, statistics=True, softcap=3.0)["sdpa"].reasons == (
@@ -635,7 +635,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_statistics_leave_an_exported_program_as_what_they_are() -> None:
+def test_statistics_are_returned_by_an_exported_program() -> None:
     query, key = torch.randn(2, 6, 19, 8), torch.randn(2, 2, 19, 8)
     module = Attends(statistics=("entropy", "mean_distance"), backend="reference")
     result = torch.export.export(module, (query, key)).module()(query, key)

@@ -1,4 +1,4 @@
-"""`torch.func` and forward-mode differentiation: right numbers or a refusal that says so, never a silent zero."""
+"""`torch.func` and forward-mode AD: correct derivatives or an error, never a silent zero."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_auto_is_mapped_over_a_batch(statistics: tuple[str, ...] | None) -> None
 
 
 def check_kernels() -> None:
-    """Our kernels would give a derivative of zero to who goes forward."""
+    """Check that our kernels reject forward-mode AD, whose derivative would silently be zero."""
     query, key = QUERIES[0].float(), KEY.float()
     for derivative in DERIVATIVES.values():
         with pytest.raises(BackendUnsupported, match="forward-mode"):
@@ -85,7 +85,7 @@ def test_in_the_interpreter_our_kernels_refuse() -> None:
 
 @pytest.mark.parametrize("statistics", [None, ("entropy",)])
 def test_a_compiled_call_takes_the_backend_of_an_eager_one(statistics: tuple[str, ...] | None) -> None:
-    """And an exported one the plain operators, which are all that another program knows."""
+    """An exported one takes plain operators, the only ones available to other programs."""
 
     class Layer(torch.nn.Module):
         def forward(self, query: Tensor) -> AttentionOutput:

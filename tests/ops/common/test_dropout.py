@@ -1,4 +1,4 @@
-"""Dropout is a function of (seed, batch, head, query, key): the same in every backend of ours, and random enough."""
+"""Dropout as a hash of (seed, batch, head, query, key): equal in our backends, and random enough."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kept(
     keys: int = 61,
     backend: str = "blockwise",
 ) -> Tensor:
-    """Which weights survive, [batch, heads, queries, keys], read off an attention whose values are the unit vectors."""
+    """Return the kept weights [batch, heads, queries, keys], using unit vectors as values."""
     query, key = torch.zeros(batch, heads, queries, 1), torch.zeros(batch, 1, keys, 1)
     value = torch.eye(keys).expand(batch, 1, keys, keys)
     output = attention(query, key, value, dropout=rate, seed=seed, backend=backend).output
@@ -68,8 +68,8 @@ def test_dropout_and_its_gradients_are_the_formula_over_the_kept_weights(backend
 
 
 @pytest.mark.parametrize("rate", [0.03, 0.1, 0.5, 0.9])
-def test_the_rate_is_right_and_spread_like_coins(rate: float) -> None:
-    """Counts of a line are binomial: their mean and their variance, along every axis, within five standard errors."""
+def test_the_rate_is_right_and_binomially_distributed(rate: float) -> None:
+    """Counts along every axis are binomial: mean and variance within five standard errors."""
     keep = kept(5, rate).double()
     total = keep.numel()
     spread = math.sqrt(rate * (1 - rate))
@@ -128,7 +128,7 @@ def test_without_a_seed_the_generator_decides(backend: str) -> None:
     assert torch.equal(first, kept(None, backend=backend))
 
 
-def test_a_weight_keeps_its_fate_when_the_sequence_grows() -> None:
+def test_a_weight_stays_dropped_or_kept_when_the_sequence_grows() -> None:
     small, large = kept(31, queries=19, keys=23), kept(31, queries=43, keys=59)
     assert torch.equal(small, large[:, :, :19, :23])
 

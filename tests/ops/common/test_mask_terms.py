@@ -1,4 +1,4 @@
-"""Terms of a mask mean the same in every order, dtype and combination, and are read once for forward and backward."""
+"""Mask terms: independent of order and dtype, combinable, and unchanged until the backward."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16])
-def test_narrow_integers_say_what_wide_ones_say(dtype: torch.dtype) -> None:
+def test_narrow_integers_mean_the_same_as_wide_ones(dtype: torch.dtype) -> None:
     query, key = drawn(1, 2, 5, 4), drawn(1, 2, 7, 4)
     places = torch.arange(7)
     lengths = torch.tensor([3])
@@ -98,7 +98,7 @@ def test_a_bias_beyond_the_range_of_the_logits_hides_nothing(backend: str) -> No
     torch.testing.assert_close(result.output[:, :, 1], tokens.mean(2))
 
 
-def test_float16_queries_keep_a_scale_a_head_that_float16_cannot_hold() -> None:
+def test_float16_queries_keep_a_scale_per_head_that_float16_cannot_represent() -> None:
     tokens = drawn(1, 2, 5, 8, dtype=torch.float16) * 1e-3
     for scale in (torch.tensor([1e5, 2e5]), torch.tensor([1e-9, 1e-8])):
         exact = attention(*(tokens.double(),) * 2, tokens.double(), scale=scale.double()).output

@@ -1,4 +1,4 @@
-"""Rows become four numbers for each statistic and head, by a kernel or in plain PyTorch, as float64 has them."""
+"""Reduction of rows to four numbers per statistic and head, by kernel and PyTorch, against float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def rows_of(
     dtype: torch.dtype = torch.float32,
     hidden: bool = True,
 ) -> RowStatistics:
-    """Rows that see 0, 1 or more keys; those that see none hold NaN and -Inf. No statistic is centred at 0."""
+    """Return rows with 0, 1 or more visible keys.
+
+    Rows without keys contain NaN and -Inf, and no statistic is centred at 0.
+    """
     shape = (batch, heads, queries)
     keys = torch.randint(0 if hidden else 1, 4, shape).mul(torch.randint(1, 9, shape)).to(dtype)
     values = {name: torch.randn(shape, dtype=dtype) * 3 + 40 * (place - 1) for place, name in enumerate(NAMES)}
@@ -51,7 +54,7 @@ def real_of(batch: int, queries: int, device: str = "cpu") -> Tensor:
 
 
 def exact(calls, columns=COLUMNS, heads=range(HEADS), *, learned_sinks: bool = False) -> RowTotals:
-    """One statistic of one head at a time, all its rows at once."""
+    """Compute the totals for one statistic of one head at a time, over all its rows at once."""
     found = RowTotals(*(x.clone() for x in empty(len(columns), len(heads))))
     for (i, name), (j, head) in itertools.product(enumerate(columns), enumerate(heads)):
         samples = []
@@ -74,7 +77,7 @@ def exact(calls, columns=COLUMNS, heads=range(HEADS), *, learned_sinks: bool = F
 
 
 def assert_equal(actual: RowTotals, expected: RowTotals, columns=COLUMNS) -> None:
-    """Counts and maxima to the bit, sums as float64 rounds them; a share may be divided in float32."""
+    """Check counts and maxima exactly, sums up to float64 rounding; a share may be float32."""
     for name, one, other in zip(RowTotals._fields, actual, expected, strict=True):
         assert one.dtype is torch.float64
         for place, column in enumerate(columns):
@@ -120,7 +123,7 @@ def check_strides_and_dtypes(device: str) -> None:
     shared = real[:1]
     found = reduce_rows(rows, shared, COLUMNS, range(HEADS), empty(device=device))
     assert_equal(found, exact([(rows, shared.expand(3, -1))]))
-    # The same number of keys for all, said once.
+    # The same number of keys for all, broadcast.
     one = replace(rows_of(2, 13, device, hidden=False), visible_keys=torch.full((1, 1, 1), 13.0, device=device))
     one = replace(one, visible_keys=one.visible_keys.expand(2, HEADS, 13))
     assert_equal(reduce_rows(one, None, COLUMNS, range(HEADS), empty(device=device)), exact([(one, None)]))
@@ -142,7 +145,7 @@ def check_chosen(device: str) -> None:
 
 
 def check_state(device: str) -> None:
-    """Several calls equal one, a call without a row that counts changes no bit, and no state is written to."""
+    """Check that several calls equal one, empty calls change no bit, and states are never modified."""
     calls = [(rows_of(b, q, device), real_of(b, q, device)) for b, q in [(1, 5), (3, 301), (2, 1), (1, 9001), (2, 64)]]
     states, copies = [empty(device=device)], []
     for rows, real in calls:
@@ -161,7 +164,7 @@ def check_state(device: str) -> None:
 
 
 def check_values(device: str) -> None:
-    """What counts is seen even where it is broken, and in no other head; a small spread survives a large mean."""
+    """Check that NaN stays in its head, and that a small variance survives a large mean."""
     rows = rows_of(2, 3001, device, hidden=False)
     for name in ("mean_distance", "max_logit"):
         getattr(rows, name)[1, 2, 2500] = torch.nan
@@ -184,7 +187,7 @@ def check_determinism(device: str) -> None:
 
 
 def check_splits(device: str) -> None:
-    """However the rows of a head are spread over programs."""
+    """Check any split of a head's rows over programs."""
     from polyhead.ops.common.kernels import row_reduction as kernels
 
     rows, real = rows_of(3, 3001, device), real_of(3, 3001, device)
@@ -238,7 +241,7 @@ def test_on_a_gpu_without_a_kernel():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [True, False])
-def test_on_a_gpu_nobody_waits(kernel):
+def test_on_a_gpu_nothing_synchronises(kernel):
     rows, real = rows_of(2, 9001, "cuda", heads=MANY_HEADS), real_of(2, 9001, "cuda")
     state, chosen = empty(heads=MANY_HEADS, device="cuda"), empty(heads=3, device="cuda")
     with mock.patch.object(row_reduction, "_has_kernel", return_value=kernel), waiting_is_an_error():
@@ -266,7 +269,7 @@ def test_gradients_are_left_alone():
     assert_equal(found, exact([(rows, None)]))
 
 
-def test_under_a_dispatch_mode_no_value_is_looked_at():
+def test_under_a_dispatch_mode_no_value_is_read():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:

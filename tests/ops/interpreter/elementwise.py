@@ -1,4 +1,4 @@
-"""Kernels that apply one function of the kernels' arithmetic to a tensor; imported where Triton is there."""
+"""Kernels that apply one of the arithmetic functions to a tensor; imported if Triton is installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _add_kernel(ptr_total, ptr_a, ptr_b, SIDE: tl.constexpr):
 
 
 def added(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, of square tensors."""
+    """Return total + a @ b of square tensors."""
     result = total.clone()
     _add_kernel[(1,)](result, a, b, SIDE=total.shape[0])
     return result

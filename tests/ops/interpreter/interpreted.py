@@ -1,4 +1,4 @@
-"""What tests of kernels share: checks run by Triton's interpreter, and fresh memory that holds no zeros."""
+"""Shared by the kernel tests: checks in Triton's interpreter, and fresh memory without zeros."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def in_the_interpreter(check: Callable[..., object], /, *arguments: Any, **options: Any) -> None:
-    """Run a check, a function at the top of its module, where kernels are interpreted; it fails with its traceback.
+    """Run a module-level check in the interpreter process; it fails with its traceback.
 
-    That is another process, because Triton must be told before it is imported.
+    It runs in another process, because Triton reads its settings on import.
     """
     pytest.importorskip("triton")
     call, seed = call_of(check, arguments, options), torch.initial_seed()
@@ -46,7 +46,7 @@ def _environment() -> dict[str, str]:
 
 
 class Interpreter:
-    """One process for all checks of this one, started for the first; one that has died is replaced for the next."""
+    """Process that runs all checks, started on first use and replaced if it has died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +63,7 @@ class Interpreter:
             self.close()
             return Answer(exit_code or 1, f"the interpreter's process ended:\n{told}")
         except BaseException:
-            # The answer is still to come, and would be taken for that of the next request.
+            # A late answer would be mistaken for that of the next request.
             self.close()
             raise
 
@@ -85,7 +85,7 @@ class Interpreter:
         return self._process
 
     def close(self) -> None:
-        """End the process, and the check that it may be running."""
+        """End the process and any check that it is running."""
         if self._process is not None:
             process, self._process = self._process, None
             self._connection.close()
@@ -101,7 +101,7 @@ atexit.register(_interpreter.close)
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Let fresh tensors hold NaN, or -77 where they are integers, so that what a kernel leaves out shows."""
+    """Fill fresh tensors with NaN, or -77 for integers, so that missing writes show."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def fresh(*sizes: object, **options: object) -> Tensor:

@@ -1,6 +1,6 @@
 """The process in which kernels are interpreted: it imports once, then runs each check in a copy of itself.
 
-A copy (a fork) sees nothing of what an earlier check left: seeds, mocks, default dtypes, compiled graphs.
+A fork is unaffected by what an earlier check left: seeds, mocks, default dtypes, compiled graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIME_LIMIT = 900.0  # seconds; a check takes a few
 
 
 class Request(NamedTuple):
-    module: str  # where the check stands; imported once, for all checks of that file
+    module: str  # module of the check; imported once for all checks of that file
     call: bytes  # the pickled check, its arguments and its options
     environment: dict[str, str]
     seed: int
@@ -44,7 +44,7 @@ def call_of(check: Callable[..., object], arguments: tuple[Any, ...], options: d
 
 
 def _import_what_checks_use() -> None:
-    """Import and rewrite every kernel, and whatever else is slow to import, before the first copy is made."""
+    """Import and rewrite every kernel, and other slow modules, before the first fork."""
     from triton.runtime.interpreter import InterpretedFunction
 
     import polyhead.ops
@@ -54,7 +54,7 @@ def _import_what_checks_use() -> None:
     modules = pkgutil.walk_packages(polyhead.ops.__path__, "polyhead.ops.")
     kernels = [module.name for module in modules if ".kernels." in module.name]
     for name in ("hypothesis", "torch._inductor.compile_fx", *kernels):
-        # What is not there on this machine is missed by the check that needs it.
+        # A missing module is reported by the check that needs it.
         with suppress(ImportError):
             module = importlib.import_module(name)
             for member in list(vars(module).values()):
@@ -63,7 +63,7 @@ def _import_what_checks_use() -> None:
 
 
 def serve(descriptor: int) -> None:
-    """Answer requests until the other side is gone."""
+    """Answer requests until the other end closes."""
     connection = Connection(descriptor)
     _import_what_checks_use()
     while True:
@@ -91,7 +91,7 @@ def _answer(request: Request, connection: Connection) -> Answer:
 
 
 def _run(request: Request, output: IO[bytes]) -> NoReturn:
-    """Run the check in this copy, which ends here; a crash and a check that takes too long leave a traceback too."""
+    """Run the check in this fork and exit; crashes and timeouts leave a traceback too."""
     exit_code = 1
     try:
         os.dup2(output.fileno(), 1)

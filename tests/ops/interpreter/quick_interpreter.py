@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that changes no number, which is more than half of what it does."""
+"""A faster Triton interpreter: skips work that changes no result, more than half of the total."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READ = "3.9."  # the release whose sources the patches of types were written for
 
 
 def install() -> None:
-    """For the rest of this process."""
+    """Install the patches for the rest of this process."""
     if triton.__version__.startswith("3.6."):
         _convert_arrays_of_one_number()
     _patch_the_language_once_a_launch()
@@ -37,7 +37,10 @@ def install() -> None:
 
 
 def _convert_arrays_of_one_number() -> None:
-    """Scalars are arrays of shape [1], which NumPy 2.5 does not convert to `int`; Triton 3.7 squeezes them first."""
+    """Convert scalars, arrays of shape [1], to `int`, which NumPy 2.5 rejects.
+
+    Triton 3.7 squeezes them first.
+    """
     patch = interpreter._patch_lang_tensor
 
     def patch_index(tensor: Any, scope: Any) -> None:
@@ -48,7 +51,7 @@ def _convert_arrays_of_one_number() -> None:
 
 
 def _patch_the_language_once_a_launch() -> None:
-    """Each function that a kernel calls patches `triton.language` again, although the first has until the launch ends.
+    """Patch `triton.language` once per launch instead of in every function that a kernel calls.
 
     What there is to patch depends on which of two modules the function's own module has imported.
     """
@@ -76,7 +79,7 @@ def _patch_the_language_once_a_launch() -> None:
 
 
 def _remember_dtypes() -> None:
-    """A table of all dtypes is built for each that is looked up."""
+    """Cache the table of dtypes, which is rebuilt at every lookup."""
     look_up: Callable[[Any], np.dtype[Any]] = interpreter._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
 
@@ -90,7 +93,7 @@ def _remember_dtypes() -> None:
 
 
 def _remember_block_types() -> None:
-    """A type is built and checked for every tile; it is never changed, so that equal ones may be one."""
+    """Cache block types, which are built and checked for every tile but never modified."""
     build = core.block_type.__init__
     known: dict[tuple[Any, ...], Any] = {}
 
@@ -118,7 +121,7 @@ def _remember_block_types() -> None:
 
 
 def _remember_shapes() -> None:
-    """The shape and the size of a tensor are made of constants anew for every result."""
+    """Cache shapes and sizes, which are rebuilt from constants for every result."""
     build = core.tensor.__init__
     of_scalars: list[Any] = []
 
@@ -142,7 +145,7 @@ def _remember_shapes() -> None:
 
 
 def _remember_computation_types() -> None:
-    """The type in which two operands meet follows from theirs."""
+    """Cache the computation type of two operand types."""
     find = TritonSemantic.computation_type_impl
     known: dict[tuple[Any, ...], Any] = {}
 
@@ -166,7 +169,7 @@ def _compare_types_by_identity() -> None:
 
 
 def _leave_equal_shapes_alone() -> None:
-    """Most operands have one shape, and need no broadcasting to be thought out."""
+    """Skip broadcasting for operands of equal shape, the common case."""
     broadcast = TritonSemantic.broadcast_impl_value
 
     def unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -179,7 +182,7 @@ def _leave_equal_shapes_alone() -> None:
 
 
 def _pass_the_semantic_on() -> None:
-    """Every call of the language copies its options to replace one of them."""
+    """Pass the semantic on without copying the options in every call."""
 
     def patch(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
         def call(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks in the interpreter's process: what they are given, how they fail, and that they leave nothing behind."""
+"""Checks in the interpreter process: arguments, failures, and isolation from each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_wrong_sum() -> None:
     check_sum(2, second=2)
 
 
-def test_a_check_that_fails_is_told_with_what_it_printed_and_its_whole_traceback() -> None:
+def test_a_failing_check_reports_its_output_and_full_traceback() -> None:
     told = failure_of(check_wrong_sum)
     for words in ("check_wrong_sum in the interpreter, exit code 1", "4\n", "in check_sum", "the sum is not 5"):
         assert words in told
@@ -52,12 +52,12 @@ def end_the_process_that_serves() -> None:
     time.sleep(60)
 
 
-def test_a_check_that_crashes_is_told_and_the_next_one_runs() -> None:
+def test_a_check_that_crashes_is_reported_and_the_next_one_runs() -> None:
     assert "in crash" in failure_of(crash)
     in_the_interpreter(check_sum, 2, second=3)
 
 
-def test_an_interpreter_that_dies_is_told_and_another_is_started() -> None:
+def test_an_interpreter_that_dies_is_reported_and_replaced() -> None:
     assert "exit code -9" in failure_of(end_the_process_that_serves)
     in_the_interpreter(check_sum, 2, second=3)
 
@@ -66,7 +66,7 @@ def wait() -> None:
     time.sleep(60)
 
 
-def test_a_check_that_takes_too_long_is_ended_and_tells_where_it_stood() -> None:
+def test_a_check_that_takes_too_long_is_ended_and_reports_its_traceback() -> None:
     with mock.patch.object(interpreted, "TIME_LIMIT", 0.2):
         told = failure_of(wait)
     assert "Timeout" in told

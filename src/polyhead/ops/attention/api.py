@@ -1,4 +1,4 @@
-"""`attention`: the one function every layer of polyhead stands on, and `explain`, which says how it would be served."""
+"""`attention`, on which every layer is built, and `explain`, which reports the chosen backend."""
 
 from __future__ import annotations
 
@@ -40,29 +40,30 @@ def attention(
     logsumexp: bool = False,
     finite: bool = False,
 ) -> AttentionOutput:
-    """Softmax attention of every query over the keys it may see: softmax(scale * Q K^T) V, head by head.
+    """Compute softmax attention of every query over its visible keys: softmax(scale * Q K^T) V per head.
 
     Args:
         query: [batch, heads, queries, head_dim].
         key: [batch, kv_heads, keys, head_dim]; `heads` must be a multiple of `kv_heads`, and query head i reads
-            KV head `i // (heads // kv_heads)`. No key is repeated in memory where the kernel can avoid it.
+            KV head `i // (heads // kv_heads)`. Keys are not repeated in memory unless the kernel requires it.
         value: [batch, kv_heads, keys, value_dim].
-        mask: who may attend to whom; see `polyhead.Mask`.
-        scale: multiplies the dot products; 1/sqrt(head_dim) by default. One number, or one a head.
-        softcap: bends the logits to `softcap * tanh(logits / softcap)`, before mask and bias.
-        sinks: a learned logit a head that takes part in the softmax and has no value.
-        dropout: the rate at which weights are dropped, for training.
-        seed: makes the dropout a function of (seed, batch, head, query, key), the same in every backend of ours.
+        mask: the keys each query may attend to; see `polyhead.Mask`.
+        scale: factor of the dot products; 1/sqrt(head_dim) by default. One number, or one per head.
+        softcap: soft-caps the logits to `softcap * tanh(logits / softcap)`, before mask and bias.
+        sinks: one learned logit per head that takes part in the softmax and has no value.
+        dropout: dropout rate of the weights.
+        seed: makes dropout a function of (seed, batch, head, query, key), the same in each of polyhead's own backends.
         backend: "auto", or one of "sdpa", "fused", "blockwise", "reference". A named backend never falls back.
         weights: also return the weights, before dropout, in the accumulation dtype.
-        statistics: also tell of every row its entropy, largest logit, reach and more: True for all, names for some, or
-            `polyhead.Statistics(...)`; see `polyhead.ops.attention.RowStatistics`. What is not asked for costs nothing.
-        logsumexp: return the log-sum-exp of each row even if a slower backend must be taken for it.
-        finite: your word that keys and values hold no NaN or Inf. Under a mask this saves the passes over them that
-            keep hidden ones from leaking; if the word is broken, they may.
+        statistics: per-row statistics to return, e.g. ("entropy", "max_logit"); True for all, or
+            `polyhead.Statistics(...)`; see `polyhead.ops.attention.RowStatistics`. Statistics that are not requested
+            cost nothing.
+        logsumexp: return the log-sum-exp of each row, even if this requires a slower backend.
+        finite: a guarantee that keys and values contain no NaN or Inf. Under a mask it saves the passes that keep
+            masked non-finite values from spreading; if it does not hold, they may spread.
 
-    A row with nothing to attend to gives exactly zero output and zero gradient. NaN and Inf in hidden keys and
-    values never reach an output or a gradient.
+    A row without visible keys has exactly zero output and zero gradient. NaN and Inf in masked keys and values never
+    reach an output or a gradient.
 
     >>> import torch, polyhead
     >>> query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 5, 16)
@@ -96,7 +97,7 @@ def explain(
     logsumexp: bool = False,
     finite: bool = False,
 ) -> Explanation:
-    """Which backend would serve this call of `attention`, and every reason of those that would not.
+    """Return the backend that would run this call, and the reasons why the others would not.
 
     >>> import torch, polyhead
     >>> x = torch.randn(1, 4, 6, 8)
@@ -127,7 +128,7 @@ def _request(
     finite: bool,
     statistics: bool | str | Sequence[str] | Statistics | None,
 ) -> AttentionRequest:
-    """Check what arrived and put it into the one form that backends read."""
+    """Validate the arguments and build the request that backends take."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         kinds = [type(x).__name__ for x in (query, key, value)]
         raise DtypeError(f"query, key and value must be tensors, got {kinds[0]}, {kinds[1]} and {kinds[2]}")
@@ -175,9 +176,9 @@ def _request(
     elif isinstance(scale, Tensor):
         _check_per_head("scale", scale, heads, query)
     elif not (_is_number(scale) and math.isfinite(scale)):
-        raise OptionError(f"scale must be a finite number, or a tensor with one number a head, got {scale!r}")
+        raise OptionError(f"scale must be a finite number, or a tensor with one number per head, got {scale!r}")
     if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
-        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; None leaves the logits as they are")
+        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; pass None for no softcap")
     if sinks is not None:
         _check_per_head("sinks", sinks, heads, query)
     if not (_is_number(dropout) and 0.0 <= dropout < 1.0):
@@ -234,7 +235,7 @@ def _is_number(x: object) -> bool:
 
 
 def _seed(seed: int | Tensor, query: Tensor) -> Tensor:
-    """One int64 on the device of the query."""
+    """Return the seed as an int64 tensor of one element on the device of the query."""
     if isinstance(seed, Tensor):
         if seed.dtype is not torch.int64 or seed.numel() != 1:
             raise OptionError(
@@ -251,9 +252,9 @@ def _seed(seed: int | Tensor, query: Tensor) -> Tensor:
 
 def _check_per_head(name: str, tensor: Tensor, heads: int, query: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise OptionError(f"{name} must be a tensor with one number a head, got {type(tensor).__name__}")
+        raise OptionError(f"{name} must be a tensor with one number per head, got {type(tensor).__name__}")
     if tensor.shape != (heads,):
-        raise ShapeError(f"{name} must have one number a head, got shape {list(tensor.shape)} for {heads} heads")
+        raise ShapeError(f"{name} must have one number per head, got shape {list(tensor.shape)} for {heads} heads")
     if not tensor.is_floating_point():
         raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
     if tensor.device != query.device:

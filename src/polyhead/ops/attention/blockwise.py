@@ -1,4 +1,7 @@
-"""The formula in tiles with an online softmax: any device, any option, memory that grows with n and not with n²."""
+"""Blockwise backend: tiles of plain PyTorch with an online softmax, in memory linear in n.
+
+It supports any device and any option.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
 
 
 def run(request: AttentionRequest) -> AttentionOutput:
-    ready = prepare(request)
-    output, logsumexp, statistics = attend(ready.tiling, ready.query, ready.key, ready.value, ready.sinks)
+    prepared = prepare(request)
+    output, logsumexp, statistics = attend(
+        prepared.tiling, prepared.query, prepared.key, prepared.value, prepared.sinks
+    )
     assert output is not None
-    weights = ready.tiling.weights(ready.query, ready.key, logsumexp) if request.weights else None
+    weights = prepared.tiling.weights(prepared.query, prepared.key, logsumexp) if request.weights else None
     return AttentionOutput(output.to(request.query.dtype), logsumexp, weights, statistics, backend="blockwise")

@@ -1,11 +1,11 @@
-"""cuDNN's attention backward on plans that nobody else builds.
+"""cuDNN's attention backward, on execution plans that no other code in the process builds.
 
 PyTorch caches the execution plans of cuDNN's backward by the sizes and strides of query, key and value, but not by
 the strides of the output and of its gradient. A call whose output gradient has another layout than that of the call
 that built the plan gets wrong gradients, without an error (docs/attention.md has a reproduction). The cache is
-thread-local: so our calls run in a thread of our own, where the output and its gradient always have the layout that
-follows from that of the query. PyTorch does not document where the cache lives, so that is tested once per process and
-device.
+thread-local, so our calls run in a separate thread, where the output and its gradient always have the layout derived
+from that of the query. PyTorch does not document that the cache is thread-local, so this is tested once per process
+and device.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor
 
 from polyhead.ops.common.tracing import is_traced, is_transformed
 
-# Sequences x heads x queries x keys x head_dim from which cuDNN's backward is worth waking another thread. On an H200
-# in bfloat16, forward and backward of PyTorch's flash kernel take as long at 2^35, where both wait for the host,
-# and 1.5 to 1.8 times as long from 1.9 * 2^35 on.
-SMALLEST = 3 << 34
-_tested: dict[int, bool] = {}  # by device: whether our thread has plans of its own
+# Batch x heads x queries x keys x head_dim from which cuDNN's backward is worth waking another thread. On an H200 in
+# bfloat16, forward and backward of PyTorch's flash kernel take as long at 2^35, where both are bound by the host, and
+# 1.5 to 1.8 times as long from 1.9 * 2^35 on.
+MIN_MULTIPLY_ADDS = 3 << 34
+_has_plans_by_device: dict[int, bool] = {}  # by device: True if our thread has separate plans
 _aten = torch.ops.aten
 
 
 def is_worth_it(query: Tensor, key: Tensor) -> bool:
-    return query.numel() * key.shape[2] >= SMALLEST
+    return query.numel() * key.shape[2] >= MIN_MULTIPLY_ADDS
 
 
-def serves(query: Tensor) -> bool:
-    """Whether gradients of such a call can come from plans of our own; sizes and dtypes are for others to check."""
+def is_available(query: Tensor) -> bool:
+    """Return True if gradients can be computed on separate plans; the caller checks sizes and dtypes."""
     if not query.is_cuda or is_traced(query) or is_transformed() or torch.are_deterministic_algorithms_enabled():
         return False
     device = query.get_device()
-    if device not in _tested and not torch.cuda.is_current_stream_capturing():
-        _tested[device] = _has_own_plans(device)
-    return _tested.get(device, False)
+    if device not in _has_plans_by_device and not torch.cuda.is_current_stream_capturing():
+        _has_plans_by_device[device] = _has_separate_plans(device)
+    return _has_plans_by_device.get(device, False)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Tensor:
@@ -57,42 +57,45 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, whichever forward the output comes from.
+    """Return the gradients of query, key and value; the output may come from any forward.
 
     `logsumexp` is float32 [batch, heads, queries].
     """
     tensors = (grad_output, query, key, value, output, logsumexp)
     stream = torch.cuda.current_stream(query.device)
-    return _own_thread().submit(_laid_out_and_planned, stream, *tensors, causal, scale).result()
+    return _worker_thread().submit(_run_with_layout, stream, *tensors, causal, scale).result()
 
 
-def _has_own_plans(device: int) -> bool:
-    """Whether a plan built in another thread leaves those of ours alone, as it does while the cache is thread-local."""
+def _has_separate_plans(device: int) -> bool:
+    """Return True if plans built in another thread do not affect ours: the cache is thread-local."""
     generator = torch.Generator(f"cuda:{device}").manual_seed(0)
-    drawn = torch.randn((4, 1, 264, 2, 64), device=f"cuda:{device}", dtype=torch.bfloat16, generator=generator)
-    query, key, value, direction = drawn.transpose(2, 3)
+    random = torch.randn((4, 1, 264, 2, 64), device=f"cuda:{device}", dtype=torch.bfloat16, generator=generator)
+    query, key, value, direction = random.transpose(2, 3)
     scale, stream = 0.125, torch.cuda.current_stream(device)
     with torch.no_grad(), torch.autocast("cuda", enabled=False):
         q, k, v, grad = (x.double() for x in (query, key, value, direction))
         logits = q @ k.mT * scale
         weights = logits.softmax(-1)
         output = weights @ v
-        slopes = weights * (grad @ v.mT - (grad * output).sum(-1, keepdim=True)) * scale
-        exact = slopes @ k, slopes.mT @ q, weights.mT @ grad
+        grad_logits = weights * (grad @ v.mT - (grad * output).sum(-1, keepdim=True)) * scale
+        exact = grad_logits @ k, grad_logits.mT @ q, weights.mT @ grad
         rounded, rows = output.to(query.dtype), logits.logsumexp(-1).float()
         with ThreadPoolExecutor(1) as other:
-            tensors = (direction.contiguous(), query, key, value, _laid_out(rounded, query), rows)
-            other.submit(_planned, stream, *tensors, False, scale).result()
-        found = backward(direction, query, key, value, rounded, rows, False, scale)
-        return all(float((ours - right).norm() / right.norm()) < 0.05 for ours, right in zip(found, exact, strict=True))
+            tensors = (direction.contiguous(), query, key, value, _with_layout_of(rounded, query), rows)
+            other.submit(_run_backward, stream, *tensors, False, scale).result()
+        computed = backward(direction, query, key, value, rounded, rows, False, scale)
+        return all(
+            float((actual - expected).norm() / expected.norm()) < 0.05
+            for actual, expected in zip(computed, exact, strict=True)
+        )
 
 
 @functools.cache
-def _own_thread() -> ThreadPoolExecutor:
+def _worker_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="polyhead-cudnn-backward")
 
 
-def _laid_out_and_planned(
+def _run_with_layout(
     stream: torch.cuda.Stream,
     grad_output: Tensor,
     query: Tensor,
@@ -102,11 +105,11 @@ def _laid_out_and_planned(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.cuda.stream(stream), torch.no_grad():
-        output, grad_output = _laid_out(output, query), _laid_out(grad_output, query)
-    return _planned(stream, grad_output, query, key, value, output, *rest)
+        output, grad_output = _with_layout_of(output, query), _with_layout_of(grad_output, query)
+    return _run_backward(stream, grad_output, query, key, value, output, *rest)
 
 
-def _planned(
+def _run_backward(
     stream: torch.cuda.Stream,
     grad_output: Tensor,
     query: Tensor,
@@ -117,10 +120,10 @@ def _planned(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's operator, on a plan of the thread that calls this.
+    """Call PyTorch's operator, on a plan of the calling thread.
 
-    The seed and offset of its dropout are not read at a rate of 0; sequence offsets are for nested tensors, and their
-    absence says that these are not.
+    The seed and offset of its dropout are not read at a rate of 0; sequence offsets are None, as they are for nested
+    tensors only.
     """
     with torch.cuda.stream(stream), torch.no_grad():
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
@@ -131,8 +134,8 @@ def _planned(
         )
 
 
-def _laid_out(x: Tensor, query: Tensor) -> Tensor:
-    """The same numbers, dense, the axes in the order of the query's strides: a layout that follows from the query's."""
+def _with_layout_of(x: Tensor, query: Tensor) -> Tensor:
+    """Return `x` in a dense layout whose axes are ordered by the query's strides."""
     order = sorted(range(x.dim() - 1), key=lambda axis: query.stride(axis), reverse=True)
     strides, step = [1] * x.dim(), x.shape[-1]
     for axis in reversed(order):

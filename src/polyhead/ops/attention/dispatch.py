@@ -1,4 +1,4 @@
-"""Who can serve a request and who should: every backend answers with reasons, and only `auto` chooses."""
+"""Choice of a backend: each reports why it cannot run a request, and `auto` takes the first that can."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from polyhead.ops.common.visibility import Visibility
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one backend says of a request."""
+    """Suitability of one backend for a request."""
 
     backend: str
     supported: bool
-    reasons: tuple[str, ...] = ()  # why it cannot serve
-    kernel: str = ""  # what would run
-    backward: str = ""  # what would compute the gradients; empty where none are recorded
-    avoided: str = ""  # why `auto` would rather take another, though it could serve
+    reasons: tuple[str, ...] = ()  # why it cannot run the request
+    kernel: str = ""  # kernel that would run
+    backward: str = ""  # kernel that would compute the gradients; empty if none are recorded
+    avoided: str = ""  # why `auto` prefers another backend, though this one could run the request
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Which backend `auto` takes for a request, and what each of them says. Prints as a table."""
+    """The backend that `auto` chooses for a request, and the suitability of each. Prints as a table."""
 
     chosen: str
     choices: tuple[Choice, ...]
@@ -44,7 +44,7 @@ class Explanation:
 
     @property
     def backward(self) -> str:
-        """The kernel that would compute the gradients; empty where none are recorded."""
+        """Kernel that would compute the gradients; empty if none are recorded."""
         return self[self.chosen].backward
 
     def __str__(self) -> str:
@@ -73,11 +73,11 @@ BACKENDS = tuple(_RUN)
 
 
 def order(request: AttentionRequest) -> tuple[str, ...]:
-    """The order in which `auto` asks.
+    """Return the order in which `auto` tries the backends.
 
-    PyTorch's fused kernels first, then our own for what those do not have, then tiles of plain PyTorch, then the
-    formula. Statistics come for next to nothing from our kernel. Where the weights are asked for they are materialised
-    anyway, and the formula is the straight way to them.
+    PyTorch's fused kernels first, then our own for what those do not support, then tiles of plain PyTorch, then the
+    formula. Statistics cost almost nothing in our kernel. Requested weights are materialised anyway, so the formula is
+    the most direct way to compute them.
     """
     if request.weights:
         return ("reference", "blockwise")
@@ -123,7 +123,7 @@ def _avoided(backend: str, request: AttentionRequest) -> str:
     if backend == "sdpa":
         return _sdpa_avoided(request)
     if backend == "blockwise" and is_exporting():
-        return "an exported graph is to hold plain operators, not unrolled tiles"
+        return "an exported graph must contain plain PyTorch operators, not unrolled tiles"
     if backend == "fused" and is_exporting():
         return EXPORTED
     return ""
@@ -131,21 +131,21 @@ def _avoided(backend: str, request: AttentionRequest) -> str:
 
 def _sdpa_avoided(request: AttentionRequest) -> str:
     if request.statistics is not None:
-        return "its second pass for the statistics takes longer than tiles that take them as they go"
+        return "its second pass for the statistics takes longer than tiles that compute them in one pass"
     visibility = request.visibility
     if visibility is None or is_exporting():
         return ""
     if is_mask_too_large(size := sdpa.materialised_bytes(request)):
         return f"its mask would be materialised, {size / 2**30:.1f} GiB"
-    if _hides_too_much(request, visibility) and not fused.unsupported_reasons(request):
-        return "it computes every pair that the window hides, and our kernel skips them"
-    if _adds_by_distance(request, visibility) and not fused.unsupported_reasons(request):
-        return "it would be handed the bias of every pair, and our kernel reads it by distance"
+    if _is_window_for_our_kernel(request, visibility) and not fused.unsupported_reasons(request):
+        return "it computes every pair that the window masks, and our kernel skips them"
+    if _is_bias_for_our_kernel(request, visibility) and not fused.unsupported_reasons(request):
+        return "it needs the bias of every pair materialised, and our kernel reads it by distance"
     return ""
 
 
-def _hides_too_much(request: AttentionRequest, visibility: Visibility) -> bool:
-    """Whether the mask is a window alone, of more work than PyTorch should be handed with it."""
+def _is_window_for_our_kernel(request: AttentionRequest, visibility: Visibility) -> bool:
+    """Return True if the mask is only a sliding window and our kernel is faster at these sizes."""
     if visibility.left is None:
         return False
     query, (batch, heads, _, queries, keys) = request.query, request.sizes
@@ -153,8 +153,8 @@ def _hides_too_much(request: AttentionRequest, visibility: Visibility) -> bool:
     return is_window_too_large(query.device.type, query.dtype, *sizes) and visibility.is_window
 
 
-def _adds_by_distance(request: AttentionRequest, visibility: Visibility) -> bool:
-    """Whether something is added to the logits that PyTorch had better not be handed pair by pair."""
+def _is_bias_for_our_kernel(request: AttentionRequest, visibility: Visibility) -> bool:
+    """Return True if the mask has a relative bias that our kernel computes faster than PyTorch's."""
     if not len(visibility.relative_biases):
         return False
     query, (batch, heads, _, queries, keys) = request.query, request.sizes
@@ -182,6 +182,4 @@ def _kernel(backend: str, request: AttentionRequest) -> str:
 def _backward(backend: str, request: AttentionRequest) -> str:
     if backend == "sdpa":
         return f"PyTorch's {sdpa.kernel(request)} kernel"
-    return {"fused": "our kernel", "blockwise": "tiles, computed again", "reference": "autograd of the formula"}[
-        backend
-    ]
+    return {"fused": "our kernel", "blockwise": "tiles, recomputed", "reference": "autograd of the formula"}[backend]

@@ -1,8 +1,8 @@
-"""Our own kernels as a backend: what they can serve, the operators that torch.compile and export see, and the gradient.
+"""polyhead's own kernels as a backend: supported requests, operators and gradients.
 
-The forward is one kernel. The gradient of plain heads comes from cuDNN's backward on plans of our own, fed our output
-and log-sum-exp, and from our own kernel elsewhere. What a maximum passes on belongs to one key a row, and is gathered
-and scattered here.
+The forward is one kernel. The gradient of plain heads is computed by cuDNN's backward on separate plans, given our
+output and log-sum-exp, and by our own kernel otherwise. The gradient of a maximum belongs to one key per row, and is
+gathered and scattered here.
 """
 
 from __future__ import annotations
@@ -65,31 +65,31 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
     if head_dim > LARGEST_DIM or not 0 < value_dim <= LARGEST_DIM:
         reasons.append(f"our kernels take head and value dims from 1 to {LARGEST_DIM}, got {head_dim} and {value_dim}")
     if request.weights:
-        reasons.append("our kernels never hold the weights")
+        reasons.append("our kernels never materialise the weights")
     if is_transformed():
         reasons.append(TRANSFORMED)
-    if request.needs_grad and torch.are_deterministic_algorithms_enabled() and _learns_what_is_added(request):
+    if request.needs_grad and torch.are_deterministic_algorithms_enabled() and _learns_shared_bias(request):
         reasons.append(
-            "our kernels add up the gradient of a bias or a table in an order that changes, and deterministic "
-            "algorithms were asked for"
+            "our kernels sum the gradient of a bias or a table in a varying order, and deterministic "
+            "algorithms were requested"
         )
     return reasons + mask_reasons(request.visibility)
 
 
-def _learns_what_is_added(request: AttentionRequest) -> bool:
-    """Whether a bias that several rows, heads or sequences share, or a table, wants a gradient: a sum over blocks."""
+def _learns_shared_bias(request: AttentionRequest) -> bool:
+    """Return True if a broadcast bias or a table needs a gradient, which is then a sum over blocks."""
     visibility = request.visibility
     if visibility is None:
         return False
-    whole = request.query.shape[:3]
-    shared = [bias for bias in visibility.biases if bias.shape[:3] != whole]
+    full_shape = request.query.shape[:3]
+    shared = [bias for bias in visibility.biases if bias.shape[:3] != full_shape]
     return any(x.requires_grad for x in (*shared, *(term.table for term in visibility.relative_biases)))
 
 
 def kernel(request: AttentionRequest) -> str:
-    """What would run."""
-    what = "our kernel, statistics in the same pass" if request.statistics is not None else "our kernel"
-    return f"{what}, on {request.query.device.type}"
+    """Return a description of the kernel that would run."""
+    name = "our kernel, statistics in the same pass" if request.statistics is not None else "our kernel"
+    return f"{name}, on {request.query.device.type}"
 
 
 def run(request: AttentionRequest) -> AttentionOutput:
@@ -105,7 +105,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
         if not request.finite:
             key, value, poison = without_broken(key, value)
         mask = pack(visibility, poison=poison, for_columns=needs_grad)
-        # The mask's own are detached; these stay on the tape.
+        # The tensors in the mask are detached; these are the ones that autograd records.
         bias = visibility.biases[0] if len(visibility.biases) else None
         table = visibility.relative_biases[0].table if len(visibility.relative_biases) else None
     seed = draw_seed(query.device) if request.dropout and request.seed is None else request.seed
@@ -117,8 +117,8 @@ def run(request: AttentionRequest) -> AttentionOutput:
     traced = is_traced(query)
     if traced or needs_grad:
         tensors, numbers = _flat(mask)
-        # Calling an operator takes as much Python as launching a kernel, and twice that where gradients are recorded.
-        output, logsumexp, *found = (_forward_operator if traced else _Recorded.apply)(
+        # Calling an operator takes as much Python time as launching a kernel, twice that if gradients are recorded.
+        output, logsumexp, *statistics_rows = (_forward_operator if traced else _Attention.apply)(
             query,
             key,
             value,
@@ -136,11 +136,11 @@ def run(request: AttentionRequest) -> AttentionOutput:
             sink_keys,
             window,
         )
-        rows = dict(zip(names, found[: len(names)], strict=True))
+        rows = dict(zip(names, statistics_rows[: len(names)], strict=True))
         if "visible_keys" in rows:
             rows["visible_keys"] = rows["visible_keys"].detach()
     else:
-        output, logsumexp, rows = _computed(
+        output, logsumexp, rows = _compute(
             query,
             key,
             value,
@@ -160,7 +160,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
 
 
 def _flat(mask: MaskArguments) -> tuple[list[Tensor | None], list[int]]:
-    """A mask less its biases, as an operator takes it; `_mask` puts it together again."""
+    """Flatten a mask without its biases into the arguments of an operator; the inverse of `_mask`."""
     tensors = [getattr(mask, name) for name in _MASK_TENSORS]
     options = [getattr(mask, name) for name in _MASK_OPTIONS]
     numbers = [n for x in options for n in ((0, 0) if x is None else (1, x))]
@@ -222,16 +222,16 @@ def _forward(
     sink_keys: int,
     window: int,
 ) -> list[Tensor]:
-    """Output, log-sum-exp and the statistics in the order of their names."""
+    """Return output, log-sum-exp and the statistics in the order of their names."""
     mask = _mask(mask_tensors, mask_numbers, bias, table)
     requested = _names(names)
-    output, logsumexp, rows = _computed(
+    output, logsumexp, rows = _compute(
         query, key, value, scale, head_scale, softcap, sinks, mask, dropout, seed, requested, sink_keys, window
     )
     return [output, logsumexp, *(rows[name] for name in requested)]
 
 
-def _computed(
+def _compute(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -246,17 +246,17 @@ def _computed(
     sink_keys: int,
     window: int,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, log-sum-exp and the statistics by name, from the fastest of our kernels that can serve."""
+    """Return output, log-sum-exp and the statistics by name, from the fastest suitable kernel."""
     query, key, value = (_with_dense_rows(x) for x in (query, key, value))
     plain = softcap is None and sinks is None and head_scale is None and not dropout and scale > 0
     if plain and has_hopper_kernels(query.device):
         from polyhead.ops.attention.kernels import forward_hopper, local_mass
 
-        # The masses of few keys are not in that kernel's loop, and cost next to nothing in one of their own.
-        together, apart = _parted(requested, local_mass.STATISTICS)
-        if len(apart) and not local_mass.can_serve(query, key, mask, sink_keys, window):
-            together, apart = requested, ()
-        if forward_hopper.can_serve(query, key, value, mask, together):
+        # Masses of a few keys are not computed in that kernel's loop, and cost almost nothing in a separate kernel.
+        in_kernel, separate = _split_names(requested, local_mass.STATISTICS)
+        if len(separate) and not local_mass.can_serve(query, key, mask, sink_keys, window):
+            in_kernel, separate = requested, ()
+        if forward_hopper.can_serve(query, key, value, mask, in_kernel):
             left, right = mask.left, mask.right
             output, logsumexp, statistics = forward_hopper.forward(
                 query,
@@ -266,9 +266,9 @@ def _computed(
                 left=left,
                 right=right,
                 row_poison=None if mask.poison is None else _row_poison(mask.poison, mask, query.shape[2]),
-                names=together,
+                names=in_kernel,
             )
-            if len(apart):
+            if len(separate):
                 statistics |= local_mass.masses(
                     query,
                     key,
@@ -276,7 +276,7 @@ def _computed(
                     scale=scale,
                     left=left,
                     right=right,
-                    names=apart,
+                    names=separate,
                     sink_keys=sink_keys,
                     window=window,
                 )
@@ -303,24 +303,27 @@ def _computed(
 
 
 @functools.cache
-def _parted(names: tuple[str, ...], some: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names less some, and those."""
-    return tuple(name for name in names if name not in some), tuple(name for name in names if name in some)
+def _split_names(names: tuple[str, ...], subset: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split the names into those outside and those inside a subset."""
+    return tuple(name for name in names if name not in subset), tuple(name for name in names if name in subset)
 
 
 def _row_poison(poison: Tensor, mask: MaskArguments, queries: int) -> Tensor:
-    """NaN for rows of a band that see a broken key, 0 for others, float32 [batch, kv_heads, queries]."""
+    """Return NaN for rows of a band that see a non-finite key, else 0, [batch, kv_heads, queries]."""
     if mask.left is None and mask.right == 0 and mask.offset >= 0:
-        # A running sum keeps a NaN from where it stands on, and that is who sees it.
-        seen_to = poison.cumsum(-1, dtype=torch.float32)
-        return seen_to if mask.offset == 0 else seen_to[..., mask.offset :].contiguous()
+        # A running sum is NaN from the first poisoned key on, which is exactly where a causal row sees it.
+        causal_poison = poison.cumsum(-1, dtype=torch.float32)
+        return causal_poison if mask.offset == 0 else causal_poison[..., mask.offset :].contiguous()
     keys = poison.shape[-1]
-    broken = torch.nn.functional.pad(poison.isnan().int().cumsum(-1), (1, 0))  # before each place, and in all
-    place = torch.arange(queries, device=poison.device) + mask.offset
-    stop = keys if mask.right is None else place + mask.right + 1
-    start = 0 if mask.left is None else place - mask.left
-    seen = broken[..., (place * 0 + stop).clamp(0, keys)] - broken[..., (place * 0 + start).clamp(0, keys)]
-    return torch.where(seen > 0, torch.nan, 0.0)
+    num_nonfinite = torch.nn.functional.pad(poison.isnan().int().cumsum(-1), (1, 0))  # before each key, and in total
+    position = torch.arange(queries, device=poison.device) + mask.offset
+    stop = keys if mask.right is None else position + mask.right + 1
+    start = 0 if mask.left is None else position - mask.left
+    visible = (
+        num_nonfinite[..., (position * 0 + stop).clamp(0, keys)]
+        - num_nonfinite[..., (position * 0 + start).clamp(0, keys)]
+    )
+    return torch.where(visible > 0, torch.nan, 0.0)
 
 
 _forward_operator = torch.library.custom_op("polyhead::attention_forward", mutates_args=(), schema=_FORWARD_SCHEMA)(
@@ -340,10 +343,10 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, scale, head_scale, softcap, sinks, bias, table, mask_tensors, mask_numbers, *rest = inputs
     dropout, seed, names, sink_keys, window = rest
-    # Whether a gradient arrives at all decides which kernel can serve it.
+    # Absent gradients stay None: which gradients are present decides which kernel can run.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, head_scale, sinks, bias, table, seed, *mask_tensors, *output)
     ctx.mask_numbers, ctx.scale, ctx.softcap, ctx.dropout = mask_numbers, scale, softcap, dropout
@@ -352,18 +355,18 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _no_gradients(arguments: Sequence[Any]) -> list[None] | None:
-    """What stands for the gradient of a list: PyTorch wants a list where all of it were tensors."""
+    """Return the gradient of a list argument: PyTorch expects a list of None if all elements are tensors."""
     return [None] * len(arguments) if all(isinstance(x, Tensor) for x in arguments) else None
 
 
-def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    query, key, value, head_scale, sinks, bias, table, seed, *others = ctx.saved_tensors
-    mask_tensors, results = others[: len(_MASK_TENSORS)], others[len(_MASK_TENSORS) :]
+def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    query, key, value, head_scale, sinks, bias, table, seed, *rest = ctx.saved_tensors
+    mask_tensors, results = rest[: len(_MASK_TENSORS)], rest[len(_MASK_TENSORS) :]
     output, logsumexp, *statistics = results
     needed = [ctx.needs_input_grad[i] for i in (4, 6, 7, 8)]
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
     backward = _backward_operator if torch.is_grad_enabled() or is_traced(query) else _backward
-    found = backward(
+    gradients = backward(
         grad_output,
         query,
         key,
@@ -388,9 +391,9 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         statistics,
         needed,
     )
-    grad_query, grad_key, grad_value, *learned = found
-    by_input = iter(learned)
-    grad_scale, grad_sinks, grad_bias, grad_table = (next(by_input) if need else None for need in needed)
+    grad_query, grad_key, grad_value, *learned = gradients
+    learned_grads = iter(learned)
+    grad_scale, grad_sinks, grad_bias, grad_table = (next(learned_grads) if need else None for need in needed)
     mask_grads = ctx.lists
     return (
         *(grad_query, grad_key, grad_value, None, grad_scale, None, grad_sinks, grad_bias, grad_table),
@@ -399,22 +402,25 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     )
 
 
-_forward_operator.register_autograd(_differentiate, setup_context=_remember)
+_forward_operator.register_autograd(_run_backward, setup_context=_save_for_backward)
 
 
-class _Recorded(torch.autograd.Function):
-    """The same on the tape of plain PyTorch. With a `setup_context` PyTorch would read the signature in every call."""
+class _Attention(torch.autograd.Function):
+    """The operator as an autograd function, for eager calls.
+
+    With a `setup_context` PyTorch would inspect the signature in every call.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         output = tuple(_forward(*arguments))
-        _remember(ctx, arguments, list(output))
+        _save_for_backward(ctx, arguments, list(output))
         ctx.lists = (None, None)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _differentiate(ctx, list(grads))
+        return _run_backward(ctx, list(grads))
 
 
 def _backward(
@@ -442,7 +448,7 @@ def _backward(
     statistics: list[Tensor | None],
     needed: list[bool],
 ) -> list[Tensor]:
-    """Gradients of query, key and value, and of head_scale, sinks, bias and table where `needed` says so."""
+    """Return the gradients of query, key and value, and of head_scale, sinks, bias and table if `needed`."""
     mask = _mask(mask_tensors, mask_numbers, bias, table)
     row_values = {name: x for name, x in zip(_names(names), statistics, strict=True) if x is not None}
     row_gradients = {
@@ -452,7 +458,7 @@ def _backward(
     indices: dict[str, Tensor] = {}
     requested = tuple(name for name in _MAXIMA if name in row_gradients)
     if len(requested):
-        # Where the maxima stood is looked up again, for the few who want their gradient: a forward need not keep it.
+        # The argmax is recomputed only if a gradient of a maximum is needed, so that the forward need not store it.
         from polyhead.ops.attention.kernels.forward import forward
 
         *_, indices = forward(
@@ -469,7 +475,7 @@ def _backward(
             window=window,
             argmax=True,
         )
-    peaks = _Peaks(row_gradients, row_values, indices)
+    argmax_grads = _ArgmaxGradients(row_gradients, row_values, indices)
     for name in ("max_logit", "max_abs_logit"):
         row_gradients.pop(name, None)
     if grad_logsumexp is not None:
@@ -478,13 +484,13 @@ def _backward(
     need_scale, need_sinks, need_bias, need_table = needed
     inner_query, inner_scale = query, head_scale
     if head_scale is not None and need_scale:
-        # A scale of 0 hides its gradient in 0 / 0; a query of 0 under a scale of 1 gives the same logits and does not.
+        # A scale of 0 would make its gradient 0 / 0; a query of 0 with a scale of 1 has the same logits and does not.
         is_zero = head_scale == 0
         inner_query = torch.where(is_zero[:, None, None], 0.0, query)
         inner_scale = torch.where(is_zero, 1.0, head_scale)
     inner_query, key, value, grad_output = (_with_dense_rows(x) for x in (inner_query, key, value, grad_output))
     plain = softcap is None and sinks is None and head_scale is None and bias is None and table is None and not dropout
-    if plain and not len(row_gradients) and _cudnn_serves(query, key, value, mask):
+    if plain and not len(row_gradients) and _can_use_cudnn(query, key, value, mask):
         grads: list[Tensor | None] = [
             *_cudnn_gradients(grad_output, inner_query, key, value, output, logsumexp, scale, mask),
             *(None, None, None),
@@ -515,17 +521,17 @@ def _backward(
                 table_shape=tuple(table.shape) if table is not None and need_table else None,
             )
         ]
-    if len(peaks.weights):
+    if len(argmax_grads.weights):
         factor = scale if inner_scale is None else scale * inner_scale.float()[:, None]
-        grads = peaks.added(grads, inner_query, key, factor, softcap, mask)
+        grads = argmax_grads.add_to(grads, inner_query, key, factor, softcap, mask)
     grad_query, grad_key, grad_value, grad_sinks, grad_bias, grad_table = grads
     assert grad_query is not None and grad_key is not None and grad_value is not None
     result = []
     if head_scale is not None and inner_scale is not None and need_scale:
-        # The logits are linear in both: the gradient of a scale is that of its queries along themselves.
-        # Rows without keys have none, whatever stands in them. What is left of a long sum is small: it is taken wide.
-        along = grad_query.double() * torch.where(grad_query == 0, 0.0, query.double())
-        result.append((along.sum((0, 2, 3)) / inner_scale).to(head_scale.dtype))
+        # The logits are linear in both: grad_scale = sum(grad_query * query) / scale. Rows without keys have no
+        # gradient, even if the query is not finite. The terms cancel in a long sum, hence float64.
+        product = grad_query.double() * torch.where(grad_query == 0, 0.0, query.double())
+        result.append((product.sum((0, 2, 3)) / inner_scale).to(head_scale.dtype))
         grad_query = torch.where((head_scale == 0)[:, None, None], 0.0, grad_query)
     for need, like, grad in (
         (need_sinks, sinks, grad_sinks),
@@ -552,7 +558,8 @@ def _(grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise BackendUnsupported(
-        "fused", ['our kernels have no second derivative; backend="blockwise" has one of every order']
+        "fused",
+        ['our kernels have no second derivative; use backend="blockwise", which has derivatives of every order'],
     )
 
 
@@ -560,35 +567,35 @@ _backward_operator.register_autograd(_no_second_derivative)
 
 
 def _laid_out_like(grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient as `torch.empty_like` of its input promises it: in its dtype and with its strides."""
-    promised = torch.empty_like(like, device="meta")
-    if grad.dtype is promised.dtype and grad.stride() == promised.stride():
+    """Return the gradient with dtype and strides of `torch.empty_like(like)`, as the fake kernel does."""
+    expected = torch.empty_like(like, device="meta")
+    if grad.dtype is expected.dtype and grad.stride() == expected.stride():
         return grad
     return torch.empty_like(like).copy_(grad)
 
 
-class _Peaks:
-    """What the largest logits of the rows pass on: each to one key, that which was largest.
+class _ArgmaxGradients:
+    """Gradients of the rows' maxima, each of which belongs to one key, the argmax.
 
-    d max_logit / d s_j is 1 at the largest logit; of the confidence p_j there remains p_j, the rest of its derivative
-    being the same for all keys of the row; d max_abs_logit / d s_j is the sign of the logit that is largest in size.
+    d max_logit / d s_j is 1 at the max logit; of the confidence p_j there remains p_j, as the rest of its derivative is
+    the same for all keys of the row; d max_abs_logit / d s_j is the sign of the logit with the largest magnitude.
     """
 
     def __init__(self, grads: dict[str, Tensor], values: dict[str, Tensor], indices: dict[str, Tensor]) -> None:
-        self.weights: list[tuple[Tensor, Tensor]] = []  # keys and what they get, both [batch, heads, queries]
-        place = indices.get("argmax")
+        self.weights: list[tuple[Tensor, Tensor]] = []  # key indices and gradients, both [batch, heads, queries]
+        i_key = indices.get("argmax")
         weight: Tensor | None = grads.get("max_logit")
         if "confidence" in grads:
             share = grads["confidence"] * values["confidence"]
             weight = share if weight is None else weight + share
-        if weight is not None and place is not None:
-            self.weights.append((place, torch.where(place >= 0, weight, 0.0)))
-        code, weight = indices.get("argmax_abs"), grads.get("max_abs_logit")
-        if weight is not None and code is not None:
-            sign = 1 - 2 * (code & 1)
-            self.weights.append((code >> 1, torch.where(code >= 0, sign * weight, 0.0)))
+        if weight is not None and i_key is not None:
+            self.weights.append((i_key, torch.where(i_key >= 0, weight, 0.0)))
+        signed_index, weight = indices.get("argmax_abs"), grads.get("max_abs_logit")
+        if weight is not None and signed_index is not None:
+            sign = 1 - 2 * (signed_index & 1)
+            self.weights.append((signed_index >> 1, torch.where(signed_index >= 0, sign * weight, 0.0)))
 
-    def added(
+    def add_to(
         self,
         grads: Sequence[Tensor | None],
         query: Tensor,
@@ -597,52 +604,52 @@ class _Peaks:
         softcap: float | None,
         mask: MaskArguments,
     ) -> list[Tensor | None]:
-        """The gradients of query, key, value, sinks, bias and table with these terms in them."""
+        """Return the gradients of query, key, value, sinks, bias and table with these terms added."""
         batch, heads, queries, _ = query.shape
         index = [torch.arange(n, device=query.device) for n in (batch, heads, queries)]
         i_batch, i_head, i_query = index[0][:, None, None], index[1][:, None], index[2]
         i_kv_head = i_head // (heads // key.shape[1])
         grad_query, grad_key, grad_value, grad_sinks = (None if x is None else x.float() for x in grads[:4])
-        # Sums over many rows, in the precision in which the kernel began them.
+        # Sums over many rows, in the kernel's precision.
         grad_bias, grad_table = (None if x is None else x.double() for x in grads[4:])
         assert grad_query is not None and grad_key is not None
-        for place, weight in self.weights:
-            is_there = place >= 0
-            place = place.clamp_min(0).long()
-            tile_key = key[i_batch, i_kv_head, place].float()  # [batch, heads, queries, head_dim]
-            tile_query = torch.where(is_there[..., None], query.float(), 0.0)
+        for i_key, weight in self.weights:
+            is_valid = i_key >= 0
+            i_key = i_key.clamp_min(0).long()
+            tile_key = key[i_batch, i_kv_head, i_key].float()  # [batch, heads, queries, head_dim]
+            tile_query = torch.where(is_valid[..., None], query.float(), 0.0)
             slope = weight * factor
             if softcap is not None:
-                bent = torch.tanh((tile_query * tile_key).sum(-1) * factor / softcap)
-                slope = slope * (1 - bent * bent)
+                tanh_logits = torch.tanh((tile_query * tile_key).sum(-1) * factor / softcap)
+                slope = slope * (1 - tanh_logits * tanh_logits)
             grad_query = grad_query + slope[..., None] * tile_key
-            grad_key.index_put_((i_batch, i_kv_head, place), slope[..., None] * tile_query, accumulate=True)
+            grad_key.index_put_((i_batch, i_kv_head, i_key), slope[..., None] * tile_query, accumulate=True)
             if grad_bias is not None:
-                own = [
+                broadcast = [
                     i if size > 1 else i * 0
                     for i, size in zip((i_batch, i_head, i_query), grad_bias.shape, strict=False)
                 ]
-                grad_bias.index_put_((*own, place), weight.double(), accumulate=True)
+                grad_bias.index_put_((*broadcast, i_key), weight.double(), accumulate=True)
             if grad_table is not None:
                 i_row = i_batch if mask.stride_query else i_batch * 0
-                query_place = (
+                query_position = (
                     i_query + mask.offset if mask.query_position is None else mask.query_position[i_row, i_query]
                 )
-                key_place = place if mask.key_position is None else mask.key_position[i_row, place]
-                column = (key_place - query_place + mask.table_zero).clamp(0, mask.table_width - 1).long()
+                key_position = i_key if mask.key_position is None else mask.key_position[i_row, i_key]
+                column = (key_position - query_position + mask.table_zero).clamp(0, mask.table_width - 1).long()
                 i_table = i_head if mask.table_head else i_head * 0
                 grad_table.index_put_((i_table, column), weight.double(), accumulate=True)
         return [grad_query, grad_key, grad_value, grad_sinks, grad_bias, grad_table]
 
 
-def _cudnn_serves(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments) -> bool:
-    """Whether cuDNN's backward computes the gradient of this very function, and is worth it."""
-    is_whole = mask.left is None and mask.right is None
+def _can_use_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments) -> bool:
+    """Return True if cuDNN's backward computes the gradient of this call, and faster than our kernel."""
+    is_unmasked = mask.left is None and mask.right is None
     is_causal = mask.left is None and mask.right == 0 and query.shape[2] == key.shape[2]
     dim = query.shape[-1]
     return (
         query.dtype in (torch.float16, torch.bfloat16)
-        and (is_whole or is_causal)
+        and (is_unmasked or is_causal)
         and all(getattr(mask, name) is None for name in _MASK_TENSORS if name not in ("poison", "key_ordinal"))
         and dim == value.shape[-1]
         and dim <= 128
@@ -650,7 +657,7 @@ def _cudnn_serves(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments
         and torch.backends.cudnn.enabled
         and torch.backends.cudnn.is_available()
         and cudnn_backward.is_worth_it(query, key)
-        and cudnn_backward.serves(query)
+        and cudnn_backward.is_available(query)
     )
 
 
@@ -664,15 +671,15 @@ def _cudnn_gradients(
     scale: float,
     mask: MaskArguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """cuDNN's backward after our forward: of a forward it needs nothing but output and log-sum-exp."""
+    """Run cuDNN's backward after our forward, of which it needs only the output and the log-sum-exp."""
     is_causal = mask.right is not None
     if mask.poison is None:
         return cudnn_backward.backward(grad_output, query, key, value, output, logsumexp, is_causal, scale)
-    # A row that saw a NaN would carry it, as 0 * NaN, to keys it does not see. It gets its NaN back below.
-    is_broken = logsumexp.isnan()
-    output = torch.where(is_broken[..., None], 0.0, output)
-    logsumexp = torch.where(is_broken, torch.inf, logsumexp)
+    # A NaN row would spread, as 0 * NaN, to keys it does not see. Its own gradient is set to NaN below.
+    is_nonfinite = logsumexp.isnan()
+    output = torch.where(is_nonfinite[..., None], 0.0, output)
+    logsumexp = torch.where(is_nonfinite, torch.inf, logsumexp)
     grad_query, grad_key, grad_value = cudnn_backward.backward(
         grad_output, query, key, value, output, logsumexp, is_causal, scale
     )
-    return torch.where(is_broken[..., None], torch.nan, grad_query), grad_key, grad_value
+    return torch.where(is_nonfinite[..., None], torch.nan, grad_query), grad_key, grad_value

@@ -1,9 +1,9 @@
-"""`F.scaled_dot_product_attention` with gradients that do not depend on what else ran in the process.
+"""`F.scaled_dot_product_attention` with gradients that do not depend on other calls in the process.
 
-PyTorch's cache of plans for cuDNN's backward is shared by all calls of a thread, and does not tell layouts of the
-output gradient apart (`cudnn_backward.py`). A call that records gradients is served by cuDNN on plans of our own, or by
-PyTorch's flash or memory-efficient operator, called directly: switching cuDNN off by its flag would change the state of
-the whole process. Calls without gradients keep cuDNN's forward.
+PyTorch's cache of plans for cuDNN's backward is shared by all calls of a thread, and does not distinguish layouts of
+the output gradient (`cudnn_backward.py`). A call that records gradients runs cuDNN on separate plans, or PyTorch's
+flash or memory-efficient operator, called directly: disabling cuDNN by its flag would change the state of the whole
+process. Calls without gradients keep cuDNN's forward.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def scaled_dot_product(
 ) -> Tensor:
     """Attend as `F.scaled_dot_product_attention` does, with gradients that depend on this call alone.
 
-    An exported graph holds PyTorch's operator as it is: whoever runs the graph chooses its kernel.
+    An exported graph contains PyTorch's operator unchanged: its kernel is chosen when the graph runs.
     """
     is_empty = query.is_cuda and not (query.numel() and key.numel())
-    if not is_empty and not _leaves_cudnn(query, key, value, mask):
+    if not is_empty and not _avoids_cudnn(query, key, value, mask):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     if torch.compiler.is_compiling():
         # The kernel is chosen while the graph is traced, and so is its backward.
@@ -53,12 +53,12 @@ def scaled_dot_product(
                 query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
             )
     if torch.is_autocast_enabled("cuda"):
-        # Autocast knows PyTorch's function but not the operators below it.
+        # Autocast covers PyTorch's function but not the operators below it.
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (_autocast(x, dtype) for x in (query, key, value))
         mask = None if mask is None else _autocast(mask, dtype)
     # For empty tensors cuDNN's kernel returns no tensor at all, and the formula costs nothing.
-    name = "math" if is_empty else _recorded_kernel(query, key, value, mask, dropout, causal, grouped)
+    name = "math" if is_empty else _training_kernel(query, key, value, mask, dropout, causal, grouped)
     if name == "cudnn":
         return cudnn_backward.attend(query, key, value, causal, scale)
     if name == "flash":
@@ -83,22 +83,22 @@ def kernel_name(
     scale: float | None = None,
     grouped: bool = False,
 ) -> str:
-    """Return the kernel `scaled_dot_product` takes outside a compiler: cudnn, flash, efficient or math."""
-    if _leaves_cudnn(query, key, value, mask):
-        return _recorded_kernel(query, key, value, mask, dropout, causal, grouped)
+    """Return the kernel that `scaled_dot_product` runs in eager mode: cudnn, flash, efficient or math."""
+    if _avoids_cudnn(query, key, value, mask):
+        return _training_kernel(query, key, value, mask, dropout, causal, grouped)
     choice = torch._fused_sdp_choice(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     return _NAMES[choice]
 
 
 def records_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd or a function transform may differentiate by any of these."""
+    """Return True if autograd or a function transform may differentiate with respect to any of these."""
     if is_transformed() or torch._C._are_functorch_transforms_active():
-        return True  # what the transform differentiates by is not written on the tensors of an inner level
+        return True  # tensors of an inner level do not show whether the transform differentiates them
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def without_cudnn() -> AbstractContextManager[None]:
-    """Switch cuDNN's attention off in this process, for gradients through models that call PyTorch's function."""
+    """Disable cuDNN's attention in this process, for gradients of models that call PyTorch's function."""
     # Dynamo traces these getters, but not those of torch.backends.cuda.
     backends = [SDPBackend.FLASH_ATTENTION] if torch._C._get_flash_sdp_enabled() else []
     backends += [SDPBackend.EFFICIENT_ATTENTION] if torch._C._get_mem_efficient_sdp_enabled() else []
@@ -106,20 +106,20 @@ def without_cudnn() -> AbstractContextManager[None]:
     return sdpa_kernel(backends)
 
 
-def _leaves_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _avoids_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     return query.is_cuda and not query.is_nested and not is_exporting() and records_gradients(query, key, value, mask)
 
 
-def _recorded_kernel(
+def _training_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, grouped: bool
 ) -> str:
-    """The fastest kernel that can serve; what a user switched off cannot."""
+    """Return the fastest kernel that supports the call and was not disabled by the user."""
     if query.dim() != 4:
         return "math"
     params = SDPAParams(query, key, value, mask, dropout, causal, grouped)
     is_flash = can_use_flash_attention(params)
     is_plain = mask is None and not dropout and (not is_flash or cudnn_backward.is_worth_it(query, key))
-    if is_plain and cudnn_backward.serves(query) and can_use_cudnn_attention(params):
+    if is_plain and cudnn_backward.is_available(query) and can_use_cudnn_attention(params):
         return "cudnn"
     if is_flash:
         return "flash"
@@ -134,11 +134,11 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bo
     """Run the flash operator, which takes head dims that are multiples of 8."""
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
-    missing = -head_dim % 8
-    if missing:
-        query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
+    padding = -head_dim % 8
+    if padding:
+        query, key, value = (F.pad(x, (0, padding)) for x in (query, key, value))
     output = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
-    return output[..., :head_dim] if missing else output
+    return output[..., :head_dim] if padding else output
 
 
 def _efficient(
@@ -150,7 +150,7 @@ def _efficient(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Run the memory-efficient operator, which takes a mask of all four axes whose rows are aligned in memory."""
+    """Run the memory-efficient operator, which needs a four-axis mask with aligned rows."""
     if mask is not None:
         keys = key.shape[2]
         mask = mask.expand(*mask.shape[:-1], keys)

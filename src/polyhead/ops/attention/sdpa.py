@@ -1,9 +1,9 @@
-"""PyTorch's fused kernels behind our masks: which one will run is known before it does, and never its slow math path.
+"""PyTorch's fused attention kernels with polyhead's masks, without the math path.
 
-What those kernels cannot promise is made so around them: rows with nothing to attend to are opened to finite keys and
-their output selected away; keys that hold NaN or Inf are cleaned first, and a row that sees one is given NaN again.
-What they cannot tell of their weights, log-sum-exp and row statistics, is taken by a second pass over the logits that
-never touches the values.
+The kernel that will run is known in advance. The kernels' guarantees are completed around them: rows without visible
+keys are unmasked and their output set to 0; NaN and Inf in keys and values are replaced first, and a row that sees such
+a key is set to NaN afterwards. Log-sum-exp and row statistics, which the kernels do not return, are computed by a
+second pass over the logits that does not read the values.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
     if request.sinks is not None:
         reasons.append("PyTorch's fused kernels have no learned sinks")
     if request.logsumexp and request.statistics is None:
-        reasons.append("PyTorch's fused kernels give no log-sum-exp with a gradient")
+        reasons.append("PyTorch's fused kernels return no differentiable log-sum-exp")
     if isinstance(request.scale, Tensor) and request.query.dtype is torch.float16:
-        reasons.append("PyTorch's fused kernels take one scale, and float16 queries multiplied beforehand may overflow")
+        reasons.append("PyTorch's fused kernels take one scale, and scaling float16 queries beforehand may overflow")
     if request.dropout and request.seed is not None:
         reasons.append("PyTorch's fused kernels draw their own dropout and cannot replay a seed")
     if is_forward_mode():
@@ -47,7 +47,7 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
 
 
 def math_reasons(request: AttentionRequest) -> list[str]:
-    """Why PyTorch would leave its fused kernels for the path that materialises the weights; empty if it would not."""
+    """Return the reasons why PyTorch would run its math path, which materialises the weights."""
     if request.query.device.type == "cpu":
         return _cpu_math_reasons(request)
     if torch.compiler.is_compiling() or request.query.device.type == "meta":
@@ -71,7 +71,7 @@ def _cpu_math_reasons(request: AttentionRequest) -> list[str]:
         reasons.append(prefix + "its CPU kernel has no dropout")
     visibility = request.visibility
     if visibility is not None and torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors):
-        reasons.append(prefix + "its CPU kernel gives no gradient of a bias")
+        reasons.append(prefix + "its CPU kernel has no gradient of a bias")
     if not torch.compiler.is_compiling() and not flash_sdp_enabled():
         reasons.append(
             prefix + "flash attention is switched off by torch.backends.cuda.enable_flash_sdp or sdpa_kernel"
@@ -80,7 +80,7 @@ def _cpu_math_reasons(request: AttentionRequest) -> list[str]:
 
 
 def materialised_bytes(request: AttentionRequest) -> int:
-    """How large a mask tensor PyTorch's kernel would have to be handed."""
+    """Return the bytes of the mask tensor that PyTorch's kernel would need."""
     visibility = request.visibility
     if visibility is None or _as_causal(visibility):
         return 0
@@ -97,7 +97,7 @@ def materialised_bytes(request: AttentionRequest) -> int:
 
 
 def kernel(request: AttentionRequest) -> str:
-    """The name of the kernel PyTorch will run: cudnn, flash, efficient or math. No attention is computed for it."""
+    """Return the kernel that PyTorch will run: cudnn, flash, efficient or math. Computes no attention."""
     query, key, value = request.query, request.key, request.value
     batch, heads, kv_heads, queries, keys = request.sizes
     call = _Call(query, key, value, None, False, 1.0, heads != kv_heads)
@@ -108,7 +108,7 @@ def kernel(request: AttentionRequest) -> str:
             mask = query.new_empty(keys) if visibility.has_bias else query.new_empty(keys, dtype=torch.bool)
             mask.requires_grad_(torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors))
             call.mask = mask.expand(batch, heads, queries, keys)
-    _suit(call)
+    _adapt_to_kernels(call)
     return call.kernel(request.dropout)
 
 
@@ -116,8 +116,8 @@ def run(request: AttentionRequest) -> AttentionOutput:
     output = _output(request)
     if request.statistics is None:
         return AttentionOutput(output, backend="sdpa")
-    ready = prepare(request, dropout=False)
-    _, logsumexp, statistics = attend(ready.tiling, ready.query, ready.key, None, None)
+    prepared = prepare(request, dropout=False)
+    _, logsumexp, statistics = attend(prepared.tiling, prepared.query, prepared.key, None, None)
     return AttentionOutput(output, logsumexp, None, statistics, backend="sdpa")
 
 
@@ -146,16 +146,17 @@ def _output(request: AttentionRequest) -> Tensor:
 def straight(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, finite: bool
 ) -> Tensor | None:
-    """Self-attention, causal or over everything, of tensors a layer has just made and need not check again.
+    """Compute causal or unmasked self-attention of a layer's own tensors, without validation.
 
-    None where PyTorch would not take a fused kernel. At small sizes the checks of `attention` cost more than it does.
+    Returns None if PyTorch would not run a fused kernel. At small sizes the checks of `attention` cost more than the
+    kernel.
     """
     grouped = key.shape[1] != query.shape[1]
     if query.is_cpu:
         if not flash_sdp_enabled():
             return None
     elif not query.numel():
-        return None  # `attention` knows what to do about it
+        return None  # `attention` handles empty tensors
     elif not _is_flash_sure(query) and kernel_name(query, key, value, None, 0.0, causal, grouped=grouped) == "math":
         return None
     poison = None
@@ -168,20 +169,20 @@ def straight(
 
 
 def _is_flash_sure(query: Tensor) -> bool:
-    """Whether a fused kernel serves these queries without asking PyTorch, which takes longer than this."""
-    usual = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 128)
-    return usual and query.is_cuda and flash_sdp_enabled() and _has_flash(query.get_device())
+    """Return True if a fused kernel is certain to support these queries; faster than querying PyTorch."""
+    is_common = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 128)
+    return is_common and query.is_cuda and flash_sdp_enabled() and _has_flash(query.get_device())
 
 
 @functools.cache
 def _has_flash(device: int) -> bool:
-    """NVIDIA from sm_80 on; earlier ones, and other makers', must be asked call by call."""
+    """Return True for NVIDIA GPUs from sm_80 on; on others PyTorch is queried for each call."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(slots=True)
 class _Call:
-    """The arguments PyTorch gets, and what is to be done with its answer."""
+    """Arguments of PyTorch's function, and corrections of its output."""
 
     query: Tensor
     key: Tensor
@@ -190,8 +191,8 @@ class _Call:
     causal: bool
     scale: float
     grouped: bool
-    filled_rows: Tensor | None = None  # [batch or 1, heads or 1, queries, 1]: False where a row attends to nothing
-    poison: Tensor | None = None  # [batch, heads, queries or 1]: NaN where a row sees a broken key, 0 elsewhere
+    filled_rows: Tensor | None = None  # [batch or 1, heads or 1, queries, 1]: False for rows without visible keys
+    poison: Tensor | None = None  # [batch, heads, queries or 1]: NaN where a row sees a non-finite key, else 0
 
     def kernel(self, dropout: float = 0.0) -> str:
         return kernel_name(
@@ -208,12 +209,12 @@ def _prepare(request: AttentionRequest) -> _Call:
     call = _Call(query, key, value, None, False, scale, grouped)
     if request.visibility is not None:
         _apply_visibility(call, request.visibility, request.finite)
-    _suit(call)
+    _adapt_to_kernels(call)
     return call
 
 
-def _suit(call: _Call) -> None:
-    """Give the kernels what they want, so that PyTorch does not leave them for its math path."""
+def _adapt_to_kernels(call: _Call) -> None:
+    """Meet the fused kernels' requirements, so that PyTorch does not fall back to its math path."""
     if call.query.is_cpu and call.query.shape[-1] != call.value.shape[-1]:
         _pad_to_one_width(call)
     call.query, call.key, call.value = (_with_dense_rows(x) for x in (call.query, call.key, call.value))
@@ -226,20 +227,20 @@ def _suit(call: _Call) -> None:
 
 
 def _leaves_grouped_heads(call: _Call) -> bool:
-    """Whether PyTorch would take its math path for fewer KV heads than query heads."""
+    """Return True if PyTorch would run its math path because there are fewer KV heads than query heads."""
     if torch.compiler.is_compiling():
-        # The choice cannot be traced. Without cuDNN, flash takes no mask and the efficient kernel no groups.
+        # The choice cannot be traced. Without cuDNN, flash supports no mask and the efficient kernel no groups.
         return call.mask is not None and records_gradients(call.query, call.key, call.value, call.mask)
     return call.kernel() == "math"
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """The fused kernels want the last axis to lie together in memory; without, PyTorch silently takes its math path."""
+    """Make the last axis contiguous: otherwise PyTorch silently runs its math path."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _pad_to_one_width(call: _Call) -> None:
-    """Zeros that change nothing: the CPU kernel wants keys and values of one width."""
+    """Pad with zeros, which do not change the result: the CPU kernel needs keys and values of one width."""
     width = max(call.query.shape[-1], call.value.shape[-1])
     call.query, call.key, call.value = (
         x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (call.query, call.key, call.value)
@@ -247,16 +248,16 @@ def _pad_to_one_width(call: _Call) -> None:
 
 
 def _as_causal(visibility: Visibility) -> bool:
-    """Whether PyTorch's own causal flag, or no mask at all, serves every real row.
+    """Return True if PyTorch's causal flag, or no mask at all, is correct for every real row.
 
-    Right padding of a self-attention needs no mask beside it: no real row looks that far.
+    Right padding of a causal self-attention needs no mask tensor: the padding comes after every real row.
     """
     only_causal = visibility.right == 0 and visibility.left is None
-    square = visibility.num_queries == visibility.num_keys
-    others = visibility.allowed is not None or len(visibility.documents) > 0 or visibility.has_bias
-    if not only_causal or others or visibility.query_positions is not None:
+    is_square = visibility.num_queries == visibility.num_keys
+    has_other_terms = visibility.allowed is not None or len(visibility.documents) > 0 or visibility.has_bias
+    if not only_causal or has_other_terms or visibility.query_positions is not None:
         return False
-    return (square and visibility.pads_right_only) or (visibility.num_queries == 1 and visibility.key_real is None)
+    return (is_square and visibility.pads_right_only) or (visibility.num_queries == 1 and visibility.key_real is None)
 
 
 def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None:
@@ -267,7 +268,7 @@ def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None
     if visibility.query_real is not None:
         call.filled_rows = visibility.query_real[:, None, :, None]
     if _as_causal(visibility):
-        if visibility.num_queries > 1:  # a branch, because a traced size compares to a symbol that the kernel refuses
+        if visibility.num_queries > 1:  # a branch: comparing a traced size gives a symbol, which the kernel rejects
             call.causal = True
         if poison is not None:
             call.poison = over_heads(poison.cumsum(-1) if call.causal else poison.sum(-1, keepdim=True), heads)
@@ -279,11 +280,11 @@ def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None
             allowed = allowed | ~filled
             call.filled_rows = filled if call.filled_rows is None else call.filled_rows & filled
         if poison is not None:
-            seen = poison.sum(-1, keepdim=True) if allowed is None else _seen(poison, allowed, heads)
-            call.poison = over_heads(seen, heads)
+            row_poison = poison.sum(-1, keepdim=True) if allowed is None else _row_poison(poison, allowed, heads)
+            call.poison = over_heads(row_poison, heads)
         call.mask = _as_one_tensor(allowed, visibility.bias_tile(rows, columns, call.query.dtype))
     if call.filled_rows is not None:
-        # A row that is selected away must not carry a NaN into the kernel, whose gradients would multiply it by zero.
+        # A row that is set to 0 must not carry a NaN into the kernel, whose backward would multiply it by zero.
         call.query = torch.where(call.filled_rows, call.query, 0.0)
         call.poison = None if call.poison is None else torch.where(call.filled_rows.squeeze(-1), call.poison, 0.0)
 
@@ -294,15 +295,15 @@ def _as_one_tensor(allowed: Tensor | None, bias: Tensor | None) -> Tensor | None
     return bias if allowed is None else torch.where(allowed, bias, -torch.inf)
 
 
-def _seen(poison: Tensor, allowed: Tensor, heads: int) -> Tensor:
-    """NaN for every row that may attend to a poisoned key, [batch, heads, queries or 1]; no row meets a hidden one."""
-    broken = over_heads(poison.isnan().to(torch.float32), heads)  # [batch, heads, keys]
+def _row_poison(poison: Tensor, allowed: Tensor, heads: int) -> Tensor:
+    """Return NaN for rows that see a poisoned key and 0 for others, [batch, heads, queries or 1]."""
+    is_nonfinite = over_heads(poison.isnan().to(torch.float32), heads)  # [batch, heads, keys]
     if allowed.shape[2] == 1:
-        count = (allowed[:, :, 0] * broken).sum(-1, keepdim=True)
+        count = (allowed[:, :, 0] * is_nonfinite).sum(-1, keepdim=True)
     elif allowed.shape[:2] == (1, 1):
-        count = F.linear(broken, allowed[0, 0].to(broken.dtype))
+        count = F.linear(is_nonfinite, allowed[0, 0].to(is_nonfinite.dtype))
     elif allowed.shape[1] == 1:
-        count = torch.bmm(broken, allowed[:, 0].to(broken.dtype).transpose(1, 2))
+        count = torch.bmm(is_nonfinite, allowed[:, 0].to(is_nonfinite.dtype).transpose(1, 2))
     else:
-        count = (allowed.to(broken.dtype) @ broken[..., None]).squeeze(-1)
+        count = (allowed.to(is_nonfinite.dtype) @ is_nonfinite[..., None]).squeeze(-1)
     return torch.where(count > 0, torch.nan, 0.0)

@@ -1,6 +1,6 @@
-"""What can be told of weights that were made of several softmax maps: how much they add and take, and the largest.
+"""Row statistics of weights that combine several softmax maps.
 
-They may be negative and need not sum to 1, so they are no distribution and have no entropy; each map has one.
+Combined weights may be negative and need not sum to 1, so they have no entropy; each softmax map has one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ COMBINED = ("signed_mass", "absolute_mass", "largest_weight")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CombinedWeights:
-    """Of every row of combined weights u, [batch, heads, queries] in float32 (float64 for float64 input).
+    """Statistics of each row u of combined weights, [batch, heads, queries].
 
-    What was not asked for is None.
+    They are float32 (float64 for float64 input). Statistics that were not requested are None.
     """
 
     signed_mass: Tensor | None = None  # sum_j u_j
@@ -28,12 +28,12 @@ class CombinedWeights:
 
 
 def checked_names(requested: str | Sequence[str]) -> tuple[str, ...]:
-    """What is asked of combined weights, refused where they do not have it."""
+    """Return the requested statistics of combined weights; raise OptionError for undefined ones."""
     names = (requested,) if isinstance(requested, str) else tuple(requested)
     for name in names:
         if name not in COMBINED:
             raise OptionError(
                 "combined weights can be negative and need not sum to 1: only "
-                f"{', '.join(COMBINED)} are told of them, got {name!r}; each softmax has statistics of its own"
+                f"{', '.join(COMBINED)} are defined for them, got {name!r}; each softmax map has row statistics"
             )
     return names

@@ -1,4 +1,4 @@
-"""Turns a mask that met its sizes into the plain numbers and tensors that kernels read; nothing waits for a device."""
+"""Pack a resolved mask into the numbers and tensors that kernels read, without synchronising."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyhead.ops.common.visibility import Visibility
 
 
 def mask_reasons(visibility: Visibility | None) -> list[str]:
-    """Why kernels cannot read this mask."""
+    """Return the reasons why kernels cannot read this mask; empty if they can."""
     if visibility is None:
         return []
     reasons = []
@@ -24,10 +24,13 @@ def mask_reasons(visibility: Visibility | None) -> list[str]:
 
 
 def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: bool = False) -> MaskArguments:
-    """The arguments for a mask without `mask_reasons`; `for_columns` adds what a walk down the columns needs."""
+    """Return the kernel arguments of a mask.
+
+    The mask must have no `mask_reasons`; `for_columns` adds what a loop over the queries of a key block needs.
+    """
     queries, keys = visibility.num_queries, visibility.num_keys
     query_document, key_document = _documents(visibility)
-    by_token = {
+    per_token = {
         "query_position": visibility.query_positions,
         "key_position": visibility.key_positions,
         "key_ordinal": visibility.key_ordinals,
@@ -35,12 +38,12 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         "key_document": key_document,
     }
     if query_document is not None and key_document is not None:
-        by_token["first_key"], by_token["last_key"] = _interval(query_document, key_document)
+        per_token["first_key"], per_token["last_key"] = _interval(query_document, key_document)
         if for_columns:
-            by_token["first_query"], by_token["last_query"] = _interval(key_document, query_document)
-    there = {name: x for name, x in by_token.items() if x is not None}
-    batch = max([1, *(x.shape[0] for x in there.values())])  # Dynamo knows no default here
-    there = {name: x.to(torch.int32).expand(batch, -1).contiguous() for name, x in there.items()}
+            per_token["first_query"], per_token["last_query"] = _interval(key_document, query_document)
+    present = {name: x for name, x in per_token.items() if x is not None}
+    batch = max([1, *(x.shape[0] for x in present.values())])  # Dynamo does not support `max(..., default=)`
+    present = {name: x.to(torch.int32).expand(batch, -1).contiguous() for name, x in present.items()}
     arguments = MaskArguments(
         left=visibility.left,
         right=visibility.right,
@@ -49,7 +52,7 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         stride_query=queries if batch > 1 else 0,
         stride_key=keys if batch > 1 else 0,
         poison=poison,
-        **there,  # type: ignore[arg-type]
+        **present,  # type: ignore[arg-type]
     )
     if visibility.allowed is not None:
         batch_step, head_step, query_step, key_step = shared_strides(visibility.allowed)
@@ -79,7 +82,7 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
 
 
 def _documents(visibility: Visibility) -> tuple[Tensor | None, Tensor | None]:
-    """Documents and padding as one pair of small ids: equal where a query may see a key."""
+    """Encode documents and padding as one pair of small ids, equal where a query may see a key."""
     if not len(visibility.documents) and visibility.query_real is None and visibility.key_real is None:
         return None, None
     shared = torch.zeros((1, 1), dtype=torch.int64, device=visibility.device)
@@ -92,21 +95,21 @@ def _documents(visibility: Visibility) -> tuple[Tensor | None, Tensor | None]:
         key_ids = torch.where(visibility.key_real, key_ids, -2)
     if not len(visibility.documents) or not visibility.num_keys:
         return query_ids, key_ids
-    # An id's place among the sorted ids of its row takes its place: it fits into 32 bits whatever the id was.
-    return _renamed(query_ids, key_ids)
+    # Replace each id by its rank among the sorted ids of its row, which fits into 32 bits.
+    return _compact_ids(query_ids, key_ids)
 
 
-def _renamed(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+def _compact_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
     batch = max(query_ids.shape[0], key_ids.shape[0])
     query_ids, key_ids = (ids.expand(batch, -1).contiguous() for ids in (query_ids, key_ids))
     ordered = key_ids.sort(dim=-1).values
-    low, high = (torch.searchsorted(ordered, query_ids, right=right) for right in (False, True))
+    start, stop = (torch.searchsorted(ordered, query_ids, right=right) for right in (False, True))
     renamed = torch.searchsorted(ordered, key_ids)
-    return torch.where((high > low) & (query_ids >= 0), low, -1), torch.where(key_ids >= 0, renamed, -2)
+    return torch.where((stop > start) & (query_ids >= 0), start, -1), torch.where(key_ids >= 0, renamed, -2)
 
 
 def _interval(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """For each id the first and the last place among `others` where it stands; an empty interval where it does not."""
+    """Return for each id its first and last index in `others`; an empty interval if it does not occur."""
     count = others.shape[1]
     batch = max(ids.shape[0], others.shape[0])
     ids, others = ids.expand(batch, -1).contiguous(), others.expand(batch, -1)
@@ -114,14 +117,14 @@ def _interval(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(ids), torch.full_like(ids, -1)
     ordered, order = others.sort(dim=-1, stable=True)
     ordered = ordered.contiguous()
-    low = torch.searchsorted(ordered, ids)
-    high = torch.searchsorted(ordered, ids, right=True)
-    first = order.gather(-1, low.clamp_max(count - 1))
-    last = order.gather(-1, (high - 1).clamp_min(0))
-    there = high > low
-    return torch.where(there, first, count), torch.where(there, last, -1)
+    start = torch.searchsorted(ordered, ids)
+    stop = torch.searchsorted(ordered, ids, right=True)
+    first = order.gather(-1, start.clamp_max(count - 1))
+    last = order.gather(-1, (stop - 1).clamp_min(0))
+    occurs = stop > start
+    return torch.where(occurs, first, count), torch.where(occurs, last, -1)
 
 
 def shared_strides(tensor: Tensor) -> list[int]:
-    """Strides with 0 along axes of one element, which are shared."""
+    """Return the strides, with 0 for broadcast axes, which have one element."""
     return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

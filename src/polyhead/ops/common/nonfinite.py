@@ -1,4 +1,4 @@
-"""Keeping NaN and Inf in hidden keys and values where they are: they are taken out first, never multiplied by zero."""
+"""Keep NaN and Inf of masked keys and values from spreading: replace them first, as 0 * NaN is NaN."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from polyhead.ops.common.kernels.availability import HAS_TRITON
 
 
 def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values with zeros in place of NaN and Inf, and a poison [batch, kv_heads, keys]: NaN at keys that held
-    any, 0 elsewhere.
+    """Replace NaN and Inf in keys and values by zeros; also return a poison [batch, kv_heads, keys].
 
-    A query that sees such a key is to give NaN, as the formula would; a query that does not is to know nothing of it.
-    The poison is None where all is known to be finite: on the CPU a sum tells, being finite only if every element
-    is. On a device nobody waits for the answer.
+    The poison is NaN at non-finite keys and 0 elsewhere: a query that sees such a key must return NaN, as the formula
+    does, and a query that does not must be unaffected. It is None if all elements are known to be finite: on the CPU
+    this is read off a sum, which is finite only if every element is; on a device that would synchronise.
     """
-    if _readable(key) and bool((key.detach().sum() + value.detach().sum()).isfinite()):
+    if _can_read(key) and bool((key.detach().sum() + value.detach().sum()).isfinite()):
         return key, value, None
     if key.is_cuda and _is_eager() and HAS_TRITON and key.stride(-1) == value.stride(-1) == 1:
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
@@ -26,13 +25,13 @@ def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor |
         from polyhead.ops.common.kernels.clean_keys import clean_keys
 
         return clean_keys(key, value)
-    largest_key = torch.linalg.vector_norm(key.detach(), torch.inf, -1)
-    largest_value = torch.linalg.vector_norm(value.detach(), torch.inf, -1)
-    return _finite(key), _finite(value), largest_key * 0 + largest_value * 0
+    max_key = torch.linalg.vector_norm(key.detach(), torch.inf, -1)
+    max_value = torch.linalg.vector_norm(value.detach(), torch.inf, -1)
+    return _finite(key), _finite(value), max_key * 0 + max_value * 0
 
 
 class _CleanKeys(torch.autograd.Function):
-    """One kernel in place of seven; the gradient passes, as through `_Finite`."""
+    """One kernel in place of seven, with a straight-through gradient like `_Finite`."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,8 +47,8 @@ class _CleanKeys(torch.autograd.Function):
 
 
 def without_broken_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The same for queries, so that what stands in a row that sees nothing reaches no key's gradient."""
-    if _readable(query) and bool(query.detach().sum().isfinite()):
+    """Replace NaN and Inf in queries, so that rows without visible keys do not affect key gradients."""
+    if _can_read(query) and bool(query.detach().sum().isfinite()):
         return query, None
     return _finite(query), torch.linalg.vector_norm(query.detach(), torch.inf, -1) * 0
 
@@ -61,7 +60,10 @@ def _finite(x: Tensor) -> Tensor:
 
 
 class _Finite(torch.autograd.Function):
-    """Zeros for NaN and Inf. The gradient passes: a hidden key has none, and who sees a broken one gets NaN."""
+    """Zeros for NaN and Inf, with a straight-through gradient.
+
+    Masked keys have no gradient, and rows that see a non-finite key are NaN.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -72,20 +74,20 @@ class _Finite(torch.autograd.Function):
         return grad
 
 
-def _readable(x: Tensor) -> bool:
-    """Whether a value can be looked at without waiting for a device or breaking a trace."""
+def _can_read(x: Tensor) -> bool:
+    """Return True if values can be read without synchronising a device or breaking a trace."""
     return _is_eager() and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def _is_eager() -> bool:
-    """Whether operators run as they are called, with no trace and no function transform looking on."""
+    """Return True if operators run eagerly, without a trace or a function transform."""
     traced = torch.compiler.is_compiling() or torch._C._is_tracing()
     return not traced and torch._C._functorch.maybe_current_level() is None
 
 
 def over_heads(x: Tensor, heads: int) -> Tensor:
-    """[batch, kv_heads, ...] with each head repeated for the query heads that share it; `x` itself where none do."""
+    """Repeat the KV heads of [batch, kv_heads, ...] for their query heads; `x` itself without groups."""
     if x.shape[1] == heads:
         return x
-    # By index: what `repeat_interleave` does inside ties an exported graph to its length.
+    # `repeat_interleave` would specialise an exported graph to the sequence length.
     return x.index_select(1, torch.arange(heads, device=x.device) // (heads // x.shape[1]))

@@ -1,4 +1,4 @@
-"""What is asked of an attention backend, and what it gives back."""
+"""Requests to attention backends, and their output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from polyhead.ops.common.visibility import Visibility
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionOutput:
-    """What `polyhead.attention` and every layer return, always this one type.
+    """Result of `polyhead.attention` and of every layer.
 
     `output` is [batch, heads, queries, value_dim] from the function and [batch, queries, embed_dim] from a layer.
-    `logsumexp` is [batch, heads, queries] in the accumulation dtype (float32; float64 for float64 input), and
-    None where it was not asked for and does not come for free. `weights` is [batch, heads, queries, keys] in the
-    accumulation dtype, before dropout, and None unless asked for, as are the `statistics` of every row. `backend` names
-    who computed it.
+    `logsumexp` is [batch, heads, queries] in the accumulation dtype (float32; float64 for float64 input), and None if
+    it was not requested and the backend does not compute it anyway. `weights` is [batch, heads, queries, keys] in the
+    accumulation dtype, before dropout, and None unless requested, like the row `statistics`. `backend` is the name of
+    the backend that ran.
     """
 
     output: Tensor
@@ -34,35 +34,35 @@ torch.export.register_dataclass(AttentionOutput, serialized_type_name="polyhead.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatisticsRequest:
-    """The row statistics to take, and where queries and keys stand for them."""
+    """Row statistics to compute, and the positions of queries and keys."""
 
     names: tuple[str, ...]  # in the order of `statistics.NAMES`
     sink_keys: int
     window: int
-    places: Visibility  # read for positions and ordinals alone
+    places: Visibility  # used for positions and ordinals only
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRequest:
-    """One validated call of `attention`; backends read it and never each other."""
+    """One validated call of `attention`, the only input of every backend."""
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]
     value: Tensor  # [batch, kv_heads, keys, value_dim]
     visibility: Visibility | None  # None: every query sees every key
-    scale: float | Tensor  # a number, or one a head [heads]
+    scale: float | Tensor  # a number, or one per head [heads]
     softcap: float | None
     sinks: Tensor | None  # [heads]
     dropout: float
-    seed: Tensor | None  # int64, one element; None: the backend draws its own numbers
+    seed: Tensor | None  # int64, one element; None: the backend draws random numbers itself
     weights: bool
     logsumexp: bool
-    finite: bool  # the caller's word that keys and values hold no NaN or Inf
+    finite: bool  # the caller guarantees that keys and values contain no NaN or Inf
     statistics: StatisticsRequest | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """batch, heads, kv_heads, queries, keys"""
+        """(batch, heads, kv_heads, queries, keys)."""
         batch, heads, queries, _ = self.query.shape
         return batch, heads, self.key.shape[1], queries, self.key.shape[2]
 

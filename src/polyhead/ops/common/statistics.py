@@ -1,6 +1,6 @@
-"""What is told of each row of attention weights: the names, what each means, and how they are asked for.
+"""Row statistics of attention: their names, definitions and the options to request them.
 
-A row is one query of one head. With logits s_j over the keys it sees (after scale, softcap and bias), weights
+A row is one query of one head. With logits s_j over its visible keys (after scale, softcap and bias), weights
 p_j = exp(s_j - L) where L is the log-sum-exp, and distance d_j (key position minus query position):
 
     max_logit              max_j s_j               confidence     max_j p_j, the max attention weight
@@ -11,9 +11,8 @@ p_j = exp(s_j - L) where L is the log-sum-exp, and distance d_j (key position mi
     visible_keys           number of visible keys  next_mass      p at d = 1
     learned_sink_mass      exp(sink - L)           window_mass    p at |d| <= `window`
 
-A learned sink is one more term of L and of the entropy, and of nothing else. A row that sees no key has -inf for
-max_logit and 0 for the rest; where there is a learned sink, all its attention is there. Weights are those before
-dropout.
+A learned sink is one more term of L and of the entropy, and of nothing else. A row without visible keys has -inf for
+max_logit and 0 for the rest; with a learned sink, its learned_sink_mass is 1. Weights are those before dropout.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ NAMES = (
     "learned_sink_mass",
 )
 WINDOW = 8  # the default of `window_mass`, here and in `observe`
-# Those that compare positions, and so mean nothing where queries and keys are different sequences.
+# These compare positions, and are undefined in cross-attention.
 POSITIONAL = (
     "mean_distance",
     "mean_offset",
@@ -53,7 +52,7 @@ POSITIONAL = (
     "next_mass",
     "window_mass",
 )
-# Sums of the weights times something known of each key: all are differentiated by one rule.
+# Sums of the weights times a factor of each key: one rule differentiates all of them.
 LINEAR = (*POSITIONAL, "sink_mass")
 
 
@@ -61,7 +60,7 @@ LINEAR = (*POSITIONAL, "sink_mass")
 class RowStatistics:
     """Statistics of every row, each [batch, heads, queries] and float32 (float64 for float64 input).
 
-    What was not asked for is None. All but `visible_keys` can be differentiated.
+    Statistics that were not requested are None. All but `visible_keys` are differentiable.
     """
 
     max_logit: Tensor | None = None
@@ -80,16 +79,16 @@ class RowStatistics:
     learned_sink_mass: Tensor | None = None
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The statistics that are there, with their names."""
+        """Yield (name, tensor) of each statistic that was computed."""
         for name in NAMES:
             tensor = getattr(self, name)
             if tensor is not None:
                 yield name, tensor
 
     def __repr__(self) -> str:
-        there = dict(self.items())
-        shape = list(next(iter(there.values())).shape) if len(there) else []
-        return f"RowStatistics({', '.join(there)}; each {shape})"
+        present = dict(self.items())
+        shape = list(next(iter(present.values())).shape) if len(present) else []
+        return f"RowStatistics({', '.join(present)}; each {shape})"
 
 
 torch.export.register_dataclass(RowStatistics, serialized_type_name="polyhead.RowStatistics")
@@ -97,14 +96,15 @@ torch.export.register_dataclass(RowStatistics, serialized_type_name="polyhead.Ro
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Which statistics to take, and their parameters: what `attention(..., statistics=)` means, spelt out.
+    """Statistics to compute and their parameters, as passed to `attention(..., statistics=)`.
 
     >>> Statistics("entropy", "sink_mass", sink_keys=4)
     Statistics('entropy', 'sink_mass', sink_keys=4)
 
-    No names means all that apply. `sink_keys` is how many first keys of each sequence (or document) count as sinks,
-    `window` how far away, on either side, a key may be to count as near. `cross` says that queries and keys are
-    different sequences: what compares their positions is then absent, and asking for it by name is an error.
+    Without names, all applicable statistics are computed. `sink_keys` is the number of first keys of each sequence (or
+    document) that count as attention sinks, `window` the largest distance, on either side, that counts for
+    `window_mass`. `cross` marks cross-attention: statistics that compare positions are then left out, and requesting
+    one by name is an error.
     """
 
     names: tuple[str, ...]
@@ -115,15 +115,15 @@ class Statistics:
     def __init__(self, *names: str, sink_keys: int = 1, window: int = WINDOW, cross: bool = False) -> None:
         for name in names:
             if not isinstance(name, str) or name not in NAMES:
-                raise OptionError(f"a statistic is one of {', '.join(NAMES)}; got {name!r}")
-        for option, number, least in (("sink_keys", sink_keys, 1), ("window", window, 0)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise OptionError(f"{option} must be an integer of at least {least}, got {number!r}")
+                raise OptionError(f"a statistic must be one of {', '.join(NAMES)}; got {name!r}")
+        for option, number, minimum in (("sink_keys", sink_keys, 1), ("window", window, 0)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
+                raise OptionError(f"{option} must be an integer of at least {minimum}, got {number!r}")
         positional = [name for name in names if name in POSITIONAL]
         if cross and len(positional):
             raise OptionError(
                 "queries and keys of a cross-attention have no common positions, "
-                f"got a request for {', '.join(positional)}; leave them out"
+                f"got a request for {', '.join(positional)}; remove these names"
             )
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "sink_keys", sink_keys)
@@ -131,10 +131,10 @@ class Statistics:
         object.__setattr__(self, "cross", cross)
 
     def wanted(self, *, learned_sinks: bool) -> tuple[str, ...]:
-        """The names to compute, each once, in the order of `NAMES`."""
+        """Return the names to compute, each once, in the order of `NAMES`."""
         if len(self.names):
             if "learned_sink_mass" in self.names and not learned_sinks:
-                raise OptionError("learned_sink_mass is the share of learned sinks, got an attention without sinks")
+                raise OptionError("learned_sink_mass is the weight of learned sinks, got an attention without sinks")
             return tuple(name for name in NAMES if name in self.names)
         absent = (POSITIONAL if self.cross else ()) + (() if learned_sinks else ("learned_sink_mass",))
         return tuple(name for name in NAMES if name not in absent)
@@ -148,7 +148,7 @@ class Statistics:
 
 
 def as_statistics(requested: object) -> Statistics | None:
-    """What the `statistics` argument of `attention` means; None where nothing is asked for."""
+    """Convert the `statistics` argument of `attention`; None if no statistics are requested."""
     if requested is None or requested is False:
         return None
     if isinstance(requested, Statistics):
@@ -160,5 +160,5 @@ def as_statistics(requested: object) -> Statistics | None:
     if isinstance(requested, tuple | list | set | frozenset):
         return Statistics(*requested) if len(requested) else None
     raise OptionError(
-        f"statistics must be True, a name, several names or polyhead.Statistics(...), got {type(requested).__name__}"
+        f"statistics must be True, a name, a list of names or polyhead.Statistics(...), got {type(requested).__name__}"
     )

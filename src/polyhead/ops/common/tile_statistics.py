@@ -1,7 +1,7 @@
-"""Row statistics as running sums of tiles, and the factors by which their gradients reach the logits.
+"""Row statistics as running sums over tiles, and the factors of their gradients.
 
-Everything here is [batch, heads, rows] or a tile of it; exponentials are those of the logits less a shift, the row's
-largest logit so far, and every sum is scaled down when the shift moves up.
+Everything is [batch, heads, rows] or a tile of it. Exponentials are of the logits minus the running row max, and every
+sum is rescaled when the row max grows, as in FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from polyhead.ops.common.tiles import Tiling
 from polyhead.ops.common.tracing import is_exporting
 from polyhead.ops.common.visibility import Span
 
-# Below this the exponential is exactly 0 in every dtype, so that the product of both is too, and none is 0 * inf.
-NOTHING = -1000.0
+# Below this exp(x) is exactly 0 in every dtype, so exp(x) * x is 0 as well, and never 0 * inf.
+EXP_UNDERFLOW = -1000.0
 _AT_DISTANCE = {"self_mass": 0, "previous_mass": -1, "next_mass": 1}
 
 
 class RowSums:
-    """The statistics of one block of rows, tile after tile."""
+    """Accumulator of the statistics of one block of rows, updated tile by tile."""
 
     def __init__(self, tiling: Tiling, rows: Span, sink: Tensor | None, like: Tensor, *, blocks: bool) -> None:
-        """`sink` is the learned sink's logit of each row, `like` any tensor of the logits' kind; `blocks` asks for the
-        column blocks in which the largest logits stand."""
+        """Start without tiles.
+
+        `sink` is the learned sink's logit of each row, `like` any tensor with the logits' dtype and device; `blocks`
+        also records the column blocks of the max logit and the max |logit|.
+        """
         request = tiling.statistics
         assert request is not None
         self.request, self.tiling, self.rows = request, tiling, rows
@@ -38,45 +41,45 @@ class RowSums:
         def start(number: float, dtype: torch.dtype | None = None) -> Tensor:
             return like.new_full(shape, number, dtype=dtype)
 
-        self.needs_top = "max_logit" in self.names or "confidence" in self.names
-        self.needs_spread = "entropy" in self.names
-        self.top = start(-torch.inf) if self.needs_top else None
-        self.size = start(0.0) if "max_abs_logit" in self.names else None
-        self.top_block = start(-1, torch.int32) if blocks and self.needs_top else None
-        self.size_block = start(-1, torch.int32) if blocks and self.size is not None else None
-        self.spread: Tensor | None = None  # the sum of exp(s - m) * (s - m); it starts with the sink's, which is 0
-        if self.needs_spread:
-            self.spread = start(0.0)
+        self.needs_max = "max_logit" in self.names or "confidence" in self.names
+        self.needs_entropy = "entropy" in self.names
+        self.max_logit = start(-torch.inf) if self.needs_max else None
+        self.max_abs_logit = start(0.0) if "max_abs_logit" in self.names else None
+        self.max_logit_block = start(-1, torch.int32) if blocks and self.needs_max else None
+        self.max_abs_block = start(-1, torch.int32) if blocks and self.max_abs_logit is not None else None
+        self.entropy_sum: Tensor | None = None  # sum of exp(s - m) * (s - m), starting with the sink's term, which is 0
+        if self.needs_entropy:
+            self.entropy_sum = start(0.0)
             if sink is not None:
-                own = torch.where(sink.detach() == -torch.inf, 0.0, sink - sink.detach())
-                self.spread = torch.exp(own) * own
-        self.seen = start(0.0) if "visible_keys" in self.names else None
+                sink_shifted = torch.where(sink.detach() == -torch.inf, 0.0, sink - sink.detach())
+                self.entropy_sum = torch.exp(sink_shifted) * sink_shifted
+        self.visible_keys = start(0.0) if "visible_keys" in self.names else None
         self.linear = {name: start(0.0) for name in self.names if name in LINEAR}
 
     def look(self, tile: Tensor, columns: Span, largest: Tensor, *, masked: bool) -> None:
-        """Take what is told of the logits themselves; `largest` is the tile's largest in each row."""
+        """Update the statistics of the logits themselves; `largest` is the tile's max logit in each row."""
         tile = self.tiling.by_head(tile)
-        taped = torch.is_grad_enabled()
-        if self.top is not None:
-            # Of several largest the first has the gradient: of a tile that of the lowest key, of tiles the first.
-            mine = tile.max(-1).values if taped else largest.view(self.top.shape)
-            higher = (mine > self.top) | mine.isnan()
-            self.top = torch.where(higher, mine, self.top)
-            if self.top_block is not None:
-                self.top_block = torch.where(higher, columns[0], self.top_block)
-        if self.size is not None:
-            if taped or masked:
-                sizes = magnitude(tile, masked=masked)
-                mine = sizes.max(-1).values if taped else sizes.amax(-1)
+        records_grad = torch.is_grad_enabled()
+        if self.max_logit is not None:
+            # Among equal maxima the lowest key receives the gradient.
+            tile_max = tile.max(-1).values if records_grad else largest.view(self.max_logit.shape)
+            is_larger = (tile_max > self.max_logit) | tile_max.isnan()
+            self.max_logit = torch.where(is_larger, tile_max, self.max_logit)
+            if self.max_logit_block is not None:
+                self.max_logit_block = torch.where(is_larger, columns[0], self.max_logit_block)
+        if self.max_abs_logit is not None:
+            if records_grad or masked:
+                magnitudes = magnitude(tile, masked=masked)
+                tile_max = magnitudes.max(-1).values if records_grad else magnitudes.amax(-1)
             else:
-                mine = torch.maximum(largest.view(self.size.shape), -tile.amin(-1))
-            higher = (mine > self.size) | mine.isnan()
-            self.size = torch.where(higher, mine, self.size)
-            if self.size_block is not None:
-                self.size_block = torch.where(higher, columns[0], self.size_block)
-        if self.seen is not None:
+                tile_max = torch.maximum(largest.view(self.max_abs_logit.shape), -tile.amin(-1))
+            is_larger = (tile_max > self.max_abs_logit) | tile_max.isnan()
+            self.max_abs_logit = torch.where(is_larger, tile_max, self.max_abs_logit)
+            if self.max_abs_block is not None:
+                self.max_abs_block = torch.where(is_larger, columns[0], self.max_abs_block)
+        if self.visible_keys is not None:
             count = (tile != -torch.inf).sum(-1).to(tile.dtype) if masked else columns[1] - columns[0]
-            self.seen = self.seen + count
+            self.visible_keys = self.visible_keys + count
 
     def add(
         self,
@@ -85,51 +88,58 @@ class RowSums:
         sums: Tensor,
         columns: Span,
         decay: Tensor,
-        moved: Tensor,
-        before: Tensor,
+        max_change: Tensor,
+        previous_sum: Tensor,
         *,
         masked: bool,
     ) -> None:
-        """Add a tile: its exponentials, the logits less the shift (only for the entropy, and used up), its row sums.
+        """Add a tile, given its exponentials, shifted logits and row sums.
 
-        `decay` is what the sums so far are scaled by, `moved` how far the shift went, `before` the total until then.
+        `shifted` are the logits minus the row max, which the entropy needs; they are overwritten. `decay`
+        rescales the sums so far, `max_change` is the old row max minus the new one, `previous_sum` the row sum so far.
         """
         tile, sums = self.tiling.by_head(exponentials), self.tiling.by_head(sums).squeeze(-1)
-        decay, moved, before = (self.tiling.by_head(x).squeeze(-1) for x in (decay, moved, before))
-        if self.spread is not None and shifted is not None:
-            self.spread = decay * self.spread + (decay * moved) * before + self._spread(exponentials, shifted, masked)
+        decay, max_change, previous_sum = (
+            self.tiling.by_head(x).squeeze(-1) for x in (decay, max_change, previous_sum)
+        )
+        if self.entropy_sum is not None and shifted is not None:
+            self.entropy_sum = (
+                decay * self.entropy_sum
+                + (decay * max_change) * previous_sum
+                + self._entropy_sum(exponentials, shifted, masked)
+            )
         for name in self.linear:
             self.linear[name] = self.linear[name] * decay
         for name, part in linear_sums(self.tiling, self.request, tuple(self.linear), tile, sums, self.rows, columns):
             self.linear[name] = self.linear[name] + part
 
-    def _spread(self, exponentials: Tensor, shifted: Tensor, masked: bool) -> Tensor:
+    def _entropy_sum(self, exponentials: Tensor, shifted: Tensor, masked: bool) -> Tensor:
         if torch.is_grad_enabled():
-            product = exponentials * (shifted.clamp_min(NOTHING) if masked else shifted)
+            product = exponentials * (shifted.clamp_min(EXP_UNDERFLOW) if masked else shifted)
         else:
-            shifted = shifted.clamp_(min=NOTHING) if masked else shifted
+            shifted = shifted.clamp_(min=EXP_UNDERFLOW) if masked else shifted
             product = shifted.mul_(exponentials)
         return self.tiling.by_head(product).sum(-1)
 
-    def finish(self, total: Tensor, shift: Tensor) -> dict[str, Tensor]:
-        """The statistics, from the total and the shift of each row, 1 and 0 where it has nothing to attend to."""
-        found = {name: x / total for name, x in self.linear.items()}
-        if self.top is not None:
-            found["max_logit"] = self.top
-            found["confidence"] = torch.exp(self.top - shift) / total
-        if self.size is not None:
-            found["max_abs_logit"] = self.size
-        if self.spread is not None:
-            found["entropy"] = torch.log(total) - self.spread / total
-        if self.seen is not None:
-            found["visible_keys"] = self.seen
+    def finish(self, row_sum: Tensor, row_max: Tensor) -> dict[str, Tensor]:
+        """Return the statistics, given the sum and the max of each row (1 and 0 for rows without keys)."""
+        statistics = {name: x / row_sum for name, x in self.linear.items()}
+        if self.max_logit is not None:
+            statistics["max_logit"] = self.max_logit
+            statistics["confidence"] = torch.exp(self.max_logit - row_max) / row_sum
+        if self.max_abs_logit is not None:
+            statistics["max_abs_logit"] = self.max_abs_logit
+        if self.entropy_sum is not None:
+            statistics["entropy"] = torch.log(row_sum) - self.entropy_sum / row_sum
+        if self.visible_keys is not None:
+            statistics["visible_keys"] = self.visible_keys
         if self.sink is not None and "learned_sink_mass" in self.names:
-            found["learned_sink_mass"] = torch.exp(self.sink - shift) / total
-        return {name: found[name] for name in self.names}
+            statistics["learned_sink_mass"] = torch.exp(self.sink - row_max) / row_sum
+        return {name: statistics[name] for name in self.names}
 
 
 def magnitude(tile: Tensor, *, masked: bool) -> Tensor:
-    """|logit|, and -1 where a key is hidden."""
+    """Return |logit|, and -1 for masked keys."""
     return torch.where(tile == -torch.inf, -1.0, tile.abs()) if masked else tile.abs()
 
 
@@ -142,10 +152,10 @@ def linear_sums(
     rows: Span,
     columns: Span,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The part of a tile in each sum of weights times something known of the key; nothing where it has none.
+    """Yield a tile's contribution to each statistic that is linear in the weights, unless it is 0.
 
-    `tile` is [batch, heads, rows, columns] and `sums` its row sums. A far tile needs no distance of every pair: the
-    moments of its columns, taken once, serve all rows. Near the diagonal that would lose digits.
+    `tile` is [batch, heads, rows, columns] and `sums` its row sums. Far from the diagonal no distance per pair is
+    needed: the moments of the columns, computed once, serve all rows. Near the diagonal that would lose digits.
     """
     places = request.places
     height, width = tile.shape[-2:]
@@ -156,8 +166,8 @@ def linear_sums(
         names = tuple(name for name in names if name != "sink_mass")
     if places.query_positions is None and not is_exporting():
         low, high = _distances(request, rows, columns)
-        gap = max(low, -high)
-        ahead = torch.arange(0, -height, -1, device=tile.device, dtype=tile.dtype) + (
+        min_abs_distance = max(low, -high)
+        first_distance = torch.arange(0, -height, -1, device=tile.device, dtype=tile.dtype) + (
             columns[0] - rows[0] - places.offset
         )
         step = torch.arange(width, device=tile.device, dtype=tile.dtype)
@@ -166,25 +176,25 @@ def linear_sums(
             if name in _AT_DISTANCE:
                 start = rows[0] + places.offset + _AT_DISTANCE[name] - columns[0]
                 if -height < start < width:
-                    found = tile.diagonal(start, -2, -1)
-                    above = max(0, -start)
-                    yield name, F.pad(found, (above, height - above - found.shape[-1]))
+                    diagonal = tile.diagonal(start, -2, -1)
+                    num_rows_above = max(0, -start)
+                    yield name, F.pad(diagonal, (num_rows_above, height - num_rows_above - diagonal.shape[-1]))
             elif name == "window_mass" and max(-low, high) <= request.window:
                 yield name, sums
-            elif name in ("mean_distance", "mean_offset", "mean_squared_distance") and gap >= width:
+            elif name in ("mean_distance", "mean_offset", "mean_squared_distance") and min_abs_distance >= width:
                 if first is None:
                     first = _moment(tile, step)
                 if name == "mean_squared_distance":
-                    yield name, ahead * (ahead * sums + 2 * first) + _moment(tile, step * step)
+                    yield name, first_distance * (first_distance * sums + 2 * first) + _moment(tile, step * step)
                 else:
-                    signed = ahead * sums + first
+                    signed = first_distance * sums + first
                     yield name, -signed if name == "mean_distance" and high < 0 else signed
             else:
                 exact.append(name)
     else:
         exact += names
     for name, factor in factors(request, tuple(exact), rows, columns, tile):
-        yield name, torch.mul(tile, factor, out=tiling.room("products", tile.shape, tile)).sum(-1)
+        yield name, torch.mul(tile, factor, out=tiling.buffer("products", tile.shape, tile)).sum(-1)
 
 
 def _moment(tile: Tensor, step: Tensor) -> Tensor:
@@ -194,7 +204,7 @@ def _moment(tile: Tensor, step: Tensor) -> Tensor:
 def factors(
     request: StatisticsRequest, names: tuple[str, ...], rows: Span, columns: Span, like: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """What each weight of a tile is multiplied by, [batch or 1, 1, rows or 1, columns]; nothing where it is all 0."""
+    """Yield the factor of each weight, [batch or 1, 1, rows or 1, columns], unless it is all 0."""
     places = request.places
     distance: Tensor | None = None
     for name in names:
@@ -204,7 +214,7 @@ def factors(
             first = places.first_tile(columns, request.sink_keys).to(like.dtype)
             yield name, first.view(-1, 1, 1, columns[1] - columns[0])
             continue
-        if places.query_positions is None and not _may_hold(request, name, rows, columns):
+        if places.query_positions is None and not _contains_distance(request, name, rows, columns):
             continue
         if distance is None:
             distance = _distance(request, rows, columns, like)
@@ -219,13 +229,13 @@ def factors(
 
 
 def _distances(request: StatisticsRequest, rows: Span, columns: Span) -> tuple[int, int]:
-    """The least and the greatest distance in a tile, where positions are indices."""
+    """Return the smallest and the largest distance in a tile, where positions are indices."""
     offset = request.places.offset
     return columns[0] - (rows[1] - 1) - offset, columns[1] - 1 - rows[0] - offset
 
 
-def _may_hold(request: StatisticsRequest, name: str, rows: Span, columns: Span) -> bool:
-    """Whether a tile has a pair at the distance that a mass is of."""
+def _contains_distance(request: StatisticsRequest, name: str, rows: Span, columns: Span) -> bool:
+    """Return True if some pair of the tile has a distance that counts for this statistic."""
     low, high = _distances(request, rows, columns)
     if name in _AT_DISTANCE:
         return low <= _AT_DISTANCE[name] <= high
@@ -233,11 +243,11 @@ def _may_hold(request: StatisticsRequest, name: str, rows: Span, columns: Span) 
 
 
 def _distance(request: StatisticsRequest, rows: Span, columns: Span, like: Tensor) -> Tensor:
-    """Key position minus query position, [batch or 1, 1, rows, columns], in the logits' dtype."""
+    """Return key position minus query position, [batch or 1, 1, rows, columns], in the logits' dtype."""
     places = request.places
     if places.query_positions is None:
         start = columns[0] - rows[0] - places.offset
-        ahead = torch.arange(start, start - (rows[1] - rows[0]), -1, device=like.device, dtype=like.dtype)
+        first_distance = torch.arange(start, start - (rows[1] - rows[0]), -1, device=like.device, dtype=like.dtype)
         step = torch.arange(columns[1] - columns[0], device=like.device, dtype=like.dtype)
-        return (step + ahead[:, None])[None, None]
+        return (step + first_distance[:, None])[None, None]
     return places.distance_tile(rows, columns).to(like.dtype).unsqueeze(-3)

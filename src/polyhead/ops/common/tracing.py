@@ -1,7 +1,7 @@
-"""Who looks on while operators are called: compilers, function transforms, dispatch modes.
+"""Detect tracing, functional transforms and dispatch modes.
 
-Who traces must meet an operator, which nobody else need pay for. Who transforms must meet plain operators, for which
-PyTorch has rules.
+A tracer must see a custom operator, whose overhead eager calls avoid. A functional transform must see plain PyTorch
+operators, for which PyTorch has transformation rules.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-EXPORTED = "an exported graph is to hold plain operators, not one that only polyhead knows"
+EXPORTED = "an exported graph must contain plain PyTorch operators, not polyhead's own"
 TRANSFORMED = "PyTorch's function transforms and forward-mode differentiation need plain operators"
 
 
 def is_exporting() -> bool:
-    """Whether the call becomes part of an exported graph.
+    """Return True while the call is traced by `torch.export`.
 
-    The flag behind `torch.compiler.is_exporting`: the function itself says True in every compiled call of PyTorch 2.11.
+    Reads the flag behind `torch.compiler.is_exporting`: in PyTorch 2.11 that function returns True in every compiled
+    call.
     """
     return bool(torch.compiler._is_exporting_flag)
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation looks on; a compiler has its own way with them."""
+    """Return True under torch.func or forward-mode AD; False under a compiler, which handles both itself."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def is_forward_mode() -> bool:
-    """Whether derivatives go forward along with the values."""
+    """Return True while forward-mode derivatives are computed."""
     if not is_transformed():
         return False
     innermost = torch._C._functorch.peek_interpreter_stack()
@@ -41,12 +42,12 @@ def is_forward_mode() -> bool:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether a compiler, a dispatch mode, a subclass of tensors or a meta device looks on."""
+    """Return True under a compiler or a dispatch mode, and for tensor subclasses and meta tensors."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
         return True
     return is_watched()
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode looks on, as one that counts FLOPs does."""
+    """Return True while a dispatch mode is active, for instance PyTorch's FLOP counter."""
     return _get_current_dispatch_mode() is not None

@@ -1,4 +1,4 @@
-"""A mask met with the sizes of one attention: cut into tiles on demand, so that no backend needs all of it at once."""
+"""A mask resolved against the sizes of one attention call, evaluated tile by tile."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Span = tuple[int, int]  # from, to (exclusive)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visibility:
-    """Which of `num_keys` keys each of `num_queries` queries sees, and what is added to its logits.
+    """Visible keys and additive bias of `num_queries` queries over `num_keys` keys.
 
-    Query i stands at position `i + offset` and key j at position j, unless position tensors say otherwise.
+    Query i has position `i + offset` and key j has position j, unless the position tensors are set.
     """
 
     num_queries: int
@@ -31,8 +31,8 @@ class Visibility:
     offset: int = 0
     query_positions: Tensor | None = None  # [batch or 1, queries]
     key_positions: Tensor | None = None  # [batch or 1, keys]
-    pads_right_only: bool = True  # a causal row then never meets padding among the keys
-    key_ordinals: Tensor | None = None  # [batch or 1, keys]: the how-manieth real key of its sequence; None: j
+    pads_right_only: bool = True  # then a causal row of a real token sees no padded key
+    key_ordinals: Tensor | None = None  # [batch or 1, keys]: index among the real keys of its sequence; None: j
     query_real: Tensor | None = None  # [batch or 1, queries], False for padding
     key_real: Tensor | None = None  # [batch or 1, keys], False for padding
     documents: tuple[tuple[Tensor, Tensor], ...] = ()  # ids [batch or 1, queries] and [batch or 1, keys]
@@ -49,49 +49,53 @@ class Visibility:
         return len(self.bias_tensors) > 0
 
     def with_bias_tensors(self, tensors: Sequence[Tensor]) -> Visibility:
-        """The same, adding the given tensors in place of `bias_tensors`."""
+        """Return a copy with `tensors` in place of `bias_tensors`."""
         count = len(self.biases)
         tables = [replace(term, table=x) for term, x in zip(self.relative_biases, tensors[count:], strict=True)]
         return replace(self, biases=tuple(tensors[:count]), relative_biases=tuple(tables))
 
     @property
     def is_band(self) -> bool:
-        """Whether the mask is the same causal edge or window for every sequence and head, and nothing else."""
-        # Lengths are compared to 0, here and elsewhere, because Dynamo cannot ask a tuple of tensors for its truth.
+        """True if the mask is only a causal or sliding-window band, the same for all sequences and heads."""
+        # Lengths are compared with 0, here and elsewhere, because Dynamo cannot evaluate a tuple of tensors as a bool.
         tensors = (self.query_positions, self.query_real, self.key_real, self.allowed)
         return all(x is None for x in tensors) and len(self.documents) == 0 and not self.has_bias
 
     @property
     def is_window(self) -> bool:
-        """Whether the mask is a window and nothing else: no first keys beside it."""
+        """True if the mask is a sliding window without attention sinks, and nothing else."""
         return self.left is not None and self.sinks == 0 and self.is_band
 
     @property
     def may_leave_rows_empty(self) -> bool:
-        """Whether a row may have nothing to attend to; False only where the sizes alone rule it out."""
-        everyone_has_self = self.offset >= 0 and self.num_keys > 0
-        return not (self.is_band and everyone_has_self and (self.right is None or self.num_queries <= self.num_keys))
+        """True if a row may see no key; False only where the sizes alone rule it out."""
+        sees_own_position = self.offset >= 0 and self.num_keys > 0
+        return not (self.is_band and sees_own_position and (self.right is None or self.num_queries <= self.num_keys))
 
     def without_query_padding(self) -> Visibility:
-        """The same with padded queries treated as real, for a backend that clears their rows by itself."""
+        """Return a copy that treats padded queries as real, for a backend that clears their rows itself."""
         return self if self.query_real is None else replace(self, query_real=None)
 
     def spans(self, rows: Span) -> list[Span]:
-        """The columns that some query of `rows` may see; everything outside them is hidden and can be skipped."""
+        """Return the column spans that some query of `rows` may see; other columns can be skipped."""
         if self.query_positions is not None:
             return [(0, self.num_keys)]
         first, last = rows[0] + self.offset, rows[1] - 1 + self.offset
         start = 0 if self.left is None else min(max(0, first - self.left), self.num_keys)
         stop = self.num_keys if self.right is None else min(self.num_keys, last + self.right + 1)
         if self.sinks and start:
-            kept = self.num_keys if self.key_ordinals is not None else self.sinks
-            if kept < start:
-                return [(0, min(kept, max(stop, 0))), (start, stop)] if stop > start else [(0, min(kept, max(stop, 0)))]
+            sink_stop = self.num_keys if self.key_ordinals is not None else self.sinks
+            if sink_stop < start:
+                return (
+                    [(0, min(sink_stop, max(stop, 0))), (start, stop)]
+                    if stop > start
+                    else [(0, min(sink_stop, max(stop, 0)))]
+                )
             start = 0
         return [(start, stop)] if stop > start else []
 
     def allowed_tile(self, rows: Span, columns: Span) -> Tensor | None:
-        """True = may attend, [batch or 1, heads or 1, rows, columns]; None where the whole tile is visible."""
+        """Return the mask (True: visible) [batch or 1, heads or 1, rows, columns]; None if all is visible."""
         terms: list[Tensor] = []
         band = self._band_tile(rows, columns)
         if band is not None:
@@ -104,8 +108,8 @@ class Visibility:
             same = query_ids[:, rows[0] : rows[1], None] == key_ids[:, None, columns[0] : columns[1]]
             terms.append(same[:, None])
         if self.allowed is not None:
-            terms.append(_cut(self.allowed, rows, columns))
-        terms += [_cut(bias.detach(), rows, columns) != -torch.inf for bias in self.biases]
+            terms.append(_slice_tile(self.allowed, rows, columns))
+        terms += [_slice_tile(bias.detach(), rows, columns) != -torch.inf for bias in self.biases]
         if not terms:
             return None
         result = terms[0]
@@ -114,15 +118,15 @@ class Visibility:
         return result
 
     def bias_tile(self, rows: Span, columns: Span, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the logits, [batch or 1, heads or 1, rows, columns], finite wherever the tile is visible."""
+        """Return the additive bias [batch or 1, heads or 1, rows, columns], finite where visible."""
         result: Tensor | None = None
         for bias in self.biases:
-            tile = _narrowed(_cut(bias, rows, columns), dtype)
-            result = tile if result is None else _added(result, tile)
+            tile = _cast_finite(_slice_tile(bias, rows, columns), dtype)
+            result = tile if result is None else _add_finite(result, tile)
         for term in self.relative_biases:
-            table = _narrowed(term.table, dtype)
-            # All pairs of a distance add up in the gradient of its column, so on the tape a sum in float32 is made a
-            # wide one; in half precision the weights are coarser than the sum, and the tile is what takes the memory.
+            table = _cast_finite(term.table, dtype)
+            # The gradient of a table column sums over all pairs at its distance, so autograd sums in float64 where
+            # the tile is float32. In half precision the weights' rounding dominates, and the tile takes the memory.
             if (
                 torch.is_grad_enabled()
                 and table.requires_grad
@@ -132,15 +136,15 @@ class Visibility:
                 table = table.double()
             tile = table[:, self.relative_index(term, rows, columns)].to(dtype)  # [heads, (batch,) rows, columns]
             tile = tile[None] if tile.ndim == 3 else tile.transpose(0, 1)
-            result = tile if result is None else _added(result, tile)
+            result = tile if result is None else _add_finite(result, tile)
         return result
 
     def relative_index(self, term: RelativeBias, rows: Span, columns: Span) -> Tensor:
-        """The column of the table that serves each pair, [rows, columns] or [batch, rows, columns]."""
+        """Return the table column of each query-key pair, [rows, columns] or [batch, rows, columns]."""
         return (self.distance_tile(rows, columns) + term.zero).clamp(0, term.table.shape[1] - 1)
 
     def distance_tile(self, rows: Span, columns: Span) -> Tensor:
-        """Key position minus query position, [rows, columns] or [batch or 1, rows, columns]."""
+        """Return key position minus query position, [rows, columns] or [batch or 1, rows, columns]."""
         if self.query_positions is not None and self.key_positions is not None:
             return (
                 self.key_positions[:, None, columns[0] : columns[1]] - self.query_positions[:, rows[0] : rows[1], None]
@@ -152,10 +156,10 @@ class Visibility:
     def _band_tile(self, rows: Span, columns: Span) -> Tensor | None:
         left, right = self.left, self.right
         if self.query_positions is None and not is_exporting():
-            nearest = columns[0] - (rows[1] - 1) - self.offset
-            furthest = columns[1] - 1 - rows[0] - self.offset
-            left = None if left is None or nearest >= -left else left
-            right = None if right is None or furthest <= right else right
+            min_distance = columns[0] - (rows[1] - 1) - self.offset
+            max_distance = columns[1] - 1 - rows[0] - self.offset
+            left = None if left is None or min_distance >= -left else left
+            right = None if right is None or max_distance <= right else right
         if left is None and right is None:
             return None
         distance = self.distance_tile(rows, columns)
@@ -171,7 +175,7 @@ class Visibility:
         return visible[None, None] if visible.ndim == 2 else visible[:, None]
 
     def first_tile(self, columns: Span, count: int) -> Tensor:
-        """Whether a key is among the first `count` of its sequence, [columns] or [batch or 1, 1, columns]."""
+        """Return True for the first `count` keys of each sequence, [columns] or [batch or 1, 1, columns]."""
         if self.key_ordinals is not None:
             return self.key_ordinals[:, None, columns[0] : columns[1]] < count
         return torch.arange(columns[0], columns[1], device=self.device) < count
@@ -180,9 +184,9 @@ class Visibility:
 def resolve(
     mask: Mask, *, batch: int, heads: int, queries: int, keys: int, device: torch.device, ordinals: bool = False
 ) -> Visibility | None:
-    """Hold a mask against the sizes of an attention; None where it hides and adds nothing.
+    """Resolve a mask against the sizes of an attention call; None if it masks nothing and adds nothing.
 
-    `ordinals` asks for the keys' ordinals even where the mask itself has no use for them.
+    `ordinals` requests `key_ordinals` even if the mask itself does not need them.
     """
     ordinals = ordinals or mask.sinks > 0
     if mask.is_everything or _shows_everything(mask, queries, keys):
@@ -197,41 +201,41 @@ def resolve(
             )
     for term in mask.relative_biases:
         if term.table.shape[0] not in (1, heads):
-            raise MaskError(f"a relative bias needs one row a head, got {term.table.shape[0]} rows for {heads} heads")
+            raise MaskError(f"a relative bias needs one row per head, got {term.table.shape[0]} rows for {heads} heads")
 
     query_real, key_real = None, None
     query_positions, key_positions, key_ordinals = None, None, None
-    first_keys: Tensor | None = None  # [batch]: padding on the left
-    key_ends, query_ends, is_aligned = None, None, True  # [batch]: where padding on the right begins
+    left_padded_lengths: Tensor | None = None  # [batch]: real keys of left-padded sequences
+    key_ends, query_ends, is_aligned = None, None, True  # [batch]: start of the right padding
     for padding in mask.padding:
         real_keys, real_queries = _check_lengths(padding, batch, queries, keys, device)
-        key_real = _both(key_real, _real(real_keys, keys, padding.side))
+        key_real = _logical_and(key_real, _real_tokens(real_keys, keys, padding.side))
         if real_queries is not None:
-            query_real = _both(query_real, _real(real_queries, queries, padding.side))
+            query_real = _logical_and(query_real, _real_tokens(real_queries, queries, padding.side))
         if padding.side == "left":
-            first_keys = _fewer(first_keys, real_keys)
+            left_padded_lengths = _minimum(left_padded_lengths, real_keys)
         else:
-            key_ends = _fewer(key_ends, real_keys)
-            query_ends = query_ends if real_queries is None else _fewer(query_ends, real_queries)
+            key_ends = _minimum(key_ends, real_keys)
+            query_ends = query_ends if real_queries is None else _minimum(query_ends, real_queries)
             is_aligned = is_aligned and queries == keys and padding.queries is None
-    if first_keys is not None:
-        key_ordinals = torch.arange(keys, device=device)[None] - (keys - first_keys)[:, None]
+    if left_padded_lengths is not None:
+        key_ordinals = torch.arange(keys, device=device)[None] - (keys - left_padded_lengths)[:, None]
     if key_ends is not None and not is_aligned:
-        shift = key_ends - (queries if query_ends is None else query_ends)
-        query_positions = torch.arange(queries, device=device) + shift[:, None]
+        position_shift = key_ends - (queries if query_ends is None else query_ends)
+        query_positions = torch.arange(queries, device=device) + position_shift[:, None]
         key_positions = torch.arange(keys, device=device)[None]
     documents = []
     for packed in mask.packed:
         query_ids, key_ids = _check_rows("document ids", packed.queries, packed.keys, batch, queries, keys, device)
         documents.append((query_ids, key_ids))
-        query_real, key_real = _both(query_real, query_ids >= 0), _both(key_real, key_ids >= 0)
+        query_real, key_real = _logical_and(query_real, query_ids >= 0), _logical_and(key_real, key_ids >= 0)
     aligns_documents = any(packed.keys is not None for packed in mask.packed)
     if len(documents) and (ordinals or aligns_documents):
         assert query_real is not None and key_real is not None
         query_ids, key_ids = documents[0]
-        for more in documents[1:]:
-            query_ids, key_ids = _of_both(_ranks(query_ids, key_ids), _ranks(*more))
-        # Padding is no token of a document, whatever its id.
+        for next_ids in documents[1:]:
+            query_ids, key_ids = _combined_ids(_ranks(query_ids, key_ids), _ranks(*next_ids))
+        # Padding tokens belong to no document, whatever their id.
         query_ids, key_ids = torch.where(query_real, query_ids, -1), torch.where(key_real, key_ids, -1)
         key_ordinals = _ordinals(key_ids) if ordinals else None
         if aligns_documents:
@@ -240,10 +244,10 @@ def resolve(
     if mask.placed is not None:
         query_positions, key_positions = _check_rows("positions", *mask.placed, batch, queries, keys, device)
         key_ordinals = key_positions
-        key_real = _both(key_real, key_positions >= 0)
+        key_real = _logical_and(key_real, key_positions >= 0)
     allowed = None
     for tensor in mask.allowed:
-        allowed = _both(allowed, tensor)
+        allowed = _logical_and(allowed, tensor)
     return Visibility(
         num_queries=queries,
         num_keys=keys,
@@ -268,45 +272,48 @@ def resolve(
 
 
 def _shows_everything(mask: Mask, queries: int, keys: int) -> bool:
-    """Whether a causal edge or window hides nothing: a single query, the last, is not kept from any key before it."""
+    """Return True if a band masks nothing: a single query, at the last position, sees every key."""
     return queries == 1 and keys > 0 and mask.is_band and (mask.left is None or mask.left >= keys - 1)
 
 
-def _both(a: Tensor | None, b: Tensor) -> Tensor:
+def _logical_and(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a & b
 
 
-def _fewer(a: Tensor | None, b: Tensor) -> Tensor:
+def _minimum(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else torch.minimum(a, b)
 
 
-def _narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """`bias.to(dtype)`; a finite value beyond the range makes a key unlikely, only a stated -inf may hide it."""
+def _cast_finite(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a bias, clamping finite values to the range of `dtype`: only an explicit -inf may mask a key."""
     largest = torch.finfo(dtype).max
     if torch.finfo(bias.dtype).max <= largest:
         return bias.to(dtype)
     return torch.where(bias.isinf(), bias, bias.clamp(-largest, largest)).to(dtype)
 
 
-def _added(a: Tensor, b: Tensor) -> Tensor:
-    """The sum, finite where both terms are: a bias is often the least number of its dtype, and so may another be."""
+def _add_finite(a: Tensor, b: Tensor) -> Tensor:
+    """Add two biases, finite where both are.
+
+    A bias often contains its dtype's most negative number, so a plain sum may overflow.
+    """
     total, largest = a + b, torch.finfo(a.dtype).max
     return torch.where(a.isinf() | b.isinf(), total, total.clamp(-largest, largest))
 
 
-def _cut(tensor: Tensor, rows: Span, columns: Span) -> Tensor:
-    """The tile of a mask tensor whose query axis may be broadcast."""
+def _slice_tile(tensor: Tensor, rows: Span, columns: Span) -> Tensor:
+    """Return one tile of a mask tensor whose query axis may be broadcast."""
     tensor = tensor[..., columns[0] : columns[1]]
     return tensor if tensor.shape[-2] == 1 else tensor[..., rows[0] : rows[1], :]
 
 
-def _real(lengths: Tensor, size: int, side: str) -> Tensor:
+def _real_tokens(lengths: Tensor, size: int, side: str) -> Tensor:
     index = torch.arange(size, device=lengths.device)
     return index < lengths[:, None] if side == "right" else index >= size - lengths[:, None]
 
 
 def _ordinals(ids: Tensor) -> Tensor:
-    """For each token of a row, how many before it carry the same id."""
+    """Return for each token the number of earlier tokens of its row with the same id."""
     ordered, order = ids.sort(dim=-1, stable=True)
     index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
     starts = torch.ones_like(ids, dtype=torch.bool)
@@ -316,7 +323,7 @@ def _ordinals(ids: Tensor) -> Tensor:
 
 
 def _ranks(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The place of each id among the different ids of its row, of queries and keys together."""
+    """Return the rank of each id among the distinct ids of its row, queries and keys together."""
     rows = max(query_ids.shape[0], key_ids.shape[0])
     ids = torch.cat([query_ids.expand(rows, -1), key_ids.expand(rows, -1)], -1)
     ordered, order = ids.sort(dim=-1)
@@ -327,17 +334,17 @@ def _ranks(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def _of_both(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Ids that are equal where the ranks of both document masks are."""
-    base = one[0].shape[1] + one[1].shape[1]
-    return one[0] * base + other[0], one[1] * base + other[1]
+def _combined_ids(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return ids that are equal where the ranks of both document masks are equal."""
+    base = a[0].shape[1] + a[1].shape[1]
+    return a[0] * base + b[0], a[1] * base + b[1]
 
 
 def _check_dense(tensor: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
     b, h, q, k = tensor.shape
     if b not in (1, batch) or h not in (1, heads) or q not in (1, queries) or k != keys:
         hint = (
-            "; a key padding mask [batch, keys] goes in as mask[:, None, None]"
+            "; pass a key padding mask [batch, keys] as mask[:, None, None]"
             if (b, h, q, k) == (1, 1, batch, keys)
             else ""
         )
@@ -356,13 +363,13 @@ def _check_lengths(
             continue
         if lengths.shape[0] != batch:
             raise MaskError(
-                f"lengths must name every sequence of the batch, got {lengths.shape[0]} lengths for {batch} sequences"
+                f"lengths must have one entry per sequence, got {lengths.shape[0]} lengths for {batch} sequences"
             )
         if batch and is_readable(lengths) and int(lengths.max()) > size:
             raise MaskError(f"{name} lengths must not exceed the sequence, got {int(lengths.max())} for {size} tokens")
     return (
-        _beside("lengths", padding.keys, device),
-        None if real_queries is None else _beside("lengths", real_queries, device),
+        _to_device("lengths", padding.keys, device),
+        None if real_queries is None else _to_device("lengths", real_queries, device),
     )
 
 
@@ -372,18 +379,18 @@ def _check_rows(
     if key_rows is None:
         if queries != keys:
             raise MaskError(
-                f"{name} of the keys are needed where queries and keys are not the same tokens, "
+                f"{name} of the keys are required where queries and keys are not the same tokens, "
                 f"got {queries} queries and {keys} keys"
             )
         key_rows = query_rows
     for kind, rows, size in (("queries", query_rows, queries), ("keys", key_rows, keys)):
         if rows.shape[0] not in (1, batch) or rows.shape[1] != size:
             raise MaskError(f"{name} of the {kind} must be [{batch} or 1, {size}], got {list(rows.shape)}")
-    return _beside(name, query_rows, device), _beside(name, key_rows, device)
+    return _to_device(name, query_rows, device), _to_device(name, key_rows, device)
 
 
-def _beside(name: str, tensor: Tensor, device: torch.device) -> Tensor:
-    """The few integers of a mask, brought to where the attention is."""
+def _to_device(name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a mask's lengths, ids or positions to the device of the attention, without synchronising."""
     if tensor.device.type == "meta" and device.type != "meta":
-        raise DeviceError(f"{name} must hold values to be used on {device}, got a tensor on the meta device")
+        raise DeviceError(f"{name} must have values to be used on {device}, got a tensor on the meta device")
     return tensor.to(device, non_blocking=True)

@@ -23,7 +23,7 @@ from tests.two_dtypes import in_two_dtypes
 
 SEED = 5
 SINK_KEYS, WINDOW = 2, 3
-SMALL = ((16, 32, 4, 2), (32, 16, 4, 2))  # tiles so small that short sequences have several, full ones among them
+SMALL = ((16, 32, 4, 2), (32, 16, 4, 2))  # tiles so small that short sequences have several, some of them full
 NAMES = ("entropy", "confidence", *LINEAR)
 GRADIENTS = ("query", "key", "value", "sinks", "bias", "table")
 
@@ -31,7 +31,7 @@ GRADIENTS = ("query", "key", "value", "sinks", "bias", "table")
 @dataclass(frozen=True)
 class Case:
     scene: Scene
-    told: tuple[str, ...] = ()  # which statistics have a gradient, "logsumexp" among them
+    graded_statistics: tuple[str, ...] = ()  # statistics that have a gradient, which may include "logsumexp"
     rate: float = 0.0
 
 
@@ -53,12 +53,12 @@ def scene(
 
 
 def hiding(*shape: int) -> Tensor:
-    """A bias that also hides some keys."""
+    """Return a bias that also masks some keys."""
     return torch.where(normal(*shape, seed=4) > 1.2, -torch.inf, normal(*shape, seed=5))
 
 
 def flags() -> dict[str, Case]:
-    """Every option by itself, and all that can go together."""
+    """Return one scene per option, and one with all compatible options."""
     causal = Who(causal=True)
     everything = ("logsumexp", *NAMES)
     documents = tuple(tuple([0] * 20 + [1] * 13 + [-1] * 5 + [2] * (15 + extra)) for extra in (0, 6))
@@ -131,40 +131,54 @@ def flags() -> dict[str, Case]:
 
 
 def sizes() -> dict[str, Case]:
-    """The tiles that are chosen by size, as they stand; the last is not a power of two."""
-    told = ("logsumexp", "entropy", "mean_distance")
+    """Return scenes for the default tiles of each size; the last is not a power of two."""
+    graded_statistics = ("logsumexp", "entropy", "mean_distance")
     return {
         f"head dim {dim}, value dim {value_dim}": Case(
-            scene(batch=1, heads=(2, 1), queries=130, keys=137, dims=(dim, value_dim), who=Who(causal=True)), told
+            scene(batch=1, heads=(2, 1), queries=130, keys=137, dims=(dim, value_dim), who=Who(causal=True)),
+            graded_statistics,
         )
         for dim, value_dim in ((64, 64), (128, 128), (256, 256), (72, 200))
     }
 
 
 def functional(case: Case, directions: dict[str, Tensor], result: dict[str, Tensor]) -> Tensor:
-    """A number whose gradients the kernels give.
+    """Return a scalar whose gradients the kernels compute.
 
-    They give of the confidence exp(max - L) only what all keys of a row share, which is -confidence * dL.
+    Of the confidence exp(max - L) they compute only the term that all keys of a row share, -confidence * dL.
     """
     loss = (result["output"] * directions["output"]).double().sum()
-    for name in case.told:
-        told = result[name]
+    for name in case.graded_statistics:
+        graded_statistics = result[name]
         if name == "confidence":
-            told = -told.detach() * torch.where(result["logsumexp"] == -torch.inf, 0.0, result["logsumexp"])
-        loss = loss + (torch.where(told == -torch.inf, 0.0, told) * directions[name].to(told.dtype)).double().sum()
+            graded_statistics = -graded_statistics.detach() * torch.where(
+                result["logsumexp"] == -torch.inf, 0.0, result["logsumexp"]
+            )
+        loss = (
+            loss
+            + (
+                torch.where(graded_statistics == -torch.inf, 0.0, graded_statistics)
+                * directions[name].to(graded_statistics.dtype)
+            )
+            .double()
+            .sum()
+        )
     return loss
 
 
 def exactly(case: Case, backend: str = "reference", device: str = "cpu") -> dict[str, Tensor]:
-    names = tuple(name for name in case.told if name != "logsumexp")
+    names = tuple(name for name in case.graded_statistics if name != "logsumexp")
     statistics = Statistics(*names, sink_keys=SINK_KEYS, window=WINDOW) if names else None
     result = case.scene.run(backend, device, statistics=statistics, dropout=case.rate, seed=SEED)
-    told = {} if result.statistics is None else dict(result.statistics.items())
-    return {name: x.cpu() for name, x in {"output": result.output, "logsumexp": result.logsumexp, **told}.items()}
+    graded_statistics = {} if result.statistics is None else dict(result.statistics.items())
+    return {
+        name: x.cpu()
+        for name, x in {"output": result.output, "logsumexp": result.logsumexp, **graded_statistics}.items()
+    }
 
 
 def plainly(case: Case) -> dict[str, Tensor]:
-    """The same by the formula, every intermediate rounded to the dtype of the query."""
+    """Compute the formula with every intermediate rounded to the dtype of the query."""
     own = case.scene
     batch, heads, queries, keys = own.sizes
     keep = None
@@ -195,10 +209,10 @@ def plainly(case: Case) -> dict[str, Tensor]:
 
 
 def gradients(
-    case: Case, told: Callable[[Case], dict[str, Tensor]], directions: dict[str, Tensor]
+    case: Case, graded_statistics: Callable[[Case], dict[str, Tensor]], directions: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     case = replace(case, scene=case.scene.with_gradients())
-    result = told(case)
+    result = graded_statistics(case)
     inputs = {name: x for name, x in case.scene.learned.items() if name in GRADIENTS}
     found = torch.autograd.grad(functional(case, directions, result), list(inputs.values()), allow_unused=True)
     named = zip(inputs.items(), found, strict=True)
@@ -207,7 +221,7 @@ def gradients(
 
 
 def strided(x: Tensor, device: str) -> Tensor:
-    """The same in [batch, tokens, heads, dim] order, each row followed by NaN that nobody may read."""
+    """Copy to [batch, tokens, heads, dim] order, with NaN after each row that must not be read."""
     batch, heads, tokens, dim = x.shape
     wide = torch.full((batch, tokens + 1, heads, dim + 3), torch.nan, dtype=x.dtype, device=device)
     view = wide[:, :tokens, :, :dim].transpose(1, 2)
@@ -217,7 +231,7 @@ def strided(x: Tensor, device: str) -> Tensor:
 
 @contextmanager
 def guarded_memory() -> Iterator[None]:
-    """Fresh tensors hold NaN and lie between NaN; at the end, what lies around them must be as it was."""
+    """Fill new tensors with NaN and guard bands; check at the end that the guards are unchanged."""
     margin, buffers = 512, []
 
     def fresh(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -264,7 +278,7 @@ def run_kernels(
     )
     head_scale = own.scale.to(device) if isinstance(own.scale, Tensor) else None
     scale = own.query.shape[3] ** -0.5 if own.scale is None else own.scale
-    names = [name for name in case.told if name != "logsumexp"]
+    names = [name for name in case.graded_statistics if name != "logsumexp"]
     choose = module.choose_blocks if tiles is None else lambda *_: tuple(module.Blocks(*x) for x in tiles)
     with guarded_memory(), mock.patch.object(module, "choose_blocks", choose):
         found = module.backward(
@@ -281,7 +295,7 @@ def run_kernels(
             mask=pack(visibility_of(own, device), for_columns=True),
             dropout=case.rate,
             seed=torch.tensor([SEED], device=device),
-            row_gradients={name: directions[name].float().to(device) for name in case.told},
+            row_gradients={name: directions[name].float().to(device) for name in case.graded_statistics},
             row_values={name: result[name].float().to(device) for name in names},
             sink_keys=SINK_KEYS,
             window=WINDOW,
@@ -295,20 +309,25 @@ def run_kernels(
 
 
 def directions_for(case: Case) -> dict[str, Tensor]:
-    """What arrives at the output and the statistics: bfloat16 numbers, the same ones in every dtype."""
+    """Return the upstream gradients: bfloat16 numbers, the same in every dtype."""
     generator = torch.Generator().manual_seed(11)
     batch, heads, queries, _ = case.scene.sizes
     shapes = {"output": (batch, heads, queries, case.scene.value.shape[3])}
-    shapes |= dict.fromkeys(case.told, (batch, heads, queries))
-    return {told: torch.randn(shape, generator=generator).bfloat16().double() for told, shape in shapes.items()}
+    shapes |= dict.fromkeys(case.graded_statistics, (batch, heads, queries))
+    return {
+        graded_statistics: torch.randn(shape, generator=generator).bfloat16().double()
+        for graded_statistics, shape in shapes.items()
+    }
 
 
 def by_formula(case: Case, dtype: torch.dtype) -> dict[str, Compared]:
-    """The gradients of a case exactly, and by the formula in that dtype."""
+    """Return the gradients of a case in float64, and by the formula in its dtype."""
     directions = directions_for(case)
     exact, _ = gradients(case, exactly, directions)
     rounded = replace(case, scene=case.scene.to(dtype))
-    plain, _ = gradients(rounded, plainly, {told: x.to(dtype) for told, x in directions.items()})
+    plain, _ = gradients(
+        rounded, plainly, {graded_statistics: x.to(dtype) for graded_statistics, x in directions.items()}
+    )
     return {name: Compared(None, grad, plain[name]) for name, grad in exact.items()}
 
 
@@ -324,9 +343,9 @@ def check(name: str, case: Case, dtype: torch.dtype, device: str, tiles: object 
     query = torch.where(empty[..., None], torch.nan, rounded.scene.query)
     rounded = replace(rounded, scene=replace(rounded.scene, query=query))
     directions["output"] = torch.where(empty[..., None], torch.nan, directions["output"])
-    for told in case.told:
-        if case.scene.sinks is None or told not in ("logsumexp", "learned_sink_mass"):
-            directions[told] = torch.where(empty, torch.nan, directions[told])
+    for graded_statistics in case.graded_statistics:
+        if case.scene.sinks is None or graded_statistics not in ("logsumexp", "learned_sink_mass"):
+            directions[graded_statistics] = torch.where(empty, torch.nan, directions[graded_statistics])
 
     actual = run_kernels(rounded, result, directions, device, tiles)
     assert not actual["query"][empty].any()
@@ -338,10 +357,10 @@ def check(name: str, case: Case, dtype: torch.dtype, device: str, tiles: object 
 
 
 def check_one_key(case: Case, directions: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """The only key of a row has weight 1 and a logit without a gradient: dO . V - dO . O, where O is V.
+    """Check rows with one key: its weight is 1 and its logit's gradient dO . V - dO . O is 0, as O is V.
 
-    The formula adds both in one order and loses nothing, which leaves no budget. We add them in two, so each is off by
-    at most its number of terms times eps / 2 times the sum of their sizes.
+    The formula adds both in one order without rounding error, which leaves no budget. The kernel adds them in two, so
+    each is off by at most its number of terms times eps / 2 times the sum of their magnitudes.
     """
     own = case.scene
     group = own.query.shape[1] // own.key.shape[1]
@@ -362,7 +381,7 @@ def check_all(cases: dict[str, Case], dtypes: list[torch.dtype], device: str, ti
 
 
 def check_scenes(dtype: torch.dtype, device: str, examples: int) -> None:
-    """Any mask with any options."""
+    """Check random masks with random options."""
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 
@@ -372,16 +391,16 @@ def check_scenes(dtype: torch.dtype, device: str, examples: int) -> None:
         max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(scenes(), st.sets(st.sampled_from(("logsumexp", *NAMES))), st.sampled_from([0.0, 0.4]))
-    def each(scene: Scene, told: set[str], rate: float) -> None:
+    def each(scene: Scene, graded_statistics: set[str], rate: float) -> None:
         if scene.mask is not None and mask_reasons(visibility_of(scene, "cpu")):
             return
-        check("any scene", Case(scene, tuple(sorted(told)), rate), dtype, device, ((16, 16, 4, 2),) * 2)
+        check("any scene", Case(scene, tuple(sorted(graded_statistics)), rate), dtype, device, ((16, 16, 4, 2),) * 2)
 
     each()
 
 
 def check_poison(device: str) -> None:
-    """Who sees a key whose NaN was taken out has NaN; nobody else has."""
+    """Check that rows that see a poisoned key are NaN, and no others."""
     case = Case(scene(who=Who(left=5, right=2)), ("entropy",))
     visible = case.scene.visible()
     broken = 40
@@ -401,11 +420,11 @@ def check_poison(device: str) -> None:
 def directions_of(case: Case) -> dict[str, Tensor]:
     batch, heads, queries, _ = case.scene.sizes
     directions = {"output": normal(batch, heads, queries, case.scene.value.shape[3], seed=9)}
-    return directions | {name: normal(batch, heads, queries, seed=10) for name in case.told}
+    return directions | {name: normal(batch, heads, queries, seed=10) for name in case.graded_statistics}
 
 
 def check_nothing_there(device: str) -> None:
-    """No queries, no keys, no sequences: zeros where there is anything at all."""
+    """Check empty queries, keys and batches: all existing elements are zero."""
     for batch, queries, keys in ((2, 0, 5), (2, 5, 0), (0, 5, 5)):
         own = scene(batch=batch, queries=queries, keys=keys, sinks=normal(2, seed=7)).to(torch.float32)
         case = Case(own)
@@ -422,7 +441,7 @@ def check_nothing_there(device: str) -> None:
 
 
 def check_twice(device: str) -> None:
-    """The gradients of queries, keys and values are the same bits at every run."""
+    """Check that the gradients of queries, keys and values are bit-identical in every run."""
     case = flags()["all at once"]
     rounded = replace(case, scene=case.scene.to(torch.float32))
     _, result = gradients(case, exactly, directions_of(case))
@@ -455,7 +474,7 @@ def test_in_the_interpreter_every_choice_of_tiles_gives_the_gradients_of_the_for
     in_the_interpreter(check_all, dict(cases[1::2] if dtype is torch.float32 else cases[::2]), [dtype], "cpu", None)
 
 
-def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros() -> None:
+def test_in_the_interpreter_poison_reaches_rows_that_see_it_and_empty_inputs_give_zeros() -> None:
     in_the_interpreter(check_poison, "cpu")
     in_the_interpreter(check_nothing_there, "cpu")
 
@@ -473,7 +492,7 @@ def test_on_a_gpu_every_choice_of_tiles_gives_the_gradients_of_the_formula(name:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_poison_reaches_who_sees_it_and_nothing_gives_zeros() -> None:
+def test_on_a_gpu_poison_reaches_rows_that_see_it_and_empty_inputs_give_zeros() -> None:
     check_poison("cuda")
     check_nothing_there("cuda")
 

@@ -25,7 +25,7 @@ from tests.ops.oracle import Scene, Who, normal
 from tests.two_dtypes import DTYPES, in_two_dtypes
 
 SINK_KEYS, WINDOW, SEED = 2, 6, 11
-SMALL = (16, 16, 4, 1)  # tiles so small that short sequences have several, full ones among them
+SMALL = (16, 16, 4, 1)  # tiles so small that short sequences have several, some of them full
 HALVES_AND_SINGLES = [torch.float32, torch.float16]
 
 
@@ -56,7 +56,7 @@ def scene(
 
 
 def hiding(*shape: int) -> Tensor:
-    """A bias that also hides some keys."""
+    """Return a bias that also masks some keys."""
     return torch.where(normal(*shape, seed=4) > 1.2, -torch.inf, normal(*shape, seed=5))
 
 
@@ -67,7 +67,7 @@ def dense(*shape: int) -> Tensor:
 
 
 def flags() -> dict[str, Scene]:
-    """One scene for every option of the kernel, and the combinations that share code."""
+    """Return one scene per option of the kernel, and combinations that share code."""
     documents = ((0,) * 19 + (-1,) * 3 + (1,) * 19, (2,) * 31 + (0,) * 10)
     positions = tuple((7 * i) % 47 - (i % 5 == 0) * 70 for i in range(41))
     return {
@@ -112,7 +112,7 @@ def flags() -> dict[str, Scene]:
 
 
 def sizes() -> dict[str, Scene]:
-    """Head dims, groups and lengths, each odd in its own way; causal, so that there are full and edge tiles."""
+    """Return causal scenes of irregular head dims, groups and lengths, with full and edge tiles."""
     who = Who(causal=True)
     return {
         "one of everything": scene(heads=(1, 1), queries=1, keys=1, dims=(1, 1), who=who),
@@ -128,7 +128,7 @@ def sizes() -> dict[str, Scene]:
 
 @functools.cache
 def long() -> dict[str, Scene]:
-    """Sequences of several of the tiles that a GPU works with."""
+    """Return scenes of several GPU-sized tiles."""
     result = {}
     for dim in (16, 64, 80, 128, 256):
         result[f"nothing, {dim}"] = scene(heads=(4, 2), queries=390, keys=517, dims=(dim, dim))
@@ -185,7 +185,7 @@ def run(case: Scene, device: str, names: tuple[str, ...] = NAMES, rate: float = 
 
 
 def bounds(case: Scene) -> dict[str, float]:
-    """How far each statistic may be off; what is a sum of weights by what the rounding of the logits does to them."""
+    """Return the error bound of each statistic; for sums of weights, from the rounding of the logits."""
     scale = case.query.shape[-1] ** -0.5 if case.scale is None else case.scale
     scale = float(scale.abs().max()) if isinstance(scale, Tensor) else abs(scale)
     size = scale * float(case.query.norm(dim=-1).max() * case.key.norm(dim=-1).max())
@@ -224,7 +224,7 @@ def check(
     rate: float = 0.0,
     **options: Any,
 ) -> None:
-    """Output and log-sum-exp within the error budget, statistics within theirs."""
+    """Check output and log-sum-exp against the error budget, and statistics against their bounds."""
     name = f"{name}, {dtype}"
     case = case.to(dtype)
     exact_case = case.to(torch.float64)
@@ -246,7 +246,7 @@ def check(
 
 
 def by_formula(case: Scene, rate: float) -> dict[str, Compared]:
-    """What the formula gives exactly and in the dtype of the case."""
+    """Return the result of the formula in float64 and in the dtype of the case."""
     batch, heads, queries, keys = case.sizes
     keep = (
         keep_tile(torch.tensor([SEED], device=case.query.device), rate, batch, heads, (0, queries), (0, keys))
@@ -261,7 +261,7 @@ def by_formula(case: Scene, rate: float) -> dict[str, Compared]:
 
 
 def logits_of(case: Scene) -> Tensor:
-    """The logits of a float64 scene by the formula, -inf where hidden."""
+    """Return the logits of a float64 scene by the formula, -inf if masked."""
     batch, heads, queries, keys = case.sizes
     scale = case.query.shape[-1] ** -0.5 if case.scale is None else case.scale
     factor = scale[:, None, None] if isinstance(scale, Tensor) else scale
@@ -277,7 +277,7 @@ def logits_of(case: Scene) -> Tensor:
 
 
 def check_indices(name: str, case: Scene, found: Found) -> None:
-    """The keys that are told have the largest logits, up to rounding; -1 stands where there is no key."""
+    """Check that the returned keys have the max logits, up to rounding; -1 without keys."""
     logits = logits_of(case)
     sees = case.visible().any(-1)
     bound = max(bounds(case)["max_logit"], 1e-6)
@@ -304,7 +304,7 @@ ONE_BY_ONE = {"nothing": Who(), "causal": Who(causal=True)}
 
 
 def check_one_by_one(name: str, device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
-    """Every statistic asked for alone, each with its own choice of full tiles, and none at all."""
+    """Check each statistic requested alone, with its own range of full tiles, and no statistics."""
     case = scene(queries=41, sinks=normal(2, seed=7), who=ONE_BY_ONE[name]).to(torch.float32)
     exact_case = case.to(torch.float64)
     exact = exact_case.run("reference", statistics=Statistics(sink_keys=SINK_KEYS, window=WINDOW)).statistics
@@ -319,7 +319,7 @@ def check_one_by_one(name: str, device: str, blocks: tuple[int, int, int, int] |
 
 
 def check_ties(device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
-    """Of equal logits the lowest key is told, whatever the order of the tiles."""
+    """Check that the lowest key is returned among ties, whatever the order of tiles."""
     for who in (Who(), Who(causal=True), Who(left=30, right=9, first=2)):
         query, key = normal(1, 2, 41, 4, seed=1).sign(), normal(1, 1, 41, 4, seed=2).sign()
         case = Scene(query, key, normal(1, 1, 41, 3, seed=3), who=who, scale=1.0)
@@ -336,7 +336,7 @@ def check_ties(device: str, blocks: tuple[int, int, int, int] | None = SMALL) ->
 
 
 def check_extremes(device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
-    """Logits up to 1e4, rows of one weight, uniform rows, and a bias as low as a float goes."""
+    """Check logits up to 1e4, one-hot rows, uniform rows, and the most negative bias of a float."""
     for who in (Who(), Who(causal=True)):
         check("huge", scene(queries=41, keys=41, dims=(16, 8), spread=50.0, who=who), torch.float32, device, blocks)
         one_hot = scene(queries=41, keys=41, dims=(16, 8), who=who)
@@ -355,14 +355,14 @@ def check_extremes(device: str, blocks: tuple[int, int, int, int] | None = SMALL
 
 
 def check_poison(device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
-    """Rows that see a broken key are NaN in everything but the count of keys; no other row knows of it."""
+    """Check that rows that see a non-finite key are NaN except for `visible_keys`, and no others."""
     for who in (Who(), Who(causal=True), Who(left=9, right=0), Who(dense=dense(1, 1, 41, 41))):
         case = scene(queries=41, who=who).to(torch.float32)
         mask = arguments(case, device)
         poison = torch.zeros(1, 1, 41, device=device)
         poison[:, :, 21::30] = torch.nan
         with tiles(blocks):
-            # Marks that mark nothing, so that both come from one program and every bit must agree.
+            # A poison of zeros, so that both results come from one compiled kernel and must agree bit for bit.
             clean, found = (run(case, device, mask=mask._replace(poison=x)) for x in (torch.zeros_like(poison), poison))
         seen = (case.visible() & poison.cpu().isnan()[:, :, None]).any(-1)
         assert seen.any()
@@ -378,7 +378,7 @@ def check_poison(device: str, blocks: tuple[int, int, int, int] | None = SMALL) 
 
 
 def check_nothing_there(device: str) -> None:
-    """No batch, no queries, no keys."""
+    """Check empty batches, queries and keys."""
     for batch, queries, keys in ((0, 5, 7), (2, 0, 7), (2, 5, 0)):
         case = scene(batch=batch, queries=queries, keys=keys, sinks=None).to(torch.float32)
         found = run(case, device)
@@ -390,7 +390,7 @@ def check_nothing_there(device: str) -> None:
 
 
 def check_strides(device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
-    """Views into wider tensors, and one head expanded to many."""
+    """Check views into wider tensors, and one head expanded to many."""
     wide = normal(2, 37, 4, 40, seed=1, dtype=torch.float32)
     query, key, value = (wide[..., a:b].transpose(1, 2) for a, b in ((0, 16), (16, 32), (32, 40)))
     for kv in ((key, value), (key[:, :1].expand(-1, 4, -1, -1), value[:, :2, :, :].expand(2, 2, 37, 8))):
@@ -433,7 +433,7 @@ def test_in_the_interpreter_dropout_leaves_the_weights_it_should() -> None:
     in_the_interpreter(check, "dropout", case, torch.float32, "cpu", rate=0.3)
 
 
-def test_in_the_interpreter_each_statistic_can_be_asked_for_alone() -> None:
+def test_in_the_interpreter_each_statistic_can_be_requested_alone() -> None:
     for name in ONE_BY_ONE:
         in_the_interpreter(check_one_by_one, name, "cpu")
 
@@ -447,7 +447,7 @@ def test_in_the_interpreter_extreme_rows_keep_to_the_bounds() -> None:
     in_the_interpreter(check_extremes, "cpu")
 
 
-def test_in_the_interpreter_poison_reaches_who_sees_it_and_nothing_gives_zeros() -> None:
+def test_in_the_interpreter_poison_reaches_rows_that_see_it_and_empty_inputs_give_zeros() -> None:
     in_the_interpreter(check_poison, "cpu")
     in_the_interpreter(check_nothing_there, "cpu")
 

@@ -1,4 +1,4 @@
-"""The Hopper kernel against float64 and against its portable twin; it runs on a GPU of that make alone."""
+"""The Hopper kernel against float64 and against the portable kernel; it needs a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def exact(inputs: list[Tensor], mask: Mask | None) -> tuple[Tensor, Tensor, RowS
 
 
 def plain(inputs: list[Tensor], left: int | None, right: int | None) -> Tensor:
-    """The output of the plain formula, rounded at every step: it sets the budget."""
+    """Return the output of the formula, rounded at every step, which sets the error budget."""
     (batch, heads, queries, _), keys = inputs[0].shape, inputs[1].shape[2]
     place = torch.arange(queries, device="cuda")[:, None] + keys - queries
     distance = torch.arange(keys, device="cuda") - place

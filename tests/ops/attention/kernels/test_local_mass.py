@@ -1,4 +1,4 @@
-"""The pass for the masses against float64: in Triton's interpreter, and on a GPU beside the forward it completes."""
+"""The local-mass kernel against float64, in Triton's interpreter and on a GPU with the forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memor
 from tests.ops.oracle import Scene, Who, normal
 
 NAMES = ("sink_mass", "self_mass", "previous_mass", "next_mass", "window_mass")
-# What `polyhead.observe` asks for unless told otherwise.
+# The defaults of `polyhead.observe`.
 OBSERVED = ("max_logit", "entropy", "confidence", "mean_distance", *NAMES, "visible_keys")
 SMALL = (16, 16, 4, 1)  # tiles so small that short sequences have several
 BANDS = {
@@ -82,7 +82,7 @@ def run(case: Scene, device: str, names: tuple[str, ...], sink_keys: int, window
 
 
 def expected(case: Scene, sink_keys: int, window: int) -> dict[str, Tensor]:
-    """The sums of weights that the names mean, from weights that were asked for pair by pair."""
+    """Return the named sums of weights, from the full attention weights."""
     batch, _, queries, keys = case.sizes
     weights = case.to(torch.float64).formula().weights
     distance = case.who.distances(batch, queries, keys)[:, None]
@@ -127,7 +127,7 @@ def check_sizes(device: str, dtypes: list[torch.dtype]) -> None:
 
 
 def check_each_alone(device: str) -> None:
-    """Each mass asked for alone, whichever keys it then walks over."""
+    """Check each mass requested alone, with its own range of keys."""
     for band in ("all", "causal", "both sides"):
         case = scene(band, batch=1, heads=(1, 1), dim=13).to(torch.float32)
         right = expected(case, 2, 6)
@@ -138,7 +138,7 @@ def check_each_alone(device: str) -> None:
 
 
 def check_broken_rows(device: str) -> None:
-    """NaN in the log-sum-exp of a row makes all of its masses NaN, those of keys that it does not see too."""
+    """Check that NaN in a row's log-sum-exp makes all of its masses NaN, also those of masked keys."""
     case = scene("causal").to(torch.float32)
     clean = run(case, device, NAMES, 1, 8)
     logsumexp = case.to(torch.float64).formula().logsumexp.float().to(device)
@@ -189,7 +189,7 @@ def test_in_the_interpreter_the_rest_holds_too() -> None:
     in_the_interpreter(check_in_small_tiles, check_each_alone, check_broken_rows, check_strides)
 
 
-def test_only_few_keys_of_a_band_are_taken_apart() -> None:
+def test_only_few_keys_of_a_band_get_a_separate_pass() -> None:
     pytest.importorskip("triton")
     from polyhead.ops.attention.kernels.local_mass import can_serve
 
@@ -290,7 +290,7 @@ def test_on_hopper_gradients_flow_through_the_masses() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU")
-def test_on_hopper_a_broken_key_reaches_who_sees_it_alone() -> None:
+def test_on_hopper_a_nonfinite_key_reaches_only_rows_that_see_it() -> None:
     query, key, value = tensors((4, 2), 200, 200, 64, torch.bfloat16)
     key[0, 1, 150] = torch.nan
     requested = Statistics(*OBSERVED)

@@ -1,4 +1,4 @@
-"""The kernel that takes NaN and Inf out of keys and values, in Triton's interpreter and on a GPU."""
+"""The kernel that replaces NaN and Inf in keys and values, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 

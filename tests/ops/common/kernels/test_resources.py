@@ -1,4 +1,4 @@
-"""Tiles that fit into the shared memory of a GPU: foreseen by their sizes, and found by trying where that fails."""
+"""Tiles that fit into shared memory: predicted from their sizes, else found by trying."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_keys_values_and_what_is_added_to_logits_fit(name: str, machine: tuple[i
                 assert columns >= 16
 
 
-def test_what_fits_is_left_as_it_was_chosen() -> None:
+def test_blocks_that_fit_are_unchanged() -> None:
     # Compiled for sm_90 these take 230,400 and 231,480 bytes or more of 232,448: the second was too near.
     assert fitted((9, 0), MASKS["causal"], 128, 2, 3) == Blocks(128, 128, 8, 3)
     assert fitted((9, 0), MASKS["left padding"], 128, 2, 3) == Blocks(128, 128, 8, 2)
@@ -69,7 +69,7 @@ def test_smaller_blocks_come_to_an_end() -> None:
 
 
 class Machine:
-    """A kernel that fits from some size on."""
+    """A kernel that fits up to some tile size."""
 
     def __init__(self, fits: int) -> None:
         self.fits = fits
@@ -85,8 +85,8 @@ def halved(size: int) -> int | None:
     return size // 2 if size > 1 else None
 
 
-def test_a_launch_that_does_not_fit_is_made_smaller_and_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_found", {})
+def test_a_launch_that_does_not_fit_is_made_smaller_and_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_fitting_tiles", {})
     machine = Machine(30)
     launch_fitting(machine.launch, 100, halved, lambda: "one")
     assert machine.tried == [100, 50, 25]
@@ -96,18 +96,18 @@ def test_a_launch_that_does_not_fit_is_made_smaller_and_that_is_remembered(monke
     assert machine.tried[4:] == [28]
 
 
-def test_what_fits_at_once_is_never_asked_for_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_found", {})
+def test_kind_is_not_called_if_the_first_launch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_fitting_tiles", {})
     launch_fitting(Machine(100).launch, 100, halved, lambda: pytest.fail("it was asked"))
 
 
-def test_what_never_fits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_found", {})
+def test_a_launch_that_never_fits_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_fitting_tiles", {})
     with pytest.raises(OutOfResources, match="shared memory"):
         launch_fitting(Machine(0).launch, 4, halved, lambda: "one")
 
 
-def test_halved_blocks_come_to_an_end_and_never_become_higher_than_wide() -> None:
+def test_halved_blocks_come_to_an_end_and_never_become_taller_than_wide() -> None:
     blocks: Blocks | None = Blocks(64, 128, 8, 3)
     seen = []
     while blocks is not None:
@@ -119,16 +119,16 @@ def test_halved_blocks_come_to_an_end_and_never_become_higher_than_wide() -> Non
 
 
 class Narrow:
-    """A kernel on a machine that has room for tiles of so many pairs, and how often it was too large."""
+    """A kernel that fits up to a number of pairs, and the number of launches that were too large."""
 
-    def __init__(self, kernel: Any, room: int = 16 * 16) -> None:
+    def __init__(self, kernel: Any, max_pairs: int = 16 * 16) -> None:
         self.kernel = kernel
-        self.room = room
+        self.max_pairs = max_pairs
         self.refused = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            if kwargs["BLOCK_M"] * kwargs["BLOCK_N"] > self.room:
+            if kwargs["BLOCK_M"] * kwargs["BLOCK_N"] > self.max_pairs:
                 self.refused += 1
                 raise OutOfResources(2, 1, "shared memory")
             self.kernel[grid](*args, **kwargs)
@@ -191,7 +191,7 @@ def check_gradients_and_profiles_fit() -> None:
     assert crossing._crossing_kernel.refused
 
 
-def test_gradients_and_profiles_make_do_with_less() -> None:
+def test_gradients_and_profiles_run_with_less_shared_memory() -> None:
     in_the_interpreter(check_gradients_and_profiles_fit)
 
 

@@ -54,7 +54,7 @@ def check_tanh(device: str) -> None:
 
 
 def check_sums(device: str) -> None:
-    """A tile of products is added up before it meets the total: one by one, all of these would be rounded away."""
+    """Check that a tile's products are summed before they are added: one by one they would be rounded away."""
     from tests.ops.interpreter.elementwise import added
 
     ones = torch.ones(32, 32, device=device)

@@ -1,18 +1,19 @@
-"""The gradients of attention and of its row statistics, from the output and the log-sum-exp, in tiles.
+"""Gradients of attention and of its row statistics, from the output and the log-sum-exp, in tiles.
 
-With p_j = exp(s_j - L) and dp_j = dO . v_j, the gradient that reaches logit j of a row is
+As in FlashAttention-2 (Dao 2023, arXiv:2307.08691), tiles are recomputed from the log-sum-exp. With
+p_j = exp(s_j - L) and dp_j = dO . v_j, the gradient of logit j of a row is
 
     ds_j = p_j * (keep_j * dp_j / (1 - rate) + C - g_entropy * log p_j + sum_F g_F * f_j)
 
-where C is one number a row and F = sum_j p_j * f_j are the statistics that are linear in the weights. Three kernels:
-one reads output and its gradient once and writes C; one walks down the rows for each block of keys (and the query heads
-that share them) and writes their gradients; one walks along the keys for each block of rows and writes theirs. No
-block adds to what another writes, so these results are the same at every run; only the gradients of a bias or a table
-that several rows, heads or sequences share are summed in the order in which blocks happen to finish.
+where C is one number per row and F = sum_j p_j * f_j are the statistics that are linear in the weights. Three kernels:
+one reads output and its gradient once and writes C; one loops over the rows for each block of keys (and the query heads
+that share them) and writes the gradients of keys and values; one loops over the keys for each block of rows and writes
+the gradient of queries. No two blocks write to the same element, so these results are deterministic; only the gradients
+of a bias or a table that several rows, heads or sequences share are summed atomically, in varying order.
 
-Bound by the matrix units: seven products of a tile where the forward has two, because logits and dp are made twice,
-which is the price of having no partial sums in memory. A row statistic adds a few operations on each element beside
-the one exponential; the kernel that writes C is bound by bytes.
+Compute-bound: seven matrix products per tile where the forward has two, because logits and dp are computed twice, which
+avoids partial sums in memory. A row statistic adds a few operations per element to the one exponential; the kernel that
+writes C is memory-bound.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from polyhead.ops.common.kernels.softmax_tiles import add_product, products
 
 
 class BiasGradients(NamedTuple):
-    """Where the gradients of what was added to the logits go; strides are 0 along shared axes.
+    """Output pointers of the gradients of a bias and a table; strides are 0 along broadcast axes.
 
-    Sums over many pairs are float64: they come in any order, and one float32 after the other loses more than it may.
+    Sums over many pairs are float64: they are accumulated in any order, and float32 would lose too many digits.
     """
 
     bias: Tensor | None = None
@@ -60,10 +61,10 @@ class BiasGradients(NamedTuple):
 
 
 def choose_blocks(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Blocks, Blocks]:
-    """Rows and columns of a tile, for the kernel that writes the keys' gradients and for the one of the queries'."""
+    """Return the tiles of the kernel for the gradients of keys and values, and of the one for queries."""
     dim = max(head_dim, value_dim)
     if dtype is torch.float32:
-        # Without matrix units a product is unrolled: tiles of twice this size compile for minutes and spill.
+        # Without tensor cores a product is unrolled: tiles of twice this size compile for minutes and spill.
         if dim <= 64:
             return Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)
         return (Blocks(16, 32, 8, 1), Blocks(32, 16, 8, 1)) if dim <= 128 else (Blocks(16, 16, 8, 1),) * 2
@@ -75,8 +76,8 @@ def choose_blocks(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Bl
 
 
 @triton.jit
-def _less_term(constant, pointer_gradient, pointer_value, problem, i_pair, first_row, BLOCK_M: tl.constexpr):
-    """Less gradient * value; a value of 0 takes nothing from its gradient, whatever stands there."""
+def _subtract_term(constant, pointer_gradient, pointer_value, problem, i_pair, first_row, BLOCK_M: tl.constexpr):
+    """Subtract gradient * value from C; 0 where the value is 0, even if the gradient is not finite."""
     if pointer_gradient is not None:
         gradient = load_row(pointer_gradient, problem, i_pair, first_row, BLOCK_M)
         value = load_row(pointer_value, problem, i_pair, first_row, BLOCK_M)
@@ -96,29 +97,33 @@ def _constants_kernel(problem, output, gradients, values, BLOCK_M: tl.constexpr)
     BLOCK: tl.constexpr = problem.BLOCK_VALUE
     tile_o = load_tile(output, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM, BLOCK, False).to(tl.float32)
     tile_do = load_tile(problem.grad_output, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM, BLOCK, False)
-    # A row that sees no key has an output of zeros, and what stands in its gradient must not be read.
+    # A row without visible keys has an output of zeros, and its gradient, which may be NaN, is ignored.
     tile_product = tl.where(tile_o == 0.0, 0.0, tile_o * tile_do.to(tl.float32))
     if tile_do.dtype == tl.float32:
-        # Gradients of the logits are small differences to it, so it is rounded once.
+        # Gradients of the logits are small differences from C, so it is rounded only once.
         tile_product = tl.where(tile_o == 0.0, 0.0, tile_o.to(tl.float64) * tile_do.to(tl.float64))
     constant = -tl.sum(tile_product, 1)
     if gradients.logsumexp is not None:
         constant += load_row(gradients.logsumexp, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.entropy, values.entropy, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.confidence, values.confidence, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(
+    constant = _subtract_term(constant, gradients.entropy, values.entropy, problem, i_pair, first_row, BLOCK_M)
+    constant = _subtract_term(constant, gradients.confidence, values.confidence, problem, i_pair, first_row, BLOCK_M)
+    constant = _subtract_term(
         constant, gradients.learned_sink_mass, values.learned_sink_mass, problem, i_pair, first_row, BLOCK_M
     )
-    constant = _less_term(constant, gradients.mean_distance, values.mean_distance, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.mean_offset, values.mean_offset, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(
+    constant = _subtract_term(
+        constant, gradients.mean_distance, values.mean_distance, problem, i_pair, first_row, BLOCK_M
+    )
+    constant = _subtract_term(constant, gradients.mean_offset, values.mean_offset, problem, i_pair, first_row, BLOCK_M)
+    constant = _subtract_term(
         constant, gradients.mean_squared_distance, values.mean_squared_distance, problem, i_pair, first_row, BLOCK_M
     )
-    constant = _less_term(constant, gradients.sink_mass, values.sink_mass, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.self_mass, values.self_mass, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.previous_mass, values.previous_mass, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.next_mass, values.next_mass, problem, i_pair, first_row, BLOCK_M)
-    constant = _less_term(constant, gradients.window_mass, values.window_mass, problem, i_pair, first_row, BLOCK_M)
+    constant = _subtract_term(constant, gradients.sink_mass, values.sink_mass, problem, i_pair, first_row, BLOCK_M)
+    constant = _subtract_term(constant, gradients.self_mass, values.self_mass, problem, i_pair, first_row, BLOCK_M)
+    constant = _subtract_term(
+        constant, gradients.previous_mass, values.previous_mass, problem, i_pair, first_row, BLOCK_M
+    )
+    constant = _subtract_term(constant, gradients.next_mass, values.next_mass, problem, i_pair, first_row, BLOCK_M)
+    constant = _subtract_term(constant, gradients.window_mass, values.window_mass, problem, i_pair, first_row, BLOCK_M)
     constant = tl.where(load_logsumexp(problem, i_pair, first_row, BLOCK_M) == float("inf"), 0.0, constant)
     offs = tl.arange(0, BLOCK_M)
     base = problem.constant + i_pair * num_queries + first_row
@@ -139,7 +144,7 @@ def _keys_step(
     BLOCK_M: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """What one block of rows adds to the gradients of a block of keys and values."""
+    """Add the contribution of one block of rows to the gradients of a block of keys and values."""
     num_queries, num_keys = problem.num_queries, problem.num_keys
     DIM_KEY: tl.constexpr = problem.DIM_KEY
     DIM_VALUE: tl.constexpr = problem.DIM_VALUE
@@ -160,40 +165,40 @@ def _keys_step(
     visible = distance == distance
     if EDGE:
         visible = visible_tile(problem.mask, i_batch, i_head, offs_m, offs_n, distance, num_queries, num_keys)
-        # Rows that see nothing may hold NaN. With a learned sink their log-sum-exp does not tell them from others.
-        filled = logsumexp != float("inf")
+        # Rows without visible keys may contain NaN. With a learned sink their log-sum-exp is finite.
+        has_keys = logsumexp != float("inf")
         if problem.SINKS:
-            filled = filled & (tl.max(visible.to(tl.int32), 1) > 0)
-        visible = visible & filled[:, None]
-        tile_q = tl.where(filled[:, None], tile_q, 0.0).to(tile_q.dtype)
-        tile_do = tl.where(filled[:, None], tile_do, 0.0).to(tile_do.dtype)
-    # [BLOCK_N, BLOCK_M]: this way round, weights and gradients go from registers into the next products.
+            has_keys = has_keys & (tl.max(visible.to(tl.int32), 1) > 0)
+        visible = visible & has_keys[:, None]
+        tile_q = tl.where(has_keys[:, None], tile_q, 0.0).to(tile_q.dtype)
+        tile_do = tl.where(has_keys[:, None], tile_do, 0.0).to(tile_do.dtype)
+    # [BLOCK_N, BLOCK_M]: transposed, weights and gradients feed the next products from registers.
     tile_s = products(tile_k, tile_q)
     tile_dp = products(tile_v, tile_do)
-    tile_kept, _, tile_raw = tile_gradients(
+    tile_dropped, _, tile_dqk = tile_gradients(
         problem, tile_s, tile_dp, visible, logsumexp, constant, i_batch, i_head, first_row, offs_n, BLOCK_M, EDGE, True
     )
     if problem.head_scale is not None:
-        _, own = head_scales(problem, i_head)
-        tile_raw *= own  # the heads of a group share one sum
-    tile_dv = add_product(tile_dv, tile_kept.to(tile_do.dtype), tile_do)
-    tile_dk = add_product(tile_dk, tile_raw.to(tile_q.dtype), tile_q)
+        _, head_factor = head_scales(problem, i_head)
+        tile_dqk *= head_factor  # the heads of a group share one sum
+    tile_dv = add_product(tile_dv, tile_dropped.to(tile_do.dtype), tile_do)
+    tile_dk = add_product(tile_dk, tile_dqk.to(tile_q.dtype), tile_q)
     return tile_dk, tile_dv
 
 
 @triton.jit
 def _full_rows(problem, first_column, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the rows `start` to `stop`, those in whole blocks that see every column of a block, under a band alone."""
+    """Return the range of full blocks among rows `start` to `stop` that see every column, under a band."""
     mask = problem.mask
     low, high = start, stop
     last_column = tl.minimum(first_column + BLOCK_N, problem.num_keys) - 1
     if mask.right is not None:
         low = tl.maximum(low, last_column - mask.right - mask.offset)
     if mask.left is not None:
-        near = tl.minimum(high, first_column + mask.left - mask.offset + 1)
+        visible_stop = tl.minimum(high, first_column + mask.left - mask.offset + 1)
         if mask.sinks is not None and mask.key_ordinal is None:
-            near = tl.where(last_column < mask.sinks, high, near)
-        high = near
+            visible_stop = tl.where(last_column < mask.sinks, high, visible_stop)
+        high = visible_stop
     end = tl.cdiv(stop, BLOCK_M) * BLOCK_M
     full_start = tl.minimum(tl.cdiv(tl.maximum(low, 0), BLOCK_M) * BLOCK_M, end)
     return full_start, tl.maximum(tl.maximum(high, 0) // BLOCK_M * BLOCK_M, full_start)
@@ -224,8 +229,8 @@ def _keys_kernel(problem, grad_key, grad_value, BLOCK_M: tl.constexpr, BLOCK_N: 
     full_start, full_stop = start, start
     if problem.BAND:
         full_start, full_stop = _full_rows(problem, first_column, start, stop, BLOCK_M, BLOCK_N)
-    before = (full_start - start) // BLOCK_M
-    edges = before + tl.cdiv(tl.maximum(stop - full_stop, 0), BLOCK_M)
+    leading_edges = (full_start - start) // BLOCK_M
+    edges = leading_edges + tl.cdiv(tl.maximum(stop - full_stop, 0), BLOCK_M)
     for i_member in range(group):
         i_head = i_kv_head * group + i_member
         if problem.BAND:
@@ -234,7 +239,9 @@ def _keys_kernel(problem, grad_key, grad_value, BLOCK_M: tl.constexpr, BLOCK_N: 
                     problem, tile_dk, tile_dv, tile_k, tile_v, i_batch, i_head, first_row, offs_n, BLOCK_M, False
                 )
         for i_edge in range(edges):
-            row = tl.where(i_edge < before, start + i_edge * BLOCK_M, full_stop + (i_edge - before) * BLOCK_M)
+            row = tl.where(
+                i_edge < leading_edges, start + i_edge * BLOCK_M, full_stop + (i_edge - leading_edges) * BLOCK_M
+            )
             tile_dk, tile_dv = _keys_step(
                 problem, tile_dk, tile_dv, tile_k, tile_v, i_batch, i_head, row, offs_n, BLOCK_M, True
             )
@@ -246,38 +253,38 @@ def _keys_kernel(problem, grad_key, grad_value, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def _add_bias_gradient(into, tile_ds, visible, i_batch, i_head, offs_m, offs_n, num_keys):
-    base = into.bias + i_batch * into.bias_batch + i_head.to(tl.int64) * into.bias_head
-    if into.ONE_ROW:
+def _add_bias_gradient(bias_grads, tile_ds, visible, i_batch, i_head, offs_m, offs_n, num_keys):
+    base = bias_grads.bias + i_batch * bias_grads.bias_batch + i_head.to(tl.int64) * bias_grads.bias_head
+    if bias_grads.ONE_ROW:
         tl.atomic_add(base + offs_n, tl.sum(tile_ds.to(tl.float64), 0), mask=offs_n < num_keys, sem="relaxed")
     else:
-        pointers = base + offs_m.to(tl.int64)[:, None] * into.bias_query + offs_n[None, :]
-        if into.SHARED:
+        pointers = base + offs_m.to(tl.int64)[:, None] * bias_grads.bias_query + offs_n[None, :]
+        if bias_grads.SHARED:
             tl.atomic_add(pointers, tile_ds.to(tl.float64), mask=visible, sem="relaxed")
         else:
             tl.store(pointers, tile_ds, mask=visible)
 
 
 @triton.jit
-def _add_table_gradient(into, problem, tile_ds, visible, i_batch, i_head, offs_m, offs_n):
+def _add_table_gradient(bias_grads, problem, tile_ds, visible, i_batch, i_head, offs_m, offs_n):
     mask = problem.mask
-    base = into.table + i_head.to(tl.int64) * mask.table_head
+    base = bias_grads.table + i_head.to(tl.int64) * mask.table_head
     last = mask.table_width - 1
-    place = distance_tile(problem, i_batch, offs_m, offs_n) + mask.table_zero
-    furthest = tl.max(tl.max(place, 1), 0)
-    # Far from the diagonal a whole tile reads one end of the table: one sum, and not a queue for one address.
-    if (furthest <= 0) | (tl.min(tl.min(place, 1), 0) >= last):
-        total = tl.sum(tl.sum(tile_ds.to(tl.float64), 1), 0)
-        tl.atomic_add(base + tl.where(furthest <= 0, 0, last), total, sem="relaxed")
+    offs_table = distance_tile(problem, i_batch, offs_m, offs_n) + mask.table_zero
+    max_offset = tl.max(tl.max(offs_table, 1), 0)
+    # Far from the diagonal a whole tile reads one end of the table: one sum avoids contention for one address.
+    if (max_offset <= 0) | (tl.min(tl.min(offs_table, 1), 0) >= last):
+        tile_sum = tl.sum(tl.sum(tile_ds.to(tl.float64), 1), 0)
+        tl.atomic_add(base + tl.where(max_offset <= 0, 0, last), tile_sum, sem="relaxed")
     else:
-        place = tl.minimum(tl.maximum(place, 0), last)
-        tl.atomic_add(base + place, tile_ds.to(tl.float64), mask=visible, sem="relaxed")
+        offs_table = tl.minimum(tl.maximum(offs_table, 0), last)
+        tl.atomic_add(base + offs_table, tile_ds.to(tl.float64), mask=visible, sem="relaxed")
 
 
 @triton.jit
 def _queries_step(
     problem,
-    into,
+    bias_grads,
     tile_dq,
     tile_q,
     tile_do,
@@ -291,7 +298,7 @@ def _queries_step(
     BLOCK_N: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """What one block of keys adds to the gradient of a block of queries."""
+    """Add the contribution of one block of keys to the gradient of a block of queries."""
     num_queries, num_keys = problem.num_queries, problem.num_keys
     DIM_KEY: tl.constexpr = problem.DIM_KEY
     DIM_VALUE: tl.constexpr = problem.DIM_VALUE
@@ -313,19 +320,19 @@ def _queries_step(
     if EDGE:
         visible = visible_tile(problem.mask, i_batch, i_head, offs_m, offs_n, distance, num_queries, num_keys)
         visible = visible & (logsumexp != float("inf"))[:, None]
-    _, tile_ds, tile_raw = tile_gradients(
+    _, tile_ds, tile_dqk = tile_gradients(
         problem, tile_s, tile_dp, visible, logsumexp, constant, i_batch, i_head, first_row, offs_n, BLOCK_M, EDGE, False
     )
-    if into.bias is not None:
-        _add_bias_gradient(into, tile_ds, visible, i_batch, i_head, offs_m, offs_n, num_keys)
-    if into.table is not None:
-        _add_table_gradient(into, problem, tile_ds, visible, i_batch, i_head, offs_m, offs_n)
-    return add_product(tile_dq, tile_raw.to(tile_k.dtype), tile_k)
+    if bias_grads.bias is not None:
+        _add_bias_gradient(bias_grads, tile_ds, visible, i_batch, i_head, offs_m, offs_n, num_keys)
+    if bias_grads.table is not None:
+        _add_table_gradient(bias_grads, problem, tile_ds, visible, i_batch, i_head, offs_m, offs_n)
+    return add_product(tile_dq, tile_dqk.to(tile_k.dtype), tile_k)
 
 
 @triton.jit
 def _full_columns(problem, first_row, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the columns `start` to `stop`, those in whole blocks that every row of a block sees, under a band alone."""
+    """Return the range of full blocks among columns `start` to `stop` that every row sees, under a band."""
     mask = problem.mask
     low, high = start, stop
     last_row = first_row + BLOCK_M - 1
@@ -333,7 +340,7 @@ def _full_columns(problem, first_row, start, stop, BLOCK_M: tl.constexpr, BLOCK_
         low = tl.maximum(low, last_row + mask.offset - mask.left)
     if mask.right is not None:
         high = tl.minimum(high, first_row + mask.offset + mask.right + 1)
-    # Rows past the end see nothing, so a block that has any has no full tile.
+    # Rows past the end see no key, so a block with such rows has no full tile.
     high = tl.where(last_row < problem.num_queries, high, 0)
     end = tl.cdiv(stop, BLOCK_N) * BLOCK_N
     full_start = tl.minimum(tl.cdiv(tl.maximum(low, 0), BLOCK_N) * BLOCK_N, end)
@@ -341,7 +348,7 @@ def _full_columns(problem, first_row, start, stop, BLOCK_M: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _queries_kernel(problem, into, grad_query, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _queries_kernel(problem, bias_grads, grad_query, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     num_queries, heads = problem.num_queries, problem.kv_heads * problem.group
     DIM_KEY: tl.constexpr = problem.DIM_KEY
     DIM_VALUE: tl.constexpr = problem.DIM_VALUE
@@ -350,7 +357,7 @@ def _queries_kernel(problem, into, grad_query, BLOCK_M: tl.constexpr, BLOCK_N: t
     blocks = tl.cdiv(num_queries, BLOCK_M)
     i_batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
     i_head = tl.program_id(0) // blocks % heads
-    # Under a causal mask the last rows have the most to do, so they go first.
+    # Under a causal mask the last rows have the most work, so they start first.
     first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
     # [BLOCK_M]
     logsumexp = load_logsumexp(problem, i_batch * heads + i_head, first_row, BLOCK_M)
@@ -362,14 +369,16 @@ def _queries_kernel(problem, into, grad_query, BLOCK_M: tl.constexpr, BLOCK_N: t
     )
     tile_dq = tl.zeros([BLOCK_M, BLOCK_KEY], tl.float32)
 
-    kept, start, stop = key_spans(problem.mask, i_batch, first_row, num_queries, problem.num_keys, BLOCK_M, BLOCK_N)
+    sink_stop, start, stop = key_spans(
+        problem.mask, i_batch, first_row, num_queries, problem.num_keys, BLOCK_M, BLOCK_N
+    )
     full_start, full_stop = start, start
     if problem.BAND:
         full_start, full_stop = _full_columns(problem, first_row, start, stop, BLOCK_M, BLOCK_N)
         for column in range(full_start, full_stop, BLOCK_N):
             tile_dq = _queries_step(
                 problem,
-                into,
+                bias_grads,
                 tile_dq,
                 tile_q,
                 tile_do,
@@ -383,15 +392,19 @@ def _queries_kernel(problem, into, grad_query, BLOCK_M: tl.constexpr, BLOCK_N: t
                 BLOCK_N,
                 False,
             )
-    first = kept // BLOCK_N
-    before = first + (full_start - start) // BLOCK_N
-    edges = before + tl.cdiv(tl.maximum(stop - full_stop, 0), BLOCK_N)
+    sink_tiles = sink_stop // BLOCK_N
+    leading_edges = sink_tiles + (full_start - start) // BLOCK_N
+    edges = leading_edges + tl.cdiv(tl.maximum(stop - full_stop, 0), BLOCK_N)
     for i_edge in range(edges):
-        column = tl.where(i_edge < before, start + (i_edge - first) * BLOCK_N, full_stop + (i_edge - before) * BLOCK_N)
-        column = tl.where(i_edge < first, i_edge * BLOCK_N, column)
+        column = tl.where(
+            i_edge < leading_edges,
+            start + (i_edge - sink_tiles) * BLOCK_N,
+            full_stop + (i_edge - leading_edges) * BLOCK_N,
+        )
+        column = tl.where(i_edge < sink_tiles, i_edge * BLOCK_N, column)
         tile_dq = _queries_step(
             problem,
-            into,
+            bias_grads,
             tile_dq,
             tile_q,
             tile_do,
@@ -431,27 +444,27 @@ def backward(
     bias_shape: tuple[int, ...] | None,
     table_shape: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of query, key, value, sinks, bias and table.
+    """Return the gradients of query, key, value, sinks, bias and table.
 
     Args:
-        grad_output: [batch, heads, queries, value_dim], as `output` is.
+        grad_output: [batch, heads, queries, value_dim], like `output`.
         query: [batch, heads, queries, head_dim].
         key: [batch, kv_heads, keys, head_dim].
         value: [batch, kv_heads, keys, value_dim].
-        output: what the forward gave, rounded as it was.
-        logsumexp: float32 [batch, heads, queries], sinks and poison included; -inf where a row has no weight at all.
-        scale: multiplies the dot products, and so does `head_scale` [heads] where it is given.
-        sinks: one logit a head [heads].
+        output: output of the forward, with its rounding.
+        logsumexp: float32 [batch, heads, queries], sinks and poison included; -inf for rows without any weight.
+        scale: factor of the dot products, multiplied by `head_scale` [heads] if that is not None.
+        sinks: one logit per head [heads].
         mask: packed with `for_columns=True`.
-        seed: of the dropout; not read where `dropout` is 0.
-        row_gradients: float32 [batch, heads, queries] each, of "logsumexp" and of statistics; of "confidence" only
-            what all keys of a row share is added here, and nothing of the maxima.
+        seed: seed of the dropout; not read if `dropout` is 0.
+        row_gradients: float32 [batch, heads, queries] each, of "logsumexp" and of statistics; of "confidence" only the
+            term that all keys of a row share is added here, and nothing of the maxima.
         row_values: the statistics themselves, under the same names.
-        bias_shape: [batch or 1, heads or 1, queries or 1, keys] if the gradient of the bias is wanted, which comes in
-            float32, or in float64 where it is a sum; likewise `table_shape` [heads or 1, distances].
+        bias_shape: [batch or 1, heads or 1, queries or 1, keys] if the gradient of the bias is requested, which is
+            float32, or float64 if it is a sum; likewise `table_shape` [heads or 1, distances].
 
-    The gradients of query, key and value have the strides that `torch.empty_like` gives, if their last axis then lies
-    together.
+    The gradients of query, key and value have the strides of `torch.empty_like`, provided that their last axis is then
+    contiguous.
     """
     assert not dropout or seed is not None
     batch, heads, num_queries, head_dim = query.shape
@@ -462,23 +475,23 @@ def backward(
     values = RowTerms(**{name: row_values[name].contiguous() for name in row_gradients if name != "logsumexp"})
     grad_query, grad_key, grad_value = (_fresh_like(x) for x in (query, key, value))
     constant = torch.empty((batch, heads, num_queries), dtype=torch.float32, device=query.device)
-    into = BiasGradients()
+    bias_grads = BiasGradients()
     if bias_shape is not None:
         is_shared = tuple(bias_shape[:3]) != (batch, heads, num_queries)
         grad_bias = torch.zeros(bias_shape, dtype=torch.float64 if is_shared else torch.float32, device=query.device)
-        steps = [0 if size == 1 else step for size, step in zip(bias_shape, grad_bias.stride(), strict=True)]
-        into = into._replace(
+        strides = [0 if size == 1 else step for size, step in zip(bias_shape, grad_bias.stride(), strict=True)]
+        bias_grads = bias_grads._replace(
             bias=grad_bias,
-            bias_batch=steps[0],
-            bias_head=steps[1],
-            bias_query=steps[2],
+            bias_batch=strides[0],
+            bias_head=strides[1],
+            bias_query=strides[2],
             ONE_ROW=tl.constexpr(bias_shape[2] == 1),
             SHARED=tl.constexpr(is_shared),
         )
     if table_shape is not None:
-        into = into._replace(table=torch.zeros(table_shape, dtype=torch.float64, device=query.device))
-    # What is the same for every key of a row is in C, and the walks need not know it.
-    by_key = gradients._replace(logsumexp=None, confidence=None, learned_sink_mass=None)
+        bias_grads = bias_grads._replace(table=torch.zeros(table_shape, dtype=torch.float64, device=query.device))
+    # Terms that are the same for every key of a row are in C, so the loops over tiles do not need them.
+    per_key = gradients._replace(logsumexp=None, confidence=None, learned_sink_mass=None)
     block_value = max(16, power_of_two(value_dim))
     problem = Problem(
         query=_strided(query),
@@ -487,7 +500,7 @@ def backward(
         grad_output=_strided(grad_output),
         logsumexp=logsumexp,
         constant=constant,
-        gradients=by_key,
+        gradients=per_key,
         mask=mask,
         num_queries=num_queries,
         num_keys=num_keys,
@@ -510,14 +523,14 @@ def backward(
         ),
         BAND=tl.constexpr(all(x is None for x in (mask.query_position, mask.query_document, mask.allowed, mask.bias))),
         SINKS=tl.constexpr(sinks is not None),
-        LINEAR_TERMS=tl.constexpr(any(x is not None for x in by_key._replace(entropy=None))),
+        LINEAR_TERMS=tl.constexpr(any(x is not None for x in per_key._replace(entropy=None))),
     )
-    for_keys, for_queries = choose_blocks(head_dim, value_dim, query.dtype)
+    key_blocks, query_blocks = choose_blocks(head_dim, value_dim, query.dtype)
 
     def launch_queries(blocks: Blocks) -> None:
         _queries_kernel[(batch * heads * blocks_of(num_queries, blocks.rows),)](
             problem,
-            into,
+            bias_grads,
             _strided(grad_query),
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
@@ -535,25 +548,27 @@ def backward(
         )
 
     def kind() -> tuple[Hashable, ...]:
-        there = tuple(x is not None for x in (*by_key, *mask, into.bias, into.table, head_scale, softcap, sinks))
-        return query.get_device(), query.dtype, head_dim, value_dim, there, bool(dropout)
+        present = tuple(
+            x is not None for x in (*per_key, *mask, bias_grads.bias, bias_grads.table, head_scale, softcap, sinks)
+        )
+        return query.get_device(), query.dtype, head_dim, value_dim, present, bool(dropout)
 
     with torch.cuda.device_of(query):
         if constant.numel():
             block_m = max(1, min(64, 8192 // block_value))
             grid = (batch * heads * blocks_of(num_queries, block_m),)
             _constants_kernel[grid](problem, _strided(output), gradients, values, BLOCK_M=block_m)
-            launch_fitting(launch_queries, for_queries, Blocks.smaller, lambda: ("queries", *kind()))
+            launch_fitting(launch_queries, query_blocks, Blocks.smaller, lambda: ("queries", *kind()))
         if grad_key.numel():
-            launch_fitting(launch_keys, for_keys, Blocks.smaller, lambda: ("keys", *kind()))
+            launch_fitting(launch_keys, key_blocks, Blocks.smaller, lambda: ("keys", *kind()))
     grad_sinks = None if sinks is None else _sinks_gradient(sinks, logsumexp, constant, row_gradients, row_values)
-    return grad_query, grad_key, grad_value, grad_sinks, into.bias, into.table
+    return grad_query, grad_key, grad_value, grad_sinks, bias_grads.bias, bias_grads.table
 
 
 def _fresh_like(tensor: Tensor) -> Tensor:
-    fresh = torch.empty_like(tensor)
-    # Of a tensor that overlaps itself, the order of the axes cannot be told.
-    return fresh if fresh.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    result = torch.empty_like(tensor)
+    # A tensor that overlaps itself has no well-defined order of axes.
+    return result if result.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _strided(tensor: Tensor) -> Strided:
@@ -568,15 +583,18 @@ def _sinks_gradient(
     row_gradients: dict[str, Tensor],
     row_values: dict[str, Tensor],
 ) -> Tensor:
-    """A sink is one more key of every row, with no value and no place. A sum over all rows, so it is taken wide."""
+    """Return the gradient of the learned sinks, summed over all rows in float64.
+
+    A sink is one more key of every row, without value and position.
+    """
     log_weight = sinks.double()[:, None] - logsumexp.double()
     weight = torch.where(logsumexp == -torch.inf, 0.0, torch.exp(log_weight))
     inner = constant.double()
     if "entropy" in row_gradients:
-        # A row that sees no key has an entropy of 0, in which its gradient has no say, whatever stands there. Its
-        # log-sum-exp does not tell: it is the sink's logit, but rounded.
-        told = (weight > 0) & (row_values["entropy"] != 0)
-        inner = inner - torch.where(told, row_gradients["entropy"] * log_weight, 0.0)
+        # A row without visible keys has an entropy of 0, and its gradient is ignored even if it is not finite. The
+        # log-sum-exp does not identify such rows: it is the sink's logit, but rounded.
+        has_entropy = (weight > 0) & (row_values["entropy"] != 0)
+        inner = inner - torch.where(has_entropy, row_gradients["entropy"] * log_weight, 0.0)
     total = torch.where(weight == 0, 0.0, weight * inner)
     if "learned_sink_mass" in row_gradients:
         total = total + row_gradients["learned_sink_mass"] * row_values["learned_sink_mass"]

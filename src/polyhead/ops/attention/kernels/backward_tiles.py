@@ -1,6 +1,6 @@
-"""The part of the backward kernels that knows one tile: what it reads, and the gradients that reach its logits.
+"""Tile functions of the backward kernels: loads, stores and the gradients of a tile's logits.
 
-All functions here are inlined into kernels. `problem` is a `Problem`; what it lacks compiles to nothing.
+All functions here are inlined into kernels. `problem` is a `Problem`; absent terms compile to nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, tanh, ta
 
 
 class Strided(NamedTuple):
-    """A tensor [batch, heads, tokens, dim] whose last axis lies together in memory."""
+    """A tensor [batch, heads, tokens, dim] whose last axis is contiguous."""
 
     pointer: Tensor
     stride_batch: int
     stride_head: int
     stride_token: int
-    WIDE: tl.constexpr  # offsets within a tile may pass 32 bits
+    WIDE: tl.constexpr  # offsets within a tile may exceed 32 bits
 
 
 class RowTerms(NamedTuple):
-    """One float32 number a row [batch, heads, queries], contiguous, for each of these; None for what is absent."""
+    """One float32 number per row for each of these, contiguous [batch, heads, queries]; None if absent."""
 
     logsumexp: Tensor | None = None
     entropy: Tensor | None = None
@@ -50,22 +50,22 @@ class RowTerms(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One call of `backward`, as the kernels read it; what is None or constexpr is compiled in."""
+    """One call of `backward` as the kernels read it; None and constexpr fields are compiled in."""
 
     query: Strided
     key: Strided
     value: Strided
     grad_output: Strided
     logsumexp: Tensor  # float32 [batch, heads, queries], contiguous
-    constant: Tensor  # C, likewise
-    gradients: RowTerms  # of what differs from key to key
+    constant: Tensor  # C, the same shape
+    gradients: RowTerms  # of the statistics whose terms differ between keys
     mask: MaskArguments
     num_queries: int
     num_keys: int
     kv_heads: int
     group: int  # query heads that share a KV head
     scale: float
-    head_scale: Tensor | None  # [heads], multiplies the scale
+    head_scale: Tensor | None  # [heads], multiplied by `scale`
     softcap: float | None
     seed: Tensor | None  # int64, one element; None: no dropout
     threshold: int  # see `mask_tiles.keep_tile`
@@ -74,20 +74,20 @@ class Problem(NamedTuple):
     window: int
     DIM_KEY: tl.constexpr
     DIM_VALUE: tl.constexpr
-    BLOCK_KEY: tl.constexpr  # powers of two that hold them
+    BLOCK_KEY: tl.constexpr  # dims padded to powers of two
     BLOCK_VALUE: tl.constexpr
-    BASE_TWO: tl.constexpr  # logits may be taken to base 2 in one product, at the cost of one more rounding
-    BAND: tl.constexpr  # the mask is a causal edge or a window, or hides nothing
-    SINKS: tl.constexpr  # a learned sink takes part
-    LINEAR_TERMS: tl.constexpr  # there is a gradient of a statistic linear in the weights
+    BASE_TWO: tl.constexpr  # logits may be scaled to base 2 in one product, at the cost of one more rounding
+    BAND: tl.constexpr  # the mask is causal or a sliding window, or there is none
+    SINKS: tl.constexpr  # there is a learned sink
+    LINEAR_TERMS: tl.constexpr  # there is a gradient of a statistic that is linear in the weights
 
 
 @triton.jit
 def _pointers(tensor, i_batch, i_head, first, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """[TOKENS, BLOCK] of one head, from token `first` on.
+    """Return pointers [TOKENS, BLOCK] of one head, from token `first` on.
 
-    One wide number leads to the tile, and narrow ones lead on inside it: wide ones for each element would cost the
-    registers that the sums need.
+    One 64-bit offset leads to the tile and 32-bit offsets lead on inside it: 64-bit offsets for each element would take
+    the registers that the accumulators need.
     """
     base = tensor.pointer + i_batch.to(tl.int64) * tensor.stride_batch + i_head.to(tl.int64) * tensor.stride_head
     base += tl.cast(first, tl.int64) * tensor.stride_token
@@ -98,8 +98,8 @@ def _pointers(tensor, i_batch, i_head, first, TOKENS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _inside(first, stop, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of a tile are there, [TOKENS, BLOCK]."""
+def _tile_mask(first, stop, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the valid elements of a tile, boolean [TOKENS, BLOCK]."""
     mask_tile = (tl.arange(0, TOKENS) < stop - first)[:, None]
     if DIM != BLOCK:
         mask_tile = mask_tile & (tl.arange(0, BLOCK) < DIM)[None, :]
@@ -118,10 +118,10 @@ def load_tile(
     BLOCK: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Tokens `first` on of one head, zeros from `stop` on; ALL is the caller's word that all come before it."""
+    """Load tokens of one head from `first` on, zeros from `stop` on; ALL guarantees that none are."""
     pointers = _pointers(tensor, i_batch, i_head, first, TOKENS, BLOCK)
     if not ALL:
-        tile = tl.load(pointers, mask=_inside(first, stop, TOKENS, DIM, BLOCK), other=0.0)
+        tile = tl.load(pointers, mask=_tile_mask(first, stop, TOKENS, DIM, BLOCK), other=0.0)
     elif DIM != BLOCK:
         tile = tl.load(pointers, mask=(tl.arange(0, BLOCK) < DIM)[None, :], other=0.0)
     else:
@@ -134,12 +134,12 @@ def store_tile(
     tensor, tile, i_batch, i_head, first, stop, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
     pointers = _pointers(tensor, i_batch, i_head, first, TOKENS, BLOCK)
-    tl.store(pointers, tile.to(tensor.pointer.dtype.element_ty), mask=_inside(first, stop, TOKENS, DIM, BLOCK))
+    tl.store(pointers, tile.to(tensor.pointer.dtype.element_ty), mask=_tile_mask(first, stop, TOKENS, DIM, BLOCK))
 
 
 @triton.jit
 def load_row(pointer, problem, i_pair, first_row, BLOCK_M: tl.constexpr):
-    """One number a row, [BLOCK_M]; 0 past the end."""
+    """Load one number per row, [BLOCK_M]; 0 past the end."""
     offs = tl.arange(0, BLOCK_M)
     base = pointer + i_pair * problem.num_queries + first_row
     return tl.load(base + offs, mask=offs < problem.num_queries - first_row, other=0.0)
@@ -147,84 +147,96 @@ def load_row(pointer, problem, i_pair, first_row, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_logsumexp(problem, i_pair, first_row, BLOCK_M: tl.constexpr):
-    """The log-sum-exp of each row, +inf in place of -inf: a row without any weight then has weights of 0."""
+    """Load the log-sum-exp of each row, with +inf for -inf: the weights of an empty row are then 0."""
     logsumexp = load_row(problem.logsumexp, problem, i_pair, first_row, BLOCK_M)
     return tl.where(logsumexp == -float("inf"), float("inf"), logsumexp)
 
 
 @triton.jit
 def head_scales(problem, i_head):
-    """What multiplies the dot products of a head, and the head's own part of it."""
+    """Return the scale of a head's dot products, and the per-head factor in it."""
     if problem.head_scale is None:
-        own = 1.0
+        head_scale = 1.0
     else:
-        own = tl.load(problem.head_scale + i_head).to(tl.float32)
-    return problem.scale * own, own
+        head_scale = tl.load(problem.head_scale + i_head).to(tl.float32)
+    return problem.scale * head_scale, head_scale
 
 
 @triton.jit
-def _turned(tile, TURNED: tl.constexpr):
-    """A tile [rows, columns] as the caller keeps its own: as it is, or [columns, rows]."""
-    if TURNED:
+def _maybe_transpose(tile, TRANSPOSED: tl.constexpr):
+    """Return a tile [rows, columns] unchanged, or as [columns, rows] if TRANSPOSED."""
+    if TRANSPOSED:
         tile = tl.trans(tile)
     return tile
 
 
 @triton.jit
-def _beside(row, TURNED: tl.constexpr):
-    """One number a row, to stand beside a tile."""
-    if TURNED:
-        beside = row[None, :]
+def _expand_rows(row, TRANSPOSED: tl.constexpr):
+    """Expand one number per row for broadcasting against a tile."""
+    if TRANSPOSED:
+        expanded = row[None, :]
     else:
-        beside = row[:, None]
-    return beside
+        expanded = row[:, None]
+    return expanded
 
 
 @triton.jit
-def _times(tile, pointer, problem, i_pair, first_row, BLOCK_M: tl.constexpr, TURNED: tl.constexpr):
-    """A tile times one number a row."""
-    return tile * _beside(load_row(pointer, problem, i_pair, first_row, BLOCK_M), TURNED)
+def _scale_rows(tile, pointer, problem, i_pair, first_row, BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Multiply a tile by one number per row."""
+    return tile * _expand_rows(load_row(pointer, problem, i_pair, first_row, BLOCK_M), TRANSPOSED)
 
 
 @triton.jit
-def _linear_terms(problem, i_batch, i_pair, first_row, offs_n, BLOCK_M: tl.constexpr, TURNED: tl.constexpr):
-    """sum_F g_F * f_j over the statistics that are linear in the weights, float32."""
+def _linear_terms(problem, i_batch, i_pair, first_row, offs_n, BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return sum_F g_F * f_j over the statistics that are linear in the weights, float32."""
     gradients, mask = problem.gradients, problem.mask
     row_position = query_positions(mask, i_batch, first_row + tl.arange(0, BLOCK_M), problem.num_queries)
     column_position = key_positions(mask, i_batch, offs_n, problem.num_keys)
-    distance = _beside(column_position, not TURNED) - _beside(row_position, TURNED)
-    steps = distance.to(tl.float32)
-    terms = tl.zeros_like(steps)
+    distance = _expand_rows(column_position, not TRANSPOSED) - _expand_rows(row_position, TRANSPOSED)
+    float_distance = distance.to(tl.float32)
+    terms = tl.zeros_like(float_distance)
     if gradients.mean_distance is not None:
-        terms += _times(tl.abs(steps), gradients.mean_distance, problem, i_pair, first_row, BLOCK_M, TURNED)
+        terms += _scale_rows(
+            tl.abs(float_distance), gradients.mean_distance, problem, i_pair, first_row, BLOCK_M, TRANSPOSED
+        )
     if gradients.mean_offset is not None:
-        terms += _times(steps, gradients.mean_offset, problem, i_pair, first_row, BLOCK_M, TURNED)
+        terms += _scale_rows(float_distance, gradients.mean_offset, problem, i_pair, first_row, BLOCK_M, TRANSPOSED)
     if gradients.mean_squared_distance is not None:
-        terms += _times(steps * steps, gradients.mean_squared_distance, problem, i_pair, first_row, BLOCK_M, TURNED)
+        terms += _scale_rows(
+            float_distance * float_distance,
+            gradients.mean_squared_distance,
+            problem,
+            i_pair,
+            first_row,
+            BLOCK_M,
+            TRANSPOSED,
+        )
     if gradients.self_mass is not None:
-        terms += _times(
-            (distance == 0).to(tl.float32), gradients.self_mass, problem, i_pair, first_row, BLOCK_M, TURNED
+        terms += _scale_rows(
+            (distance == 0).to(tl.float32), gradients.self_mass, problem, i_pair, first_row, BLOCK_M, TRANSPOSED
         )
     if gradients.previous_mass is not None:
-        terms += _times(
-            (distance == -1).to(tl.float32), gradients.previous_mass, problem, i_pair, first_row, BLOCK_M, TURNED
+        terms += _scale_rows(
+            (distance == -1).to(tl.float32), gradients.previous_mass, problem, i_pair, first_row, BLOCK_M, TRANSPOSED
         )
     if gradients.next_mass is not None:
-        terms += _times(
-            (distance == 1).to(tl.float32), gradients.next_mass, problem, i_pair, first_row, BLOCK_M, TURNED
+        terms += _scale_rows(
+            (distance == 1).to(tl.float32), gradients.next_mass, problem, i_pair, first_row, BLOCK_M, TRANSPOSED
         )
     if gradients.window_mass is not None:
-        near = (tl.abs(distance) <= problem.window).to(tl.float32)
-        terms += _times(near, gradients.window_mass, problem, i_pair, first_row, BLOCK_M, TURNED)
+        is_near = (tl.abs(distance) <= problem.window).to(tl.float32)
+        terms += _scale_rows(is_near, gradients.window_mass, problem, i_pair, first_row, BLOCK_M, TRANSPOSED)
     if gradients.sink_mass is not None:
         first = (key_ordinals(mask, i_batch, offs_n, problem.num_keys) < problem.sink_keys).to(tl.float32)
-        terms += _times(_beside(first, not TURNED), gradients.sink_mass, problem, i_pair, first_row, BLOCK_M, TURNED)
+        terms += _scale_rows(
+            _expand_rows(first, not TRANSPOSED), gradients.sink_mass, problem, i_pair, first_row, BLOCK_M, TRANSPOSED
+        )
     return terms
 
 
 @triton.jit
 def distance_tile(problem, i_batch, offs_m, offs_n):
-    """Key minus query position, int32 [rows, columns]."""
+    """Return key minus query position, int32 [rows, columns]."""
     row_position = query_positions(problem.mask, i_batch, offs_m, problem.num_queries)
     return key_positions(problem.mask, i_batch, offs_n, problem.num_keys)[None, :] - row_position[:, None]
 
@@ -243,54 +255,57 @@ def tile_gradients(
     offs_n,
     BLOCK_M: tl.constexpr,
     EDGE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    """The weights that dropout leaves (not yet scaled up), and the gradients of the logits after and before softcap.
+    """Return the weights after dropout, and the gradients of the logits after and before softcap.
 
-    `tile_s` (q . k), `tile_dp` (dO . v) and what is returned are [rows, columns], or [columns, rows] if TURNED;
-    `visible` is [rows, columns], `logsumexp` and `constant` [rows]. Only where EDGE can a pair of the tile be hidden.
+    The weights are not rescaled by 1 / (1 - rate). `tile_s` (q . k), `tile_dp` (dO . v) and the results are [rows,
+    columns], or [columns, rows] if TRANSPOSED; `visible` is [rows, columns], `logsumexp` and `constant` are [rows].
+    Pairs of the tile can be masked only if EDGE is set.
     """
     mask = problem.mask
     i_pair = i_batch * (problem.kv_heads * problem.group) + i_head
     offs_m = first_row + tl.arange(0, BLOCK_M)
     scale, _ = head_scales(problem, i_head)
     EXACT: tl.constexpr = problem.query.pointer.dtype.element_ty == tl.float32
-    tile_slope = 1.0
+    tile_tanh_grad = 1.0
     # log2 p
     if problem.BASE_TWO:
-        tile_log = tile_s * (scale * LOG2E) - _beside(logsumexp * LOG2E, TURNED)
+        tile_log = tile_s * (scale * LOG2E) - _expand_rows(logsumexp * LOG2E, TRANSPOSED)
     else:
         if problem.softcap is None:
             tile_logit = tile_s * scale
         else:
-            tile_share = tile_s * (scale / problem.softcap)  # as the forward has it, rounded alike
-            tile_bent = tanh(tile_share, EXACT)
-            tile_slope = tanh_slope(tile_share, tile_bent, EXACT)
-            tile_logit = tile_bent * problem.softcap
+            tile_scaled = tile_s * (scale / problem.softcap)  # rounded as in the forward
+            tile_tanh = tanh(tile_scaled, EXACT)
+            tile_tanh_grad = tanh_slope(tile_scaled, tile_tanh, EXACT)
+            tile_logit = tile_tanh * problem.softcap
         if mask.bias is not None or mask.table is not None:
             distance = distance_tile(problem, i_batch, offs_m, offs_n)
-            tile_logit += _turned(added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, visible), TURNED)
-        tile_log = (tile_logit - _beside(logsumexp, TURNED)) * LOG2E
-    # A row that sees a poisoned key has NaN for its log-sum-exp, so the poison need not be added here again.
+            tile_logit += _maybe_transpose(
+                added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, visible), TRANSPOSED
+            )
+        tile_log = (tile_logit - _expand_rows(logsumexp, TRANSPOSED)) * LOG2E
+    # The log-sum-exp of a row that sees a poisoned key is NaN, so the poison need not be added again.
     tile_p = exp2(tile_log, EXACT)
     if EDGE:
-        seen = _turned(visible, TURNED)
-        tile_p = tl.where(seen, tile_p, 0.0)
-    tile_kept = tile_p
+        tile_visible = _maybe_transpose(visible, TRANSPOSED)
+        tile_p = tl.where(tile_visible, tile_p, 0.0)
+    tile_dropped = tile_p
     if problem.seed is not None:
-        keep = _turned(keep_tile(problem.seed, problem.threshold, i_pair, offs_m, offs_n), TURNED)
-        tile_kept = tl.where(keep, tile_p, 0.0)
+        keep = _maybe_transpose(keep_tile(problem.seed, problem.threshold, i_pair, offs_m, offs_n), TRANSPOSED)
+        tile_dropped = tl.where(keep, tile_p, 0.0)
         tile_dp = tl.where(keep, tile_dp * problem.kept_scale, 0.0)
-    tile_inner = tile_dp + _beside(constant, TURNED)
+    tile_inner = tile_dp + _expand_rows(constant, TRANSPOSED)
     if problem.gradients.entropy is not None:
         gradient = problem.gradients.entropy
-        tile_inner -= _times(tile_log * LN2, gradient, problem, i_pair, first_row, BLOCK_M, TURNED)
+        tile_inner -= _scale_rows(tile_log * LN2, gradient, problem, i_pair, first_row, BLOCK_M, TRANSPOSED)
     if problem.LINEAR_TERMS:
-        tile_inner += _linear_terms(problem, i_batch, i_pair, first_row, offs_n, BLOCK_M, TURNED)
+        tile_inner += _linear_terms(problem, i_batch, i_pair, first_row, offs_n, BLOCK_M, TRANSPOSED)
     tile_ds = tile_p * tile_inner
-    tile_raw = tile_ds * tile_slope
+    tile_dqk = tile_ds * tile_tanh_grad
     if EDGE:
-        # Zero times what a hidden pair made of Inf and NaN would not be zero.
-        tile_ds = tl.where(seen, tile_ds, 0.0)
-        tile_raw = tl.where(seen, tile_raw, 0.0)
-    return tile_kept, tile_ds, tile_raw
+        # The terms of masked pairs may be Inf or NaN, and zero times those is not zero.
+        tile_ds = tl.where(tile_visible, tile_ds, 0.0)
+        tile_dqk = tl.where(tile_visible, tile_dqk, 0.0)
+    return tile_dropped, tile_ds, tile_dqk

@@ -1,14 +1,15 @@
-"""Attention in one pass over the keys, with the statistics of every row as by-products of its online softmax.
+"""Attention in one pass over the keys, with row statistics from its online softmax.
 
-Bound by the matrix units at head dims of 128 and more, by exponentials at 64 and less: a logit costs 4 * head_dim
-operations of theirs, one exponential, and about four instructions for maximum, shift and sums. Each statistic adds one
-or two multiply-adds a logit (entropy, reach) or a few instructions in the tiles near the diagonal alone (masses).
+The loop is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691). Bound by tensor cores at head dims of 128 and more,
+by exponentials at 64 and less: a logit costs 4 * head_dim FLOPs, one exponential, and about four instructions for max,
+subtraction and sums. Each statistic adds one or two multiply-adds per logit (entropy, mean distance) or a few
+instructions in the tiles near the diagonal (masses).
 
-One program takes BLOCK_M rows of one head through the tiles of keys they may see. Tiles that need no mask, and hold no
-distance that a statistic singles out, are taken first and without any comparison ("full"); all others after them
-("edge"). Logits are kept as they leave the matrix unit, and `gain` brings them to base 2 inside the multiply-add that
-subtracts the maximum. Only where a bias is added are they turned into natural logits first: a bias may be as large as a
-float, and has no room for a factor.
+One program processes BLOCK_M rows of one head over their visible tiles of keys. Tiles that need no mask, and contain no
+distance that a mass counts, come first and without any comparison ("full"); all others after them ("edge"). Logits stay
+unscaled, and `sm_scale` scales them to base 2 inside the multiply-add that subtracts the row max. Only if there is a
+bias are they converted to natural logits first: a bias may be as large as a float32 can be, and a factor could overflow
+it.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, products, tanh
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
-# A hidden logit before its factor: below every real one, and still finite after a factor of up to 1e8.
-HIDDEN = tl.constexpr(-1.0e30)
+# A masked logit before scaling: below every real one, and still finite after a factor of up to 1e8.
+MASKED = tl.constexpr(-1.0e30)
 
 
 class RowPointers(NamedTuple):
-    """Where the statistics of the rows go, each float32 [batch, heads, queries]; None for what was not asked."""
+    """Output pointers of the row statistics, each float32 [batch, heads, queries]; None if not requested."""
 
     max_logit: Any = None
     max_abs_logit: Any = None
@@ -60,8 +61,8 @@ class RowPointers(NamedTuple):
     window_mass: Any = None
     visible_keys: Any = None
     learned_sink_mass: Any = None
-    argmax: Any = None  # int32: the key of the largest logit, -1 where no key is seen
-    argmax_abs: Any = None  # int32: twice the key of the largest |logit|, one more if that logit is negative; -1: none
+    argmax: Any = None  # int32: key of the max logit, -1 without visible keys
+    argmax_abs: Any = None  # int32: twice the key of the max |logit|, plus one if that logit is negative; -1: no key
 
 
 class Sizes(NamedTuple):
@@ -87,7 +88,10 @@ def _rows(
     DESCRIPTORS: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Rows of one head from `first` on, [ROWS, BLOCK_DIM], zeros past `limit` and DIM; FULL: all rows are there."""
+    """Load rows of one head from `first` on, [ROWS, BLOCK_DIM], zeros past `limit` and DIM.
+
+    FULL guarantees that all rows are before `limit`.
+    """
     if DESCRIPTORS:
         tile = source.load([i_batch, i_head, first, 0]).reshape([ROWS, BLOCK_DIM])
     else:
@@ -107,9 +111,10 @@ def _rows(
 
 @triton.jit
 def _full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first_tile, last_tile):
-    """Which tiles of a band need no mask: from `full_from` to `full_to`, less those from `near_from` to `near_to`.
+    """Return the tiles of a band that need no mask.
 
-    The latter hold a distance that a statistic singles out. All four lie between `first_tile` and `last_tile`.
+    These are the tiles from `full_from` to `full_to`, except those from `near_from` to `near_to`. The
+    latter contain a distance that a mass counts. All four are between `first_tile` and `last_tile`.
     """
     first = first_row + mask.offset
     last = tl.minimum(first_row + BLOCK_M, sizes.queries) - 1 + mask.offset
@@ -122,7 +127,7 @@ def _full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl
         full_from = tl.maximum(full_from, tl.cdiv(tl.minimum(sizes.sink_keys, sizes.keys), BLOCK_N))
     full_from = tl.minimum(full_from, last_tile)
     full_to = tl.minimum(tl.maximum(full_to, full_from), last_tile)
-    # Distances from `low` to `high` are singled out; as it stands, a tile that holds both signs.
+    # Distances from `low` to `high` are counted by a mass; initially, only tiles with distances of both signs.
     low, high = 1, -1
     if rows.self_mass is not None:
         low, high = 0, 0
@@ -158,15 +163,15 @@ def _absorb(
     sizes,
     ptr_seed,
     threshold,
-    gain,
-    bend,
+    sm_scale,
+    softcap_scale,
     i_batch,
     i_head,
     offs_m,
     positions,
     i_tile,
     FULL: tl.constexpr,
-    ADDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM_KEY: tl.constexpr,
     DIM_VALUE: tl.constexpr,
@@ -175,17 +180,17 @@ def _absorb(
     BLOCK_VALUE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Take one tile of keys into the running state of the rows."""
+    """Update the online-softmax state and the statistics of the rows with one tile of keys."""
     (
         acc,
-        shift,
-        total,
-        broken,
-        largest,
-        largest_abs,
+        m_i,
+        l_i,
+        poison_sum,
+        max_s,
+        max_abs_s,
         argmax,
         argmax_abs,
-        spread,
+        entropy_sum,
         mean_distance,
         mean_offset,
         mean_squared_distance,
@@ -211,121 +216,123 @@ def _absorb(
     # [BLOCK_M, BLOCK_N], all that follows
     tile_s = products(tile_q, tile_k)
     if SOFTCAP:
-        tile_s = tanh(tile_s * bend, EXACT)
+        tile_s = tanh(tile_s * softcap_scale, EXACT)
     if not FULL or mask.table is not None:
         distance = key_positions(mask, i_batch, offs_n, sizes.keys)[None, :] - positions[:, None]
     if not FULL:
         visible = visible_tile(mask, i_batch, i_head, offs_m, offs_n, distance, sizes.queries, sizes.keys)
-    if ADDED:
+    if HAS_BIAS:
         if FULL:
-            tile_s = tile_s * gain + added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, distance == distance)
+            tile_s = tile_s * sm_scale + added_tile(
+                mask, i_batch, i_head, offs_m, offs_n, distance, distance == distance
+            )
         else:
-            tile_s = tile_s * gain + added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, visible)
+            tile_s = tile_s * sm_scale + added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, visible)
     if mask.poison is not None:
         i_kv_pair = (i_batch * (sizes.heads // sizes.group) + i_kv_head).to(tl.int64)
         ptr_poison = mask.poison + i_kv_pair * sizes.keys + offs_n
         if FULL:
-            # Every row sees all of these keys: one sum of them, at the end, tells all rows.
-            broken += tl.load(ptr_poison).to(tl.float32)
+            # Every row sees all of these keys, so their poison is added to all rows at the end.
+            poison_sum += tl.load(ptr_poison).to(tl.float32)
         else:
             tile_s += tl.load(ptr_poison, mask=offs_n < sizes.keys, other=0.0).to(tl.float32)[None, :]
     if not FULL:
-        if ADDED:
+        if HAS_BIAS:
             tile_s = tl.where(visible, tile_s, -float("inf"))
         else:
-            tile_s = tl.where(visible, tile_s, HIDDEN)
+            tile_s = tl.where(visible, tile_s, MASKED)
 
     # [BLOCK_M]
     if rows.argmax is not None:
-        top, place = tl.max(tile_s, 1, return_indices=True)
-        place += first_key
-        better = (top > largest) | ((top == largest) & (place < argmax))
-        argmax = tl.where(better, place, argmax)
+        tile_max, tile_argmax = tl.max(tile_s, 1, return_indices=True)
+        tile_argmax += first_key
+        is_larger = (tile_max > max_s) | ((tile_max == max_s) & (tile_argmax < argmax))
+        argmax = tl.where(is_larger, tile_argmax, argmax)
     else:
-        top = tl.max(tile_s, 1)
+        tile_max = tl.max(tile_s, 1)
     if rows.max_logit is not None or rows.confidence is not None or rows.argmax is not None:
-        largest = tl.maximum(largest, top)
+        max_s = tl.maximum(max_s, tile_max)
     if rows.max_abs_logit is not None or rows.argmax_abs is not None:
-        tile_size = tl.abs(tile_s)
+        tile_abs = tl.abs(tile_s)
         if not FULL:
-            tile_size = tl.where(visible, tile_size, -1.0)
+            tile_abs = tl.where(visible, tile_abs, -1.0)
         if rows.argmax_abs is not None:
-            top_abs, column = tl.max(tile_size, 1, return_indices=True)
-            there = tl.sum(tl.where(offs_column[None, :] == column[:, None], tile_s, 0.0), 1)
-            code = 2 * (first_key + column) + (there < 0).to(tl.int32)
-            better = (top_abs > largest_abs) | ((top_abs == largest_abs) & (code < argmax_abs))
-            argmax_abs = tl.where(better, code, argmax_abs)
+            tile_max_abs, column = tl.max(tile_abs, 1, return_indices=True)
+            s_at_max = tl.sum(tl.where(offs_column[None, :] == column[:, None], tile_s, 0.0), 1)
+            signed_index = 2 * (first_key + column) + (s_at_max < 0).to(tl.int32)
+            is_larger = (tile_max_abs > max_abs_s) | ((tile_max_abs == max_abs_s) & (signed_index < argmax_abs))
+            argmax_abs = tl.where(is_larger, signed_index, argmax_abs)
         else:
-            top_abs = tl.max(tile_size, 1)
-        largest_abs = tl.maximum(largest_abs, top_abs)
+            tile_max_abs = tl.max(tile_abs, 1)
+        max_abs_s = tl.maximum(max_abs_s, tile_max_abs)
 
-    # `move` is how far the shift goes and `exponent` what is left of the logits, both in base 2.
-    if ADDED:
-        next_shift = tl.maximum(shift, top)
-        # Differences of numbers of a float's size; a clamp keeps 0 * inf out of the sums.
-        move = tl.maximum((shift - next_shift) * LOG2E, HIDDEN)
-        exponent = tl.maximum((tile_s - next_shift[:, None]) * LOG2E, HIDDEN)
+    # `log_alpha` is the change of the row max and `exponent` the logits minus the new row max, both in base 2.
+    if HAS_BIAS:
+        m_new = tl.maximum(m_i, tile_max)
+        # The differences may overflow to -inf; the clamp keeps 0 * inf out of the sums.
+        log_alpha = tl.maximum((m_i - m_new) * LOG2E, MASKED)
+        exponent = tl.maximum((tile_s - m_new[:, None]) * LOG2E, MASKED)
     elif EXACT:
-        # The scale as it was given: times log2(e) it would be rounded, and large logits with it.
-        next_shift = tl.maximum(shift, top * gain)
-        move = tl.maximum((shift - next_shift) * LOG2E, HIDDEN)
-        exponent = (tile_s * gain - next_shift[:, None]) * LOG2E
+        # The scale is not multiplied by log2(e) first: that rounding would affect large logits.
+        m_new = tl.maximum(m_i, tile_max * sm_scale)
+        log_alpha = tl.maximum((m_i - m_new) * LOG2E, MASKED)
+        exponent = (tile_s * sm_scale - m_new[:, None]) * LOG2E
     else:
-        next_shift = tl.maximum(shift, top * gain)
-        move = shift - next_shift
-        exponent = tile_s * gain - next_shift[:, None]
-    decay = exp2(move, EXACT)
+        m_new = tl.maximum(m_i, tile_max * sm_scale)
+        log_alpha = m_i - m_new
+        exponent = tile_s * sm_scale - m_new[:, None]
+    alpha = exp2(log_alpha, EXACT)
     tile_p = exp2(exponent, EXACT)
     if not FULL:
         tile_p = tl.where(visible, tile_p, 0.0)
-    added_total = tl.sum(tile_p, 1)
+    tile_sum = tl.sum(tile_p, 1)
 
     if rows.entropy is not None:
         if not FULL:
             exponent = tl.where(visible, exponent, 0.0)
-        spread = decay * (spread + move * total) + tl.sum(tile_p * exponent, 1)
+        entropy_sum = alpha * (entropy_sum + log_alpha * l_i) + tl.sum(tile_p * exponent, 1)
     if rows.mean_distance is not None or rows.mean_offset is not None or rows.mean_squared_distance is not None:
         if FULL:
-            # A distance is that of the tile's first key and a column: the first is the row's, the second a constant.
+            # A distance is that of the tile's first key, one per row, plus the column index, a constant.
             from_first = (first_key - positions).to(tl.float32)
-            column_place = offs_column.to(tl.float32)
-            columns = tl.sum(tile_p * column_place[None, :], 1)
-            added_distance = from_first * added_total + columns
+            column_index = offs_column.to(tl.float32)
+            column_sum = tl.sum(tile_p * column_index[None, :], 1)
+            tile_distance_sum = from_first * tile_sum + column_sum
             if rows.mean_distance is not None:
-                mean_distance = mean_distance * decay + tl.abs(added_distance)  # all distances have one sign
+                mean_distance = mean_distance * alpha + tl.abs(tile_distance_sum)  # all distances have one sign
             if rows.mean_offset is not None:
-                mean_offset = mean_offset * decay + added_distance
+                mean_offset = mean_offset * alpha + tile_distance_sum
             if rows.mean_squared_distance is not None:
-                squares = tl.sum(tile_p * (column_place * column_place)[None, :], 1)
-                added_square = from_first * (from_first * added_total + 2.0 * columns) + squares
-                mean_squared_distance = mean_squared_distance * decay + added_square
+                column_square_sum = tl.sum(tile_p * (column_index * column_index)[None, :], 1)
+                tile_square_sum = from_first * (from_first * tile_sum + 2.0 * column_sum) + column_square_sum
+                mean_squared_distance = mean_squared_distance * alpha + tile_square_sum
         else:
             weighted = tile_p * distance.to(tl.float32)
             if rows.mean_distance is not None:
-                mean_distance = mean_distance * decay + tl.sum(tl.abs(weighted), 1)
+                mean_distance = mean_distance * alpha + tl.sum(tl.abs(weighted), 1)
             if rows.mean_offset is not None:
-                mean_offset = mean_offset * decay + tl.sum(weighted, 1)
+                mean_offset = mean_offset * alpha + tl.sum(weighted, 1)
             if rows.mean_squared_distance is not None:
-                mean_squared_distance = mean_squared_distance * decay + tl.sum(weighted * distance.to(tl.float32), 1)
+                mean_squared_distance = mean_squared_distance * alpha + tl.sum(weighted * distance.to(tl.float32), 1)
     if rows.sink_mass is not None:
-        sink_mass = sink_mass * decay
+        sink_mass = sink_mass * alpha
         if not FULL:
             is_first = key_ordinals(mask, i_batch, offs_n, sizes.keys) < sizes.sink_keys
             sink_mass += tl.sum(tl.where(is_first[None, :], tile_p, 0.0), 1)
     if rows.self_mass is not None:
-        self_mass = self_mass * decay
+        self_mass = self_mass * alpha
         if not FULL:
             self_mass += tl.sum(tl.where(distance == 0, tile_p, 0.0), 1)
     if rows.previous_mass is not None:
-        previous_mass = previous_mass * decay
+        previous_mass = previous_mass * alpha
         if not FULL:
             previous_mass += tl.sum(tl.where(distance == -1, tile_p, 0.0), 1)
     if rows.next_mass is not None:
-        next_mass = next_mass * decay
+        next_mass = next_mass * alpha
         if not FULL:
             next_mass += tl.sum(tl.where(distance == 1, tile_p, 0.0), 1)
     if rows.window_mass is not None:
-        window_mass = window_mass * decay
+        window_mass = window_mass * alpha
         if not FULL:
             is_near = (distance <= sizes.window) & (distance >= -sizes.window)
             window_mass += tl.sum(tl.where(is_near, tile_p, 0.0), 1)
@@ -334,28 +341,28 @@ def _absorb(
             visible_keys += BLOCK_N
         else:
             visible_keys += tl.sum(visible.to(tl.int32), 1)
-    total = total * decay + added_total
+    l_i = l_i * alpha + tile_sum
 
     if ptr_seed is not None:
-        kept = keep_tile(ptr_seed, threshold, i_batch * sizes.heads + i_head, offs_m, offs_n)
-        tile_p = tl.where(kept, tile_p, 0.0)
+        keep = keep_tile(ptr_seed, threshold, i_batch * sizes.heads + i_head, offs_m, offs_n)
+        tile_p = tl.where(keep, tile_p, 0.0)
     # [BLOCK_N, BLOCK_VALUE]
     tile_v = _rows(
         source_value, strides_value, i_batch, i_kv_head, first_key, sizes.keys, BLOCK_N, DIM_VALUE, BLOCK_VALUE,
         DESCRIPTORS, FULL,
     )  # fmt: skip
-    # One chain of additions over all tiles: in float32 a chain for each would not fit into the registers.
-    acc = tl.dot(tile_p.to(tile_v.dtype), tile_v, acc * decay[:, None], input_precision="ieee")
+    # One chain of additions over all tiles: in float32 a separate chain per tile would not fit into the registers.
+    acc = tl.dot(tile_p.to(tile_v.dtype), tile_v, acc * alpha[:, None], input_precision="ieee")
     return (
         acc,
-        next_shift,
-        total,
-        broken,
-        largest,
-        largest_abs,
+        m_new,
+        l_i,
+        poison_sum,
+        max_s,
+        max_abs_s,
         argmax,
         argmax_abs,
-        spread,
+        entropy_sum,
         mean_distance,
         mean_offset,
         mean_squared_distance,
@@ -371,36 +378,36 @@ def _absorb(
 @triton.jit
 def _first_state(
     sink,
-    ADDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BASE_TWO: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
-    """What is known of rows before their first tile; the sink is a first key without a value."""
+    """Return the state of rows before their first tile; a sink is a first key without a value."""
     # [BLOCK_M]
     zeros = tl.zeros([BLOCK_M], tl.float32)
-    shift = zeros + LOWEST
-    total = zeros
+    m_i = zeros + LOWEST
+    l_i = zeros
     if sink is not None:
         if BASE_TWO:
-            shift = tl.maximum(shift, sink * LOG2E)
+            m_i = tl.maximum(m_i, sink * LOG2E)
         else:
-            shift = tl.maximum(shift, sink)
-        total = tl.where(sink == -float("inf"), 0.0, zeros + 1.0)
-    largest = zeros + HIDDEN
-    if ADDED:
-        largest = zeros - float("inf")
-    nowhere = tl.zeros([BLOCK_M], tl.int32) - 1
+            m_i = tl.maximum(m_i, sink)
+        l_i = tl.where(sink == -float("inf"), 0.0, zeros + 1.0)
+    max_s = zeros + MASKED
+    if HAS_BIAS:
+        max_s = zeros - float("inf")
+    no_index = tl.zeros([BLOCK_M], tl.int32) - 1
     return (
         tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32),
-        shift,
-        total,
+        m_i,
+        l_i,
         tl.zeros([BLOCK_N], tl.float32),
-        largest,
+        max_s,
         zeros - 1.0,
-        nowhere,
-        nowhere,
+        no_index,
+        no_index,
         zeros,
         zeros,
         zeros,
@@ -423,22 +430,22 @@ def _store_rows(
     ptr_logsumexp,
     offs_row,
     mask_m,
-    gain,
-    ADDED: tl.constexpr,
+    sm_scale,
+    HAS_BIAS: tl.constexpr,
     BASE_TWO: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Store log-sum-exp and statistics of rows that have seen all their tiles; their output is returned."""
+    """Store log-sum-exp and statistics of rows after their last tile; return their output."""
     (
         acc,
-        shift,
-        total,
-        broken,
-        largest,
-        largest_abs,
+        m_i,
+        l_i,
+        poison_sum,
+        max_s,
+        max_abs_s,
         argmax,
         argmax_abs,
-        spread,
+        entropy_sum,
         mean_distance,
         mean_offset,
         mean_squared_distance,
@@ -450,72 +457,72 @@ def _store_rows(
         visible_keys,
     ) = state
     if POISONED:
-        total += tl.sum(broken, 0)
+        l_i += tl.sum(poison_sum, 0)
 
-    is_empty = total == 0.0
-    is_broken = total != total
-    total = tl.where(is_empty, 1.0, total)
-    log_total = log2(total, EXACT)
+    is_empty = l_i == 0.0
+    is_nan = l_i != l_i
+    l_i = tl.where(is_empty, 1.0, l_i)
+    log2_l = log2(l_i, EXACT)
     if BASE_TWO:
-        logsumexp = (shift + log_total) * LN2
+        logsumexp = (m_i + log2_l) * LN2
     else:
-        logsumexp = shift + log_total * LN2
+        logsumexp = m_i + log2_l * LN2
     tl.store(ptr_logsumexp + offs_row, tl.where(is_empty, -float("inf"), logsumexp), mask=mask_m)
 
     # [BLOCK_M]
     nan = float("nan")
-    if ADDED:
-        sees_keys = largest > -float("inf")
-        largest_logit, largest_size = largest, tl.maximum(largest_abs, 0.0)
-        over_shift = (largest - shift) * LOG2E
+    if HAS_BIAS:
+        sees_keys = max_s > -float("inf")
+        max_logit, max_abs_logit = max_s, tl.maximum(max_abs_s, 0.0)
+        max_exponent = (max_s - m_i) * LOG2E
     elif BASE_TWO:
-        sees_keys = largest > HIDDEN
-        largest_logit, largest_size = largest * (gain * LN2), tl.maximum(largest_abs, 0.0) * (gain * LN2)
-        over_shift = largest * gain - shift
+        sees_keys = max_s > MASKED
+        max_logit, max_abs_logit = max_s * (sm_scale * LN2), tl.maximum(max_abs_s, 0.0) * (sm_scale * LN2)
+        max_exponent = max_s * sm_scale - m_i
     else:
-        sees_keys = largest > HIDDEN
-        largest_logit, largest_size = largest * gain, tl.maximum(largest_abs, 0.0) * gain
-        over_shift = (largest * gain - shift) * LOG2E
+        sees_keys = max_s > MASKED
+        max_logit, max_abs_logit = max_s * sm_scale, tl.maximum(max_abs_s, 0.0) * sm_scale
+        max_exponent = (max_s * sm_scale - m_i) * LOG2E
     if rows.max_logit is not None:
-        value = tl.where(sees_keys, largest_logit, -float("inf"))
-        tl.store(rows.max_logit + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
+        value = tl.where(sees_keys, max_logit, -float("inf"))
+        tl.store(rows.max_logit + offs_row, tl.where(is_nan, nan, value), mask=mask_m)
     if rows.max_abs_logit is not None:
-        tl.store(rows.max_abs_logit + offs_row, tl.where(is_broken, nan, largest_size), mask=mask_m)
+        tl.store(rows.max_abs_logit + offs_row, tl.where(is_nan, nan, max_abs_logit), mask=mask_m)
     if rows.confidence is not None:
-        value = tl.where(sees_keys, exp2(over_shift, EXACT) / total, 0.0)
-        tl.store(rows.confidence + offs_row, tl.where(is_broken, nan, value), mask=mask_m)
+        value = tl.where(sees_keys, exp2(max_exponent, EXACT) / l_i, 0.0)
+        tl.store(rows.confidence + offs_row, tl.where(is_nan, nan, value), mask=mask_m)
     if rows.entropy is not None:
-        tl.store(rows.entropy + offs_row, (log_total - spread / total) * LN2, mask=mask_m)
+        tl.store(rows.entropy + offs_row, (log2_l - entropy_sum / l_i) * LN2, mask=mask_m)
     if rows.mean_distance is not None:
-        tl.store(rows.mean_distance + offs_row, mean_distance / total, mask=mask_m)
+        tl.store(rows.mean_distance + offs_row, mean_distance / l_i, mask=mask_m)
     if rows.mean_offset is not None:
-        tl.store(rows.mean_offset + offs_row, mean_offset / total, mask=mask_m)
+        tl.store(rows.mean_offset + offs_row, mean_offset / l_i, mask=mask_m)
     if rows.mean_squared_distance is not None:
-        tl.store(rows.mean_squared_distance + offs_row, mean_squared_distance / total, mask=mask_m)
+        tl.store(rows.mean_squared_distance + offs_row, mean_squared_distance / l_i, mask=mask_m)
     if rows.sink_mass is not None:
-        tl.store(rows.sink_mass + offs_row, sink_mass / total, mask=mask_m)
+        tl.store(rows.sink_mass + offs_row, sink_mass / l_i, mask=mask_m)
     if rows.self_mass is not None:
-        tl.store(rows.self_mass + offs_row, self_mass / total, mask=mask_m)
+        tl.store(rows.self_mass + offs_row, self_mass / l_i, mask=mask_m)
     if rows.previous_mass is not None:
-        tl.store(rows.previous_mass + offs_row, previous_mass / total, mask=mask_m)
+        tl.store(rows.previous_mass + offs_row, previous_mass / l_i, mask=mask_m)
     if rows.next_mass is not None:
-        tl.store(rows.next_mass + offs_row, next_mass / total, mask=mask_m)
+        tl.store(rows.next_mass + offs_row, next_mass / l_i, mask=mask_m)
     if rows.window_mass is not None:
-        tl.store(rows.window_mass + offs_row, window_mass / total, mask=mask_m)
+        tl.store(rows.window_mass + offs_row, window_mass / l_i, mask=mask_m)
     if rows.visible_keys is not None:
         tl.store(rows.visible_keys + offs_row, visible_keys.to(tl.float32), mask=mask_m)
     if rows.learned_sink_mass is not None:
         if BASE_TWO:
-            value = exp2(sink * LOG2E - shift, EXACT) / total
+            value = exp2(sink * LOG2E - m_i, EXACT) / l_i
         else:
-            value = exp2((sink - shift) * LOG2E, EXACT) / total
+            value = exp2((sink - m_i) * LOG2E, EXACT) / l_i
         tl.store(rows.learned_sink_mass + offs_row, value, mask=mask_m)
     if rows.argmax is not None:
         tl.store(rows.argmax + offs_row, argmax, mask=mask_m)
     if rows.argmax_abs is not None:
         tl.store(rows.argmax_abs + offs_row, argmax_abs, mask=mask_m)
     # [BLOCK_M, BLOCK_VALUE]
-    return acc / total[:, None]
+    return acc / l_i[:, None]
 
 
 @triton.jit
@@ -540,7 +547,7 @@ def _forward_kernel(
     threshold,
     survival,
     SOFTCAP: tl.constexpr,
-    ADDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BAND: tl.constexpr,
     SIGNED: tl.constexpr,
     HEAVY_LAST: tl.constexpr,
@@ -556,7 +563,7 @@ def _forward_kernel(
     i_pair = tl.program_id(0) // blocks  # batch * heads + head
     i_block = tl.program_id(0) % blocks
     if HEAVY_LAST:
-        # Under a causal edge the last rows have the most to do; begun first, they do not keep everybody waiting.
+        # Under a causal mask the last rows have the most work; starting them first shortens the tail.
         i_block = blocks - 1 - i_block
     i_batch, i_head = i_pair // sizes.heads, i_pair % sizes.heads
     first_row = i_block * BLOCK_M
@@ -573,25 +580,25 @@ def _forward_kernel(
     if ptr_head_scale is not None:
         factor = factor * tl.load(ptr_head_scale + i_head).to(tl.float32)
     if SIGNED:
-        # The largest product gives the largest logit only under a positive factor: the sign goes to the queries.
+        # The max dot product is the max logit only if the scale is positive: its sign is moved to the queries.
         sign = tl.where(factor > 0, 1.0, tl.where(factor < 0, -1.0, 0.0))
         tile_q = (tile_q * sign).to(tile_q.dtype)
         factor = tl.abs(factor)
-    bend, gain = factor, factor
+    softcap_scale, sm_scale = factor, factor
     if SOFTCAP:
-        bend, gain = factor / softcap, softcap
+        softcap_scale, sm_scale = factor / softcap, softcap
     EXACT: tl.constexpr = tile_q.dtype == tl.float32
-    BASE_TWO: tl.constexpr = not (ADDED or EXACT)  # shift, sink and gain are those of logits in base 2
+    BASE_TWO: tl.constexpr = not (HAS_BIAS or EXACT)  # row max, sink and scale are those of logits in base 2
     if BASE_TWO:
-        gain = gain * LOG2E
+        sm_scale = sm_scale * LOG2E
 
     sink = None
     if ptr_sinks is not None:
         sink = tl.load(ptr_sinks + i_head).to(tl.float32)
-    state = _first_state(sink, ADDED, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
+    state = _first_state(sink, HAS_BIAS, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
 
-    kept, start, stop = key_spans(mask, i_batch, first_row, sizes.queries, sizes.keys, BLOCK_M, BLOCK_N)
-    kept_tiles, first_tile, last_tile = kept // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+    sink_stop, start, stop = key_spans(mask, i_batch, first_row, sizes.queries, sizes.keys, BLOCK_M, BLOCK_N)
+    sink_tiles, first_tile, last_tile = sink_stop // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
     full_from, full_to, near_from, near_to = first_tile, first_tile, first_tile, first_tile
     if BAND:
         full_from, full_to, near_from, near_to = _full_tiles(
@@ -602,25 +609,25 @@ def _forward_kernel(
             i_tile = tl.where(i_tile >= near_from, i_tile + (near_to - near_from), i_tile)
             state = _absorb(
                 state, tile_q, source_key, source_value, strides_key, strides_value, mask, rows, sizes, ptr_seed,
-                threshold, gain, bend, i_batch, i_head, offs_m, positions, i_tile, True, ADDED, SOFTCAP, DIM_KEY,
-                DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
+                threshold, sm_scale, softcap_scale, i_batch, i_head, offs_m, positions, i_tile, True, HAS_BIAS,
+                SOFTCAP, DIM_KEY, DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
             )  # fmt: skip
-    edges = kept_tiles + (full_from - first_tile) + (near_to - near_from) + (last_tile - full_to)
+    edges = sink_tiles + (full_from - first_tile) + (near_to - near_from) + (last_tile - full_to)
     for i in tl.range(0, edges):
-        # The edge tiles in their order: kept ones, those before the full ones, those near, those behind.
-        i_tile = tl.where(i >= kept_tiles, i + (first_tile - kept_tiles), i)
+        # The edge tiles in order: sinks, before the full ones, near the diagonal, after the full ones.
+        i_tile = tl.where(i >= sink_tiles, i + (first_tile - sink_tiles), i)
         i_tile = tl.where(i_tile >= full_from, i_tile + (near_from - full_from), i_tile)
         i_tile = tl.where(i_tile >= near_to, i_tile + (full_to - near_to), i_tile)
         state = _absorb(
             state, tile_q, source_key, source_value, strides_key, strides_value, mask, rows, sizes, ptr_seed,
-            threshold, gain, bend, i_batch, i_head, offs_m, positions, i_tile, False, ADDED, SOFTCAP, DIM_KEY,
-            DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
+            threshold, sm_scale, softcap_scale, i_batch, i_head, offs_m, positions, i_tile, False, HAS_BIAS,
+            SOFTCAP, DIM_KEY, DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
         )  # fmt: skip
     mask_m = offs_m < sizes.queries
     offs_row = i_pair.to(tl.int64) * sizes.queries + offs_m
     # [BLOCK_M, BLOCK_VALUE]
     tile_o = _store_rows(
-        state, sink, mask.poison is not None, rows, ptr_logsumexp, offs_row, mask_m, gain, ADDED, BASE_TWO, EXACT
+        state, sink, mask.poison is not None, rows, ptr_logsumexp, offs_row, mask_m, sm_scale, HAS_BIAS, BASE_TWO, EXACT
     )
     offs_dim = tl.arange(0, BLOCK_VALUE)
     if ptr_seed is not None:
@@ -632,13 +639,13 @@ def _forward_kernel(
 
 
 def choose_blocks(width: int, element_size: int, queries: int, requested: int, capability: tuple[int, int]) -> Blocks:
-    """The tile of one program.
+    """Return the tile of one program.
 
-    `width` is the wider of the padded head dims, `element_size` the bytes of an input, `requested` how many statistics
-    there are: each keeps a sum or two in registers, and a narrower tile makes room for them.
+    `width` is the larger of the padded head dims, `element_size` the bytes per element, `requested` the number of
+    statistics: each keeps one or two sums in registers, and a narrower tile frees registers for them.
     """
     if element_size == 4:
-        # Products of float32 do not go through the matrix units; what counts is that the tiles stay in registers.
+        # Products of float32 do not use tensor cores; the tiles must stay in registers.
         blocks = Blocks(64, 32, 8, 2) if width <= 64 else Blocks(32, 32, 8, 2) if width <= 128 else Blocks(32, 16, 8, 2)
     elif capability < (9, 0):
         # Shared memory of 100 to 163 KiB.
@@ -666,24 +673,24 @@ def fit_blocks(
     capability: tuple[int, int],
     shared: int,
 ) -> Blocks:
-    """The blocks, or smaller ones if a program with these would not fit into `shared` bytes.
+    """Return the blocks, or smaller ones if a program with these would not fit into `shared` bytes.
 
-    `widths` are the padded dims of keys and values. What is loaded for each logit waits in the same queue as the tiles
-    of keys and values. Queries lie in shared memory where the matrix units read them from there.
+    `widths` are the padded dims of keys and values. Tensors with one element per logit are pipelined together with the
+    tiles of keys and values. Queries are in shared memory on GPUs whose tensor cores read them from there.
     """
-    held = widths[0] * element_size if (9, 0) <= capability < (12, 0) else 0
+    query_bytes = widths[0] * element_size if (9, 0) <= capability < (12, 0) else 0
     per_logit = sum(x.element_size() for x in (mask.bias, mask.table) if x is not None)
-    once = 0 if mask.allowed is None else 1
-    by_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.table)
-    # For barriers, sums over several warps, and what is loaded for each token.
-    rest = 2048 if all(x is None for x in by_token) else 6144
+    mask_bytes = 0 if mask.allowed is None else 1
+    per_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.table)
+    # For barriers, reductions over several warps, and per-token tensors.
+    overhead = 2048 if all(x is None for x in per_token) else 6144
     while True:
-        rows, columns, _, stages, _ = blocks
-        queue = stages * columns * (sum(widths) * element_size + rows * per_logit)
-        less = blocks.smaller()
-        if rows * held + queue + rows * columns * once + rest <= shared or less is None:
+        rows, num_columns, _, stages, _ = blocks
+        queue = stages * num_columns * (sum(widths) * element_size + rows * per_logit)
+        smaller_blocks = blocks.smaller()
+        if rows * query_bytes + queue + rows * num_columns * mask_bytes + overhead <= shared or smaller_blocks is None:
             return blocks
-        blocks = less
+        blocks = smaller_blocks
 
 
 def forward(
@@ -704,16 +711,15 @@ def forward(
     argmax: bool,
     descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Output [batch, heads, queries, value_dim], log-sum-exp [batch, heads, queries], the statistics that `names` asks
-    for and, with `argmax`, the keys of their maxima (see `RowPointers.argmax` and `.argmax_abs`).
+    """Return output, log-sum-exp, the named statistics and, with `argmax`, the keys of their maxima.
 
-    query is [batch, heads, queries, head_dim], key and value [batch, kv_heads, keys, head_dim or value_dim]; the last
-    axis of each must lie together in memory. `descriptors` says whether tiles are fetched through tensor descriptors
-    (TMA); None takes them where the machine has them and the tensors allow it.
+    The output is [batch, heads, queries, value_dim], the others are [batch, heads, queries]; for the keys see
+    `RowPointers.argmax` and `.argmax_abs`. query is [batch, heads, queries, head_dim], key and value are [batch,
+    kv_heads, keys, head_dim or value_dim]; the last axis of each must be contiguous. `descriptors` selects loads
+    through tensor descriptors (TMA); None uses them if the GPU and the tensors support them.
     """
     batch, heads, queries, dim_key = query.shape
     kv_heads, keys, dim_value = value.shape[1:]
-    # In memory [batch, queries, heads, value_dim], as the layer that joins the heads wants it.
     output = output_like(query, dim_value)
     shape = (batch, heads, queries)
     logsumexp = query.new_empty(shape, dtype=torch.float32)
@@ -728,14 +734,14 @@ def forward(
 
     block_key, block_value = (max(16, power_of_two(dim)) for dim in (dim_key, dim_value))
     device = query.get_device() if query.is_cuda else None
-    machine = (9, 0) if device is None else capability(device)
+    compute_capability = (9, 0) if device is None else capability(device)
     size, requested = query.element_size(), len(statistics) + len(indices)
-    blocks = choose_blocks(max(block_key, block_value), size, queries, requested, machine)
-    blocks = fit_blocks(blocks, (block_key, block_value), size, mask, machine, shared_memory(device))
+    blocks = choose_blocks(max(block_key, block_value), size, queries, requested, compute_capability)
+    blocks = fit_blocks(blocks, (block_key, block_value), size, mask, compute_capability, shared_memory(device))
     if descriptors is None:
         tensors = (query, key, value)
-        descriptors = query.is_cuda and machine >= (9, 0) and all(_fits_descriptor(x) for x in tensors)
-    by_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
+        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(_fits_descriptor(x) for x in tensors)
+    per_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
     rows = RowPointers(**statistics, **indices)
 
     def launch(blocks: Blocks) -> None:
@@ -765,8 +771,8 @@ def forward(
             round(dropout * (1 << 24)),
             1.0 / (1.0 - dropout),
             SOFTCAP=softcap is not None,
-            ADDED=mask.bias is not None or mask.table is not None,
-            BAND=all(x is None for x in by_token),
+            HAS_BIAS=mask.bias is not None or mask.table is not None,
+            BAND=all(x is None for x in per_token),
             SIGNED=head_scale is not None or scale <= 0,
             HEAVY_LAST=mask.right is not None and mask.left is None,
             DIM_KEY=dim_key,
@@ -780,8 +786,8 @@ def forward(
         )
 
     def kind() -> Hashable:
-        there = tuple(x is not None for x in (*rows, *mask, head_scale, sinks, softcap))
-        return "forward", device, query.dtype, dim_key, dim_value, blocks, there, bool(dropout), descriptors
+        present = tuple(x is not None for x in (*rows, *mask, head_scale, sinks, softcap))
+        return "forward", device, query.dtype, dim_key, dim_value, blocks, present, bool(dropout), descriptors
 
     with torch.cuda.device_of(query):
         launch_fitting(launch, blocks, Blocks.smaller, kind)
@@ -789,13 +795,13 @@ def forward(
 
 
 def _fits_descriptor(x: Tensor) -> bool:
-    """Whether rows of a tensor can be fetched by TMA: every step a positive multiple of 16 bytes."""
+    """Return True if TMA can load rows of the tensor: every stride is a positive multiple of 16 bytes."""
     steps = [stride * x.element_size() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    # The stride of an axis of one element is never stepped, and may be anything that the rules allow.
+    # The stride of an axis of one element is never used, and may be any valid one.
     aligned = blocks_of(x.shape[3], 16) * 16
     strides = [stride if size > 1 else aligned for size, stride in zip(x.shape, x.stride(), strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, width])

@@ -1,12 +1,13 @@
-"""Attention with row statistics on Hopper's own units, in Gluon: the faster twin of `forward` for bands of keys.
+"""Attention with row statistics for Hopper, in Gluon: a faster `forward` for bands of keys.
 
-One program holds 128 query rows. A warp copies keys and values into shared memory with the tensor memory accelerator;
-two warpgroups take 64 rows each and multiply with wgmma. Within a warpgroup the product with V of one tile runs while
-the softmax of the next is computed, and the two warpgroups fill each other's gaps.
+A warp-specialised pipeline like FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608). One program processes 128
+query rows. A producer warp copies keys and values into shared memory with the tensor memory accelerator; two
+warpgroups process 64 rows each and multiply with wgmma. Within a warpgroup the product with V of one tile runs while
+the softmax of the next is computed, and the two warpgroups overlap as well.
 
-Bound by the matrix units at head_dim 128 and by the exponentials at head_dim 64. The statistics cost one
-multiply-add a weight each (entropy, reach), done while the matrix units are busy. Sums over a row are kept apart for
-the four threads that share it, and meet once, at the end.
+Bound by tensor cores at head_dim 128 and by exponentials at head_dim 64. The statistics cost one multiply-add per
+weight each (entropy, mean distance), done while the tensor cores are busy. Row sums are kept per thread, four for each
+row, and reduced once at the end.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 
 STATISTICS = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 
-_GIVEN = frozenset(STATISTICS)
-_HIDDEN = gl.constexpr(-1.0e30)  # a hidden logit: finite, so that 0 * hidden is 0
-_LOWEST = gl.constexpr(-1.0e20)  # no running maximum is below it, so that the weight of a hidden logit is 0
+_SUPPORTED = frozenset(STATISTICS)
+_MASKED = gl.constexpr(-1.0e30)  # a masked logit: finite, so that 0 * masked is 0
+_LOWEST = gl.constexpr(-1.0e20)  # lower bound of the running max, so that the weight of a masked logit is 0
 
 
 @gluon.jit
 def _packed(x, DTYPE: gl.constexpr):
-    """Weights rounded to the dtype of the values, two to a 32-bit register, [64, columns / 2]."""
+    """Round weights to the dtype of the values and pack two per 32-bit register, [64, columns / 2]."""
     low, high = gl.split(gl.reshape(x, [64, x.type.shape[1] // 2, 2]))
     NAME: gl.constexpr = "bf16x2" if gl.bfloat16 == DTYPE else "f16x2"
     return gl.inline_asm_elementwise(
@@ -48,7 +49,7 @@ def _packed(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _unpacked(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The weights of `_packed` as an operand of a matrix product."""
+    """Unpack the weights of `_packed` as an operand of a matrix product."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -57,10 +58,10 @@ def _unpacked(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _block_of(index, blocks, num_heads, num_queries, num_keys, offset, left, right, BLOCK_N: gl.constexpr):
-    """Which rows of which head an index means, and the tiles of keys that they see, first and last."""
+def _locate_block(index, blocks, num_heads, num_queries, num_keys, offset, left, right, BLOCK_N: gl.constexpr):
+    """Return the (batch, head) pair, the first row and the first and last visible tile of a block index."""
     i_pair = index // blocks
-    # Rows with the most keys first, so that no long block is left for the end.
+    # Rows with the most keys first, so that no long block starts last.
     first_row = (blocks - 1 - index % blocks) * 128
     last_row = gl.minimum(first_row + 127, num_queries - 1)
     first_tile = gl.maximum(first_row + offset - left, 0) // BLOCK_N
@@ -71,23 +72,26 @@ def _block_of(index, blocks, num_heads, num_queries, num_keys, offset, left, rig
 @gluon.jit
 def _producer(
     desc_q, desc_k, desc_v, q_smem, k_smem, v_smem, q_ready, q_free, ready, free,
-    num_heads, group, num_queries, num_keys, offset, left, right, blocks, total,
+    num_heads, group, num_queries, num_keys, offset, left, right, blocks, total_blocks,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies queries; and with each tile of keys the values of the tile before it, which one step needs together."""
+    """Copy queries, and with each tile of keys the values of the tile before it: one step needs both."""
     step = 0
     phase = 1
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        i_pair, first_row, first_tile, last_tile = _block_of(
+    for index in range(gl.program_id(0), total_blocks, gl.num_programs(0)):
+        i_pair, first_row, first_tile, last_tile = _locate_block(
             index, blocks, num_heads, num_queries, num_keys, offset, left, right, BLOCK_N
         )
         i_batch = i_pair // num_heads
         i_head = i_pair % num_heads
-        for which in gl.static_range(2):
-            mbarrier.wait(q_free.index(which), phase)
-            mbarrier.expect(q_ready.index(which), desc_q.block_type.nbytes)
+        for i_warpgroup in gl.static_range(2):
+            mbarrier.wait(q_free.index(i_warpgroup), phase)
+            mbarrier.expect(q_ready.index(i_warpgroup), desc_q.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                desc_q, [i_batch, i_head, first_row + which * 64, 0], q_ready.index(which), q_smem.index(which)
+                desc_q,
+                [i_batch, i_head, first_row + i_warpgroup * 64, 0],
+                q_ready.index(i_warpgroup),
+                q_smem.index(i_warpgroup),
             )
         phase ^= 1
         count = last_tile - first_tile + 1
@@ -112,7 +116,7 @@ def _producer(
 
 @gluon.jit
 def _distance(row, column, offset, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Key minus query position of every pair of a tile."""
+    """Return key minus query position of every pair of a tile."""
     rows = row + offset + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     return gl.expand_dims(columns, 0) - gl.expand_dims(rows, 1)
@@ -120,65 +124,66 @@ def _distance(row, column, offset, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _weigh(
-    s, m, sums, mixed, far, signed, row, column, num_keys, offset, left, right, scale2,
-    BLOCK_N: gl.constexpr, CAREFUL: gl.constexpr,
+    s, m_i, l_i, entropy_sum, distance_sum, offset_sum, row, column, num_keys, offset, left, right, scale2,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
-    """One tile of logits to weights (relative to the running maximum), with every running sum moved along.
+    """Return the weights of a tile, relative to the running max, and the updated running sums.
 
-    `sums` of weights, `mixed` of weight times shifted logit (base 2), `far` of weight times |distance|, `signed` of
-    weight times distance. A tile that is not CAREFUL lies wholly inside the band, on one side of the diagonal.
+    The sums are `l_i` of weights, `entropy_sum` of weight times shifted logit (base 2), `distance_sum` of weight times
+    |distance| and `offset_sum` of weight times distance. A tile that is not MASKED is entirely inside the band, on one
+    side of the diagonal.
     """
     LAYOUT: gl.constexpr = s.type.layout
-    PARTS: gl.constexpr = sums.type.layout
+    PARTS: gl.constexpr = l_i.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, PARTS)
-    if CAREFUL:
+    if MASKED:
         distance = _distance(row, column, offset, BLOCK_N, LAYOUT)
-        inside = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)) < num_keys
-        s = gl.where((distance <= right) & (distance >= -left) & gl.expand_dims(inside, 0), s, _HIDDEN)
-    m_new = gl.maximum(m, gl.max(s, axis=1) * scale2)
-    t = s * scale2 - gl.expand_dims(m_new, 1)
-    p = gl.exp2(t)
-    fall = m - m_new
-    alpha = gl.exp2(fall)
+        is_valid = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)) < num_keys
+        s = gl.where((distance <= right) & (distance >= -left) & gl.expand_dims(is_valid, 0), s, _MASKED)
+    m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale2)
+    exponent = s * scale2 - gl.expand_dims(m_new, 1)
+    p = gl.exp2(exponent)
+    log_alpha = m_i - m_new
+    alpha = gl.exp2(log_alpha)
     decay = gl.expand_dims(gl.convert_layout(alpha, ROWS, assert_trivial=True), 1)
     if ENTROPY:
-        step = gl.expand_dims(gl.convert_layout(fall, ROWS, assert_trivial=True), 1)
-        mixed = decay * (mixed + step * sums) + row_sums(p * t, BLOCK_N)
-    tile_sums = row_sums(p, BLOCK_N)
-    sums = sums * decay + tile_sums
+        step = gl.expand_dims(gl.convert_layout(log_alpha, ROWS, assert_trivial=True), 1)
+        entropy_sum = decay * (entropy_sum + step * l_i) + row_sums(p * exponent, BLOCK_N)
+    tile_sum = row_sums(p, BLOCK_N)
+    l_i = l_i * decay + tile_sum
     if DISTANCE or SIGNED:
-        # Columns of a tile are 8 g + 2 c + b; a thread knows its own c, and 8 g + b is a constant of each register.
+        # Columns of a tile are 8 g + 2 c + b, where c depends on the thread and 8 g + b is a constant of each register.
         constant = (gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)) & ~6).to(gl.float32)
         weighted = row_sums(p * gl.expand_dims(constant, 0), BLOCK_N)
-        own = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, PARTS)) * 2, 0) - gl.expand_dims(
+        thread_distance = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, PARTS)) * 2, 0) - gl.expand_dims(
             gl.arange(0, 64, ROWS) + (row + offset), 1
         )
-        tile_signed = weighted + tile_sums * (own + column).to(gl.float32)
+        tile_offset_sum = weighted + tile_sum * (thread_distance + column).to(gl.float32)
         if SIGNED:
-            signed = signed * decay + tile_signed
+            offset_sum = offset_sum * decay + tile_offset_sum
         if DISTANCE:
-            if CAREFUL:
-                tile_far = row_sums(p * gl.abs(distance).to(gl.float32), BLOCK_N)
+            if MASKED:
+                tile_distance_sum = row_sums(p * gl.abs(distance).to(gl.float32), BLOCK_N)
             else:
-                tile_far = gl.where(column > row + offset, tile_signed, -tile_signed)
-            far = far * decay + tile_far
-    return p, alpha, m_new, sums, mixed, far, signed
+                tile_distance_sum = gl.where(column > row + offset, tile_offset_sum, -tile_offset_sum)
+            distance_sum = distance_sum * decay + tile_distance_sum
+    return p, alpha, m_new, l_i, entropy_sum, distance_sum, offset_sum
 
 
 @gluon.jit
 def _tiles(
-    o, p, m, sums, mixed, far, signed, step, from_tile, to_tile, q, k_smem, v_smem, ready, free,
+    acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, from_tile, to_tile, q, k_smem, v_smem, ready, free,
     row, num_keys, offset, left, right, scale2,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAREFUL: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles from `from_tile` down to `to_tile`, both included.
+    """Process the tiles from `from_tile` down to `to_tile`, both included.
 
-    A tile is entered with the weights `p` of the one before it. Its logits are computed first; then the product of `p`
-    with V runs while the softmax is computed.
+    `p` are the weights of the previous tile. The logits of a tile are computed first; then the product of `p` with V
+    runs while the softmax is computed.
     """
-    O_LAYOUT: gl.constexpr = o.type.layout
+    O_LAYOUT: gl.constexpr = acc.type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     DTYPE: gl.constexpr = k_smem.dtype
@@ -189,54 +194,55 @@ def _tiles(
         k = k_smem.index(stage).reshape([BLOCK_N, q.shape[1]])
         v = v_smem.index(stage).reshape([BLOCK_N, v_smem.shape[4]])
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        o_next = warpgroup_mma(_unpacked(p, DTYPE, OPERAND), v, o, is_async=True)
+        acc_next = warpgroup_mma(_unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        weights, alpha, m, sums, mixed, far, signed = _weigh(
-            s, m, sums, mixed, far, signed, row, tile * BLOCK_N, num_keys, offset, left, right, scale2,
-            BLOCK_N, CAREFUL, ENTROPY, DISTANCE, SIGNED,
+        weights, alpha, m_i, l_i, entropy_sum, distance_sum, offset_sum = _weigh(
+            s, m_i, l_i, entropy_sum, distance_sum, offset_sum,
+            row, tile * BLOCK_N, num_keys, offset, left, right, scale2,
+            BLOCK_N, MASKED, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
-        o = warpgroup_mma_wait(0, deps=(o_next,))
+        acc = warpgroup_mma_wait(0, deps=(acc_next,))
         mbarrier.arrive(free.index(stage), count=1)
         decay = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-        o = o * gl.expand_dims(decay, 1)
+        acc = acc * gl.expand_dims(decay, 1)
         p = _packed(weights, DTYPE)
         step += 1
-    return o, p, m, sums, mixed, far, signed, step
+    return acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step
 
 
 @gluon.jit
 def _consumer(
-    which: gl.constexpr, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
+    i_warpgroup: gl.constexpr, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
-    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
+    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of each block: logits, softmax and sums, tile after tile, from the right end of the band to the left."""
+    """Compute 64 rows of each block, tile by tile, from the right end of the band to the left."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     DTYPE: gl.constexpr = q_smem.dtype
-    q = q_smem.index(which).reshape([64, D])
-    out = o_smem.index(which)
+    q = q_smem.index(i_warpgroup).reshape([64, D])
+    smem_out = o_smem.index(i_warpgroup)
     zero = gl.full([64, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     step = 0
     phase = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        i_pair, first_row, first_tile, last_tile = _block_of(
+    for index in range(gl.program_id(0), total_blocks, gl.num_programs(0)):
+        i_pair, first_row, first_tile, last_tile = _locate_block(
             index, blocks, num_heads, num_queries, num_keys, offset, left, right, BLOCK_N
         )
-        row = first_row + which * 64
-        mbarrier.wait(q_ready.index(which), phase)
-        m = gl.full([64], _LOWEST, gl.float32, ROWS)
-        sums = row_sums(zero, BLOCK_N)
-        mixed = sums
-        far = sums
-        signed = sums
+        row = first_row + i_warpgroup * 64
+        mbarrier.wait(q_ready.index(i_warpgroup), phase)
+        m_i = gl.full([64], _LOWEST, gl.float32, ROWS)
+        l_i = row_sums(zero, BLOCK_N)
+        entropy_sum = l_i
+        distance_sum = l_i
+        offset_sum = l_i
 
-        # The last tile, always with care: the end of the keys may cross it.
+        # The last tile is always masked: the keys may end inside it.
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         k = k_smem.index(stage).reshape([BLOCK_N, D])
@@ -244,108 +250,115 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(free.index(stage), count=1)
         step += 1
-        o = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
-        weights, _, m, sums, mixed, far, signed = _weigh(
-            s, m, sums, mixed, far, signed, row, last_tile * BLOCK_N, num_keys, offset, left, right, scale2,
+        acc = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
+        weights, _, m_i, l_i, entropy_sum, distance_sum, offset_sum = _weigh(
+            s, m_i, l_i, entropy_sum, distance_sum, offset_sum,
+            row, last_tile * BLOCK_N, num_keys, offset, left, right, scale2,
             BLOCK_N, True, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         p = _packed(weights, DTYPE)
         tile = last_tile - 1
 
-        # Tiles that an edge of the band or the diagonal crosses, and those between, which need no such care.
-        place = row + offset
-        below = gl.maximum(place // BLOCK_N, first_tile)  # the last tile that the diagonal crosses
+        # Tiles that an edge of the band or the diagonal crosses are masked; those in between are not.
+        position = row + offset
+        below = gl.maximum(position // BLOCK_N, first_tile)  # the last tile that the diagonal crosses
         if FULL and not (DISTANCE or SIGNED):
             below = gl.maximum(gl.minimum(num_keys // BLOCK_N, tile + 1), first_tile)
         if not CAUSAL and (DISTANCE or not FULL):
             # Right of the diagonal.
-            above = gl.maximum((place + 63) // BLOCK_N + 1, first_tile)
-            edge = gl.minimum(gl.maximum((gl.minimum(place + right, num_keys - 1) + 1) // BLOCK_N, above), tile + 1)
-            o, p, m, sums, mixed, far, signed, step = _tiles(
-                o, p, m, sums, mixed, far, signed, step, tile, edge, q, k_smem, v_smem, ready, free,
+            above = gl.maximum((position + 63) // BLOCK_N + 1, first_tile)
+            edge = gl.minimum(gl.maximum((gl.minimum(position + right, num_keys - 1) + 1) // BLOCK_N, above), tile + 1)
+            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+                acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
+                step, tile, edge, q, k_smem, v_smem, ready, free,
                 row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
             above = gl.minimum(above, edge)
-            o, p, m, sums, mixed, far, signed, step = _tiles(
-                o, p, m, sums, mixed, far, signed, step, edge - 1, above, q, k_smem, v_smem, ready, free,
+            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+                acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
+                step, edge - 1, above, q, k_smem, v_smem, ready, free,
                 row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
             tile = above - 1
         below = gl.minimum(below, tile + 1)
-        o, p, m, sums, mixed, far, signed, step = _tiles(
-            o, p, m, sums, mixed, far, signed, step, tile, below, q, k_smem, v_smem, ready, free,
+        acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, tile, below, q, k_smem, v_smem, ready, free,
             row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         clear = first_tile
         if WINDOW:
             clear = gl.minimum(
-                gl.maximum((gl.maximum(place + 63 - left, 0) + BLOCK_N - 1) // BLOCK_N, first_tile), below
+                gl.maximum((gl.maximum(position + 63 - left, 0) + BLOCK_N - 1) // BLOCK_N, first_tile), below
             )
-        o, p, m, sums, mixed, far, signed, step = _tiles(
-            o, p, m, sums, mixed, far, signed, step, below - 1, clear, q, k_smem, v_smem, ready, free,
+        acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
+            step, below - 1, clear, q, k_smem, v_smem, ready, free,
             row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         if WINDOW:
-            o, p, m, sums, mixed, far, signed, step = _tiles(
-                o, p, m, sums, mixed, far, signed, step, clear - 1, first_tile, q, k_smem, v_smem, ready, free,
+            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+                acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
+                step, clear - 1, first_tile, q, k_smem, v_smem, ready, free,
                 row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
-        mbarrier.arrive(q_free.index(which), count=1)
+        mbarrier.arrive(q_free.index(i_warpgroup), count=1)
         phase ^= 1
 
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         v = v_smem.index(stage).reshape([BLOCK_N, DV])
-        o = warpgroup_mma(_unpacked(p, DTYPE, OPERAND), v, o, is_async=True)
+        acc = warpgroup_mma(_unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
 
-        all_sums = gl.convert_layout(gl.sum(sums, axis=1), ROWS)
+        row_sum = gl.convert_layout(gl.sum(l_i, axis=1), ROWS)
         offs = row + gl.arange(0, 64, ROWS)
-        inside = offs < num_queries
+        is_valid = offs < num_queries
         address = i_pair.to(gl.int64) * num_queries + offs
         if ptr_poison is not None:
-            # NaN for a row that sees a key whose NaN or Inf was taken out, 0 for any other.
+            # NaN for rows that see a non-finite key, 0 for others.
             i_kv = (i_pair // num_heads) * (num_heads // group) + (i_pair % num_heads) // group
-            poison = gl.load(ptr_poison + i_kv.to(gl.int64) * num_queries + offs, mask=inside, other=0.0)
-            all_sums += poison
-            m += poison
-        log_sums = gl.log2(all_sums)
-        gl.store(ptr_lse + address, (m + log_sums) * LN2, mask=inside)
+            poison = gl.load(ptr_poison + i_kv.to(gl.int64) * num_queries + offs, mask=is_valid, other=0.0)
+            row_sum += poison
+            m_i += poison
+        log2_sum = gl.log2(row_sum)
+        gl.store(ptr_lse + address, (m_i + log2_sum) * LN2, mask=is_valid)
         if ptr_max is not None:
-            gl.store(ptr_max + address, m * LN2, mask=inside)
+            gl.store(ptr_max + address, m_i * LN2, mask=is_valid)
         if ptr_confidence is not None:
-            gl.store(ptr_confidence + address, 1.0 / all_sums, mask=inside)  # the largest weight is exp(m - m) / sums
+            gl.store(ptr_confidence + address, 1.0 / row_sum, mask=is_valid)  # the max weight is exp(m - m) / sum
         if ptr_visible is not None:
             from_key = gl.maximum(offs + (offset - left), 0)
             to_key = gl.minimum(offs + (offset + right), num_keys - 1)
-            gl.store(ptr_visible + address, (to_key - from_key + 1).to(gl.float32), mask=inside)
+            gl.store(ptr_visible + address, (to_key - from_key + 1).to(gl.float32), mask=is_valid)
         if ENTROPY:
-            mean = gl.convert_layout(gl.sum(mixed, axis=1), ROWS) / all_sums
-            gl.store(ptr_entropy + address, (log_sums - mean) * LN2, mask=inside)
+            mean = gl.convert_layout(gl.sum(entropy_sum, axis=1), ROWS) / row_sum
+            gl.store(ptr_entropy + address, (log2_sum - mean) * LN2, mask=is_valid)
         if DISTANCE:
-            gl.store(ptr_distance + address, gl.convert_layout(gl.sum(far, axis=1), ROWS) / all_sums, mask=inside)
+            gl.store(
+                ptr_distance + address, gl.convert_layout(gl.sum(distance_sum, axis=1), ROWS) / row_sum, mask=is_valid
+            )
         if SIGNED:
-            gl.store(ptr_signed + address, gl.convert_layout(gl.sum(signed, axis=1), ROWS) / all_sums, mask=inside)
-        share = gl.convert_layout(1.0 / all_sums, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-        o = warpgroup_mma_wait(0, deps=(o,))
+            gl.store(ptr_signed + address, gl.convert_layout(gl.sum(offset_sum, axis=1), ROWS) / row_sum, mask=is_valid)
+        inverse_sum = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free.index(stage), count=1)
         step += 1
-        o = o * gl.expand_dims(share, 1)
+        acc = acc * gl.expand_dims(inverse_sum, 1)
         tma.store_wait(0)
-        out.reshape([64, DV]).store(o.to(DTYPE))
+        smem_out.reshape([64, DV]).store(acc.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc_o, [i_pair // num_heads, i_pair % num_heads, row, 0], out)
+        tma.async_copy_shared_to_global(desc_o, [i_pair // num_heads, i_pair % num_heads, row, 0], smem_out)
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=(
-        "num_heads", "group", "num_queries", "num_keys", "offset", "left", "right", "scale", "blocks", "total",
+        "num_heads", "group", "num_queries", "num_keys", "offset", "left", "right", "scale", "blocks", "total_blocks",
     )
 )  # fmt: skip
 def forward_kernel(
     desc_q, desc_k, desc_v, desc_o,
     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
-    num_heads, group, num_queries, num_keys, offset, left, right, scale, blocks, total,
+    num_heads, group, num_queries, num_keys, offset, left, right, scale, blocks, total_blocks,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
@@ -359,9 +372,9 @@ def forward_kernel(
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(2):
-        mbarrier.init(q_ready.index(which), count=1)
-        mbarrier.init(q_free.index(which), count=1)
+    for i_warpgroup in gl.static_range(2):
+        mbarrier.init(q_ready.index(i_warpgroup), count=1)
+        mbarrier.init(q_free.index(i_warpgroup), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
@@ -376,7 +389,7 @@ def forward_kernel(
                 (
                     0, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
-                    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
+                    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
                     D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
                 ),
             ),
@@ -385,7 +398,7 @@ def forward_kernel(
                 (
                     1, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
-                    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total,
+                    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
                     D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
                 ),
             ),
@@ -393,7 +406,7 @@ def forward_kernel(
                 _producer,
                 (
                     desc_q, desc_k, desc_v, q_smem, k_smem, v_smem, q_ready, q_free, ready, free,
-                    num_heads, group, num_queries, num_keys, offset, left, right, blocks, total, BLOCK_N, STAGES,
+                    num_heads, group, num_queries, num_keys, offset, left, right, blocks, total_blocks, BLOCK_N, STAGES,
                 ),
             ),
         ],
@@ -403,7 +416,7 @@ def forward_kernel(
 
 
 def can_serve(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments, names: tuple[str, ...]) -> bool:
-    """Whether this kernel takes such tensors and this mask; what it does not ask about, it does not have."""
+    """Return True if this kernel supports the tensors, the mask and the statistics."""
     queries, keys = query.shape[2], key.shape[2]
     tensors = (query, key, value)
     return (
@@ -414,7 +427,7 @@ def can_serve(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments, na
         and keys >= queries
         and mask.offset == keys - queries
         and mask.is_band
-        and _GIVEN.issuperset(names)
+        and _SUPPORTED.issuperset(names)
     )
 
 
@@ -429,24 +442,24 @@ def forward(
     row_poison: Tensor | None,
     names: tuple[str, ...],
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, log-sum-exp and the named statistics for a band of keys; `scale` must be positive.
+    """Return output, log-sum-exp and the named statistics for a band of keys; `scale` must be positive.
 
-    `row_poison` [batch, kv_heads, queries] is added to what a row gives: NaN for a row that sees a broken key.
+    `row_poison` [batch, kv_heads, queries] is added to the results of a row: NaN if it sees a non-finite key.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     offset = keys - queries
     output = output_like(query, value_dim)
     logsumexp = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
-    found = {name: torch.empty_like(logsumexp) for name in names}
+    statistics = {name: torch.empty_like(logsumexp) for name in names}
     dim, value_dim = max(64, power_of_two(dim)), max(64, power_of_two(value_dim))
     block = 128
     blocks = blocks_of(queries, 128)
-    total = blocks * batch * heads
+    total_blocks = blocks * batch * heads
     is_full = left is None and right is None
-    # Every block of a full mask takes the same time: one program a multiprocessor then walks through its share, and
-    # loads the next block while it ends the last.
-    programs = min(total, multiprocessors(query.get_device())) if is_full else total
+    # Without a mask every block takes the same time: persistent programs, one per multiprocessor, load the next block
+    # while they finish the last.
+    programs = min(total_blocks, multiprocessors(query.get_device())) if is_full else total_blocks
     with torch.cuda.device_of(query):
         forward_kernel[(programs,)](
             descriptor(query, 64, dim),
@@ -454,12 +467,12 @@ def forward(
             descriptor(value, block, value_dim),
             descriptor(output, 64, value_dim),
             logsumexp,
-            found.get("max_logit"),
-            found.get("entropy"),
-            found.get("confidence"),
-            found.get("mean_distance"),
-            found.get("mean_offset"),
-            found.get("visible_keys"),
+            statistics.get("max_logit"),
+            statistics.get("entropy"),
+            statistics.get("confidence"),
+            statistics.get("mean_distance"),
+            statistics.get("mean_offset"),
+            statistics.get("visible_keys"),
             row_poison,
             heads,
             heads // kv_heads,
@@ -470,7 +483,7 @@ def forward(
             FAR if right is None else min(right, FAR),
             scale,
             blocks,
-            total,
+            total_blocks,
             D=dim,
             DV=value_dim,
             BLOCK_N=block,
@@ -483,4 +496,4 @@ def forward(
             SIGNED="mean_offset" in names,
             num_warps=4,
         )
-    return output, logsumexp, found
+    return output, logsumexp, statistics

@@ -1,8 +1,8 @@
-"""Weight on the first keys and on keys near the query, after a forward that gave the log-sum-exp.
+"""Attention mass on the first keys and on keys near the query, given the log-sum-exp of a forward.
 
-The companion of `forward_hopper`, whose loop has no room for them. Of each row only the keys that count are looked at,
-so the work grows with the length times the width of the band. Bound by the bytes of the queries, which are read once;
-in a model on an H200 it took about 0.1 ms a layer at 8,192 and at 32,768 tokens (16 or 32 heads).
+Companion of `forward_hopper`, which has no registers left for these sums. Only the keys that count are read for each
+row, so the work grows with the length times the width of the band. Memory-bound: the queries are read once. In a model
+on an H200 it took about 0.1 ms per layer at 8,192 and at 32,768 tokens (16 or 32 heads).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from polyhead.ops.common.kernels.softmax_tiles import LOG2E, exp2, products
 
 STATISTICS = ("sink_mass", "self_mass", "previous_mass", "next_mass", "window_mass")
 
-_NOTHING = tl.constexpr(-200.0)  # the exponent of a weight that is 0 in float32
+_UNDERFLOW = tl.constexpr(-200.0)  # exponent for which exp2 is 0 in float32
 
 
 class MassPointers(NamedTuple):
-    """Where the masses go, each float32 [batch, heads, queries]; None for what was not asked."""
+    """Output pointers of the masses, each float32 [batch, heads, queries]; None if not requested."""
 
     sink_mass: Any = None
     self_mass: Any = None
@@ -36,7 +36,7 @@ class MassPointers(NamedTuple):
 
 @triton.jit
 def _rows(ptr, step, first, limit, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Rows of one head from `first` on, [ROWS, BLOCK_DIM], zeros past `limit` and DIM."""
+    """Load rows of one head from `first` on, [ROWS, BLOCK_DIM], zeros past `limit` and DIM."""
     # [ROWS], [BLOCK_DIM]
     offs_row = first + tl.arange(0, ROWS)
     offs_dim = tl.arange(0, BLOCK_DIM)
@@ -47,11 +47,11 @@ def _rows(ptr, step, first, limit, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _weights(
+def _weights_and_distance(
     tile_q, logsumexp, ptr_key, step_key, positions, first_key, left, right, keys, scale, COLUMNS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Weights of the keys from `first_key` on, 0 where hidden, and their distances, both [rows, COLUMNS]."""
+    """Return weights, 0 if masked, and distances of the keys from `first_key` on, [rows, COLUMNS]."""
     EXACT: tl.constexpr = tile_q.dtype == tl.float32
     # [COLUMNS]
     offs_n = first_key + tl.arange(0, COLUMNS)
@@ -62,16 +62,16 @@ def _weights(
     if EXACT:
         exponent = (tile_s * scale - logsumexp[:, None]) * LOG2E
     else:
-        # The factor that the forward has used, rounded as it was there.
+        # The same factor as in the forward, with the same rounding.
         exponent = tile_s * (scale * LOG2E) - (logsumexp * LOG2E)[:, None]
     distance = offs_n[None, :] - positions[:, None]
     visible = (offs_n < keys)[None, :] & (distance <= right) & (distance >= -left)
-    return exp2(tl.where(visible, exponent, _NOTHING), EXACT), distance
+    return exp2(tl.where(visible, exponent, _UNDERFLOW), EXACT), distance
 
 
 @triton.jit
 def _store(ptr, mass, logsumexp, mask):
-    # A row that saw a NaN tells so even where the mass is of keys that it does not see.
+    # A row that sees a non-finite key is NaN, even if its mass is of other keys.
     tl.store(ptr, tl.where(logsumexp != logsumexp, float("nan"), mass), mask=mask)
 
 
@@ -122,7 +122,7 @@ def _masses_kernel(
         sink_mass = tl.zeros([BLOCK_M], tl.float32)
         stop = tl.minimum(tl.minimum(sink_keys, keys), last + right + 1)
         for first_key in tl.range(0, stop, BLOCK_SINKS):
-            tile_p, _ = _weights(
+            tile_p, _ = _weights_and_distance(
                 tile_q, logsumexp, ptr_key, strides_key[2], positions, first_key, left, right, keys, scale, BLOCK_SINKS,
                 DIM, BLOCK_DIM,
             )  # fmt: skip
@@ -138,18 +138,18 @@ def _masses_kernel(
     ):
         self_mass = tl.zeros([BLOCK_M], tl.float32)
         previous_mass, next_mass, window_mass = self_mass, self_mass, self_mass
-        # How far to either side a key may stand and be of interest.
-        before, after = 0, 0
+        # Largest distances to either side that count.
+        max_before, max_after = 0, 0
         if rows.previous_mass is not None:
-            before = 1
+            max_before = 1
         if rows.next_mass is not None:
-            after = 1
+            max_after = 1
         if rows.window_mass is not None:
-            before, after = tl.maximum(window, before), tl.maximum(window, after)
-        start = tl.maximum(first - tl.minimum(before, left), 0)
-        stop = tl.minimum(last + tl.minimum(after, right) + 1, keys)
+            max_before, max_after = tl.maximum(window, max_before), tl.maximum(window, max_after)
+        start = tl.maximum(first - tl.minimum(max_before, left), 0)
+        stop = tl.minimum(last + tl.minimum(max_after, right) + 1, keys)
         for first_key in tl.range(start, stop, BLOCK_N):
-            tile_p, distance = _weights(
+            tile_p, distance = _weights_and_distance(
                 tile_q, logsumexp, ptr_key, strides_key[2], positions, first_key, left, right, keys, scale, BLOCK_N,
                 DIM, BLOCK_DIM,
             )  # fmt: skip
@@ -173,24 +173,27 @@ def _masses_kernel(
 
 
 def choose_blocks(width: int, element_size: int) -> Blocks:
-    """The tile of one program, for a padded head dim: small enough for the shared memory of every GPU from sm_80 on."""
+    """Return the tile of one program, which fits into the shared memory of every GPU from sm_80 on.
+
+    `width` is the padded head dim.
+    """
     if element_size == 4:
-        # What counts is that the products, in several chains each, stay in registers.
+        # The products, in several chains each, must stay in registers.
         return Blocks(32, 32, 8, 1) if width <= 128 else Blocks(32, 16, 8, 1)
     return Blocks(128, 64, 8, 2) if width <= 128 else Blocks(64, 32, 4, 2)
 
 
 def can_serve(query: Tensor, key: Tensor, mask: MaskArguments, sink_keys: int, window: int) -> bool:
-    """Whether the masses are a band's, and so few keys count that a pass of its own is the shorter way."""
+    """Return True if the mask is a band and few enough keys count for a separate pass to be faster."""
     queries, keys = query.shape[2], key.shape[2]
-    few = 64 + keys // 16
+    max_keys = 64 + keys // 16
     return (
         mask.is_band
         and mask.key_ordinal is None
         and mask.offset == keys - queries
         and 0 < queries <= keys
-        and sink_keys <= few
-        and window <= few
+        and sink_keys <= max_keys
+        and window <= max_keys
     )
 
 
@@ -206,25 +209,25 @@ def masses(
     sink_keys: int,
     window: int,
 ) -> dict[str, Tensor]:
-    """The named masses under a band of keys that ends with the last query, each float32 [batch, heads, queries].
+    """Return the named masses under a band of keys, each float32 [batch, heads, queries].
 
-    query is [batch, heads, queries, head_dim], key [batch, kv_heads, keys, head_dim], logsumexp float32 [batch, heads,
-    queries] and contiguous; NaN there makes all masses of the row NaN.
+    The band is aligned to the last query. query is [batch, heads, queries, head_dim], key [batch, kv_heads, keys,
+    head_dim], logsumexp float32 [batch, heads, queries] and contiguous; NaN there makes all masses of the row NaN.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, keys = key.shape[1:3]
-    found = {name: torch.empty_like(logsumexp) for name in names}
+    statistics = {name: torch.empty_like(logsumexp) for name in names}
     if not logsumexp.numel():
-        return found
+        return statistics
     width = max(16, power_of_two(dim))
     blocks = choose_blocks(width, query.element_size())
-    far = keys  # further than any key of this sequence
+    unbounded = keys  # beyond any distance of this sequence
     with torch.cuda.device_of(query):
         _masses_kernel[(batch * heads * blocks_of(queries, blocks.rows),)](
             query,
             key,
             logsumexp,
-            MassPointers(**found),
+            MassPointers(**statistics),
             query.stride()[:3],
             key.stride()[:3],
             heads,
@@ -232,10 +235,10 @@ def masses(
             queries,
             keys,
             keys - queries,
-            far if left is None else min(left, far),
-            far if right is None else min(right, far),
-            min(sink_keys, far),
-            min(window, far),
+            unbounded if left is None else min(left, unbounded),
+            unbounded if right is None else min(right, unbounded),
+            min(sink_keys, unbounded),
+            min(window, unbounded),
             scale,
             DIM=dim,
             BLOCK_DIM=width,
@@ -244,4 +247,4 @@ def masses(
             BLOCK_SINKS=16,
             **blocks.options,
         )
-    return found
+    return statistics

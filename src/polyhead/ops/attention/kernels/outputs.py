@@ -1,4 +1,4 @@
-"""Where a forward writes. Importing this imports no Triton."""
+"""Allocation of attention outputs. Importing this module does not import Triton."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from torch import Tensor
 
 
 def output_like(query: Tensor, value_dim: int) -> Tensor:
-    """Fresh memory [batch, heads, queries, value_dim] with the axes in the order of the query's, as PyTorch's kernels
-    have it; tokens before heads, as a layer flattens them without a copy, where values have a width of their own."""
+    """Allocate an output [batch, heads, queries, value_dim].
+
+    The axes have the memory order of the query's, as in PyTorch's kernels; if value_dim differs from head_dim, tokens
+    come before heads, so that a layer flattens the heads without a copy.
+    """
     batch, heads, queries, head_dim = query.shape
     if value_dim == head_dim:
         output = torch.empty_like(query)

@@ -1,4 +1,4 @@
-"""Which of our kernels a device can run. Importing this imports no Triton."""
+"""Availability of the Triton and Gluon kernels. Importing this module does not import Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def capability(device: int | None) -> tuple[int, int]:
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
-    """Whether the twins that are written for Hopper alone can run there."""
+    """Return True if the Hopper-only kernels can run on the device."""
     return device.type == "cuda" and not IS_INTERPRETED and _has_gluon() and capability(device.index)[0] == 9
 
 
@@ -30,5 +30,5 @@ def _has_gluon() -> bool:
 
 @functools.cache
 def multiprocessors(device: int) -> int:
-    """How many programs run side by side at least; -1 is the CPU, which runs one."""
+    """Return the number of streaming multiprocessors; 1 for device -1, the CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 1

@@ -1,8 +1,8 @@
-"""Takes NaN and Inf out of keys and values in one pass, and marks the keys that held any.
+"""Replace NaN and Inf in keys and values by zeros in one pass, and mark the keys that had any.
 
-Bound by bytes: keys and values are read once and written once. On an H200 in bf16, (8, 16, 2048, 64) takes 41 us,
-3.2 TB/s, where causal attention over them takes 186 us; (2, 16, 8192, 128) takes 94 us where that takes 899. In plain
-PyTorch the same takes seven kernels.
+Memory-bound: keys and values are read once and written once. On an H200 in bf16, (8, 16, 2048, 64) takes 41 us,
+3.2 TB/s, where causal attention over them takes 186 us; (2, 16, 8192, 128) takes 94 us where that takes 899. Plain
+PyTorch needs seven kernels.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 
 
 @triton.jit
-def _clean_tile(ptr_from, ptr_to, offs_from, offs_to, mask_tile):
-    """Copy a tile with zeros for what is not finite; returns how many of those each row had."""
-    tile = tl.load(ptr_from + offs_from, mask=mask_tile, other=0.0)
+def _clean_tile(ptr_src, ptr_dst, offs_src, offs_dst, mask_tile):
+    """Copy a tile with zeros for non-finite elements; return the number of those in each row."""
+    tile = tl.load(ptr_src + offs_src, mask=mask_tile, other=0.0)
     # x - x is 0 for every finite x and NaN for all others.
-    broken = (tile - tile) != 0.0
-    tl.store(ptr_to + offs_to, tl.where(broken, 0.0, tile).to(ptr_to.dtype.element_ty), mask=mask_tile)
-    return tl.sum(broken.to(tl.int32), axis=1)
+    nonfinite = (tile - tile) != 0.0
+    tl.store(ptr_dst + offs_dst, tl.where(nonfinite, 0.0, tile).to(ptr_dst.dtype.element_ty), mask=mask_tile)
+    return tl.sum(nonfinite.to(tl.int32), axis=1)
 
 
 @triton.jit
@@ -53,37 +53,37 @@ def _clean_kernel(
     # [BLOCK_TOKENS]
     offs_token = i_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     mask_token = offs_token < tokens
-    # The clean tensors are [batch, tokens, heads, dim] in memory, as attention's own output is.
+    # The clean tensors are [batch, tokens, heads, dim] in memory, like attention's output.
     row = (i_batch * tokens + offs_token) * HEADS + i_head
 
     # [BLOCK_TOKENS, BLOCK_KEY]
     offs_dim = tl.arange(0, BLOCK_KEY)
-    from_key = i_batch * stride_key_batch + i_head * stride_key_head + offs_token * stride_key_token
-    broken = _clean_tile(
+    offs_key = i_batch * stride_key_batch + i_head * stride_key_head + offs_token * stride_key_token
+    nonfinite = _clean_tile(
         ptr_key,
         ptr_clean_key,
-        from_key[:, None] + offs_dim[None, :],
+        offs_key[:, None] + offs_dim[None, :],
         row[:, None] * DIM_KEY + offs_dim[None, :],
         mask_token[:, None] & (offs_dim < DIM_KEY)[None, :],
     )
     # [BLOCK_TOKENS, BLOCK_VALUE]
     offs_dim = tl.arange(0, BLOCK_VALUE)
-    from_value = i_batch * stride_value_batch + i_head * stride_value_head + offs_token * stride_value_token
-    broken += _clean_tile(
+    offs_value = i_batch * stride_value_batch + i_head * stride_value_head + offs_token * stride_value_token
+    nonfinite += _clean_tile(
         ptr_value,
         ptr_clean_value,
-        from_value[:, None] + offs_dim[None, :],
+        offs_value[:, None] + offs_dim[None, :],
         row[:, None] * DIM_VALUE + offs_dim[None, :],
         mask_token[:, None] & (offs_dim < DIM_VALUE)[None, :],
     )
-    poison = tl.where(broken > 0, float("nan"), 0.0)
+    poison = tl.where(nonfinite > 0, float("nan"), 0.0)
     tl.store(ptr_poison + i_pair * tokens + offs_token, poison.to(ptr_poison.dtype.element_ty), mask=mask_token)
 
 
 def clean_keys(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Finite keys and values, and the poison [batch, kv_heads, tokens]: NaN where one held NaN or Inf, else 0.
+    """Return finite keys and values, and the poison [batch, kv_heads, tokens].
 
-    The last axis of both must lie together in memory.
+    The poison is NaN at non-finite keys, else 0. The last axis of both inputs must be contiguous.
     """
     batch, heads, tokens, dim_key = key.shape
     dim_value = value.shape[3]

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper share: descriptors for the tensor memory accelerator, sums over the rows of a tile."""
+"""Descriptors of the tensor memory accelerator (TMA) and row sums, shared by the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-FAR = 1 << 30  # further than any key
+FAR = 1 << 30  # beyond any key position
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
 def row_sums(x, BLOCK_N: gl.constexpr):
-    """Sums over a row's columns, [64, 4]: each of the four threads that share a row keeps its own."""
-    apart = gl.permute(gl.reshape(x, [64, BLOCK_N // 8, 4, 2]), (0, 2, 1, 3))
-    return gl.sum(gl.reshape(apart, [64, 4, BLOCK_N // 4]), axis=2)
+    """Return partial row sums [64, 4], one for each of the four threads that share a row."""
+    by_thread = gl.permute(gl.reshape(x, [64, BLOCK_N // 8, 4, 2]), (0, 2, 1, 3))
+    return gl.sum(gl.reshape(by_thread, [64, 4, BLOCK_N // 4]), axis=2)
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address it: 16-byte steps and start."""
+    """Return True if TMA can address the tensor: strides and data pointer are multiples of 16 bytes."""
     steps = (step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(steps) and x.numel() > 0
 

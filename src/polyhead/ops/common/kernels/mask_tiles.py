@@ -1,6 +1,6 @@
-"""The part of every kernel that knows masks: which keys a tile's rows see, where they stand, what is added to a logit.
+"""Mask functions for kernels: visible keys, positions, additive bias, loop bounds and dropout.
 
-All functions here are inlined into kernels. `mask` is a `MaskArguments`; what it lacks compiles to nothing.
+All functions here are inlined into kernels. `mask` is a `MaskArguments`; absent terms compile to nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def query_positions(mask, i_batch, offs_m, num_queries):
-    """Where the rows stand, int32 [BLOCK_M]."""
+    """Return the positions of the rows, int32 [BLOCK_M]."""
     if mask.query_position is None:
         positions = offs_m + mask.offset
     else:
@@ -23,7 +23,7 @@ def query_positions(mask, i_batch, offs_m, num_queries):
 
 @triton.jit
 def key_positions(mask, i_batch, offs_n, num_keys):
-    """Where the columns stand, int32 [BLOCK_N]."""
+    """Return the positions of the columns, int32 [BLOCK_N]."""
     if mask.key_position is None:
         positions = offs_n
     else:
@@ -33,7 +33,7 @@ def key_positions(mask, i_batch, offs_n, num_keys):
 
 @triton.jit
 def key_ordinals(mask, i_batch, offs_n, num_keys):
-    """Which key of its sequence each column is, int32 [BLOCK_N]."""
+    """Return each column's index among the real keys of its sequence, int32 [BLOCK_N]."""
     if mask.key_ordinal is None:
         ordinals = offs_n
     else:
@@ -43,9 +43,9 @@ def key_ordinals(mask, i_batch, offs_n, num_keys):
 
 @triton.jit
 def visible_tile(mask, i_batch, i_head, offs_m, offs_n, distance, num_queries, num_keys):
-    """Which of the columns each row sees, boolean [BLOCK_M, BLOCK_N]; `distance` is key minus query position.
+    """Return the visible pairs, boolean [BLOCK_M, BLOCK_N]; `distance` is key minus query position.
 
-    Rows and columns past the end see and are nothing.
+    Pairs past the end of queries or keys are not visible.
     """
     visible = (offs_m < num_queries)[:, None] & (offs_n < num_keys)[None, :]
     if mask.left is not None:
@@ -66,25 +66,25 @@ def visible_tile(mask, i_batch, i_head, offs_m, offs_n, distance, num_queries, n
         offs = offs_m.to(tl.int64)[:, None] * mask.allowed_query + offs_n.to(tl.int64)[None, :] * mask.allowed_key
         visible = visible & (tl.load(base + offs, mask=visible, other=0) != 0)
     if mask.bias is not None:
-        visible = visible & (_bias(mask, i_batch, i_head, offs_m, offs_n, visible) != -float("inf"))
+        visible = visible & (_load_bias(mask, i_batch, i_head, offs_m, offs_n, visible) != -float("inf"))
     return visible
 
 
 @triton.jit
 def added_tile(mask, i_batch, i_head, offs_m, offs_n, distance, visible):
-    """What is added to the logits of visible pairs, float32 [BLOCK_M, BLOCK_N]; only where `has_added(mask)`."""
-    added = tl.zeros_like(distance).to(tl.float32)
+    """Return the additive bias of visible pairs, float32 [BLOCK_M, BLOCK_N]."""
+    bias = tl.zeros_like(distance).to(tl.float32)
     if mask.bias is not None:
-        added += _bias(mask, i_batch, i_head, offs_m, offs_n, visible)
+        bias += _load_bias(mask, i_batch, i_head, offs_m, offs_n, visible)
     if mask.table is not None:
-        place = tl.minimum(tl.maximum(distance + mask.table_zero, 0), mask.table_width - 1)
+        column = tl.minimum(tl.maximum(distance + mask.table_zero, 0), mask.table_width - 1)
         base = mask.table + i_head.to(tl.int64) * mask.table_head
-        added += tl.load(base + place, mask=visible, other=0.0).to(tl.float32)
-    return added
+        bias += tl.load(base + column, mask=visible, other=0.0).to(tl.float32)
+    return bias
 
 
 @triton.jit
-def _bias(mask, i_batch, i_head, offs_m, offs_n, visible):
+def _load_bias(mask, i_batch, i_head, offs_m, offs_n, visible):
     base = mask.bias + i_batch.to(tl.int64) * mask.bias_batch + i_head.to(tl.int64) * mask.bias_head
     offs = offs_m.to(tl.int64)[:, None] * mask.bias_query + offs_n.to(tl.int64)[None, :] * mask.bias_key
     return tl.load(base + offs, mask=visible, other=0.0).to(tl.float32)
@@ -92,12 +92,12 @@ def _bias(mask, i_batch, i_head, offs_m, offs_n, visible):
 
 @triton.jit
 def key_spans(mask, i_batch, first_row, num_queries, num_keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The columns that a block of rows may see: from 0 to `kept`, and from `start` to `stop`; nothing outside them.
+    """Return the columns that a block of rows may see: from 0 to `sink_stop`, and from `start` to `stop`.
 
-    `kept` is 0 unless a window keeps the first keys as sinks. `kept` and `start` are multiples of BLOCK_N, and
-    kept <= start <= stop (stop is not rounded).
+    `sink_stop` is 0 unless a window has attention sinks. `sink_stop` and `start` are multiples of BLOCK_N, and
+    sink_stop <= start <= stop (stop is not rounded).
     """
-    start, stop, kept = 0, num_keys, 0
+    start, stop, sink_stop = 0, num_keys, 0
     last_row = tl.minimum(first_row + BLOCK_M, num_queries) - 1
     if mask.query_position is None:
         if mask.right is not None:
@@ -106,7 +106,7 @@ def key_spans(mask, i_batch, first_row, num_queries, num_keys, BLOCK_M: tl.const
             start = tl.maximum(start, first_row + mask.offset - mask.left)
             if mask.sinks is not None:
                 if mask.key_ordinal is None:
-                    kept = tl.minimum(mask.sinks, stop)
+                    sink_stop = tl.minimum(mask.sinks, stop)
                 else:
                     start = 0
     if mask.first_key is not None:
@@ -117,13 +117,13 @@ def key_spans(mask, i_batch, first_row, num_queries, num_keys, BLOCK_M: tl.const
         start = tl.maximum(start, tl.minimum(first, num_keys))
         stop = tl.minimum(stop, tl.max(tl.load(ptr_last, mask=offs < num_queries, other=-1), 0) + 1)
     start = tl.maximum(start // BLOCK_N, 0) * BLOCK_N
-    kept = tl.minimum(tl.cdiv(tl.maximum(kept, 0), BLOCK_N) * BLOCK_N, start)
-    return kept, start, tl.maximum(stop, start)
+    sink_stop = tl.minimum(tl.cdiv(tl.maximum(sink_stop, 0), BLOCK_N) * BLOCK_N, start)
+    return sink_stop, start, tl.maximum(stop, start)
 
 
 @triton.jit
 def query_span(mask, i_batch, first_column, num_queries, num_keys, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The rows that may see a block of columns: from `start`, a multiple of BLOCK_M, to `stop`; none outside them."""
+    """Return the rows that may see a block of columns: from `start`, a multiple of BLOCK_M, to `stop`."""
     start, stop = 0, num_queries
     last_column = tl.minimum(first_column + BLOCK_N, num_keys) - 1
     if mask.query_position is None:
@@ -159,9 +159,10 @@ def _scramble(x):
 
 @triton.jit
 def keep_tile(ptr_seed, threshold, i_pair, offs_m, offs_n):
-    """Which weights dropout leaves, boolean [BLOCK_M, BLOCK_N]: `polyhead.ops.common.dropout.keep_tile`, bit for bit.
+    """Return the dropout mask (True: keep), boolean [BLOCK_M, BLOCK_N].
 
-    `threshold` is round(rate * 2**24) and `i_pair` is batch * heads + head.
+    Bit for bit that of `polyhead.ops.common.dropout.keep_tile`. `threshold` is round(rate * 2**24) and `i_pair` is
+    batch * heads + head.
     """
     seed = tl.load(ptr_seed).to(tl.int64)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)

@@ -1,4 +1,4 @@
-"""Shared memory, of which a GPU may have less than a tile wants: how much there is, and launches that make do."""
+"""Shared memory of a GPU, and launches that fall back to smaller tiles where it does not suffice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tile = TypeVar("Tile")
 
 
 class Blocks(NamedTuple):
-    """How a kernel is cut: queries and keys of a tile, warps, stages of loading, the most registers a thread takes."""
+    """Launch configuration: tile rows and columns, warps, pipeline stages, maximum registers per thread."""
 
     rows: int
     columns: int
@@ -23,12 +23,12 @@ class Blocks(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton is told beside the sizes of a tile."""
+        """Triton's launch options, apart from the tile sizes."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
     def smaller(self) -> Blocks | None:
-        """The next that takes less shared memory: a shorter queue of tiles first, then narrower ones."""
+        """Return the next configuration with less shared memory: fewer stages first, then narrower tiles."""
         if self.stages > 2:
             return self._replace(stages=self.stages - 1)
         if self.columns > 32:
@@ -40,20 +40,20 @@ class Blocks(NamedTuple):
         return self._replace(rows=self.rows // 2) if self.rows > 16 else None
 
     def halved(self) -> Blocks | None:
-        """The same for tiles that must not become higher than wide."""
+        """Return the next smaller configuration for tiles that must not become taller than wide."""
         if self.stages > 1:
             return self._replace(stages=self.stages - 1)
-        less = self._replace(rows=max(16, self.rows // 2), columns=max(16, self.columns // 2))
-        return less if less != self else None
+        reduced = self._replace(rows=max(16, self.rows // 2), columns=max(16, self.columns // 2))
+        return reduced if reduced != self else None
 
 
-# What was found to fit, by the kind of launch for which the first choice did not.
-_found: dict[Hashable, Any] = {}
+# Tiles that fit, by the kind of launch whose first choice did not.
+_fitting_tiles: dict[Hashable, Any] = {}
 
 
 @functools.cache
 def shared_memory(device: int | None) -> int:
-    """How many bytes one program may have; None, the interpreter, has as many as Hopper."""
+    """Return the bytes of shared memory per program; None, the interpreter, has as many as Hopper."""
     return 232448 if device is None else driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
@@ -63,19 +63,19 @@ def launch_fitting(
     smaller: Callable[[Tile], Tile | None],
     kind: Callable[[], Hashable],
 ) -> Tile:
-    """`launch(tile)`; while the machine has too little for it, `launch(smaller(tile))`. Returns the tile that fitted.
+    """Launch with `tile`, or with smaller tiles while resources do not suffice; return the tile used.
 
-    How much a compiled kernel takes is known only then, and differs from one version of Triton to the next. What fitted
-    is remembered for all launches of one kind, which is asked for only once some launch has not fitted.
+    A kernel's resources are known only once it is compiled, and differ between versions of Triton. The tile that fitted
+    is cached for all launches of one kind; `kind` is called only after some launch has failed.
     """
-    if len(_found):
-        tile = _found.get(kind(), tile)
+    if len(_fitting_tiles):
+        tile = _fitting_tiles.get(kind(), tile)
     while True:
         try:
             launch(tile)
             return tile
         except OutOfResources:
-            less = smaller(tile)
-            if less is None:
+            reduced = smaller(tile)
+            if reduced is None:
                 raise
-            _found[kind()] = tile = less
+            _fitting_tiles[kind()] = tile = reduced

@@ -1,10 +1,10 @@
-"""Reduces the rows of a layer to four numbers for each statistic and head, and joins them to what was there before.
+"""Reduce the rows of a layer to four numbers per statistic and head, and merge them into a state.
 
-In plain PyTorch this takes some forty launches a layer, and launching them takes longer than reading the rows. Here a
-program takes one statistic of one head, or a chunk of its rows where there are many, in blocks that stay in registers:
-their mean first, then the squared distances from it, in float64, so that every row is read once and nothing of the size
-of the values is squared. Blocks, chunks and the earlier state are joined in one order by Chan's rule, without atomics:
-the same rows give the same bits.
+Plain PyTorch needs about forty launches per layer, which take longer than reading the rows. Here a program reduces one
+statistic of one head, or a chunk of its rows if there are many, in blocks that stay in registers: first the mean, then
+the squared deviations from it, in float64, so that every row is read once and the values themselves are not squared.
+Blocks, chunks and the earlier state are merged in a fixed order by the pairwise update of Chan, Golub and LeVeque
+(1979), without atomics: the same rows give the same bits.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from polyhead.ops.common.kernels.sizes import blocks_of
 
-# Chunks depend on the number of rows alone: a head has the same bits whichever others are chosen beside it. Up to four
-# blocks a program cost less than a second launch, which joins the chunks of a head one after another.
-_FEWEST_BLOCKS = 4
-_MOST_CHUNKS = 64
+# Chunks depend on the number of rows alone, so that a head's result is bit-identical whichever heads are selected. Up
+# to four blocks per program cost less than a second launch, which merges the chunks of a head one after another.
+_MIN_BLOCKS = 4
+_MAX_CHUNKS = 64
 
 
 @triton.jit
-def _joined(count, mean, squares, largest, more, more_mean, more_squares, more_largest):
-    """What two lots of rows are together; one without rows changes no bit of the other."""
-    total = count + more
-    share = more / tl.where(total > 0, total, 1.0)
-    apart = more_mean - mean
-    squares = squares + more_squares + apart * apart * (count * share)
-    # A NaN stays, as in PyTorch's maximum.
-    is_larger = (more_largest > largest) | (more_largest != more_largest)
-    return total, mean + apart * share, squares, tl.where(is_larger, more_largest, largest)
+def _merge(count, mean, squares, largest, other_count, other_mean, other_squares, other_largest):
+    """Merge the totals of two sets of rows; an empty set changes no bit of the other."""
+    total = count + other_count
+    share = other_count / tl.where(total > 0, total, 1.0)
+    delta = other_mean - mean
+    squares = squares + other_squares + delta * delta * (count * share)
+    # NaN propagates, as in torch.maximum.
+    is_larger = (other_largest > largest) | (other_largest != other_largest)
+    return total, mean + delta * share, squares, tl.where(is_larger, other_largest, largest)
 
 
 @triton.jit
@@ -47,21 +47,21 @@ def _store(ptr, size, offs, mask, count, mean, squares, largest):
 @triton.jit(
     do_not_specialize=[
         "stride_batch", "stride_head", "stride_keys_batch", "stride_keys_head", "stride_real_batch",
-        "queries", "rows", "blocks_of_chunk", "chunks", "first_head", "step_head", "first_place", "places",
+        "queries", "rows", "blocks_of_chunk", "chunks", "first_head", "step_head", "first_slot", "num_slots",
     ],
     do_not_specialize_on_alignment=[
-        "ptr_keys", "ptr_real", "ptr_count", "ptr_mean", "ptr_squares", "ptr_largest", "ptr_found",
+        "ptr_keys", "ptr_real", "ptr_count", "ptr_mean", "ptr_squares", "ptr_largest", "ptr_totals",
     ],
 )  # fmt: skip
 def _reduce_kernel(
-    statistics,  # pointers, one a column
+    statistics,  # pointers, one per column
     ptr_keys,
     ptr_real,
     ptr_count,
     ptr_mean,
     ptr_squares,
     ptr_largest,
-    ptr_found,
+    ptr_totals,
     stride_batch,
     stride_head,
     stride_query,
@@ -76,19 +76,19 @@ def _reduce_kernel(
     chunks,
     first_head,
     step_head,
-    first_place,
-    places,
+    first_slot,
+    num_slots,
     COLUMNS: tl.constexpr,
     SHARE: tl.constexpr,
-    MORE_KEYS: tl.constexpr,
+    EXTRA_TERMS: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Columns of one chunk beside each other: they read the same numbers of keys.
+    # Columns of one chunk are adjacent programs: they read the same numbers of keys.
     i_column = tl.program_id(0) % COLUMNS
     i_chunk = (tl.program_id(0) // COLUMNS) % chunks
-    i_place = tl.program_id(0) // COLUMNS // chunks
-    i_head = (first_head + step_head * i_place).to(tl.int64)
+    i_slot = tl.program_id(0) // COLUMNS // chunks
+    i_head = (first_head + step_head * i_slot).to(tl.int64)
     ptr_rows = statistics[0]
     for k in tl.static_range(1, COLUMNS):
         if i_column == k:
@@ -117,38 +117,38 @@ def _reduce_kernel(
             offs_real = i_batch * stride_real_batch + i_query * stride_real_query
             counted = counted & (tl.load(ptr_real + offs_real, mask=mask_row, other=0) != 0)
         if i_column == SHARE:
-            most = keys + MORE_KEYS
-            counted = counted & (most > 1)
-            tile = tile / tl.log(tl.maximum(most, 2.0))
+            num_terms = keys + EXTRA_TERMS
+            counted = counted & (num_terms > 1)
+            tile = tile / tl.log(tl.maximum(num_terms, 2.0))
 
-        # Selected and not multiplied: whatever stands in a row that does not count is not seen.
-        more = tl.sum(counted.to(tl.int32), 0).to(tl.float64)
-        more_mean = tl.sum(tl.where(counted, tile, 0.0), 0) / tl.maximum(more, 1.0)
-        distance = tl.where(counted, tile - more_mean, 0.0)
-        more_squares = tl.sum(distance * distance, 0)
-        more_largest = tl.max(tl.where(counted, tile, float("-inf")), 0)
-        broken = tl.sum((counted & (tile != tile)).to(tl.int32), 0)
-        more_largest = tl.where(broken > 0, float("nan"), more_largest)
-        count, mean, squares, largest = _joined(
-            count, mean, squares, largest, more, more_mean, more_squares, more_largest
+        # Selected, not multiplied: rows that do not count may contain NaN.
+        other_count = tl.sum(counted.to(tl.int32), 0).to(tl.float64)
+        other_mean = tl.sum(tl.where(counted, tile, 0.0), 0) / tl.maximum(other_count, 1.0)
+        deviation = tl.where(counted, tile - other_mean, 0.0)
+        other_squares = tl.sum(deviation * deviation, 0)
+        other_largest = tl.max(tl.where(counted, tile, float("-inf")), 0)
+        num_nan = tl.sum((counted & (tile != tile)).to(tl.int32), 0)
+        other_largest = tl.where(num_nan > 0, float("nan"), other_largest)
+        count, mean, squares, largest = _merge(
+            count, mean, squares, largest, other_count, other_mean, other_squares, other_largest
         )
 
-    size = COLUMNS * places.to(tl.int64)
-    offs_found = i_column * places + first_place + i_place
+    size = COLUMNS * num_slots.to(tl.int64)
+    offs_total = i_column * num_slots + first_slot + i_slot
     if IN_CHUNKS:
-        _store(ptr_found + i_chunk * 4 * size, size, offs_found, None, count, mean, squares, largest)
+        _store(ptr_totals + i_chunk * 4 * size, size, offs_total, None, count, mean, squares, largest)
     else:
-        count, mean, squares, largest = _joined(
-            tl.load(ptr_count + offs_found).to(tl.float64),
-            tl.load(ptr_mean + offs_found).to(tl.float64),
-            tl.load(ptr_squares + offs_found).to(tl.float64),
-            tl.load(ptr_largest + offs_found).to(tl.float64),
+        count, mean, squares, largest = _merge(
+            tl.load(ptr_count + offs_total).to(tl.float64),
+            tl.load(ptr_mean + offs_total).to(tl.float64),
+            tl.load(ptr_squares + offs_total).to(tl.float64),
+            tl.load(ptr_largest + offs_total).to(tl.float64),
             count,
             mean,
             squares,
             largest,
         )
-        _store(ptr_found, size, offs_found, None, count, mean, squares, largest)
+        _store(ptr_totals, size, offs_total, None, count, mean, squares, largest)
 
 
 @triton.jit(do_not_specialize=["chunks", "size"])
@@ -158,7 +158,7 @@ def _join_kernel(
     ptr_mean,
     ptr_squares,
     ptr_largest,
-    ptr_found,
+    ptr_totals,
     chunks,
     size,
     BLOCK: tl.constexpr,
@@ -173,7 +173,7 @@ def _join_kernel(
     ptr = ptr_parts
     for _ in range(1, chunks):
         ptr += 4 * size
-        count, mean, squares, largest = _joined(
+        count, mean, squares, largest = _merge(
             count,
             mean,
             squares,
@@ -183,7 +183,7 @@ def _join_kernel(
             tl.load(ptr + 2 * size + offs, mask=mask, other=0.0),
             tl.load(ptr + 3 * size + offs, mask=mask, other=0.0),
         )
-    count, mean, squares, largest = _joined(
+    count, mean, squares, largest = _merge(
         tl.load(ptr_count + offs, mask=mask, other=0.0).to(tl.float64),
         tl.load(ptr_mean + offs, mask=mask, other=0.0).to(tl.float64),
         tl.load(ptr_squares + offs, mask=mask, other=0.0).to(tl.float64),
@@ -193,7 +193,7 @@ def _join_kernel(
         squares,
         largest,
     )
-    _store(ptr_found, size, offs, mask, count, mean, squares, largest)
+    _store(ptr_totals, size, offs, mask, count, mean, squares, largest)
 
 
 def reduce_rows(
@@ -207,33 +207,33 @@ def reduce_rows(
     learned_sinks: bool,
     chunks: int | None = None,
 ) -> Tensor:
-    """The state after these rows, float64 [4, columns, chosen heads]: count, mean, squared distances from it, largest.
+    """Return the state after these rows, float64 [4, columns, selected heads].
+
+    The four are count, mean, sum of squared deviations and maximum.
 
     Args:
-        statistics: one a column, each [batch, heads, queries].
-        keys: how many keys each row sees, of the same shape; a row that sees none does not count.
-        real: [batch or 1, queries], False for rows that do not count either; None: all do.
-        state: the same four before these rows, each [columns, chosen heads]. It is left as it is.
-        heads: which heads were chosen.
-        share: the column that is to be divided by the logarithm of how many keys a row sees, if there is one.
-        learned_sinks: whether that number is one more.
-        chunks: over how many programs the rows of a head are spread; chosen from their number by default.
+        statistics: one per column, each [batch, heads, queries].
+        keys: number of visible keys of each row, of the same shape; rows without visible keys do not count.
+        real: [batch or 1, queries], False for rows that do not count, such as padding; None: all count.
+        state: the same four before these rows, each [columns, selected heads]; not modified.
+        heads: the selected heads.
+        share: column to divide by the logarithm of the number of visible keys, if any.
+        learned_sinks: True if a learned sink adds one to that number.
+        chunks: number of programs per head; derived from the number of rows by default.
     """
     batch, _, queries = keys.shape
-    columns, places, rows = len(statistics), len(heads), batch * queries
-    found = keys.new_empty((4, columns, places), dtype=torch.float64)
-    statistics = _alike(statistics)
+    columns, num_slots, rows = len(statistics), len(heads), batch * queries
+    totals = keys.new_empty((4, columns, num_slots), dtype=torch.float64)
+    statistics = _with_common_layout(statistics)
     count, mean, squares, largest = (x.contiguous() for x in state)
     block = 256 if rows <= 256 else 2048
     blocks = blocks_of(rows, block)
-    blocks_of_chunk = (
-        max(_FEWEST_BLOCKS, blocks_of(blocks, _MOST_CHUNKS)) if chunks is None else blocks_of(blocks, chunks)
-    )
+    blocks_of_chunk = max(_MIN_BLOCKS, blocks_of(blocks, _MAX_CHUNKS)) if chunks is None else blocks_of(blocks, chunks)
     chunks = blocks_of(blocks, blocks_of_chunk)
-    into = found if chunks == 1 else keys.new_empty((chunks, 4, columns, places), dtype=torch.float64)
+    partials = totals if chunks == 1 else keys.new_empty((chunks, 4, columns, num_slots), dtype=torch.float64)
     real_batch, real_query = (0, 0) if real is None else (real.stride(0) if real.shape[0] > 1 else 0, real.stride(1))
     with torch.cuda.device_of(keys):
-        for first_place, first_head, step_head, length in _runs(heads):
+        for first_slot, first_head, step_head, length in _runs(heads):
             _reduce_kernel[(columns * chunks * length,)](
                 tuple(statistics),
                 keys,
@@ -242,7 +242,7 @@ def reduce_rows(
                 mean,
                 squares,
                 largest,
-                into,
+                partials,
                 *statistics[0].stride(),
                 *keys.stride(),
                 real_batch,
@@ -253,25 +253,25 @@ def reduce_rows(
                 chunks,
                 first_head,
                 step_head,
-                first_place,
-                places,
+                first_slot,
+                num_slots,
                 COLUMNS=columns,
                 SHARE=-1 if share is None else share,
-                MORE_KEYS=int(learned_sinks),
+                EXTRA_TERMS=int(learned_sinks),
                 IN_CHUNKS=chunks > 1,
                 BLOCK=block,
                 num_warps=8 if block == 2048 else 4,
             )
         if chunks > 1:
-            size = columns * places
+            size = columns * num_slots
             _join_kernel[(blocks_of(size, 32),)](
-                into, count, mean, squares, largest, found, chunks, size, BLOCK=32, num_warps=1
+                partials, count, mean, squares, largest, totals, chunks, size, BLOCK=32, num_warps=1
             )
-    return found
+    return totals
 
 
-def _alike(statistics: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Tensors of one dtype that lie alike in memory; most do."""
+def _with_common_layout(statistics: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors with one dtype and equal strides, copied only if they differ."""
     first = statistics[0]
     strides = first.stride()
     if all(x.dtype is first.dtype and x.stride() == strides for x in statistics):
@@ -280,9 +280,9 @@ def _alike(statistics: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Chosen heads that are evenly apart: the place of the first, the first, the step, and how many.
+    """Yield runs of equally spaced heads: index of the first, first head, step and length.
 
-    A list of heads on the device would have to be copied there, and the copy would be waited for.
+    Copying a list of heads to the device would synchronise.
 
     >>> list(_runs((0, 1, 2, 3))), list(_runs((1, 5, 6)))
     ([(0, 0, 1, 4)], [(0, 1, 4, 2), (2, 6, 1, 1)])

@@ -1,10 +1,10 @@
-"""Sizes of tiles and grids, in plain Python: Triton's own functions for it take several microseconds a call."""
+"""Sizes of tiles and grids in plain Python: Triton's functions take several microseconds per call."""
 
 from __future__ import annotations
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is no less.
+    """Return the smallest power of two that is at least `number`.
 
     >>> power_of_two(1), power_of_two(64), power_of_two(65)
     (1, 64, 128)
@@ -13,7 +13,7 @@ def power_of_two(number: int) -> int:
 
 
 def blocks_of(number: int, size: int) -> int:
-    """How many blocks of a size hold so many.
+    """Return the number of blocks of `size` that cover `number` elements.
 
     >>> blocks_of(128, 64), blocks_of(129, 64)
     (2, 3)

@@ -1,4 +1,4 @@
-"""The arithmetic that kernels with a softmax share; inlined into them."""
+"""Arithmetic shared by kernels with a softmax; all functions are inlined into them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def products(tile_a, tile_b):
-    """Dot products of the rows of two tiles, [rows, channels] and [columns, channels], float32 [rows, columns].
+    """Return tile_a @ tile_b^T of [rows, channels] and [columns, channels], float32 [rows, columns].
 
-    In float32 one chain of additions over all channels loses more than PyTorch's products do; several short ones,
-    added up at the end, do not. In 16 bits the inputs' own rounding is far larger.
+    In float32, one chain of additions over all channels is less accurate than PyTorch's products; several short chains,
+    summed at the end, are not. With 16-bit inputs their own rounding is far larger.
     """
     if (tile_a.dtype == tl.float32) and (tile_a.shape[1] > 16):
         CHAINS: tl.constexpr = tile_a.shape[1] // 16
@@ -28,10 +28,10 @@ def products(tile_a, tile_b):
 
 @triton.jit
 def add_product(total, tile_a, tile_b):
-    """total + tile_a @ tile_b, float32. In float32 each tile is a chain of additions of its own, as above.
+    """Return total + tile_a @ tile_b, float32; for float32 inputs each tile is summed separately.
 
-    Added as it is, the product would be: Triton makes `total + dot` the dot that starts from `total`, and with that one
-    chain over all tiles. A difference it leaves alone.
+    Triton fuses `total + dot` into a dot that accumulates into `total`, one chain over all tiles. It does not fuse a
+    difference, hence the negated product.
     """
     if tile_a.dtype == tl.float32:
         total -= tl.dot(-tile_a, tile_b, input_precision="ieee")
@@ -42,19 +42,19 @@ def add_product(total, tile_a, tile_b):
 
 @triton.jit
 def exp2(x, EXACT: tl.constexpr):
-    """2 to the power of x, below 2 to the 127th. EXACT: to one unit in the last place, by products alone.
+    """Return 2^x, for results below 2^127. EXACT: within one unit in the last place, by a polynomial.
 
-    The units made for exponentials are off by two, which 16-bit inputs hide and float32's do not.
+    The hardware's exponential is off by two units, which matters for float32 inputs but not for 16-bit ones.
     """
     if EXACT:
-        x = tl.where(x < -127.0, -127.0, x)  # NaN stays; from there on the result is 0
-        whole = tl.floor(x + 0.5)
-        part = x - whole
+        x = tl.where(x < -127.0, -127.0, x)  # NaN propagates; at -127 the result is 0
+        integer = tl.floor(x + 0.5)
+        fraction = x - integer
         # 2**part between -1/2 and 1/2, within 2e-9, and exactly 1 at 0.
-        series = 9.61843736e-03 + part * (1.33988744e-03 + part * 1.53533618e-04)
-        series = 2.40226479e-01 + part * (5.55033247e-02 + part * series)
-        near = 1.0 + part * (6.93147203e-01 + part * series)
-        result = near * ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        series = 9.61843736e-03 + fraction * (1.33988744e-03 + fraction * 1.53533618e-04)
+        series = 2.40226479e-01 + fraction * (5.55033247e-02 + fraction * series)
+        near = 1.0 + fraction * (6.93147203e-01 + fraction * series)
+        result = near * ((integer.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     else:
         result = tl.exp2(x)
     return result
@@ -62,19 +62,21 @@ def exp2(x, EXACT: tl.constexpr):
 
 @triton.jit
 def log2(x, EXACT: tl.constexpr):
-    """The logarithm of x, which is a positive normal number or NaN. EXACT: to one unit in the last place of the larger
-    of it and 1."""
+    """Return log2(x) of a positive normal number or NaN.
+
+    EXACT: within one unit in the last place of the larger of the result and 1.
+    """
     if EXACT:
         bits = x.to(tl.int32, bitcast=True)
-        whole = (bits - 0x3F3504F3) >> 23  # so that the rest lies between the root of 1/2 and that of 2
-        rest = (bits - (whole << 23)).to(tl.float32, bitcast=True)
+        integer = (bits - 0x3F3504F3) >> 23  # so that the mantissa is between sqrt(1/2) and sqrt(2)
+        mantissa = (bits - (integer << 23)).to(tl.float32, bitcast=True)
         # log(m) = 2 atanh((m - 1) / (m + 1))
-        part = tl.div_rn(rest - 1.0, rest + 1.0)
-        square = part * part
+        fraction = tl.div_rn(mantissa - 1.0, mantissa + 1.0)
+        square = fraction * fraction
         series = 1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))
         series = 1.0 + square * (1.0 / 3 + square * series)
-        result = whole.to(tl.float32) + part * (2.0 * LOG2E) * series
-        result += x - x  # NaN stays
+        result = integer.to(tl.float32) + fraction * (2.0 * LOG2E) * series
+        result += x - x  # propagate NaN
     else:
         result = tl.log2(x)
     return result
@@ -91,27 +93,27 @@ def _ratio(a, b, EXACT: tl.constexpr):
 
 @triton.jit
 def tanh(x, EXACT: tl.constexpr):
-    """Hyperbolic tangent by exp2 alone, to three units in the last place; EXACT: to two."""
-    size = tl.abs(x)
-    decay = exp2(size * (-2.0 * LOG2E), EXACT)
+    """Return tanh(x), computed by exp2 alone, within three units in the last place; EXACT: within two."""
+    magnitude = tl.abs(x)
+    decay = exp2(magnitude * (-2.0 * LOG2E), EXACT)
     far = _ratio(1.0 - decay, 1.0 + decay, EXACT)
     far = tl.where(x < 0, -far, far)
     square = x * x
-    # Near 0 the fraction cancels; its series does not.
+    # Near 0 the ratio suffers from cancellation; the series does not.
     series = 62.0 / 2835 + square * (-1382.0 / 155925)
     series = 2.0 / 15 + square * (-17.0 / 315 + square * series)
     near = x * (1.0 + square * (-1.0 / 3 + square * series))
-    return tl.where(size < 0.4, near, far)
+    return tl.where(magnitude < 0.4, near, far)
 
 
 @triton.jit
-def tanh_slope(x, bent, EXACT: tl.constexpr):
-    """The derivative of tanh at x, where it is `bent`."""
-    result = 1.0 - bent * bent
+def tanh_slope(x, tanh_x, EXACT: tl.constexpr):
+    """Return the derivative of tanh at x, given `tanh_x` = tanh(x)."""
+    result = 1.0 - tanh_x * tanh_x
     if EXACT:
-        # Far from 0 that cancels.
-        size = tl.abs(x)
-        decay = exp2(size * (-2.0 * LOG2E), EXACT)
+        # Far from 0, 1 - tanh^2 suffers from cancellation.
+        magnitude = tl.abs(x)
+        decay = exp2(magnitude * (-2.0 * LOG2E), EXACT)
         far = _ratio(4.0 * decay, (1.0 + decay) * (1.0 + decay), EXACT)
-        result = tl.where(size < 0.4, result, far)
+        result = tl.where(magnitude < 0.4, result, far)
     return result
