@@ -132,7 +132,7 @@ def test_duplicated_heads_are_found_within_and_across_layers(folders, text, tmp_
     (group,) = found.groups
     assert [(site.layer, head) for site, head in group.heads] == [(0, 0), (0, 1)]
     assert group.least > 0.9999
-    assert any("0.0 and 0.1 say the same thing" in str(finding) for finding in found.findings)
+    assert any("0.0 and 0.1 have similar outputs" in str(finding) for finding in found.findings)
 
 
 def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(plain_bert, monkeypatch):
@@ -143,7 +143,7 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
         "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, most_bytes=0)
     )
     picked = inspect_model(found.settings)
-    assert "projected at random to 64 numbers" in picked.facts["pairs_by"]
+    assert "random projection to 64 dimensions" in picked.facts["pairs_by"]
     guesses, measured = (torch.tensor([getattr(x, name) for x in picked.pairs]) for name in ("guess", "cosine"))
     assert 0 < (guesses - measured).abs().max() < 0.35  # 64 numbers for 24, drawn at random
     exact = {(pair.one, pair.other): pair.cosine for pair in found.pairs}
