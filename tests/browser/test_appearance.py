@@ -72,7 +72,7 @@ def test_no_string_of_the_interface_is_left_in_english(open_page):
     """In Chinese, what the payload does not write itself has no English words but names."""
     opened = open_page(view="overview?lang=zh")
     tab = opened.tab
-    names = {"SVG", "PNG", "English", "polyhead"}
+    names = {"SVG", "PNG", "English", "Transformer", "polyhead"}
     for view in ("overview", "alike", "matters", "syntax", "findings"):
         opened.go(f"{view}?lang=zh")
         texts = tab.locator("nav.views, .switches, main h2, main h3, .lead, figcaption, footer")

@@ -188,7 +188,7 @@ def test_the_block_map_is_darkest_where_the_head_looks(open_page):
     }""")
     assert size == [7, 7]
     assert darkest == [7 * row + max(0, row - 2) for row in range(7)]
-    assert "7 by 7 cells. 14% of the attention lies on the diagonal" in canvas.get_attribute("aria-label")
+    assert "7 by 7 cells. 14% of the attention is on the diagonal" in canvas.get_attribute("aria-label")
     canvas.hover(position={"x": 5, "y": 5})
     expect(tab.locator(".map-figure .readout")).to_have_text("From tokens 0–15 to tokens 0–15: 50%")
 

@@ -94,9 +94,7 @@ def head_roles(
         scores = _text_scores(evidence, seed)
         if repeated is not None:
             if site not in repeated:
-                raise OptionError(
-                    f"repeated must have evidence of every site of text, got none for {site.name}; observe the same model"
-                )
+                raise OptionError(f"repeated must have evidence of the same sites as text, got none for {site.name}")
             scores |= _repeated_scores(repeated[site], seed)
         if copying is not None and site in copying:
             scores |= _copying_scores(copying[site])
@@ -299,9 +297,7 @@ def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scor
 # ---- decisions
 
 
-def _role_scores(
-    scores: Mapping[str, _Scores], head: int, reference_max: Mapping[str, float]
-) -> tuple[RoleScore, ...]:
+def _role_scores(scores: Mapping[str, _Scores], head: int, reference_max: Mapping[str, float]) -> tuple[RoleScore, ...]:
     result: dict[str, RoleScore] = {}
     for role, rule in RULES.items():
         if role not in scores:

@@ -26,7 +26,7 @@ BYTES = 1 << 28
 def sample_of(
     head_projections: Mapping[AttentionSite, HeadProjections], seed: int, most_bytes: int = BYTES
 ) -> TokenSample | None:
-    """Return the collector of outputs of heads with a known output projection; None if fewer than two layers have one."""
+    """Return the collector of head outputs; None if fewer than two layers have a known output projection."""
     outputs = _outputs(head_projections)
     if len(outputs) < 2:
         return None

@@ -93,7 +93,7 @@ def example_batches(reader: Reader, documents: int = DOCUMENTS, tokens: int = TO
 
 
 def examples_of(reader: Reader, read: Sequence[Batch], observations: Observations) -> tuple[Example, ...]:
-    """Return the examples that `ExampleWeights` collected; sites whose keys are not the excerpt's tokens are omitted."""
+    """Return the examples that `ExampleWeights` collected, without sites whose keys are other tokens."""
     states = {site: values.get("examples") for site, values in observations.collected.items()}
     weights = {site: value.compute() for site, value in states.items() if isinstance(value, SiteWeights)}
     examples = []

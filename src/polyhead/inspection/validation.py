@@ -123,9 +123,7 @@ def check_tensors(inspection: Inspection) -> None:
 
 def _check_head(head: Head) -> None:
     if isinstance(head[1], bool) or not isinstance(head[1], int) or not 0 <= head[1] < head[0].num_heads:
-        raise OptionError(
-            f"a head of {short(head[0].name)} must be 0 to {head[0].num_heads - 1}, got {short(head[1])}"
-        )
+        raise OptionError(f"a head of {short(head[0].name)} must be 0 to {head[0].num_heads - 1}, got {short(head[1])}")
 
 
 def _check_shape(what: str, x: Tensor, shape: tuple[int | None, ...]) -> None:

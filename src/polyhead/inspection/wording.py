@@ -76,9 +76,7 @@ def _english(finding: Finding) -> str:
     if finding.kind == "resting":
         return f"{values['count']} of {values['of']} heads have over half of their attention on the attention sink"
     if finding.kind == "wide":
-        return (
-            f"{values['count']} of {values['of']} heads attend almost uniformly (over 90% of the maximum entropy)"
-        )
+        return f"{values['count']} of {values['of']} heads attend almost uniformly (over 90% of the maximum entropy)"
     text = {
         "confidence": "has the largest max attention weight: {:.0%} on one token",
         "mean_distance": "has the largest mean attention distance: {:.0f} tokens",

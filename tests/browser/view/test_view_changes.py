@@ -124,7 +124,7 @@ def test_what_the_server_refuses_is_said_in_words(open_view):
     alert = opened.tab.locator("[role=alert]")
     for status, kind, words in (
         (413, "too-large", "The text is too long."),
-        (507, "out-of-memory", "The memory was not enough."),
+        (507, "out-of-memory", "Out of memory."),
         (422, "invalid", "The server rejected the request."),
         (500, "failed", "Internal server error."),
     ):
@@ -215,7 +215,7 @@ def test_a_busy_server_is_asked_until_it_answers_and_the_reader_is_told(open_vie
     tab.locator("#text-A").fill("w1 w2 w3")
     tab.keyboard.press("Control+Enter")
     expect(tab.locator(".waiting")).to_contain_text("The server is busy.")
-    expect(tab.locator(".waiting")).to_contain_text("questions that wait: 1")
+    expect(tab.locator(".waiting")).to_contain_text("pending requests: 1")
     seen.append(True)
     opened.wait(lambda: opened.server.viewer.readings["A"] is not before)
     expect(tab.locator(".word")).to_have_text(["[CLS]", "w1", "w2", "w3"])
@@ -237,7 +237,7 @@ def test_the_page_outlives_its_server(open_view, tmp_path):
     tab = opened.tab
     tab.locator("#text-A").fill("w4 w5")
     tab.keyboard.press("Control+Enter")
-    expect(tab.locator("[role=alert]")).to_contain_text("The viewer does not answer.")
+    expect(tab.locator("[role=alert]")).to_contain_text("The server does not respond.")
     expect(tab.locator("a.cell canvas")).to_have_count(8)  # what was there is still there
     with Running(viewer, folder, port):
         expect(tab.locator("[role=alert]")).to_be_empty()

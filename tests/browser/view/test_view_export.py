@@ -19,7 +19,7 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
     tab = opened.tab
     (figure,) = tab.locator("figure").all()
     root = saved_svg(tab, figure)
-    assert title_of(root).replace(" ", "") == "Layersandheads:Pictureofitsattention(llama,textA)"
+    assert title_of(root).replace(" ", "") == "Layersandheads:Attentionmap(llama,textA)"
     assert len(list(root.iter(f"{SVG}image"))) == 8
     assert "A cell is one attention weight." in texts(root)
     check_png(tab, figure, root)

@@ -75,7 +75,7 @@ def test_a_link_that_makes_no_sense_shows_the_whole(opened_long):
     for place in ("nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"):
         go_anew(opened_long, f"head/1/2?map={place}&pool=median")
         assert (Map(opened_long).level, Map(opened_long).scale) == (3, whole), place
-    assert "look at tokens" in Map(opened_long).read_at(*HERE)
+    assert "attend to tokens" in Map(opened_long).read_at(*HERE)
 
 
 def test_a_link_beyond_the_text_shows_its_end(opened_long):

@@ -40,7 +40,7 @@ def test_from_the_whole_to_single_tokens_and_back(opened_long, weights, keep_pic
     keep_picture(opened_long, "view-map-whole")
     # The whole: cells of 4 x 4 tokens, whose sum is told as the share of their four queries.
     x, y = view.point(0.31, 0.77)
-    expect(opened_long.tab.locator(".map-readout")).to_contain_text("look at tokens")
+    expect(opened_long.tab.locator(".map-readout")).to_contain_text("attend to tokens")
     numbers = [int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())]
     first_row, last_row, first_column, last_column = numbers
     assert (last_row - first_row, last_column - first_column) == (3, 3)
