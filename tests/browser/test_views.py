@@ -127,10 +127,10 @@ def test_the_role_filter_leaves_the_heads_that_have_it(open_page):
 def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
     opened = open_page()
     tab = opened.tab
-    tab.get_by_role("button", name="mean_distance", exact=True).click()
+    tab.get_by_role("button", name="mean distance", exact=True).click()
     mean_distance = sorted((head["values"]["mean_distance"] for head in PAGE["heads"]), reverse=True)
     values = [round(x, 1) if x >= 10 else float(f"{x:.3g}") for x in mean_distance]  # as numbers of tokens are written
-    header = tab.locator("table.sortable thead th", has_text="mean_distance")
+    header = tab.locator("table.sortable thead th", has_text="mean distance")
 
     def shown() -> list[float]:
         index = tab.eval_on_selector_all("table.sortable thead th", "all => all.map(x => x.innerText.trim())").index(
@@ -140,11 +140,11 @@ def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
 
     assert header.get_attribute("aria-sort") == "descending"
     assert shown() == values
-    tab.get_by_role("button", name="mean_distance", exact=True).click()
+    tab.get_by_role("button", name="mean distance", exact=True).click()
     assert header.get_attribute("aria-sort") == "ascending"
     assert shown() == values[::-1]
     tab.reload()
-    assert tab.locator("table.sortable thead th[aria-sort=ascending]").inner_text().strip() == "mean_distance"
+    assert tab.locator("table.sortable thead th[aria-sort=ascending]").inner_text().strip() == "mean distance"
 
 
 def test_a_card_shows_what_is_known_of_a_head(open_page):

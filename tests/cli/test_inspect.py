@@ -58,7 +58,7 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert "0 of" in compared
     assert "differ beyond sampling error" in compared
     said = " ".join(compared.split())
-    columns = "qk_top_share, ov_top_share, total_correlation, contribution, contribution_share, effective_rank"
+    columns = "qk_top_share, ov_top_share, total_correlation, output_norm, output_norm_share, effective_rank"
     assert f"48 of them have no known sampling error and are never marked: {columns}" in said
     assert "never marked" not in invoke(
         "compare", tmp_path / "one", tmp_path / "two", "--statistic", "special_mass"

@@ -199,7 +199,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         (["--share", "99%"], "0 to 6 heads can go, one staying in each, got 8"),
         ([], "name heads with --heads, or say how many with --share; got both or neither"),
         (["--heads", "0.1", "--share", "30%"], "got both or neither"),
-        (["--share", "30%", "--criterion", "luck"], "a criterion is one of repaired, plain, ablation"),
+        (["--share", "30%", "--criterion", "luck"], "a criterion is one of compensated, plain, ablation"),
         (
             ["--share", "30%", "--stack", "decoder"],
             "stack must be one of encoder.layer.*.attention.self, got 'decoder'",

@@ -163,7 +163,7 @@ def test_a_shrinking_goes_on_with_what_it_began_with(place, tmp_path):
     assert invoke(*shrink_of(place, "bert", tmp_path / "o", *run)).stdout == first
     for change, words in (
         (["--tokens", "400"], "got text"),
-        (["--criterion", "plain"], "got criterion 'plain' for 'repaired'"),
+        (["--criterion", "plain"], "got criterion 'plain' for 'compensated'"),
         (["--target", "50%-heads"], "got target"),
     ):
         said = invoke(*shrink_of(place, "bert", tmp_path / "o", *run, *change), code=2).stderr

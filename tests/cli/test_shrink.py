@@ -55,7 +55,7 @@ def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     shares = re.findall(r"^ *(\d+)% +\d+% +(\S+) ± ", shown, re.MULTILINE)
     assert [share for share, _ in shares] == ["12", "25", "38", "50", "62", "75"]
     assert all(0 < float(value) <= 1 for _, value in shares)
-    assert "R repaired   N not repaired   C control: random heads, repaired" in shown
+    assert "C compensated   N not compensated   R random heads, compensated" in shown
     assert "For 25% fewer heads: 2 heads go, repaired" in shown
     assert re.search(r"fidelity 0\.\d+ ± \S+, of the whole model 1; ", shown)
     assert sum(heads for heads, _ in layouts(tmp_path / "small")) == 6

@@ -35,7 +35,7 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
         table.add_column("heads/KV heads", justify="right")
     caches = any(point.size.cache is not None for point in points)
     sizes = ("heads gone", "cache left", "FLOPs left") if caches else ("heads gone", "FLOPs left")
-    for column in (*sizes, "compensated", "not repaired", "random heads, repaired"):
+    for column in (*sizes, "compensated", "not compensated", "random heads, compensated"):
         table.add_column(column, justify="right")
     means = [statistics.fmean(x.value for x in point.random) for point in points]
     for point, mean in zip(points, means, strict=True):
@@ -53,8 +53,8 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
     columns = [point.layout or f"{1 - point.size.heads:.0%}" for point in points]
     curves = {
         "compensated": [point.compensated.value for point in points],
-        "not repaired": [point.not_compensated.value for point in points],
-        "control: random heads, repaired": means,
+        "not compensated": [point.not_compensated.value for point in points],
+        "random heads, compensated": means,
     }
     console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))
     below = "heads/KV heads that stay in every layer" if by_layout else "heads gone"

@@ -31,7 +31,7 @@ class Planted(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-OUTPUT = "gathered.mul_(decay).baddbmm_(kept, value_rows)"
+OUTPUT = "collected.mul_(decay).baddbmm_(kept, value_rows)"
 PLANTED = {
     "the sum of exponentials is not rescaled": Planted(
         tiled_softmax, "_attended_rows", "total = total * decay + row_sums", "total = total + row_sums"
