@@ -214,5 +214,5 @@ def test_copy_needs_its_interval_beyond_the_null() -> None:
 
 def test_repeated_tokens_must_be_of_the_same_sites() -> None:
     evidence = hand_made_evidence()
-    with pytest.raises(OptionError, match="shown to the same model"):
+    with pytest.raises(OptionError, match="the same sites as text, got none for"):
         head_roles({evidence.site: evidence}, {})

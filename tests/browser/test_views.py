@@ -134,7 +134,7 @@ def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
 
     def shown() -> list[float]:
         index = tab.eval_on_selector_all("table.sortable thead th", "all => all.map(x => x.innerText.trim())").index(
-            "mean_distance"
+            "mean distance"
         )
         return [float(x) for x in tab.locator(f"table.sortable tbody tr > :nth-child({index + 1})").all_inner_texts()]
 

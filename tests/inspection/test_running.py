@@ -267,7 +267,7 @@ def test_a_run_goes_on_with_its_own_text_alone(folders, text, tmp_path):
     found = inspect_model(settings_for(folders["bert"], moved), folder=tmp_path / "run", report=stop)
     for file in moved.iterdir():
         file.write_text("w1 w2 w3 " * 50)
-    with pytest.raises(OptionError, match="goes on only with the text"):
+    with pytest.raises(OptionError, match="resumed with the text"):
         inspect_model(found.settings, folder=tmp_path / "run", resume=True)
 
 
@@ -310,9 +310,9 @@ def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"context": 4000}, "made for contexts of up to 130 tokens, got 4000"),
+        ({"context": 4000}, "context must be at most 130 tokens, the maximum of .*, got 4000"),
         ({"tokens": 0}, "tokens must be at least 1"),
-        ({"importance": "magic"}, "importance is one of"),
+        ({"importance": "magic"}, "importance must be one of"),
     ],
 )
 def test_what_cannot_be_is_refused(folders, text, options, words):
