@@ -338,8 +338,8 @@ def test_nothing_is_written_over_a_file_of_another_kind(place, tmp_path):
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("years of work")
     said = invoke("report", place / "run", "--html", thesis).stderr
-    assert "thesis.txt: it holds something else; name another file" in said
-    assert "it holds something else" in invoke("plan", "gpt2", "--output", thesis).stderr
+    assert "thesis.txt: it contains something else; choose another file" in said
+    assert "it contains something else" in invoke("plan", "gpt2", "--output", thesis).stderr
     os.mkfifo(tmp_path / "pipe.html")
     assert "no regular file" in invoke("report", place / "run", "--html", tmp_path / "pipe.html").stderr
     invoke("report", place / "run", "--html", tmp_path / "page.html", code=0)

@@ -99,14 +99,14 @@ def test_what_is_too_long_or_has_no_word_is_left_out_and_counted():
     assert "1 too long, 1 without words" in str(found)
     assert align([short], wordpiece(), longest=5).sentences == 1
     assert align([short], wordpiece(), longest=4).too_long == 1
-    with pytest.raises(OptionError, match="at least 1, got 0"):
+    with pytest.raises(OptionError, match="at least 1 sentence, got 0"):
         align([short], wordpiece(), together=0)
 
 
 def test_a_tokenizer_that_does_not_know_its_characters_is_refused():
     from transformers import ByT5Tokenizer
 
-    with pytest.raises(OptionError, match=r"a fast one.* got ByT5Tokenizer"):
+    with pytest.raises(OptionError, match=r"a fast tokenizer.* got ByT5Tokenizer"):
         align([sentence("a", "a")], ByT5Tokenizer())
 
 
@@ -140,5 +140,5 @@ def test_a_model_reads_all_contexts_whatever_the_batch(kind):
 
 def test_a_model_that_reads_no_text_is_refused():
     loaded = LoadedModel(torch.nn.Linear(1, 1), None, "eyes", "encoder", "made here", "pixel_values", None)
-    with pytest.raises(OptionError, match="got eyes, which reads pixel_values"):
+    with pytest.raises(OptionError, match="got eyes, whose input is pixel_values"):
         watch(loaded, [], [])

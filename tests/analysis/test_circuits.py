@@ -61,5 +61,5 @@ def test_other_shapes_are_refused() -> None:
         eigenvalues(torch.zeros(2, 3, 4), torch.zeros(2, 4, 5))
     with pytest.raises(ShapeError, match="embedding and unembedding"):
         copying(torch.zeros(2, 3, 4), torch.zeros(2, 4, 3), torch.zeros(7, 3), torch.zeros(7, 4))
-    with pytest.raises(ShapeError, match="written and read"):
+    with pytest.raises(ShapeError, match="write and read"):
         composition(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))

@@ -271,7 +271,7 @@ def test_overlap_of_a_head_without_effect_is_unknown_and_parts_merge():
     assert torch.equal(GradientOverlap.from_state(whole.state()).products, whole.products)
     with pytest.raises(ShapeError, match=r"\[batch, 4 heads, tokens\], got shape \[3, 5, 7\]"):
         whole.update(torch.ones(3, 5, 7))
-    with pytest.raises(ShapeError, match="got 4 and 5 heads"):
+    with pytest.raises(ShapeError, match="same number of heads, got 4 and 5"):
         whole.merge(GradientOverlap.empty(5))
 
 
@@ -383,7 +383,7 @@ def test_the_representation_is_compared_with_that_of_the_intact_model():
             expected = 1 - F.cosine_similarity(pooled(), intact)
         assert float(found["ablation"][index]) == pytest.approx(float(expected.mean()), abs=1e-10)
     assert (found["ablation"] > 0).all()
-    with pytest.raises(OptionError, match=r"loss with a slope, got 'representation'.*use ablate"):
+    with pytest.raises(OptionError, match=r"loss with a gradient, got 'representation'.*use ablate"):
         gradient_scores(model, [{"input_ids": ids}], "representation")
 
 
@@ -422,7 +422,7 @@ def test_a_model_may_be_called_twice_in_one_loss():
         return 1 - F.cosine_similarity(one, other)
 
     batches = [(models.tokens(), models.tokens(length=11, seed=4))]
-    with pytest.raises(OptionError, match=r"queries \(3, 11\) and \(3, 23\); say overlap=False"):
+    with pytest.raises(OptionError, match=r"queries \(3, 11\) and \(3, 23\); pass overlap=False"):
         gradient_scores(model, batches, pairs)
     found = gradient_scores(model, batches, pairs, overlap=False)
     site, head, step, two = found.sites[0], found.heads[0], 1e-4, []
@@ -494,7 +494,7 @@ def test_it_is_saved_and_loaded(tmp_path):
         assert torch.equal(again[name], whole[name])
     for site in whole.overlaps:
         assert torch.equal(again.overlap(site), whole.overlap(site))
-    with pytest.raises(OptionError, match="has weights, intact, ablation"):
+    with pytest.raises(OptionError, match="also have weights, intact, ablation"):
         whole.with_state({"documents": whole.documents})
 
 
@@ -510,7 +510,7 @@ def test_the_table_reads_well():
     )
     with pytest.raises(OptionError, match=r"one of ablation, ablation_error, .* got 'entropy'"):
         whole["entropy"]
-    with pytest.raises(OptionError, match="known of 2 sites, got 'elsewhere'"):
+    with pytest.raises(OptionError, match="computed for 2 sites, got 'elsewhere'"):
         whole.overlap(AttentionSite("elsewhere", "self", "elsewhere", 0, 4))
 
 
@@ -518,9 +518,11 @@ def test_other_runs_are_not_joined():
     *_, whole = three_runs()
     model, batches = llama(), [Examples({"input_ids": models.tokens(2, 11)}, torch.tensor([1, 2]))]
     part = ablate(model, batches, "language")
-    with pytest.raises(OptionError, match=r"measured the same .* got ablation, gradient, taylor with 2 overlaps and"):
+    with pytest.raises(OptionError, match=r"the same measures, got ablation, gradient, taylor with 2 overlaps and"):
         whole.merge(part)
-    with pytest.raises(OptionError, match=r"other measures of the same rows, got .* 60 predictions in 4 documents and"):
+    with pytest.raises(
+        OptionError, match=r"different measures of the same rows, got .* 60 predictions in 4 documents and"
+    ):
         whole.beside(part)
     with pytest.raises(OptionError, match="the same heads, got 8 and 4 of them"):
         part.merge(ablate(model, batches, "language", layers=[1]))
@@ -650,21 +652,26 @@ def test_what_cannot_be_measured_is_refused():
 
     raising("one of language, masked, classification, representation or a function .* got 'accuracy'", good, "accuracy")
     raising("got 3", good, 3)
-    raising(r"got no tokenizer that has one; say Masked\(mask_token=", good, "masked")
+    raising(r"with a mask token, got none; pass Masked\(mask_token=", good, "masked")
     raising("measured on batches, got none", [], "language")
-    raising("a batch is a mapping .* got list", [[1, 2]], "language")
-    raising("under one of the names decoder_input_ids, input_ids, tokens, got none of them", [{"x": ids}], "language")
+    raising("a batch must be a mapping .* got list", [[1, 2]], "language")
+    raising("in one of decoder_input_ids, input_ids, tokens, got none of them", [{"x": ids}], "language")
     raising(r"tokens\], .*got shape \[23\]|got shape \[23\]", [{"input_ids": ids[0]}], "language")
-    raising(r"mask of their own shape \[3, 23\], got one of \[3, 5\]",
+    raising(r"shape of the token ids, \[3, 23\], got \[3, 5\]",
             [{"input_ids": ids, "attention_mask": torch.ones(3, 5)}], "language")  # fmt: skip
-    raising(r"special tokens are marked .*\[3, 23\], got \[3, 2\]",
+    raising(r"special must be \[rows, tokens\], \[3, 23\], got \[3, 2\]",
             [Examples({"input_ids": ids}, special=torch.ones(3, 2))], "language")  # fmt: skip
-    raising("causal model, got BertModel, which generates nothing", good, "language", encoder)
+    raising("causal model, got BertModel, which cannot generate", good, "language", encoder)
     raising(
-        "reads logits, got BaseModelOutput.* from BertModel; load the model with its head", good, Masked(3), encoder
+        "needs logits, got BaseModelOutput.* from BertModel; load the model with its task head",
+        good,
+        Masked(3),
+        encoder,
     )
     raising(
-        "reads the last hidden states .* from LlamaForCausalLM; use the model without its head", good, "representation"
+        "needs the last hidden states .* from LlamaForCausalLM; use the model without its task head",
+        good,
+        "representation",
     )
     raising(
         "needs labels, got a batch without",
@@ -675,15 +682,15 @@ def test_what_cannot_be_measured_is_refused():
     raising(r"classes of shape \[3\] or .* got torch.int64 of shape \[2\]",
             [{"input_ids": ids, "labels": torch.tensor([1, 0])}], "classification",
             with_head("bert", "AutoModelForSequenceClassification"))  # fmt: skip
-    raising(r"documents are numbered row by row, \[3\], got shape \[2\]",
+    raising(r"documents must be \[3\], one number per row, got shape \[2\]",
             [Examples({"input_ids": ids}, torch.tensor([1, 2]))], "language")  # fmt: skip
     raising("are numbered 0 to 1 in each stack, got 5", good, "language", layers=[5])
-    raising(r"\[rows\], one number for each row, or a scalar, got torch.float64 of shape \[3, 23, 61\] from '<lambda>'",
+    raising(r"\[rows\] or a scalar, got torch.float64 of shape \[3, 23, 61\] from '<lambda>'",
             good, lambda model, batch: model(**batch).logits)  # fmt: skip
-    raising("a loss is a floating-point tensor .* got 1.0", good, lambda model, batch: 1.0)
+    raising("a loss must be a floating-point tensor .* got 1.0", good, lambda model, batch: 1.0)
     raising("must be finite, got nan for row 1", good,
             lambda model, batch: model(**batch).logits.mean((1, 2)) * torch.tensor([1, torch.nan, 1]))  # fmt: skip
-    raising("differentiated, got one without a gradient from '<lambda>'; does it run", good,
+    raising("differentiable loss, got one without a gradient from '<lambda>'; does it run", good,
             lambda model, batch: model(**batch).logits.mean((1, 2)).detach(), measure=gradient_scores)  # fmt: skip
     raising("a loss of 2 rows needs a model that computes 2 rows, got 'model.layers.0.self_attn', .* with 3", good,
             lambda model, batch: model(**batch).logits.mean((1, 2))[:2], measure=gradient_scores)  # fmt: skip
@@ -692,8 +699,8 @@ def test_what_cannot_be_measured_is_refused():
     def changing(model: nn.Module, batch: Any) -> RowLosses:
         return RowLosses(model(**batch).logits.mean((1, 2)), torch.full((3,), next(weights)))
 
-    raising("weighs the rows of a batch the same each time", good, changing)
-    with pytest.raises(OptionError, match="share of hidden tokens must be over 0 and at most 1, got 0"):
+    raising("same row weights for every call on a batch", good, changing)
+    with pytest.raises(OptionError, match="share must be over 0 and at most 1, got 0"):
         Masked(3, share=0)
     with pytest.raises(OptionError, match=r"id of the tokenizer's mask token, .* got None"):
         Masked(None)

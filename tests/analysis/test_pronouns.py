@@ -102,8 +102,8 @@ def test_a_role_is_given_by_the_interval_for_all_heads(texts):
     one, other, looks_away, even = head_roles(evidence, pronouns=table)
     assert one.roles == {"pronoun"}
     assert one["pronoun"].evidence == (
-        "looks from a pronoun at what it stands for, more than at another name, in 100% of sentences (chance 50%), "
-        "with 30% of its weight"
+        "attends from a pronoun to its antecedent more than to another name in 100% of sentences (chance 50%), "
+        "with 30% of its attention"
     )
     assert other["pronoun"].score == 0.75 == other["pronoun"].threshold
     assert (other["pronoun"].low > 0.5) == ("pronoun" in other.roles)

@@ -95,7 +95,7 @@ def test_heads_for_delimiters_rare_words_and_related_words_are_told_apart() -> N
     evidence = hand_made_evidence()
     found = head_roles({evidence.site: evidence})
     assert [head.roles for head in found] == [{"delimiter"}, {"rare-token"}, {"same-meaning", "self"}]
-    assert "of its weight on special tokens and punctuation (chance" in str(found[0])
+    assert "of its attention on special tokens and punctuation (chance" in str(found[0])
     assert found[2]["same-meaning"].score > 0.5 > 3 * found[2]["same-meaning"].null
     assert {"duplicate-token", "induction", "copy"}.isdisjoint(score.role for score in found[0].scores)
     with pytest.raises(KeyError):
@@ -214,5 +214,5 @@ def test_copy_needs_its_interval_beyond_the_null() -> None:
 
 def test_repeated_tokens_must_be_of_the_same_sites() -> None:
     evidence = hand_made_evidence()
-    with pytest.raises(OptionError, match="shown to the same model"):
+    with pytest.raises(OptionError, match="the same sites as text, got none for"):
         head_roles({evidence.site: evidence}, {})

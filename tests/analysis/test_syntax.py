@@ -193,7 +193,7 @@ def test_rare_relations_are_left_out_and_counted():
     assert [row.relation for row in table.entries] == [EVERY]
     assert len(table.left_out) == 7
     assert all(count < 200 for _, _, count in table.left_out)
-    assert "Left out: 7 with fewer than 80 words in a half" in str(table)
+    assert "Excluded: 7 with fewer than 80 words in a half" in str(table)
 
 
 @pytest.mark.parametrize("ending", ["json", "parquet"])
@@ -213,14 +213,14 @@ def test_a_table_comes_back_from_its_file(tmp_path, ending):
 
 
 def test_what_was_not_gathered_is_said():
-    with pytest.raises(OptionError, match=r"under the name 'words', got none; observe .* collect=\[WordAttention"):
+    with pytest.raises(OptionError, match=r"named 'words', got none; observe .* collect=\[WordAttention"):
         syntax_table(Observations(Wanted(())))
-    with pytest.raises(OptionError, match="shares are made of"):
+    with pytest.raises(OptionError, match="shares need data of"):
         inner_shares(Observations(Wanted(())))
     maps = [WordMap((0,), (-1,), ("root",), (0,))] * 2
     with pytest.raises(OptionError, match="texts without any"):
         syntax_table(collected(maps, [torch.zeros(2, 1, dtype=torch.int64)]))
-    with pytest.raises(OptionError, match="at least 1, got 0"):
+    with pytest.raises(OptionError, match="at least 1 word, got 0"):
         syntax_table(collected(maps, [torch.zeros(2, 1, dtype=torch.int64)]), minimum=0)
 
 
@@ -306,5 +306,5 @@ def test_frames_that_the_tokenizer_cannot_read_are_left_out_whole():
 
     texts = pronoun_texts(pronoun_sentences("zh"), wordpiece())  # which knows no Chinese pronoun
     assert (len(texts.contexts), texts.unreadable) == (0, 40)
-    with pytest.raises(OptionError, match=r"got none \(0 sentences to read, 40 that the tokenizer cannot\)"):
+    with pytest.raises(OptionError, match=r"got none \(0 sentences, and 40 that the tokenizer cannot represent\)"):
         pronoun_table(Observations(Wanted(())), texts)

@@ -62,7 +62,7 @@ def synthetic() -> Payload:
         },
         "relation_names": [
             {"name": "attention_distance", "label": said("look differently"), "about": said("0 is the same places.")},
-            {"name": "cosine", "label": said("say the same"), "about": said("1 is the same.")},
+            {"name": "cosine", "label": said("cosine similarity of outputs"), "about": said("1 is the same.")},
         ],
         "likeness": {"threshold": 0.55, "null": 0.11},
         "groups": [{"heads": [[1, 0], [1, 3]], "least": 0.81}],

@@ -75,7 +75,7 @@ def test_a_hostile_word_is_saved_as_text(open_page, tmp_path):
     opened = open_page(written(with_tokens(synthetic(), TOKENS), tmp_path / "hostile.html"), "head/0/1")
     tab = opened.tab
     with tab.expect_download() as waiting:
-        tab.get_by_role("button", name="Save “On real sentences” as SVG").click()
+        tab.get_by_role("button", name="Save “Attention on example texts” as SVG").click()
     root = ElementTree.parse(waiting.value.path()).getroot()
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert tags == {"svg", "rect", "text", "path"}

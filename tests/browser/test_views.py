@@ -21,11 +21,11 @@ from tests.browser.payloads import (
 PAGE = synthetic()
 ALL = LAYERS * HEADS + CROSS_LAYERS * CROSS_HEADS
 VIEWS = {
-    "overview": "At a glance",
+    "overview": "Summary",
     "head/2/1": "Layer 2, head 1 (Encoder)",
-    "alike": "Heads alike",
-    "matters": "What matters",
-    "syntax": "Grammar",
+    "alike": "Similar heads",
+    "matters": "Head importance",
+    "syntax": "Syntax",
     "findings": "Findings",
 }
 
@@ -75,11 +75,11 @@ def test_what_people_ask_first_is_answered_before_anybody_scrolls(open_page, kee
     def link(site: int, head: int) -> str:
         return f"#/head/{site}/{head}"
 
-    assert named("Which heads look at the previous token?") == [link(*place) for place in holders("previous")]
-    assert named("Which two are most alike?") == [link(1, 0), link(1, 3)]
+    assert named("Which are previous-token heads?") == [link(*place) for place in holders("previous")]
+    assert named("Which two have the most similar outputs?") == [link(1, 0), link(1, 3)]
     needed = sorted(PAGE["heads"], key=lambda head: -head["values"]["ablation"])[:3]
-    assert named("Which matter most?") == [link(head["site"], head["head"]) for head in needed]
-    assert "cosine 0.81: they say the same" in answers["Which two are most alike?"].inner_text()
+    assert named("Which are most important?") == [link(head["site"], head["head"]) for head in needed]
+    assert "cosine 0.81: redundant" in answers["Which two have the most similar outputs?"].inner_text()
     assert "the first previous in 75% of positions (chance 12%)" in tab.locator(".glance").inner_text()
     bottom = tab.locator(".glance").bounding_box()
     assert bottom["y"] + bottom["height"] <= height
@@ -188,7 +188,7 @@ def test_the_block_map_is_darkest_where_the_head_looks(open_page):
     }""")
     assert size == [7, 7]
     assert darkest == [7 * row + max(0, row - 2) for row in range(7)]
-    assert "7 by 7 cells. 14% of the attention lies on the diagonal" in canvas.get_attribute("aria-label")
+    assert "7 by 7 cells. 14% of the attention is on the diagonal" in canvas.get_attribute("aria-label")
     canvas.hover(position={"x": 5, "y": 5})
     expect(tab.locator(".map-figure .readout")).to_have_text("From tokens 0–15 to tokens 0–15: 50%")
 
@@ -196,7 +196,7 @@ def test_the_block_map_is_darkest_where_the_head_looks(open_page):
 def test_offsets_near_stand_alone_and_far_ones_together(open_page):
     tab = open_page(view="head/1/3").tab
     described = tab.locator(".offset-figure svg").get_attribute("aria-label")
-    assert described == "Bars of attention by distance. The largest: −3: 75% and +9…+16: 15%."
+    assert described == "Bar chart of attention by distance. The largest: −3: 75% and +9…+16: 15%."
     ticks = tab.locator(".offset-figure svg text").all_text_contents()
     assert [x for x in ticks if x[0] in "−+" or x == "0"] == [
         "−16…−9", "−8…−5", "−4", "−3", "−2", "−1", "0", "+1", "+2", "+3", "+4", "+5…+8", "+9…+16",
@@ -207,7 +207,7 @@ def test_findings_lead_to_their_evidence(open_page):
     opened = open_page()
     tab = opened.tab
     tab.get_by_role("link", name="Two say the same").click()
-    expect(tab.locator("main h2").first).to_have_text("Heads alike")
+    expect(tab.locator("main h2").first).to_have_text("Similar heads")
     expect(tab.locator(".groups li.marked a")).to_have_text(["Encoder 1.0", "Encoder 1.3"])
     opened.go("overview")
     tab.get_by_role("link", name="Some rest").click()
@@ -223,7 +223,7 @@ def test_heads_alike_are_ranked_by_the_chosen_relation(open_page):
     first = tab.locator("table.sortable").first.locator("tbody tr").first
     expect(first.locator("th, td")).to_have_text(["Encoder 1.0", "Encoder 1.3", "0.81"])
     assert "Layer 1, head 0 (Encoder) and Layer 1, head 3 (Encoder)" in tab.locator(".lead strong").inner_text()
-    tab.get_by_label("Measured by").select_option("attention_distance")
+    tab.get_by_label("Measure").select_option("attention_distance")
     expect(first.locator("th, td")).to_have_text(["Encoder 1.0", "Encoder 1.3", "0.19"])
     expect(tab.locator(".matrix canvas")).to_have_count(LAYERS + CROSS_LAYERS)
 
@@ -270,7 +270,7 @@ def test_what_matters_most_stands_first(open_page):
 def test_grammar_stands_beside_its_baseline(open_page):
     tab = open_page(view="syntax").tab
     row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
-    assert row[:5] == ["obj", "to the governing word", "Encoder 1.2", "70% (60%–80%)", "35%"]
+    assert row[:5] == ["obj", "to the syntactic head", "Encoder 1.2", "70% (60%–80%)", "35%"]
     assert row[5].strip() == "+35%"
     assert row[6] == "better"
 
@@ -291,7 +291,7 @@ def test_a_bare_run_and_a_wrong_link_show_what_there_is(open_page, tmp_path):
     for view in views:
         opened.go(view)
         expect(opened.tab.locator("main h2").first).to_contain_text(expected.get(view, ""))
-        expect(opened.tab.locator("nav.views a")).to_have_text(["Overview", "Heads alike", "Findings"])
+        expect(opened.tab.locator("nav.views a")).to_have_text(["Overview", "Similar heads", "Findings"])
 
 
 def test_a_head_of_an_edited_model_is_named_by_what_it_was(open_page, tmp_path):

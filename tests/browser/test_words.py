@@ -34,11 +34,11 @@ def same(shown, wanted) -> None:
 def test_a_chosen_word_shows_whom_it_looks_at_and_who_looks_at_it(open_page):
     tab = open_page(view="head/1/2", color_scheme="light").tab
     here = weights(PAGE, 0, 1)[2]
-    expect(tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
+    expect(tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
     same(strongest(tab, 0), expected(here.mean(0), SENTENCE))
     words = tab.locator(".word-line button")
     words.nth(5).click()
-    expect(tab.locator(".strongest h4")).to_have_text(["“own” looks at", "“own” is looked at by"])
+    expect(tab.locator(".strongest h4")).to_have_text(["“own” attends to", "“own” is attended to by"])
     same(strongest(tab, 0), expected(here[5], SENTENCE))
     same(strongest(tab, 1), expected(here[:, 5], SENTENCE))
     shades = tab.eval_on_selector_all(".word-line button", "all => all.map(x => x.style.background)")
@@ -47,7 +47,7 @@ def test_a_chosen_word_shows_whom_it_looks_at_and_who_looks_at_it(open_page):
     heights = [float(bar.split("px")[0].split(" ")[-1]) if bar != "none" else 0.0 for bar in bars]
     assert heights.index(max(heights)) == 7
     words.nth(5).click()
-    expect(tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
+    expect(tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
 
 
 def test_words_of_two_texts_stand_in_two_lines(open_page):
@@ -57,10 +57,10 @@ def test_words_of_two_texts_stand_in_two_lines(open_page):
     expect(lines.nth(0).locator("button")).to_have_text(list(ANSWER))
     expect(lines.nth(1).locator("button")).to_have_text(list(SENTENCE))
     lines.nth(0).locator("button").nth(2).click()
-    expect(tab.locator(".strongest h4")).to_have_text(["“voit” looks at"])
+    expect(tab.locator(".strongest h4")).to_have_text(["“voit” attends to"])
     same(strongest(tab, 0), expected(here[2], SENTENCE))
     lines.nth(1).locator("button").nth(2).click()
-    expect(tab.locator(".strongest h4")).to_have_text(["“cat” is looked at by"])
+    expect(tab.locator(".strongest h4")).to_have_text(["“cat” is attended to by"])
     same(strongest(tab, 0), expected(here[:, 2], ANSWER))
     assert "word=k2" in tab.url
 
@@ -117,19 +117,19 @@ def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
         tab.keyboard.press("Tab")
         if tab.evaluate("document.activeElement.classList.contains('word')"):
             break
-    expect(tab.locator(".strongest h4").first).to_have_text("“[CLS]” looks at")
+    expect(tab.locator(".strongest h4").first).to_have_text("“[CLS]” attends to")
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("ArrowRight")
-    expect(tab.locator(".strongest h4").first).to_have_text("“cat” looks at")
+    expect(tab.locator(".strongest h4").first).to_have_text("“cat” attends to")
     same(strongest(tab, 0), expected(weights(PAGE, 0, 2)[4][2], SENTENCE))
     tab.keyboard.press("Escape")
-    expect(tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
+    expect(tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
 
 
 def test_a_link_to_a_word_that_is_not_there_chooses_none(open_page):
     opened = open_page()
     for word in ("99", "k99", "-1", "x"):
         opened.go(f"head/1/2?word={word}&example=77")
-        expect(opened.tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
+        expect(opened.tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
         opened.go("overview")
         expect(opened.tab.locator(".strongest")).to_have_count(0)

@@ -122,7 +122,7 @@ def test_the_curve_of_an_encoder_has_no_column_of_a_cache(place):
 def test_importance_is_labelled_with_what_was_measured(place, name, column, label, tmp_path):
     shown = invoke("inspect", place / name, "--text", place / "text", *SHORT, "--save", tmp_path, "--table").stdout
     assert f"{column}: {label}\n" in shown
-    assert "entropy: spread of attention (nats)\n" in shown
+    assert "entropy: entropy (nats)\n" in shown
     assert "mean_distance: distance (tokens)\n" in shown
     page = page_of(load_inspection(tmp_path))
     assert page["importance"]["label"]["en"] == label

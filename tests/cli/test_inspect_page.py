@@ -119,7 +119,7 @@ def test_the_numbers_in_the_text_are_those_of_the_code(page):
         f"more than {DEVIATIONS} standard errors",
         f"more than {LEAST:.0%} of the value",
         f"compared at {TOKENS:,} tokens",
-        f"projected at random to {WIDTH} numbers",
+        f"random projection to {WIDTH} dimensions",
         f"the {CANDIDATES} pairs that look most alike",
         f"fewer than {FEW_DOCUMENTS} documents",
         f"The {TOP_KEYS:,} most frequent tokens",

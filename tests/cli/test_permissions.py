@@ -162,6 +162,6 @@ def test_a_dtype_that_a_run_names_is_one_of_three(place, tmp_path):
     rest = json.loads((tmp_path / "run" / "inspection.json").read_text())
     rest["settings"]["dtype"] = "load"  # a name that torch has, and that calls
     (tmp_path / "run" / "inspection.json").write_text(json.dumps(rest))
-    assert "dtype is one of float32" in invoke("view", tmp_path / "run", "--no-open", code=2).stderr
+    assert "dtype must be one of float32" in invoke("view", tmp_path / "run", "--no-open", code=2).stderr
     assert Settings(dtype="float16").dtype == "float16"
     assert hasattr(torch, "load")

@@ -125,7 +125,7 @@ def test_what_cannot_be_is_said_in_one_line(run, monkeypatch, tmp_path, argument
 
 def test_missing_assets_are_told_before_anything_is_read(monkeypatch, tmp_path):
     def missing(cls, folder=None):
-        raise OptionError("a page is drawn by built assets; `make frontend` builds them")
+        raise OptionError("a page needs built assets; `make frontend` builds them")
 
     monkeypatch.setattr(Assets, "load", classmethod(missing))
     result = invoke("inspect", "no/such/model", "--html", tmp_path / "page.html", code=2)

@@ -55,7 +55,9 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     assert rest["format"] == FORMAT == 3
     file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
     (tmp_path / PICTURES).unlink()
-    with pytest.raises(OptionError, match=r"reads inspections of format 3, got 1 in .*; inspect the model again"):
+    with pytest.raises(
+        OptionError, match=r"reads inspections of format 3, got 1 in .*; run `polyhead inspect --save` again"
+    ):
         load_inspection(tmp_path)
 
 

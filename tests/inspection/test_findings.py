@@ -1,4 +1,4 @@
-"""The most telling things: which are told, by which heads, and in which words."""
+"""Findings: their selection, heads and text in both languages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polyhead.observation import AttentionSite, HeadProfile
 
 ONE, TWO = (AttentionSite(f"layer.{n}.attention", "self", "layer.*.attention", n, 3) for n in range(2))
 PLACES = [(site, head) for site in (ONE, TWO) for head in range(3)]
-PREVIOUS = "looks at the previous token in 77% of positions (chance 2%)"
+PREVIOUS = "attends most to the previous token in 77% of positions (chance 2%)"
 
 
 def inspection_of(columns: dict[str, list[float]], **more) -> Inspection:
@@ -33,7 +33,7 @@ def score_of(role: str, score: float, evidence: str, *, holds: bool = True) -> R
     return RoleScore(role, score, score - 0.1, score + 0.1, 0.02, 0.5, holds, evidence)
 
 
-def said(inspection: Inspection, most: int = 3, language: str = "en") -> list[str]:
+def texts_of(inspection: Inspection, most: int = 3, language: str = "en") -> list[str]:
     return [words_of(finding, language) for finding in findings(inspection, most)]
 
 
@@ -46,26 +46,26 @@ def test_the_clearest_head_of_the_most_telling_role_comes_first():
     inspection = inspection_of({}, roles=roles)
     first, second = findings(inspection)
     assert first.heads == ((ONE, 1),)
-    assert str(first) == f"layer 0 head 1 {PREVIOUS}: a previous head"
-    assert words_of(first, "zh") == "第 0 层第 1 头在 77% 的位置上看向前一个词元（随机水平 2%）：“前一词元”头"
-    assert str(second) == "layer 0 head 0 rests: a sink head"
+    assert str(first) == f"layer 0 head 1 {PREVIOUS}: a previous-token head"
+    assert words_of(first, "zh") == "第 0 层第 1 头在 77% 的位置上最关注前一个词元（随机水平 2%）：前一词元头"
+    assert str(second) == "layer 0 head 0 rests: an attention-sink head"
     assert second.values["role"] == "sink"
 
 
-def test_heads_that_say_the_same_are_told_within_and_across_layers():
+def test_similar_heads_are_reported_within_and_across_layers():
     inspection = inspection_of(
         {},
         likeness=Likeness(0.55, 0.1),
         groups=(Group(((ONE, 0), (ONE, 1), (ONE, 2)), 0.8),),
         pairs=(Pair((ONE, 0), (TWO, 1), 0.9, 0.9), Pair((ONE, 2), (TWO, 1), 0.5, 0.5)),
     )
-    assert said(inspection) == [
-        "heads 0.0 and 1.1 say the same thing, in different layers, cosine 0.90; random weights reach 0.10",
-        "heads 0.0, 0.1 and 0.2 say the same thing, cosine 0.80; random weights reach 0.10",
+    assert texts_of(inspection) == [
+        "heads 0.0 and 1.1 have similar outputs in different layers: cosine 0.90; random weights reach 0.10",
+        "heads 0.0, 0.1 and 0.2 have similar outputs: cosine 0.80; random weights reach 0.10",
     ]
-    assert said(inspection, language="zh") == [
-        "头 0.0、1.1 说的是同一件事（位于不同层），余弦 0.90；随机权重只到 0.10",
-        "头 0.0、0.1、0.2 说的是同一件事，余弦 0.80；随机权重只到 0.10",
+    assert texts_of(inspection, language="zh") == [
+        "头 0.0、1.1 的输出相似（位于不同层）：余弦 0.90；随机权重只到 0.10",
+        "头 0.0、0.1、0.2 的输出相似：余弦 0.80；随机权重只到 0.10",
     ]
     assert [finding.values["across"] for finding in findings(inspection)] == [True, False]
 
@@ -76,20 +76,20 @@ def test_heads_that_say_the_same_are_told_within_and_across_layers():
         (
             "ablation",
             "representation",
-            "taking out layer 1 head 2 turns a text's vector the most: 1 - cosine 0.5, 5 times the middle head",
-            "去掉第 1 层第 2 头时文本向量转动最大：1 - 余弦为 0.5，是中位的头的 5 倍",
+            "ablating layer 1 head 2 changes the text embedding most: 1 - cosine 0.5, 5 times the median head",
+            "消融第 1 层第 2 头时文本向量变化最大：1 - 余弦为 0.5，是中位数的 5 倍",
         ),
         (
             "ablation",
             "language",
-            "taking out layer 1 head 2 costs the most: 0.5 nats a token, 5 times the middle head",
-            "去掉第 1 层第 2 头的代价最大：每个词元 0.5 奈特，是中位的头的 5 倍",
+            "ablating layer 1 head 2 increases the loss most: 0.5 nats per token, 5 times the median head",
+            "消融第 1 层第 2 头时损失增加最多：每个词元 0.5 奈特，是中位数的 5 倍",
         ),
         (
             "gradient",
             "language",
-            "the loss hangs most on layer 1 head 2: its slope is 0.5 nats a token, 5 times the middle head",
-            "损失最依赖第 1 层第 2 头：斜率为每个词元 0.5 奈特，是中位的头的 5 倍",
+            "layer 1 head 2 has the largest loss gradient: 0.5 nats per token, 5 times the median head",
+            "第 1 层第 2 头的损失梯度最大：每个词元 0.5 奈特，是中位数的 5 倍",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_the_head_that_matters_most(column, loss, english, chinese):
 
 def test_without_a_middle_above_zero_nothing_is_a_multiple_of_it():
     (finding,) = findings(inspection_of({"gradient": [0.0, 0.0, 0.0, 0.0, 0.0, 0.5]}))
-    assert str(finding) == "the loss hangs most on layer 1 head 2: its slope is 0.5 nats a token"
+    assert str(finding) == "layer 1 head 2 has the largest loss gradient: 0.5 nats per token"
     assert "times" not in finding.values
 
 
@@ -117,18 +117,18 @@ def test_what_is_common_and_what_is_extreme():
     inspection = inspection_of(columns)
     found = findings(inspection, most=9)
     assert [str(x) for x in found] == [
-        "2 of 6 heads put over half of their attention on the first token",
-        "layer 0 head 1 is the sharpest: 93% of its attention on one token",
-        "1 of 6 heads look nearly everywhere alike (over 90% of the largest entropy)",
-        "layer 0 head 2 looks furthest: 31 tokens away on average",
-        "layer 0 head 2 writes the most: 60% of what its layer's heads write",
+        "2 of 6 heads have over half of their attention on the attention sink",
+        "layer 0 head 1 has the largest max attention weight: 93% on one token",
+        "1 of 6 heads attend almost uniformly (over 90% of the maximum entropy)",
+        "layer 0 head 2 has the largest mean attention distance: 31 tokens",
+        "layer 0 head 2 has the largest output norm: 60% of its layer's squared norm",
     ]
     assert [words_of(x, "zh") for x in found] == [
-        "6 个头中有 2 个把一半以上的注意力放在首个词元上",
-        "第 0 层第 1 头最专注：93% 的注意力落在一个词元上",
-        "6 个头中有 1 个几乎对所有词元一视同仁（超过最大熵的 90%）",
-        "第 0 层第 2 头看得最远：平均相隔 31 个词元",
-        "第 0 层第 2 头写入最多：占本层所有头写入的 60%",
+        "6 个头中有 2 个把一半以上的注意力放在注意力汇聚点（首个词元）上",
+        "第 0 层第 1 头的最大注意力权重最高：93% 落在一个词元上",
+        "6 个头中有 1 个的注意力几乎均匀分布（超过最大熵的 90%）",
+        "第 0 层第 2 头的平均注意力距离最大：31 个词元",
+        "第 0 层第 2 头的输出范数最大：占本层范数平方和的 60%",
     ]
     assert found[0].heads == ((ONE, 0), (ONE, 2))
     assert [x.column for x in found] == [
@@ -145,18 +145,18 @@ def test_a_place_in_one_of_several_stacks_says_which():
     finding = Finding("alike", ((site, 1), (site, 2)), None, {"cosine": 0.9, "across": False}, stacked=True)
     assert str(finding) == (
         "heads decoder cross-attention, layer 4 head 1 and decoder cross-attention, layer 4 head 2 "
-        "say the same thing, cosine 0.90"
+        "have similar outputs: cosine 0.90"
     )
     assert words_of(
         dataclasses.replace(finding, kind="extreme", column="mean_distance", values={"value": 3.0}), "zh"
-    ) == ("decoder 交叉注意力，第 4 层第 1 头看得最远：平均相隔 3 个词元")
+    ) == ("decoder 交叉注意力，第 4 层第 1 头的平均注意力距离最大：3 个词元")
 
 
-def test_every_role_has_its_turn_and_its_chinese_evidence():
+def test_every_role_has_an_order_and_chinese_evidence():
     assert set(TELLING) == set(RULES)
     for role in RULES:
         words = chinese_evidence(role, 0.6, 0.125, "")
-        assert "得分" not in words, role  # the words for a role that nobody has worded
+        assert "得分" not in words, role  # the fallback for a role without a text of its own
         assert ("60%" in words) != ("0.60" in words), role
         assert ("12%" in words) != ("0.12" in words), role
 
@@ -164,10 +164,12 @@ def test_every_role_has_its_turn_and_its_chinese_evidence():
 @pytest.mark.parametrize(
     ("evidence", "place"),
     [
-        ("looks 3 tokens back in 95% of positions (chance 2%)", "前面第 3 个词元"),
-        ("looks 1 token ahead in 95% of positions (chance 2%)", "后面第 1 个词元"),
+        ("attends most 3 tokens back in 95% of positions (chance 2%)", "前面第 3 个词元"),
+        ("attends most 1 token ahead in 95% of positions (chance 2%)", "后面第 1 个词元"),
+        ("attends most to the token itself in 95% of positions (chance 2%)", "词元自身"),
+        ("looks 3 tokens back in 95% of positions (chance 2%)", "前面第 3 个词元"),  # runs of earlier versions
         ("looks at the token itself in 95% of positions (chance 2%)", "词元自身"),
     ],
 )
-def test_a_positional_head_says_where_it_looks_in_chinese_too(evidence, place):
-    assert chinese_evidence("positional", 0.95, 0.02, evidence) == f"在 95% 的位置上看向{place}（随机水平 2%）"
+def test_the_offset_of_a_positional_head_is_part_of_the_chinese_evidence(evidence, place):
+    assert chinese_evidence("positional", 0.95, 0.02, evidence) == f"在 95% 的位置上最关注{place}（随机水平 2%）"

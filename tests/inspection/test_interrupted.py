@@ -86,7 +86,7 @@ def interrupted(monkeypatch, settings, folder, loaded, number, error, *, after, 
             read(settings, folder, loaded=loaded, save_seconds=save_seconds)
             return
         expected = OptionError if error is KeyboardInterrupt else error
-        with pytest.raises(expected, match="interrupted before the first" if expected is OptionError else None):
+        with pytest.raises(expected, match="interrupt before the first" if expected is OptionError else None):
             read(settings, folder, loaded=loaded, save_seconds=save_seconds)
 
 
@@ -223,7 +223,7 @@ def begun(begun_once, tmp_path, only_reading) -> tuple[Settings, Path]:
 def test_a_run_goes_on_with_its_own_settings_alone(begun, change, words):
     settings, folder = begun
     before = (folder / OBSERVATIONS).read_bytes()
-    with pytest.raises(OptionError, match="goes on with the settings it began with") as error:
+    with pytest.raises(OptionError, match="resumed with the settings it was started with") as error:
         read(dataclasses.replace(settings, **change), folder, resume=True)
     assert words in str(error.value)
     assert (folder / OBSERVATIONS).read_bytes() == before
@@ -232,13 +232,13 @@ def test_a_run_goes_on_with_its_own_settings_alone(begun, change, words):
 def test_a_run_goes_on_with_its_own_model_alone(begun, tmp_path):
     settings, folder = begun
     other = model_folder(tmp_path / "other", "bert", seed=1)
-    with pytest.raises(OptionError, match="only with the model it began with"):
+    with pytest.raises(OptionError, match="resumed with the model it was started with"):
         read(dataclasses.replace(settings, model=str(other)), folder, resume=True)
     config = Path(settings.model) / "config.json"
     before = config.read_text()
     try:
         config.write_text(json.dumps({**json.loads(before), "layer_norm_eps": 0.1}))
-        with pytest.raises(OptionError, match="another configuration"):
+        with pytest.raises(OptionError, match="or another config"):
             read(settings, folder, resume=True)
     finally:
         config.write_text(before)
@@ -250,7 +250,7 @@ def test_a_run_goes_on_with_all_of_its_text_alone(begun, text, tmp_path):
     longer = text_folder(tmp_path / "longer")
     late = longer / "3.txt"
     late.write_text("w1 " + late.read_text())
-    with pytest.raises(OptionError, match="only with the text"):
+    with pytest.raises(OptionError, match="resumed with the text"):
         read(dataclasses.replace(settings, text=str(longer)), folder, resume=True)
 
 
@@ -286,5 +286,5 @@ def test_no_table_is_read_with_the_rest_of_an_earlier_one(begun, monkeypatch):
     monkeypatch.setattr(files, "write_whole", write)
     with pytest.raises(KeyboardInterrupt):
         save_inspection(folder, read(settings, folder, resume=True))
-    with pytest.raises(OptionError, match="the run is not finished; go on with --resume"):
+    with pytest.raises(OptionError, match="whose run is not finished; continue it with --resume"):
         load_inspection(folder)

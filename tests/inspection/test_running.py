@@ -132,7 +132,7 @@ def test_duplicated_heads_are_found_within_and_across_layers(folders, text, tmp_
     (group,) = found.groups
     assert [(site.layer, head) for site, head in group.heads] == [(0, 0), (0, 1)]
     assert group.least > 0.9999
-    assert any("0.0 and 0.1 say the same thing" in str(finding) for finding in found.findings)
+    assert any("0.0 and 0.1 have similar outputs" in str(finding) for finding in found.findings)
 
 
 def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(plain_bert, monkeypatch):
@@ -143,7 +143,7 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
         "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, most_bytes=0)
     )
     picked = inspect_model(found.settings)
-    assert "projected at random to 64 numbers" in picked.facts["pairs_by"]
+    assert "random projection to 64 dimensions" in picked.facts["pairs_by"]
     guesses, measured = (torch.tensor([getattr(x, name) for x in picked.pairs]) for name in ("guess", "cosine"))
     assert 0 < (guesses - measured).abs().max() < 0.35  # 64 numbers for 24, drawn at random
     exact = {(pair.one, pair.other): pair.cosine for pair in found.pairs}
@@ -267,7 +267,7 @@ def test_a_run_goes_on_with_its_own_text_alone(folders, text, tmp_path):
     found = inspect_model(settings_for(folders["bert"], moved), folder=tmp_path / "run", report=stop)
     for file in moved.iterdir():
         file.write_text("w1 w2 w3 " * 50)
-    with pytest.raises(OptionError, match="goes on only with the text"):
+    with pytest.raises(OptionError, match="resumed with the text"):
         inspect_model(found.settings, folder=tmp_path / "run", resume=True)
 
 
@@ -310,9 +310,9 @@ def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"context": 4000}, "made for contexts of up to 130 tokens, got 4000"),
+        ({"context": 4000}, "context must be at most 130 tokens, the maximum of .*, got 4000"),
         ({"tokens": 0}, "tokens must be at least 1"),
-        ({"importance": "magic"}, "importance is one of"),
+        ({"importance": "magic"}, "importance must be one of"),
     ],
 )
 def test_what_cannot_be_is_refused(folders, text, options, words):

@@ -291,7 +291,7 @@ def test_a_syntax_table_is_shown_beside_the_inspection(inspections, tmp_path, su
 def test_a_syntax_table_of_another_model_or_none_is_refused(inspections, tmp_path):
     file = tmp_path / "table.json"
     SyntaxTable((row_of("another.module", 3),), (), 8, (10, 11), 30, 0).save(file)
-    with pytest.raises(OptionError, match=r"of one model, got head 3 of 'another.module'"):
+    with pytest.raises(OptionError, match=r"of the same model, got head 3 of 'another.module'"):
         page_of(inspections["bert"], syntax=Syntax.load(file))
     file.write_text("{}")
     with pytest.raises(OptionError, match="as `polyhead syntax --output` wrote it"):

@@ -80,7 +80,7 @@ export interface State {
     parameters: number;
   };
   context: number;
-  context_reason: "trained" | "memory" | "asked";
+  context_reason: "trained" | "memory" | "requested";
   output: Output["kind"];
   generates: boolean;
   stacks: { name: string; kind: "self" | "cross"; places: number[] }[];

@@ -1,1 +1,1 @@
-"""What the heads do, from statistics alone."""
+"""Analysis of heads from observations: roles, redundancy, circuits, importance and syntax."""

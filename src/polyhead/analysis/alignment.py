@@ -1,4 +1,4 @@
-"""Words and tokens: which tokens of a model are the pieces of which word of a treebank."""
+"""Alignment of a model's tokens with the words of a treebank."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ SAVE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aligned:
-    """Texts as a model reads them, with the word of each token; `contexts[i]` and `maps[i]` are of one text."""
+    """Tokenised texts with the word of each token; `contexts[i]` and `maps[i]` belong to one text."""
 
     contexts: tuple[Context, ...]
     maps: tuple[WordMap, ...]
     sentences: int  # in these texts
-    too_long: int  # sentences left out because their text has too many tokens
-    unreadable: int  # sentences left out because no token of the text is a piece of any of their words
+    too_long: int  # sentences excluded because their text has too many tokens
+    unreadable: int  # sentences excluded because no token of the text belongs to any of their words
     words: int  # in these texts
-    wordless: int  # of them, words without a token of their own: they are neither asked nor expected
+    wordless: int  # of them, words without a token of their own: they are excluded from accuracies
 
     def __len__(self) -> int:
         return len(self.contexts)
 
     @property
     def digest(self) -> str:
-        """The words of these texts and how they hang together, in short; the tokens alone do not tell."""
+        """Fingerprint of the word maps, which the tokens alone do not determine."""
         return hashlib.blake2b(repr(self.maps).encode(), digest_size=16).hexdigest()
 
     def __str__(self) -> str:
-        left_out = f"; left out: {self.too_long} too long, {self.unreadable} without words the tokenizer can read"
+        excluded = f"; excluded: {self.too_long} too long, {self.unreadable} without words that have tokens"
         return (
             f"{self.sentences:,} sentences, {self.words:,} words ({self.wordless:,} without a token of their own)"
-            + (left_out if self.too_long or self.unreadable else "")
+            + (excluded if self.too_long or self.unreadable else "")
         )
 
 
 def align(sentences: Iterable[Sentence], tokenizer: Any, *, together: int = 1, longest: int | None = None) -> Aligned:
-    """Cut sentences into the tokens of a fast tokenizer, and find each token's word.
+    """Tokenise sentences with a fast tokenizer, and assign each token to a word.
 
-    The tokenizer reads the text as it stands, with its special tokens. A token is a piece of the word with which it
-    shares the most characters, the first of several; a word may so be left without a token. `together` sentences in a
-    row become one text. Texts of more than `longest` tokens (the model's limit, and 512) are left out and counted.
+    The raw text is tokenised, with special tokens. A token belongs to the word with which it shares the most
+    characters, the first of several; a word may end up without a token. `together` consecutive sentences form one text.
+    Texts of more than `longest` tokens (at most 512) are excluded and counted.
     """
     if together < 1:
-        raise OptionError(f"together is a number of sentences, at least 1, got {together}")
+        raise OptionError(f"together must be at least 1 sentence, got {together}")
     limit = LONGEST if longest is None else min(longest, LONGEST)
     contexts: list[Context] = []
     maps: list[WordMap] = []
-    kept = too_long = unreadable = 0
+    aligned = too_long = unreadable = 0
     special_ids = special_tokens(tokenizer).ids
     for group in _groups(sentences, together):
         text, spans = _joined(group)
@@ -80,46 +80,46 @@ def align(sentences: Iterable[Sentence], tokenizer: Any, *, together: int = 1, l
             continue
         contexts.append(Context(len(contexts), 0, ids, special))
         maps.append(_word_map(group, tokens))
-        kept += len(group)
+        aligned += len(group)
     return Aligned(
         contexts=tuple(contexts),
         maps=tuple(maps),
-        sentences=kept,
+        sentences=aligned,
         too_long=too_long,
         unreadable=unreadable,
-        words=sum(len(found) for found in maps),
-        wordless=sum(found.pieces().count(0) for found in maps),
+        words=sum(len(word_map) for word_map in maps),
+        wordless=sum(word_map.pieces().count(0) for word_map in maps),
     )
 
 
 def cut(
     text: str, tokenizer: Any, special_ids: Collection[int] | None = None
 ) -> tuple[list[int], list[bool], list[Span]]:
-    """The ids of a text, which of them are special, and the characters that each stands for.
+    """Return the token ids of a text, a mask of special tokens, and the character span of each token.
 
-    `special_ids` are the tokenizer's (`polyhead.sources.special_tokens`), for whoever cuts many texts.
+    `special_ids` are the tokenizer's (`polyhead.sources.special_tokens`), to be computed once for many texts.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise OptionError(
-            "aligning words needs a tokenizer that knows the characters of each token (a fast one, with a "
-            f"tokenizer.json), got {type(tokenizer).__name__}"
+            "aligning words needs a fast tokenizer with offsets (one with a tokenizer.json), "
+            f"got {type(tokenizer).__name__}"
         )
-    found = tokenizer(
+    encoding = tokenizer(
         text, return_offsets_mapping=True, return_special_tokens_mask=True, return_attention_mask=False, verbose=False
     )
-    ids = list(found["input_ids"])
-    # The mask knows those around the text; one that is spelled out in it is no word either. An unknown word is one.
+    ids = list(encoding["input_ids"])
+    # The mask marks those around the text; special tokens spelled out in it are not words either, but unknown ones are.
     never_words = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     special = [
-        bool(mark) or token in never_words for token, mark in zip(ids, found["special_tokens_mask"], strict=True)
+        bool(mark) or token in never_words for token, mark in zip(ids, encoding["special_tokens_mask"], strict=True)
     ]
-    return ids, special, [(int(start), int(end)) for start, end in found["offset_mapping"]]
+    return ids, special, [(int(start), int(end)) for start, end in encoding["offset_mapping"]]
 
 
 def pieces_of(offsets: Sequence[Span], special: Sequence[bool], spans: Sequence[Span | None]) -> list[int]:
-    """For each token the span with which it shares the most characters, the first of several, -1 where none.
+    """Return for each token the index of the span with the largest overlap, the first of several; -1 if none.
 
-    `spans` stand in the order of the text and do not overlap; None is nowhere.
+    `spans` are in the order of the text and do not overlap; None is a word without a span.
 
     >>> pieces_of([(0, 0), (0, 4), (4, 5), (5, 6)], [True, False, False, False], [(0, 3), (3, 6)])  # didn't
     [-1, 0, 1, 1]
@@ -131,18 +131,18 @@ def pieces_of(offsets: Sequence[Span], special: Sequence[bool], spans: Sequence[
         if is_special or end <= start:
             pieces.append(-1)
             continue
-        # A tokenizer may step back: the bytes of one character are tokens that stand for the same characters.
+        # Spans may repeat: the byte tokens of one character all have the span of that character.
         while first and places[first - 1][1] > start:
             first -= 1
         while first < len(places) and places[first][1] <= start:
             first += 1
-        best, shared = -1, 0
+        best, largest = -1, 0
         for place_start, place_end, index in places[first:]:
             if place_start >= end:
                 break
-            common = min(end, place_end) - max(start, place_start)
-            if common > shared:
-                best, shared = index, common
+            overlap = min(end, place_end) - max(start, place_start)
+            if overlap > largest:
+                best, largest = index, overlap
         pieces.append(best)
     return pieces
 
@@ -158,14 +158,16 @@ def watch(
     origin: Mapping[str, Any] | None = None,
     save_seconds: float = SAVE_SECONDS,
 ) -> Observations:
-    """Let a model read contexts while it is gathered from; `progress` is told how many were read with each batch.
+    """Run a model over contexts with collectors; `progress` is called with the number of contexts of each batch.
 
-    `metadata.documents` are the contexts' document numbers. Of an encoder-decoder the encoder reads. `kept` is a file
-    in which what was gathered of whole batches is kept, from time to time and when the reading ends, however it ends;
-    reading goes on from it where it is there, if the model, the contexts and `origin` are the same.
+    `metadata.documents` are the contexts' document numbers. Of an encoder-decoder only the encoder runs. `kept` is a
+    file to which the collected data of complete batches is saved, periodically and at the end, also after an error. If
+    it exists, the run is resumed from it, provided that the model, the contexts and `origin` are the same.
     """
     if loaded.main_input != "input_ids" and loaded.kind != "encoder-decoder":
-        raise OptionError(f"words are for models that read text, got {loaded.name}, which reads {loaded.main_input}")
+        raise OptionError(
+            f"word attention needs a model of text, got {loaded.name}, whose input is {loaded.main_input}"
+        )
     model = loaded.model.get_encoder() if loaded.kind == "encoder-decoder" else loaded.model
     device = next(model.parameters()).device
     session = observe(model, statistics=False, collect=collect)
@@ -175,9 +177,9 @@ def watch(
         facts = {"model": model_digest(model), "text": digest_of(contexts), "batch": batch_tokens, **(origin or {})}
         sweep(kept.parent, kept.name)
         if kept.exists():
-            before = read_facts(kept)
-            done, digest = before.pop("batches", None), before.pop("digest", None)
-            check_origin(kept, before, facts)
+            saved_facts = read_facts(kept)
+            done, digest = saved_facts.pop("batches", None), saved_facts.pop("digest", None)
+            check_origin(kept, saved_facts, facts)
             session.go_on_from(load(kept, collect))
             read = _Read(session.observations, done, digest)
 
@@ -188,12 +190,12 @@ def watch(
     saved = time.monotonic()
     try:
         with torch.no_grad(), session:
-            found = batches(
+            remaining = batches(
                 contexts, loaded.tokenizer, batch_tokens=batch_tokens, start=read.batches, digest=read.digest
             )
             if progress is not None:
-                progress(len(contexts) - sum(len(batch.documents) for batch in found) if read.batches else 0)
-            for batch in found:
+                progress(len(contexts) - sum(len(batch.documents) for batch in remaining) if read.batches else 0)
+            for batch in remaining:
                 session.metadata = BatchMetadata(documents=batch.documents)
                 model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device))
                 read = _Read(session.observations, batch.index + 1, batch.digest)
@@ -210,7 +212,7 @@ def watch(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """Observations of the batches read so far, all of them whole; one value, so that no interrupt finds half of it."""
+    """Observations of the complete batches so far; one immutable value, so that an interrupt never splits it."""
 
     observations: Observations
     batches: int = 0
@@ -229,7 +231,7 @@ def _groups(sentences: Iterable[Sentence], together: int) -> Iterable[list[Sente
 
 
 def _joined(group: Sequence[Sentence]) -> tuple[str, list[Span | None]]:
-    """The text of several sentences, and where each word stands in it."""
+    """Return the text of several sentences, and the span of each word in it."""
     text = ""
     spans: list[Span | None] = []
     for index, sentence in enumerate(group):

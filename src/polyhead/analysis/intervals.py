@@ -1,4 +1,4 @@
-"""How far a share counted on some text can be trusted."""
+"""Confidence intervals of proportions and ratios."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 
-Z = 1.959963984540054  # 95 of 100 draws of a normal variable lie within so many standard deviations
+Z = 1.959963984540054  # 97.5% quantile of the standard normal distribution
 
 
 def normal_quantile(tail: float) -> float:
-    """How many standard deviations above its mean a normal variable lies with the chance `tail`.
+    """Return the standard normal quantile with upper tail probability `tail`.
 
     >>> round(normal_quantile(0.025), 3)
     1.96
@@ -23,7 +23,7 @@ def normal_quantile(tail: float) -> float:
 
 
 def student_quantile(tail: float, degrees: int) -> float:
-    """The same of Student's t: the mean of few draws, over a spread that was estimated from them.
+    """Return the quantile of Student's t distribution with upper tail probability `tail`.
 
     >>> round(student_quantile(0.025, 9), 3)
     2.262
@@ -40,7 +40,7 @@ def student_quantile(tail: float, degrees: int) -> float:
 
 
 def _student_tail(t: float, degrees: int) -> float:
-    """The chance of more than t >= 0: for whole degrees of freedom a finite sum (Abramowitz and Stegun, 26.7.3-4)."""
+    """Return P(T > t) for t >= 0; a finite sum for integer degrees of freedom (Abramowitz and Stegun, 26.7.3-4)."""
     angle = math.atan(t / math.sqrt(degrees))
     square = math.cos(angle) ** 2
     odd = degrees % 2
@@ -55,45 +55,45 @@ def _student_tail(t: float, degrees: int) -> float:
 
 
 def wilson(hits: int, count: int, deviations: float = Z) -> tuple[float, float]:
-    """The 95% interval of Wilson for a share of `hits` in `count` independent draws; all of [0, 1] for none.
+    """Return the 95% Wilson score interval of `hits` in `count` independent draws; [0, 1] for none.
 
-    Of another level with other `deviations`.
+    Pass other `deviations` for another level.
 
     >>> [round(x, 3) for x in wilson(8, 10)]
     [0.49, 0.943]
     """
     if not 0 <= hits <= count:
-        raise OptionError(f"hits must lie between 0 and the count, got {hits} of {count}")
+        raise OptionError(f"hits must be between 0 and count, got {hits} of {count}")
     if not count:
         return 0.0, 1.0
-    share, room = hits / count, deviations**2 / count
-    middle = (share + room / 2) / (1 + room)
-    half_width = deviations * math.sqrt(share * (1 - share) / count + room / (4 * count)) / (1 + room)
-    # At the ends the formula gives the share itself, up to rounding.
+    share, z2_n = hits / count, deviations**2 / count
+    middle = (share + z2_n / 2) / (1 + z2_n)
+    half_width = deviations * math.sqrt(share * (1 - share) / count + z2_n / (4 * count)) / (1 + z2_n)
+    # At 0 and 1 the bound equals the share, up to rounding.
     return min(share, max(0.0, middle - half_width)), max(share, min(1.0, middle + half_width))
 
 
 def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float = Z) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over counts, both [texts, ...], and the ends of the 95% interval of that ratio, drawn over texts.
+    """Return sums over counts, both [texts, ...], with the ends of the 95% interval of the ratio over texts.
 
-    Of another level with other `deviations`.
+    Pass other `deviations` for another level.
 
-    Words of one text are not independent, texts are: the interval follows from how much texts differ (the linearised
-    variance of a ratio). NaN where there is nothing to count, and an interval of NaN for fewer than two texts.
+    Words of one text are not independent, texts are: the interval uses the variance between texts (the linearised
+    variance of a ratio estimator). The ratio is NaN for a count of 0, the interval NaN for fewer than two texts.
     """
     texts = sums.shape[0]
     total = _sum_in_order(counts).to(torch.float64)
     ratio = _sum_in_order(sums) / torch.where(total > 0, total, torch.nan)
-    apart = sums - ratio * counts
+    residual = sums - ratio * counts
     factor = texts / (texts - 1) if texts > 1 else torch.nan
-    half_width = deviations * (factor * _sum_in_order(apart.square())).sqrt() / total
+    half_width = deviations * (factor * _sum_in_order(residual.square())).sqrt() / total
     return ratio, ratio - half_width, ratio + half_width
 
 
 def _sum_in_order(x: Tensor) -> Tensor:
-    """Sum over the first axis, one row after the other.
+    """Return the sum over the first axis, accumulated row by row.
 
-    `Tensor.sum` groups rows by how many columns there are and by the width of the CPU's vectors, so that the sum of
-    one column would depend on its neighbours and on the machine.
+    `Tensor.sum` groups rows depending on the number of columns and the CPU's vector width, so that the sum of one
+    column would depend on the others and on the machine.
     """
     return x.cumsum(0)[-1] if len(x) else x.sum(0)

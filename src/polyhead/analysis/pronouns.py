@@ -1,4 +1,4 @@
-"""Which heads look from a pronoun at what it stands for."""
+"""Pronoun scores: how often a head attends from a pronoun to its antecedent."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from polyhead.sources.pronouns import PronounSentence
 
 NAME = "pronouns"
 LEVEL = 0.95
-LEAST = 2.0  # times the weight of a head that looks everywhere alike, for one that is said to look at antecedents
-NULL = 0.5  # of a head for which the pronoun's meaning changes nothing; see `polyhead.sources.pronouns`
+LEAST = 2.0  # minimum weight on antecedents, relative to uniform attention
+NULL = 0.5  # score of a head that ignores the pronoun's meaning; see `polyhead.sources.pronouns`
 
 
 @dataclass(frozen=True, slots=True)
 class PronounScore:
-    """How often the antecedent gets more weight from the pronoun than the distractor; a tie is half of a time.
+    """Share of sentences in which the pronoun attends more to the antecedent than to the distractor; ties count half.
 
-    Wilson's interval takes sentences for independent draws, but the four of a frame share their words: the interval
-    over frames is the one to trust where it is wider. Both are of a head that was named beforehand; the best of many
-    heads is above the null by chance alone. `all_low` and `all_high` are for that: each misses with a chance of 5%
-    divided by the number of heads, so that all heads' intervals hold at once in 95 of 100 texts. They are the wider of
-    Wilson's and of Student's over frames, at that level.
+    The Wilson interval assumes independent sentences, but the four of a frame share their words: where the interval
+    over frames is wider, prefer it. Both are for a head chosen in advance; the best of many heads is above the null by
+    chance. `all_low` and `all_high` correct for that (Bonferroni): each has an error rate of 5% divided by the number
+    of heads, so that all intervals hold simultaneously with 95% probability. They are the wider of the Wilson interval
+    and of Student's interval over frames, at that level.
     """
 
     site: str
@@ -41,29 +41,31 @@ class PronounScore:
     head: int
     sentences: int
     score: float
-    low: float  # the ends of the 95% interval of Wilson
+    low: float  # 95% Wilson interval
     high: float
-    frames_low: float  # the same over frames
+    frames_low: float  # the interval over frames
     frames_high: float
-    all_low: float  # the same for all heads at once
+    all_low: float  # the simultaneous interval of all heads
     all_high: float
-    weight: float  # that the antecedent gets, the mean over sentences
-    expected: float  # the same of a head that looks alike at all tokens it may see
+    weight: float  # attention weight on the antecedent, averaged over sentences
+    expected: float  # the same of uniform attention over the visible tokens
     null: float = NULL
 
     @property
     def looks_there(self) -> bool:
-        """Whether the antecedent has a weight to speak of. A preference between two names that the head hardly looks
-        at follows from any accident of its weights."""
+        """True if the weight on the antecedent is large enough.
+
+        A preference between two names that both receive little attention may be accidental.
+        """
         return self.weight >= LEAST * self.expected
 
 
 @dataclass(frozen=True, slots=True)
 class PronounTable:
-    """One row a head."""
+    """Pronoun scores, one row per head."""
 
     entries: tuple[PronounScore, ...]
-    unreadable: int  # sentences of frames that the tokenizer cannot read
+    unreadable: int  # sentences of frames that the tokenizer cannot represent
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return (asdict(entry) for entry in self.entries)
@@ -74,10 +76,10 @@ class PronounTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PronounTexts:
-    """The sentences as a model reads them, for `alignment.watch(loaded, texts.contexts, [texts.collector()])`."""
+    """The tokenised sentences, for `alignment.watch(loaded, texts.contexts, [texts.collector()])`."""
 
     contexts: tuple[Context, ...]
-    labels: tuple[tuple[int, ...], ...]  # of each token: 0 pronoun, 1 antecedent, 2 distractor, -1 anything else
+    labels: tuple[tuple[int, ...], ...]  # by token: 0 pronoun, 1 antecedent, 2 distractor, -1 other
     frames: tuple[int, ...]  # of each sentence
     unreadable: int
 
@@ -86,43 +88,43 @@ class PronounTexts:
 
 
 def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longest: int | None = None) -> PronounTexts:
-    """Cut the sentences into tokens, and leave out what the model could not read.
+    """Tokenise the sentences, and exclude frames that the tokenizer cannot represent.
 
-    A model that sees an unknown token for "she" and for "he" cannot tell them apart. A frame with an unknown token,
-    with a name that has no token of its own, or of more than `longest` tokens is left out whole: its sentences are
+    A model with an unknown token for both "she" and "he" cannot distinguish them. A frame with an unknown token, with a
+    name that has no token of its own, or with more than `longest` tokens is excluded entirely, as its sentences are
     balanced only together.
     """
     special_ids = special_tokens(tokenizer).ids
     unknown = {tokenizer.unk_token_id} - set(special_ids)
-    read: list[tuple[int, list[int], list[bool], tuple[int, ...]]] = []
-    broken: set[int] = set()
+    tokenised: list[tuple[int, list[int], list[bool], tuple[int, ...]]] = []
+    excluded: set[int] = set()
     for sentence in sentences:
         ids, special, offsets = cut(sentence.text, tokenizer, special_ids)
         spans = (sentence.pronoun, sentence.antecedent, sentence.distractor)
         order = sorted(range(3), key=lambda index: spans[index])
-        found = pieces_of(offsets, special, [spans[index] for index in order])
-        label = tuple(order[piece] if piece >= 0 else -1 for piece in found)
+        pieces = pieces_of(offsets, special, [spans[index] for index in order])
+        label = tuple(order[piece] if piece >= 0 else -1 for piece in pieces)
         if not {0, 1, 2} <= set(label) or unknown & set(ids) or (longest is not None and len(ids) > longest):
-            broken.add(sentence.frame)
-        read.append((sentence.frame, ids, special, label))
-    kept = [row for row in read if row[0] not in broken]
+            excluded.add(sentence.frame)
+        tokenised.append((sentence.frame, ids, special, label))
+    rows = [row for row in tokenised if row[0] not in excluded]
     return PronounTexts(
-        contexts=tuple(Context(number, 0, ids, special) for number, (_, ids, special, _) in enumerate(kept)),
-        labels=tuple(label for _, _, _, label in kept),
-        frames=tuple(frame for frame, _, _, _ in kept),
-        unreadable=len(read) - len(kept),
+        contexts=tuple(Context(number, 0, ids, special) for number, (_, ids, special, _) in enumerate(rows)),
+        labels=tuple(label for _, _, _, label in rows),
+        frames=tuple(frame for frame, _, _, _ in rows),
+        unreadable=len(tokenised) - len(rows),
     )
 
 
 def pronoun_table(observations: Observations, texts: PronounTexts) -> PronounTable:
-    """What the gatherer of `texts` has seen, head by head."""
-    found = {site: values[NAME] for site, values in observations.collected.items() if NAME in values}
-    states = {site: value.state() for site, value in found.items() if isinstance(value, ByContext)}
+    """Return the pronoun scores of every head, from the data that the collector of `texts` collected."""
+    collected = {site: values[NAME] for site, values in observations.collected.items() if NAME in values}
+    states = {site: value.state() for site, value in collected.items() if isinstance(value, ByContext)}
     states = {site: state for site, state in states.items() if len(state["weights"])}
     if not states:
         raise OptionError(
-            "a pronoun table is made of what the gatherer of pronoun_texts(...) has seen, got none "
-            f"({len(texts.contexts)} sentences to read, {texts.unreadable} that the tokenizer cannot)"
+            "a pronoun table needs data of the collector of pronoun_texts(...), got none "
+            f"({len(texts.contexts)} sentences, and {texts.unreadable} that the tokenizer cannot represent)"
         )
     heads = sum(site.num_heads for site in states)
     entries = [entry for site, state in states.items() for entry in _scores(site, state, texts, heads)]
@@ -155,7 +157,7 @@ def _scores(
             score=total / count,
             low=low,
             high=high,
-            # A single frame has no interval of its own (NaN): nothing is known then, and the ends are 0 and 1.
+            # The interval of a single frame is NaN: max and min then give 0 and 1.
             frames_low=max(0.0, frames_low),
             frames_high=min(1.0, frames_high),
             all_low=max(0.0, min(wide_low, all_low)),
@@ -166,5 +168,5 @@ def _scores(
 
 
 def _wilson(hits: float, count: int, deviations: float) -> tuple[float, float]:
-    # Half a hit is none for the lower end and one for the upper.
+    # A half hit counts as 0 for the lower bound and as 1 for the upper.
     return wilson(math.floor(hits), count, deviations)[0], wilson(math.ceil(hits), count, deviations)[1]

@@ -1,4 +1,4 @@
-"""Which heads say the same thing: groups in which every pair is more alike than chance and layout explain."""
+"""Redundancy groups: heads whose outputs are pairwise more similar than chance and layout explain."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ QUANTILE = 0.999
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """Groups of heads, the threshold they were found by, and what a model without any redundancy shows."""
+    """Groups of heads, the similarity threshold, and the null it was derived from."""
 
-    groups: tuple[tuple[int, ...], ...]  # each of two heads or more, by their rows in the matrix of similarities
+    groups: tuple[tuple[int, ...], ...]  # two heads or more each, by their rows of the similarity matrix
     threshold: float
-    null: float  # the largest similarity but one in a thousand where there is nothing in common
+    null: float  # 99.9% quantile of the similarity of unrelated heads
 
     def __str__(self) -> str:
-        found = ", ".join("{" + ", ".join(map(str, group)) + "}" for group in self.groups) or "none"
-        return f"groups {found} (similarity at least {self.threshold:.2f}; without redundancy at most {self.null:.2f})"
+        groups = ", ".join("{" + ", ".join(map(str, group)) + "}" for group in self.groups) or "none"
+        return f"groups {groups} (similarity at least {self.threshold:.2f}; without redundancy at most {self.null:.2f})"
 
 
 def redundancy(similarity: Tensor, null: Tensor | Sequence[Tensor]) -> Redundancy:
-    """The groups of heads that duplicate each other, judged by a null.
+    """Return the groups of redundant heads, relative to a null.
 
     Args:
-        similarity: [heads, heads], 1 for the same and less for others, such as `relations.cosine`. NaN, of a head that
-            writes nothing, belongs to no group.
-        null: the same of one or several models in which no head has to do with another: random weights of the same
-            layout on the same text. What they show is due to the layout, the text and the number of tokens.
+        similarity: [heads, heads], 1 for identical heads, such as `relations.cosine`. A head with NaN, whose output is
+            0, is in no group.
+        null: the same of one or several models with unrelated heads: random weights of the same layout on the same
+            text. Their similarity is due to the layout, the text and the number of tokens.
 
-    The threshold lies halfway between the null and 1: a pair in a group is closer to being the same than to being
-    unrelated. Groups are complete: each pair of a group reaches the threshold, not only neighbours in a chain.
+    The threshold is halfway between the null and 1: a pair in a group is closer to identical than to unrelated. Groups
+    are complete-linkage clusters: every pair of a group reaches the threshold.
 
     >>> alike = torch.tensor([[1.0, 0.97, 0.1], [0.97, 1.0, 0.2], [0.1, 0.2, 1.0]])
     >>> print(redundancy(alike, torch.eye(3) * 0.7 + 0.3))
     groups {0, 1} (similarity at least 0.65; without redundancy at most 0.30)
     """
-    most = max(_largest(one) for one in ([null] if isinstance(null, Tensor) else null))
-    if not most < 1:
+    null_max = max(_upper_quantile(matrix) for matrix in ([null] if isinstance(null, Tensor) else null))
+    if not null_max < 1:
         raise OptionError(
-            f"the null must be of heads that are not the same, got a similarity of {most:g} in it; "
-            "take random weights with another seed for each head"
+            f"the null must be of different heads, got a similarity of {null_max:g}; "
+            "use random weights with another seed for each head"
         )
-    threshold = (1 + max(most, 0.0)) / 2
-    return Redundancy(complete_groups(similarity, threshold), threshold, most)
+    threshold = (1 + max(null_max, 0.0)) / 2
+    return Redundancy(complete_groups(similarity, threshold), threshold, null_max)
 
 
 def complete_groups(similarity: Tensor, threshold: float) -> tuple[tuple[int, ...], ...]:
-    """Join the two closest groups as long as all pairs between them reach the threshold; singles are left out."""
+    """Merge the two closest groups while all pairs between them reach the threshold; omit single heads."""
     _check_square(similarity)
     values = similarity.detach().to("cpu", torch.float64)
     values = torch.where(values.isnan(), -torch.inf, values)
@@ -65,7 +65,7 @@ def complete_groups(similarity: Tensor, threshold: float) -> tuple[tuple[int, ..
         one, other = sorted(divmod(place, len(values)))
         if not values[one, other] >= threshold:
             break
-        # The likeness of two groups is that of their least alike pair.
+        # Complete linkage: the similarity of two groups is that of their least similar pair.
         values[one] = torch.minimum(values[one], values[other])
         values[:, one] = values[one]
         values[other], values[:, other] = -torch.inf, -torch.inf
@@ -75,13 +75,13 @@ def complete_groups(similarity: Tensor, threshold: float) -> tuple[tuple[int, ..
     return tuple(sorted(groups))
 
 
-def _largest(null: Tensor) -> float:
+def _upper_quantile(null: Tensor) -> float:
     _check_square(null)
-    apart = null.detach().to(torch.float64)[~torch.eye(len(null), dtype=torch.bool, device=null.device)]
-    apart = apart[~apart.isnan()]
-    if not apart.numel():
-        raise OptionError(f"the null needs pairs of heads, got a matrix of {len(null)} heads that has none")
-    return float(apart.quantile(QUANTILE))
+    off_diagonal = null.detach().to(torch.float64)[~torch.eye(len(null), dtype=torch.bool, device=null.device)]
+    off_diagonal = off_diagonal[~off_diagonal.isnan()]
+    if not off_diagonal.numel():
+        raise OptionError(f"the null needs pairs of heads, got a matrix of {len(null)} heads without any")
+    return float(off_diagonal.quantile(QUANTILE))
 
 
 def _check_square(similarity: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""How the heads of a layer relate: from the second moments of their outputs, and the matrices that write them.
+"""Similarity of the heads of a layer, from the second moments of their outputs and the output projection.
 
-Head i writes x_i = o_i W_i into the residual stream, o_i its output and W_i its rows of the output projection. With
+Head i writes x_i = o_i W_i to the residual stream, with o_i its output and W_i its rows of the output projection. With
 C_ij the covariance of o_i and o_j, the covariance of two contributions is W_i^T C_ij W_j, and every quantity here is
-made of such products; the contributions themselves, as wide as the model, are never formed. All of it is centred over
-tokens: two heads that only add a constant have nothing in common.
+computed from such products; the contributions themselves, d_model wide, are never formed. All quantities are centred
+over tokens: constant outputs have no similarity.
 
-Before the output projection the heads of a key/value group look alike whatever they do, because they read the same
-values; compare contributions.
+Before the output projection the heads of a KV group are similar in any case, because they read the same values; compare
+contributions instead.
 """
 
 from __future__ import annotations
@@ -17,66 +17,69 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.head_moments import HeadMoments
 
-_SAME = 1 - 1e-9  # a correlation from here on is that of the same signal, up to rounding
+_IDENTICAL = 1 - 1e-9  # correlations from here on are those of identical signals, up to rounding
 
 
 def cosine(moments: HeadMoments, output_weights: Tensor) -> Tensor:
-    """The correlation of contributions, [heads, heads]: sum of <x_i, x_j> over that of both norms, centred.
+    """Return the cosine similarity of centred contributions, [heads, heads].
 
-    1 for heads that write the same, -1 for heads that undo each other, NaN for a head that writes nothing.
+    1 for identical heads, -1 for heads that cancel, NaN for a head whose output does not vary.
 
     Args:
         output_weights: [heads, dim, embed_dim], each head's rows of the output projection.
     """
-    together = inner_products(moments, output_weights)
-    return together / _outer_root(together.diagonal())
+    products = inner_products(moments, output_weights)
+    return products / _outer_root(products.diagonal())
 
 
 def inner_products(moments: HeadMoments, output_weights: Tensor) -> Tensor:
-    """The mean of <x_i - mean, x_j - mean> over tokens, [heads, heads]; on the diagonal the variance a head writes."""
+    """Return the mean of <x_i - mean, x_j - mean> over tokens, [heads, heads]; the diagonal is the output variance."""
     weights = _checked(moments, output_weights)
     gram = torch.einsum("iae,jbe->iajb", weights, weights)
     return (moments.covariance * gram).sum((1, 3))
 
 
 def contribution_norm(moments: HeadMoments, output_weights: Tensor) -> Tensor:
-    """The root of the mean of |x_i|^2 over tokens, mean included, [heads]."""
+    """Return the root mean square of |x_i| over tokens, not centred, [heads]."""
     weights = _checked(moments, output_weights)
     mean = torch.einsum("ia,iae->ie", moments.mean, weights)
-    spread = inner_products(moments, output_weights).diagonal() * (moments.count - 1) / moments.count
-    return (spread + mean.square().sum(-1)).sqrt()
+    variance = inner_products(moments, output_weights).diagonal() * (moments.count - 1) / moments.count
+    return (variance + mean.square().sum(-1)).sqrt()
 
 
 def cka(moments: HeadMoments, output_weights: Tensor) -> Tensor:
-    """Linear centred kernel alignment of contributions, [heads, heads], from 0 to 1.
+    """Return the linear centred kernel alignment of contributions, [heads, heads], from 0 to 1.
 
-    ||X_i^T X_j||^2 / (||X_i^T X_i|| ||X_j^T X_j||): 1 where one is a rotation and scaling of the other.
+    ||X_i^T X_j||^2 / (||X_i^T X_i|| ||X_j^T X_j||): 1 if one is a rotation and scaling of the other (Kornblith et al.,
+    2019).
     """
     weights = _checked(moments, output_weights)
     roots = _roots(torch.einsum("iae,ibe->iab", weights, weights))
-    seen = torch.einsum("iac,iajb,jbd->ijcd", roots, moments.covariance, roots)
-    together = seen.square().sum((2, 3))
-    return together / _outer_root(together.diagonal())
+    cross_covariance = torch.einsum("iac,iajb,jbd->ijcd", roots, moments.covariance, roots)
+    squared_norms = cross_covariance.square().sum((2, 3))
+    return squared_norms / _outer_root(squared_norms.diagonal())
 
 
 def effective_rank(moments: HeadMoments, output_weights: Tensor) -> Tensor:
-    """In how many directions a head writes, [heads]: exp of the entropy of the shares of variance; NaN for none."""
+    """Return the effective rank of the contributions, [heads]: exp of the entropy of the normalised spectrum.
+
+    Roy and Vetterli (2007), of the covariance; NaN for a head whose output does not vary.
+    """
     weights = _checked(moments, output_weights)
     roots = _roots(torch.einsum("iae,ibe->iab", weights, weights))
-    own = torch.einsum("iac,iaib,ibd->icd", roots, moments.covariance, roots)
-    variances = torch.linalg.eigvalsh(own).clamp_min(0.0)
+    covariance = torch.einsum("iac,iaib,ibd->icd", roots, moments.covariance, roots)
+    variances = torch.linalg.eigvalsh(covariance).clamp_min(0.0)
     shares = variances / variances.sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1).exp()
 
 
 def mutual_information(moments: HeadMoments, *, corrected: bool = True) -> Tensor:
-    """Between the outputs of two heads as if they were Gaussian, in nats, [heads, heads].
+    """Return the mutual information of the outputs of two heads under a Gaussian model, in nats, [heads, heads].
 
-    -1/2 sum of log(1 - r^2) over their canonical correlations r; inf between heads one of which follows from the other,
-    and on the diagonal. Sampled correlations are too large: with p and q dimensions and n tokens the estimate is too
-    high by 1/2 [A(p) + A(q) - A(p + q)], A(m) the sum of digamma((n - 1 - k) / 2) for k < m, whatever the true
-    covariance is. That is taken off (`corrected`), so that independent heads have 0 on average, and a little less or
-    more in a sample.
+    -1/2 sum of log(1 - r^2) over their canonical correlations r; inf between heads that determine each other, and on
+    the diagonal. The sample estimate is biased: with p and q dimensions and n tokens it is too high by
+    1/2 [A(p) + A(q) - A(p + q)], A(m) the sum of digamma((n - 1 - k) / 2) for k < m, whatever the true covariance. The
+    bias is subtracted (`corrected`), so that independent heads have 0 on average.
     """
     heads, ranks, whitened = _whitened(moments)
     samples = _samples(moments, 2 * moments.dim, "the mutual information of two heads")
@@ -84,63 +87,62 @@ def mutual_information(moments: HeadMoments, *, corrected: bool = True) -> Tenso
     for i in range(heads):
         for j in range(i):
             correlations = torch.linalg.svdvals(whitened[i, :, j])
-            if correlations.max() < _SAME:
+            if correlations.max() < _IDENTICAL:
                 information = -0.5 * torch.log1p(-correlations.square()).sum()
                 if corrected:
-                    information = information - _surplus(samples, [ranks[i], ranks[j]])
+                    information = information - _bias(samples, [ranks[i], ranks[j]])
                 result[i, j] = result[j, i] = information
     return result
 
 
 def total_correlation(moments: HeadMoments, *, corrected: bool = True) -> Tensor:
-    """How much less all heads together say than each for itself, as if they were Gaussian, in nats; 0 if independent.
+    """Return the total correlation of all heads under a Gaussian model, in nats; 0 if they are independent.
 
-    The sum of their entropies less that of all of them; corrected as `mutual_information` is. inf where a head follows
-    from the others.
+    The sum of their entropies minus their joint entropy; corrected as `mutual_information` is. inf if the other heads
+    determine one of them.
     """
     heads, ranks, whitened = _whitened(moments)
     samples = _samples(moments, heads * moments.dim, "the total correlation of a layer")
     size = heads * moments.dim
     joint = whitened.reshape(size, size)
-    # Directions in which a head says nothing at all are left out; they would count as what follows from the rest.
-    kept = joint.diagonal() > 0.5
-    root, failed = torch.linalg.cholesky_ex(joint[kept][:, kept])
-    # The square of each entry is what is left of a direction's variance, 1, when those before it are known.
-    left = root.diagonal()
-    if bool(failed) or left.square().min() < 1 - _SAME:
+    # Directions without variance are removed; they would count as determined by the others.
+    varying = joint.diagonal() > 0.5
+    root, failed = torch.linalg.cholesky_ex(joint[varying][:, varying])
+    # The square of each entry is the conditional variance of a direction given those before it.
+    conditional = root.diagonal()
+    if bool(failed) or conditional.square().min() < 1 - _IDENTICAL:
         return torch.full((), torch.inf, dtype=torch.float64, device=joint.device)
-    information = -left.log().sum()
-    return information - _surplus(samples, ranks) if corrected else information
+    information = -conditional.log().sum()
+    return information - _bias(samples, ranks) if corrected else information
 
 
 def principal_cosines(bases: Tensor) -> Tensor:
-    """Cosines of the principal angles between the row spaces of matrices, [heads, heads, rows], the largest first.
+    """Return the cosines of the principal angles between row spaces, [heads, heads, rows], in decreasing order.
 
     Args:
-        bases: [heads, rows, width], such as each head's rows of the output projection, or its query matrix turned.
+        bases: [heads, rows, width], such as each head's rows of the output projection, or its transposed query matrix.
 
-    Spaces that are the same have ones, spaces at right angles zeros. A matrix of lower rank has fewer angles; the rest
-    are zeros.
+    Identical spaces have ones, orthogonal spaces zeros. A matrix of lower rank has fewer angles; the rest are zeros.
     """
     if bases.ndim != 3:
         raise ShapeError(f"bases must be [heads, rows, width], got shape {list(bases.shape)}")
     _, values, spans = torch.linalg.svd(bases.to(torch.float64), full_matrices=False)
-    there = values > values.amax(-1, keepdim=True) * max(bases.shape[1:]) * torch.finfo(bases.dtype).eps
-    spans = spans * there[..., None]
+    nonzero = values > values.amax(-1, keepdim=True) * max(bases.shape[1:]) * torch.finfo(bases.dtype).eps
+    spans = spans * nonzero[..., None]
     return torch.linalg.svdvals(torch.einsum("iae,jbe->ijab", spans, spans)).clamp(0.0, 1.0)
 
 
 def subspace_overlap(bases: Tensor) -> Tensor:
-    """The mean squared cosine of the principal angles, [heads, heads], 1 for the same space and 0 at right angles.
+    """Return the mean squared cosine of the principal angles, [heads, heads]: 1 for identical spaces, 0 for orthogonal.
 
-    Two random spaces of r of w dimensions have r / w: that is the null.
+    Two random r-dimensional subspaces of w dimensions have r / w, which is the null.
     """
     squares = principal_cosines(bases).square().sum(-1)
     ranks = squares.diagonal()
     return squares / torch.minimum(ranks[:, None], ranks)
 
 
-# ---- what they share
+# ---- helpers
 
 
 def _checked(moments: HeadMoments, output_weights: Tensor) -> Tensor:
@@ -158,24 +160,24 @@ def _outer_root(diagonal: Tensor) -> Tensor:
 
 
 def _roots(symmetric: Tensor) -> Tensor:
-    """Matrices R with R R^T = the given ones, which have no negative eigenvalue."""
+    """Return matrices R with R R^T equal to the given positive semidefinite ones."""
     values, vectors = torch.linalg.eigh(symmetric)
     return vectors * values.clamp_min(0.0).sqrt()[..., None, :]
 
 
 def _whitened(moments: HeadMoments) -> tuple[int, list[int], Tensor]:
-    """The covariance where each head is turned and scaled to have none of its own, [heads, dim, heads, dim].
+    """Return the number of heads, their ranks, and the covariance of whitened heads, [heads, dim, heads, dim].
 
-    Directions in which a head does not vary are zeros; the ranks say how many are left.
+    Directions in which a head does not vary are zeros; the ranks count the others.
     """
     heads, dim = moments.num_heads, moments.dim
     covariance = moments.covariance
-    own = torch.stack([covariance[i, :, i] for i in range(heads)])
-    values, vectors = torch.linalg.eigh(own)
-    there = values > values.amax(-1, keepdim=True).clamp_min(0.0) * dim * torch.finfo(torch.float32).eps
-    scale = torch.where(there, values.clamp_min(torch.finfo(torch.float64).tiny).rsqrt(), 0.0)
-    turn = vectors * scale[:, None, :]
-    return heads, there.sum(-1).tolist(), torch.einsum("iac,iajb,jbd->icjd", turn, covariance, turn)
+    diagonal_blocks = torch.stack([covariance[i, :, i] for i in range(heads)])
+    values, vectors = torch.linalg.eigh(diagonal_blocks)
+    nonzero = values > values.amax(-1, keepdim=True).clamp_min(0.0) * dim * torch.finfo(torch.float32).eps
+    scale = torch.where(nonzero, values.clamp_min(torch.finfo(torch.float64).tiny).rsqrt(), 0.0)
+    whitening = vectors * scale[:, None, :]
+    return heads, nonzero.sum(-1).tolist(), torch.einsum("iac,iajb,jbd->icjd", whitening, covariance, whitening)
 
 
 def _samples(moments: HeadMoments, dims: int, what: str) -> float:
@@ -185,8 +187,8 @@ def _samples(moments: HeadMoments, dims: int, what: str) -> float:
     return samples
 
 
-def _surplus(samples: float, ranks: list[int]) -> float:
-    """By how much the estimate is too high, for Gaussian parts of such dimensions; see Wishart's log-determinant."""
+def _bias(samples: float, ranks: list[int]) -> float:
+    """Return the bias of the estimate for Gaussian parts of these ranks, from the expected Wishart log-determinant."""
 
     def expected(dims: int) -> float:
         steps = torch.arange(dims, dtype=torch.float64)

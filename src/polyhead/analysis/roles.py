@@ -1,8 +1,8 @@
-"""What each head is: roles with their evidence, beside what chance would show, and an interval over documents.
+"""Roles of heads, with their evidence, the chance level, and a bootstrap interval over documents.
 
 A head may have several roles or none. A score is a mean over the documents of a text, weighted by their tokens; its
-interval is that of 1,000 texts made of the same documents, drawn anew with a fixed seed (the bootstrap's percentiles).
-`roles_rules.RULES` says of each role from when on a head has it, and why.
+interval is the percentile bootstrap over documents, with 1,000 resamples and a fixed seed. `roles_rules.RULES` has the
+threshold of each role and the reason for it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from polyhead.observation.role_evidence_tokens import NEAR
 DRAWS = 1000
 _LEVEL = 0.95
 _OFFSETS = {"previous": -1, "self": 0, "next": 1}
-_LEAST_AVAILABLE = 0.5  # of all rows: an offset that few rows have says little
-_LEAST_DIFFERENT = 0.05  # of all weight: what is left of a head that looks at its own token alone says nothing
+_MIN_AVAILABLE = 0.5  # of all rows: an offset that exists in few rows is weak evidence
+_MIN_DIFFERENT = 0.05  # of all attention: a head that attends to its own token only has too little on other tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RoleScore:
-    """How far a head has one role."""
+    """Score of one role of one head, with its interval and the chance level."""
 
     role: str
     score: float
-    low: float  # the interval of 95%; NaN where there are fewer than two documents. Of a pronoun, for all heads at once
+    low: float  # 95% interval; NaN for fewer than two documents. For "pronoun" it is simultaneous over all heads
     high: float
-    null: float  # what chance shows
+    null: float  # the chance level
     threshold: float
     holds: bool
-    evidence: str  # in plain words
+    evidence: str  # as an English phrase
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRoles:
-    """All scores of one head; a role that could not be asked after is absent."""
+    """All scores of one head; a role that could not be measured is absent."""
 
     site: AttentionSite
     head: int
@@ -63,8 +63,8 @@ class HeadRoles:
         raise KeyError(role)
 
     def __str__(self) -> str:
-        found = [f"{score.role}: {score.evidence}" for score in self.scores if score.holds]
-        return f"{self.site.name} head {self.head}: {'; '.join(found) or 'no role'}"
+        roles = [f"{score.role}: {score.evidence}" for score in self.scores if score.holds]
+        return f"{self.site.name} head {self.head}: {'; '.join(roles) or 'no role'}"
 
 
 def head_roles(
@@ -76,40 +76,40 @@ def head_roles(
     reference: Sequence[HeadRoles] = (),
     seed: int = 0,
 ) -> tuple[HeadRoles, ...]:
-    """The roles of every head.
+    """Return the roles of every head.
 
     Args:
-        text: evidence of a text, site by site (`evidence_of(session.observations)`).
-        repeated: evidence of repeated random tokens (`sources.probes`), for duplicate-token and induction.
-        copying: `roles_copying.copying_scores` of each site, for copy and anti-copy.
-        pronouns: `pronouns.pronoun_table` of sentences with pronouns, for pronoun; its interval is for all heads at
-            once, because the best of many is above the null by chance.
-        reference: the roles of a model of the same layout with random weights. The largest score that one of its heads
-            has is then part of the null.
-        seed: of the draws of documents.
+        text: evidence from a text, by site (`evidence_of(session.observations.collected)`).
+        repeated: evidence from repeated random tokens (`sources.probes`), for duplicate-token and induction.
+        copying: `roles_copying.copying_scores` by site, for copy and anti-copy.
+        pronouns: `pronouns.pronoun_table`, for pronoun; its interval is simultaneous over all heads, because the best
+            of many heads is above the null by chance.
+        reference: roles of a model of the same layout with random weights. The largest score of any of its heads
+            becomes part of the null.
+        seed: of the bootstrap over documents.
     """
-    beyond = _largest(reference)
-    found = []
+    reference_max = _max_scores(reference)
+    roles = []
     for site, evidence in text.items():
         scores = _text_scores(evidence, seed)
         if repeated is not None:
             if site not in repeated:
-                raise OptionError(f"repeated tokens must have been shown to the same model, got nothing of {site.name}")
+                raise OptionError(f"repeated must have evidence of the same sites as text, got none for {site.name}")
             scores |= _repeated_scores(repeated[site], seed)
         if copying is not None and site in copying:
             scores |= _copying_scores(copying[site])
         if pronouns is not None:
             scores |= _pronoun_scores(pronouns, site)
-        found += [HeadRoles(site, head, _judged(scores, head, beyond)) for head in range(site.num_heads)]
-    return tuple(found)
+        roles += [HeadRoles(site, head, _role_scores(scores, head, reference_max)) for head in range(site.num_heads)]
+    return tuple(roles)
 
 
 def evidence_of(
     collected: Mapping[AttentionSite, Mapping[str, object]], name: str = "evidence"
 ) -> dict[AttentionSite, HeadEvidence]:
-    """The evidence among what a session gathered: `evidence_of(session.observations.collected)`."""
-    found = {site: values[name] for site, values in collected.items() if name in values}
-    return {site: value for site, value in found.items() if isinstance(value, HeadEvidence)}
+    """Return the evidence that a session collected: `evidence_of(session.observations.collected)`."""
+    states = {site: values[name] for site, values in collected.items() if name in values}
+    return {site: value for site, value in states.items() if isinstance(value, HeadEvidence)}
 
 
 # ---- scores of all heads of a site
@@ -117,18 +117,18 @@ def evidence_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scores:
-    """One role of all heads of a site, [heads] each."""
+    """Scores of one role for all heads of a site, [heads] each."""
 
     score: Tensor
     low: Tensor
     high: Tensor
     null: Tensor
-    words: Callable[[int, float, float], str]  # of a head, its score and its null
-    enough: tuple[bool, ...] = ()  # whether there is enough of it to speak of, where that is asked
+    evidence: Callable[[int, float, float], str]  # text from head, score and null
+    enough: tuple[bool, ...] = ()  # by head: whether the weight is large enough for the role, where that is required
 
 
 class _Documents:
-    """The documents of one evidence, and draws of as many of them."""
+    """The documents of one evidence, with bootstrap resamples of them."""
 
     def __init__(self, evidence: HeadEvidence, seed: int) -> None:
         self.evidence = evidence
@@ -140,26 +140,26 @@ class _Documents:
         self.weights = weights.scatter_add_(1, drawn, torch.ones(DRAWS, count, dtype=torch.float64))
         self.sums = {name: evidence.column(name).cpu() for name in _COLUMNS_USED}
 
-    def of(self, part: str, whole: str, words: Callable[[int, float, float], str]) -> _Scores | None:
-        """The score that is one column over another; chance is the last row's."""
-        one, other = self.sums[part], self.sums[whole]
-        null = one[:, -1].sum() / other[:, -1].sum()
-        return self.ratio(one[:, :-1], other[:, :-1], null.expand(self.heads), words)
+    def of(self, part: str, total: str, evidence: Callable[[int, float, float], str]) -> _Scores | None:
+        """Return the ratio of two columns as the score; the last entry of each is the chance level."""
+        numerator, denominator = self.sums[part], self.sums[total]
+        null = numerator[:, -1].sum() / denominator[:, -1].sum()
+        return self.ratio(numerator[:, :-1], denominator[:, :-1], null.expand(self.heads), evidence)
 
     def ratio(
-        self, part: Tensor, whole: Tensor, null: Tensor, words: Callable[[int, float, float], str]
+        self, numerator: Tensor, denominator: Tensor, null: Tensor, evidence: Callable[[int, float, float], str]
     ) -> _Scores | None:
-        """The sum of one [documents, heads] over that of another, with its interval; None where there is nothing."""
-        total = whole.sum(0)
+        """Return the ratio of two sums of [documents, heads] with its interval; None if the denominator is 0."""
+        total = denominator.sum(0)
         if not bool((total > 0).any()):
             return None
         low = high = torch.full((self.heads,), math.nan, dtype=torch.float64)
-        if len(part) > 1:
-            drawn = (self.weights @ part) / (self.weights @ whole)
-            # A draw may hold no row that could show the role.
+        if len(numerator) > 1:
+            drawn = (self.weights @ numerator) / (self.weights @ denominator)
+            # A resample may contain no row in which the role could occur.
             bounds = torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=torch.float64)
             low, high = drawn.nanquantile(bounds, 0)
-        return _Scores(part.sum(0) / total, low, high, null, words)
+        return _Scores(numerator.sum(0) / total, low, high, null, evidence)
 
 
 _COLUMNS_USED = (
@@ -170,70 +170,73 @@ _COLUMNS_USED = (
 )  # fmt: skip
 
 
-def _share(words: str) -> Callable[[int, float, float], str]:
-    return lambda head, score, null: f"{words.format(f'{score:.0%}')} (chance {null:.0%})"
+def _share(template: str) -> Callable[[int, float, float], str]:
+    return lambda head, score, null: f"{template.format(f'{score:.0%}')} (chance {null:.0%})"
 
 
 def _text_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
     documents = _Documents(evidence, seed)
     scores: dict[str, _Scores | None] = {"positional": _positional(documents)}
     for role, offset in _OFFSETS.items():
-        place = {"previous": "at the previous token", "self": "at the token itself", "next": "at the next token"}[role]
+        place = {"previous": "to the previous token", "self": "to the token itself", "next": "to the next token"}[role]
         bins = torch.full((documents.heads,), offset + NEAR + 1)
-        scores[role] = _at_offset(documents, bins, _share(f"looks {place} in {{}} of positions"))
-    for role, part, whole, words in (
-        ("local", "near", "rows", f"has {{}} of its weight within {WINDOW} tokens"),
-        ("sink", "first", "rows", "has {} of its weight on the first token"),
-        ("delimiter", "delimiter", "key_set_rows", "has {} of its weight on special tokens and punctuation"),
-        ("broad", "normalized_entropy", "entropy_rows", "has {} of the largest possible entropy"),
-        ("long-range", "far", "far_rows", f"looks at one token more than {WINDOW} away in {{}} of positions"),
-        ("rare-token", "rare", "key_set_rows", "has {} of its weight on rare tokens"),
+        scores[role] = _at_offset(documents, bins, _share(f"attends most {place} in {{}} of positions"))
+    for role, part, total, template in (
+        ("local", "near", "rows", f"has {{}} of its attention within {WINDOW} tokens"),
+        ("sink", "first", "rows", "has {} of its attention on the first token"),
+        ("delimiter", "delimiter", "key_set_rows", "has {} of its attention on special tokens and punctuation"),
+        ("broad", "normalized_entropy", "entropy_rows", "has {} of the maximum entropy"),
+        ("long-range", "far", "far_rows", f"attends most to one token more than {WINDOW} away in {{}} of positions"),
+        ("rare-token", "rare", "key_set_rows", "has {} of its attention on rare tokens"),
     ):
-        scores[role] = documents.of(part, whole, _share(words))
+        scores[role] = documents.of(part, total, _share(template))
     if scores["rare-token"] is not None and not bool(scores["rare-token"].null.sum() > 0):
-        del scores["rare-token"]  # no rare token was named
+        del scores["rare-token"]  # no rare tokens were passed
     scores["same-meaning"] = _same_meaning(documents)
-    return {role: found for role, found in scores.items() if found is not None}
+    return {role: score for role, score in scores.items() if score is not None}
 
 
 def _repeated_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
     documents = _Documents(evidence, seed)
     scores = {
         "duplicate-token": documents.of(
-            "duplicate", "duplicate_rows", _share("where its token occurs twice, has {} of its weight on the other one")
+            "duplicate", "duplicate_rows", _share("has {} of its attention on the other occurrence of its token")
         ),
         "induction": documents.of(
-            "induction", "induction_rows", _share("has {} of its weight on what followed its token the other time")
+            "induction",
+            "induction_rows",
+            _share("has {} of its attention on the token after the other occurrence of its token"),
         ),
     }
-    return {role: found for role, found in scores.items() if found is not None}
+    return {role: score for role, score in scores.items() if score is not None}
 
 
-def _at_offset(documents: _Documents, bins: Tensor, words: Callable[[int, float, float], str]) -> _Scores | None:
-    """The share of the rows with a key at an offset, one a head, that look there most."""
+def _at_offset(documents: _Documents, bins: Tensor, text: Callable[[int, float, float], str]) -> _Scores | None:
+    """Score the share of rows whose max attention weight is at an offset, one offset per head."""
     evidence = documents.evidence
     hits, available, chance = (x.cpu().double() for x in (evidence.hits, evidence.available, evidence.chance))
-    there = hits.gather(2, bins[None, :, None].expand(len(hits), -1, 1))[..., 0]
+    hits_there = hits.gather(2, bins[None, :, None].expand(len(hits), -1, 1))[..., 0]
     null = chance.sum(0)[bins] / available.sum(0)[bins]
-    return documents.ratio(there, available[:, bins], null, words)
+    return documents.ratio(hits_there, available[:, bins], null, text)
 
 
 def _positional(documents: _Documents) -> _Scores | None:
-    """At each head's own best offset, of those that half of all rows have."""
+    """Score each head at its best offset, among those that exist in half of all rows."""
     evidence = documents.evidence
     hits, available = evidence.hits.sum(0).cpu().double(), evidence.available.sum(0).cpu().double()
-    enough = available >= _LEAST_AVAILABLE * documents.sums["rows"][:, -1].sum()
-    enough[[0, -1]] = False  # all that lies beyond is no offset
+    enough = available >= _MIN_AVAILABLE * documents.sums["rows"][:, -1].sum()
+    enough[[0, -1]] = False  # the outermost bins collect all farther offsets
     if not bool(enough.any()):
         return None
     best = torch.where(enough, hits / available.clamp_min(1.0), -1.0).argmax(-1)
 
-    def words(head: int, score: float, null: float) -> str:
+    def text(head: int, score: float, null: float) -> str:
         offset = int(best[head]) - NEAR - 1
         place = f"{abs(offset)} token{'s' * (abs(offset) != 1)} {'back' if offset < 0 else 'ahead'}"
-        return f"looks {place if offset else 'at the token itself'} in {score:.0%} of positions (chance {null:.0%})"
+        place = place if offset else "to the token itself"
+        return f"attends most {place} in {score:.0%} of positions (chance {null:.0%})"
 
-    return _at_offset(documents, best, words)
+    return _at_offset(documents, best, text)
 
 
 def _same_meaning(documents: _Documents) -> _Scores | None:
@@ -241,78 +244,80 @@ def _same_meaning(documents: _Documents) -> _Scores | None:
     weight = sums["different"].sum(0)
     if not bool((weight > 0).any()):
         return None
-    enough = weight > _LEAST_DIFFERENT * sums["rows"].sum(0)
-    true, one, other = (sums[name] - sums[f"{name}_expected"] for name in ("alike", "shuffled", "reshuffled"))
-    # Equal tokens that were too many to leave out are as alike in either, so that the difference is free of them.
-    found = documents.ratio(
-        true - (one + other) / 2,
+    enough = weight > _MIN_DIFFERENT * sums["rows"].sum(0)
+    similarity, shuffled, reshuffled = (
+        sums[name] - sums[f"{name}_expected"] for name in ("alike", "shuffled", "reshuffled")
+    )
+    # Identical tokens that were too frequent to exclude are as similar under either permutation, so they cancel.
+    scores = documents.ratio(
+        similarity - (shuffled + reshuffled) / 2,
         sums["different"],
-        ((one - other).sum(0) / weight).abs(),
+        ((shuffled - reshuffled).sum(0) / weight).abs(),
         lambda head, score, null: (
-            f"looks at tokens whose cosine is {score:.2f} above what offsets give (chance {null:.2f})"
+            f"attends to tokens whose cosine similarity is {score:.2f} above what offsets explain (chance {null:.2f})"
         ),
     )
-    if found is None:
+    if scores is None:
         return None
-    score = torch.where(enough, found.score, torch.nan)
-    return _Scores(score, found.low, found.high, found.null, found.words)
+    score = torch.where(enough, scores.score, torch.nan)
+    return _Scores(score, scores.low, scores.high, scores.null, scores.evidence)
 
 
 def _copying_scores(copying: Copying) -> dict[str, _Scores]:
-    found = {}
-    for role, sign, effect in (("copy", 1.0, "likelier"), ("anti-copy", -1.0, "less likely")):
+    scores = {}
+    for role, sign, effect in (("copy", 1.0, "raises"), ("anti-copy", -1.0, "lowers")):
         score, half_width = sign * copying.score, 1.96 * copying.error
         null = torch.full_like(score, copying.null)
 
-        def words(head: int, score: float, null: float, effect: str = effect) -> str:
-            return f"makes what it looks at {effect}: {score:.2f} of the OV circuit's eigenvalues (random {null:.2f})"
+        def text(head: int, score: float, null: float, effect: str = effect) -> str:
+            return f"{effect} the logits of tokens it attends to: OV eigenvalue score {score:.2f} (random {null:.2f})"
 
-        found[role] = _Scores(score, score - half_width, score + half_width, null, words)
-    return found
+        scores[role] = _Scores(score, score - half_width, score + half_width, null, text)
+    return scores
 
 
 def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scores]:
     entries = sorted((x for x in table.entries if x.site == site.name), key=lambda x: x.head)
     if len(entries) != site.num_heads:
-        return {}  # it was not asked
+        return {}  # the site was not measured
 
     def column(name: str) -> Tensor:
         return torch.tensor([getattr(entry, name) for entry in entries], dtype=torch.float64)
 
-    def words(head: int, score: float, null: float) -> str:
+    def text(head: int, score: float, null: float) -> str:
         return (
-            f"looks from a pronoun at what it stands for, more than at another name, in {score:.0%} of sentences "
-            f"(chance {null:.0%}), with {entries[head].weight:.0%} of its weight"
+            f"attends from a pronoun to its antecedent more than to another name in {score:.0%} of sentences "
+            f"(chance {null:.0%}), with {entries[head].weight:.0%} of its attention"
         )
 
     score, low, high, null = (column(name) for name in ("score", "all_low", "all_high", "null"))
-    return {"pronoun": _Scores(score, low, high, null, words, tuple(entry.looks_there for entry in entries))}
+    return {"pronoun": _Scores(score, low, high, null, text, tuple(entry.looks_there for entry in entries))}
 
 
-# ---- the verdict
+# ---- decisions
 
 
-def _judged(scores: Mapping[str, _Scores], head: int, beyond: Mapping[str, float]) -> tuple[RoleScore, ...]:
-    found: dict[str, RoleScore] = {}
+def _role_scores(scores: Mapping[str, _Scores], head: int, reference_max: Mapping[str, float]) -> tuple[RoleScore, ...]:
+    result: dict[str, RoleScore] = {}
     for role, rule in RULES.items():
         if role not in scores:
             continue
-        told = scores[role]
-        score, low, high, null = (float(x[head]) for x in (told.score, told.low, told.high, told.null))
+        of_site = scores[role]
+        score, low, high, null = (float(x[head]) for x in (of_site.score, of_site.low, of_site.high, of_site.null))
         if math.isnan(score) or math.isnan(null):
             continue
-        null = max(null, beyond.get(role, null))
+        null = max(null, reference_max.get(role, null))
         threshold = max(rule.threshold, (1 + null) / 2) if rule.rises else rule.threshold
-        named_better = rule.unless is not None and rule.unless in found and found[rule.unless].holds
-        enough = not told.enough or told.enough[head]
-        holds = score >= threshold and low > null and enough and not named_better
-        found[role] = RoleScore(role, score, low, high, null, threshold, holds, told.words(head, score, null))
-    return tuple(found.values())
+        has_more_specific = rule.unless is not None and rule.unless in result and result[rule.unless].holds
+        enough = not of_site.enough or of_site.enough[head]
+        holds = score >= threshold and low > null and enough and not has_more_specific
+        result[role] = RoleScore(role, score, low, high, null, threshold, holds, of_site.evidence(head, score, null))
+    return tuple(result.values())
 
 
-def _largest(reference: Sequence[HeadRoles]) -> dict[str, float]:
-    most: dict[str, float] = {}
+def _max_scores(reference: Sequence[HeadRoles]) -> dict[str, float]:
+    scores: dict[str, float] = {}
     for head in reference:
         for score in head.scores:
-            most[score.role] = max(most.get(score.role, -math.inf), score.score)
-    return most
+            scores[score.role] = max(scores.get(score.role, -math.inf), score.score)
+    return scores

@@ -1,4 +1,8 @@
-"""Copy and anti-copy by the weights alone, with an interval over words and a null of random heads."""
+"""Copying scores of heads from the weights alone, with a standard error over words and a null of random heads.
+
+The score is the eigenvalue summary statistic of Elhage et al. (2021), "A Mathematical Framework for Transformer
+Circuits".
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,23 @@ from torch import Tensor
 
 from polyhead.errors import ShapeError
 
-MOST_WORDS = 8192  # of a larger vocabulary so many are drawn
+MOST_WORDS = 8192  # a larger vocabulary is subsampled to so many
 GROUPS = 10
 RANDOM_HEADS = 32
-_NOTHING = 1e-5  # of the product of the sizes: a circuit this small is what rounding leaves of none at all
+_NEGLIGIBLE = 1e-5  # of the product of the norms: a circuit this small is rounding error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copying:
-    """Whether heads make the tokens they attend to likelier (towards 1) or less likely (towards -1), [heads] each."""
+    """Copying scores [heads]: towards 1 a head raises the logits of tokens it attends to, towards -1 it lowers them."""
 
     score: Tensor
-    error: Tensor  # standard error over words, by leaving out one group of them after the other
-    null: float  # the mean of random heads and 1.96 of their standard deviations, in size
+    error: Tensor  # standard error over words, by a delete-a-group jackknife
+    null: float  # |mean| plus 1.96 standard deviations of random heads
 
 
 def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding: Tensor, *, seed: int = 0) -> Copying:
-    """The sum of the eigenvalues of E W_V W_O U^T over that of their sizes, as `circuits.copying` has it.
+    """Return the sum of the eigenvalues of E W_V W_O U^T over the sum of their magnitudes, as `circuits.copying` does.
 
     Args:
         value: [heads, embed_dim, value_dim].
@@ -40,18 +44,18 @@ def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(len(embedding), generator=generator)[:MOST_WORDS]
     words, unwords = (x.detach()[drawn.to(x.device)].cpu().double() for x in (embedding, unembedding))
-    # What all words have in common copies none of them, and a logit that all words gain changes no probability.
+    # The mean embedding identifies no word, and adding one constant to all logits changes no probability.
     words, unwords = words - words.mean(0), unwords - unwords.mean(0)
     value, output = (x.detach().cpu().double() for x in (value, output))
     groups = [(words[start::GROUPS], unwords[start::GROUPS]) for start in range(GROUPS)]
-    # [groups, heads, value_dim, value_dim]: the eigenvalues of a product are those of its factors in the other order.
+    # [groups, heads, value_dim, value_dim]: AB and BA have the same nonzero eigenvalues.
     parts = torch.stack([(output @ u.T) @ (e @ value) for e, u in groups])
-    whole = parts.sum(0)
-    sizes = torch.linalg.matrix_norm(whole)
-    most = torch.linalg.matrix_norm(value) * torch.linalg.matrix_norm(output) * words.norm() * unwords.norm()
-    says_something = sizes > _NOTHING * most
-    score = torch.where(says_something, _share(whole), 0.0)
-    without = torch.stack([_share(whole - part) for part in parts])
+    circuit = parts.sum(0)
+    norms = torch.linalg.matrix_norm(circuit)
+    upper_bound = torch.linalg.matrix_norm(value) * torch.linalg.matrix_norm(output) * words.norm() * unwords.norm()
+    is_significant = norms > _NEGLIGIBLE * upper_bound
+    score = torch.where(is_significant, _eigenvalue_share(circuit), 0.0)
+    without = torch.stack([_eigenvalue_share(circuit - part) for part in parts])
     error = (without - without.mean(0)).square().sum(0).mul((GROUPS - 1) / GROUPS).sqrt()
 
     dim = value.shape[2]
@@ -60,12 +64,12 @@ def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding
         torch.randn(RANDOM_HEADS, *shape, generator=generator, dtype=torch.float64)
         for shape in ((value.shape[1], dim), (dim, value.shape[1]))
     ]
-    chance = _share(random[1] @ between @ random[0])
+    chance = _eigenvalue_share(random[1] @ between @ random[0])
     null = float(chance.mean().abs() + 1.96 * chance.std())
-    return Copying(score, torch.where(says_something, error, 0.0), null)
+    return Copying(score, torch.where(is_significant, error, 0.0), null)
 
 
-def _share(circuits: Tensor) -> Tensor:
-    found = torch.linalg.eigvals(circuits)
-    sizes = found.abs().sum(-1)
-    return found.real.sum(-1) / torch.where(sizes > 0, sizes, torch.nan)
+def _eigenvalue_share(circuits: Tensor) -> Tensor:
+    eigenvalues = torch.linalg.eigvals(circuits)
+    magnitudes = eigenvalues.abs().sum(-1)
+    return eigenvalues.real.sum(-1) / torch.where(magnitudes > 0, magnitudes, torch.nan)

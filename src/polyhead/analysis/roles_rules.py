@@ -1,4 +1,4 @@
-"""The rule of every role: what is counted, from when on a head has it, and why from there on."""
+"""The rule of each role: its threshold, its null, and the reason for the threshold."""
 
 from __future__ import annotations
 
@@ -10,92 +10,92 @@ Source = Literal["text", "repeated", "pronouns", "weights"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A head has a role if its score reaches the threshold and the whole interval lies beyond the null.
+    """A head has a role if its score reaches the threshold and the entire interval is above the null.
 
-    Where the null is high, as the weight within 8 tokens is in short texts, the threshold rises to halfway between the
-    null and 1: the head is then closer to doing only this than to chance.
+    Where the null is high, as for the weight within 8 tokens of short texts, the threshold rises to halfway between the
+    null and 1: the score is then closer to the maximum than to chance.
     """
 
     threshold: float
     reason: str
-    null: str  # what chance is, in words
+    null: str  # description of chance
     source: Source = "text"
-    rises: bool = True  # whether the score goes up to 1, so that halfway between null and 1 means something
-    unless: str | None = None  # a role that says it better: a head of that one does not have this one
+    rises: bool = True  # whether the maximum score is 1, so that halfway between null and 1 is meaningful
+    unless: str | None = None  # a more specific role: a head that has it does not have this one
 
 
-_ALIKE = "a head that looks alike at all keys it may see"
-_MOST = "more than all other places together"
+_UNIFORM = "uniform attention over the visible keys"
+_MAJORITY = "more than all other positions together"
 
 RULES: dict[str, Rule] = {
     "positional": Rule(
         0.9,
-        "the largest weight is at one offset in nine of ten positions, as positional heads are usually defined",
-        f"{_ALIKE}, at the same offset",
+        "the max attention weight is at one offset in nine of ten positions, the usual definition (Voita et al., 2019)",
+        f"{_UNIFORM}, at the same offset",
     ),
-    "previous": Rule(0.5, _MOST, f"{_ALIKE}, at that offset"),
-    "next": Rule(0.5, _MOST, f"{_ALIKE}, at that offset"),
-    "self": Rule(0.5, _MOST, f"{_ALIKE}, at that offset"),
+    "previous": Rule(0.5, _MAJORITY, f"{_UNIFORM}, at that offset"),
+    "next": Rule(0.5, _MAJORITY, f"{_UNIFORM}, at that offset"),
+    "self": Rule(0.5, _MAJORITY, f"{_UNIFORM}, at that offset"),
     "local": Rule(
         0.9,
-        "nine tenths of the weight within 8 tokens; a head at one offset is called by that offset",
-        _ALIKE,
+        "nine tenths of the attention within 8 tokens; a head at one offset is named after that offset",
+        _UNIFORM,
         unless="positional",
     ),
     "sink": Rule(
         0.8,
-        "matching heads rest on the first token, with up to 0.71 of their weight, wherever they find no match; a sink "
-        "rests there always",
-        _ALIKE,
+        "matching heads attend to the first token, with up to 0.71 of their attention, wherever there is no match; a "
+        "sink head always does",
+        _UNIFORM,
     ),
     "delimiter": Rule(
         0.8,
         "as for a sink; special tokens and punctuation together, the first token included if it is one of them",
-        _ALIKE,
+        _UNIFORM,
         unless="sink",
     ),
     "broad": Rule(
         0.95,
-        "of the largest possible entropy; unit-variance random logits have 0.88 of it at 60 keys and 0.93 at 1,000",
+        "of the maximum entropy; unit-variance random logits have 0.88 of it at 60 keys and 0.93 at 1,000",
         "random logits of variance 1: log(n) - (1 - 1/n) / 2 over log(n)",
     ),
     "long-range": Rule(
         0.5,
-        "more than half of the weight on a single key more than 8 tokens away that is not the first, in most positions "
-        "that see such a key; heads that match tokens do so only where there is a match",
-        _ALIKE + ", which never has so much on one key",
+        "more than half of the attention on a single key more than 8 tokens away that is not the first, in most "
+        "positions where such a key is visible; heads that match tokens do so only where there is a match",
+        _UNIFORM + ", which never has so much on one key",
     ),
     "rare-token": Rule(
-        0.5, "more than on all tokens that are not rare; the rarest make up a tenth of the text", _ALIKE
+        0.5, "more than on all tokens that are not rare; the rarest make up a tenth of the text", _UNIFORM
     ),
-    "duplicate-token": Rule(0.5, _MOST, f"{_ALIKE}, on the same keys", source="repeated"),
-    "induction": Rule(0.5, _MOST, f"{_ALIKE}, on the same keys", source="repeated"),
+    "duplicate-token": Rule(0.5, _MAJORITY, f"{_UNIFORM}, on the same keys", source="repeated"),
+    "induction": Rule(0.5, _MAJORITY, f"{_UNIFORM}, on the same keys", source="repeated"),
     "pronoun": Rule(
         0.75,
-        "nearer to finding what a pronoun stands for every time than to tossing a coin, and with twice the weight that "
-        "a head gives it which looks everywhere alike",
-        "one half: both names stand in both places and are both meant, so that nothing but the meaning helps",
+        "closer to resolving every pronoun than to a coin toss, and with at least twice the weight that uniform "
+        "attention gives the antecedent",
+        "one half: both names occur in both positions and as both antecedents, so that only the meaning helps",
         source="pronouns",
     ),
     "copy": Rule(
         0.5,
-        "three quarters of what the eigenvalues of the OV circuit weigh are positive",
-        "the mean and 1.96 deviations of Gaussian heads between the same embedding and unembedding",
+        "three quarters of the OV circuit's eigenvalues, by magnitude, are positive",
+        "the mean and 1.96 standard deviations of Gaussian heads between the same embedding and unembedding",
         source="weights",
         rises=False,
     ),
     "anti-copy": Rule(
         0.5,
-        "three quarters of what the eigenvalues of the OV circuit weigh are negative",
-        "the mean and 1.96 deviations of Gaussian heads between the same embedding and unembedding",
+        "three quarters of the OV circuit's eigenvalues, by magnitude, are negative",
+        "the mean and 1.96 standard deviations of Gaussian heads between the same embedding and unembedding",
         source="weights",
         rises=False,
     ),
     "same-meaning": Rule(
         0.1,
-        "the cosine between a token and the other tokens it attends to is a tenth above what the head's offsets alone "
-        "would give, and above the same with the meanings of all tokens dealt out anew",
-        "the difference between two ways of dealing them out",
+        "the cosine similarity between a token and the other tokens it attends to is 0.1 above what the head's offsets "
+        "alone explain, and above the same with permuted embeddings",
+        "the difference between two permutations",
         rises=False,
     ),
 }

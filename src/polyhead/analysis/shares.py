@@ -1,4 +1,4 @@
-"""How much of a head's attention stays inside the word, the phrase and the sentence."""
+"""Share of a head's attention within the word, the phrase and the sentence."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from polyhead.observation.word_attention import CIRCLES, ByContext, WordAttentio
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One head and one of `polyhead.observation.word_attention.CIRCLES`."""
+    """The share of one head for one of `polyhead.observation.word_attention.CIRCLES`."""
 
     site: str
     layer: int
     head: int
     circle: str  # word, phrase or sentence
-    words: int  # that have such a circle
-    share: float  # of their attention, special tokens' part included in the whole, the mean over words
-    low: float  # the ends of the 95% interval over texts
+    words: int  # with such a circle
+    share: float  # of their attention (the total includes special tokens), averaged over words
+    low: float  # 95% interval over texts
     high: float
-    expected: float  # what even attention over the visible tokens would leave there: the null
+    expected: float  # the share of uniform attention over the visible tokens: the null
     original_head: str  # its number in the unedited model
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Every head's shares; a circle that no word has is not there."""
+    """Shares of all heads; circles that no word has are absent."""
 
     entries: tuple[Share, ...]
 
@@ -38,14 +38,14 @@ class Shares:
         return (asdict(entry) for entry in self.entries)
 
     def of(self, circle: str) -> list[Share]:
-        """The heads that keep the most inside a circle first."""
+        """Return the shares for a circle, in decreasing order."""
         if circle not in CIRCLES:
-            raise OptionError(f"a circle is one of {', '.join(CIRCLES)}; got {circle!r}")
+            raise OptionError(f"circle must be one of {', '.join(CIRCLES)}; got {circle!r}")
         return sorted((entry for entry in self.entries if entry.circle == circle), key=lambda entry: -entry.share)
 
 
 def inner_shares(observations: Observations, *, collector: str = "words") -> Shares:
-    """What a `WordAttention` gathered of the words' circles."""
+    """Return the shares from the data that a `WordAttention` collected."""
     entries = []
     for site, values in observations.collected.items():
         value = values.get(collector)
@@ -60,14 +60,14 @@ def inner_shares(observations: Observations, *, collector: str = "words") -> Sha
         for index, circle in enumerate(CIRCLES):
             words = int(counts[:, index].sum())
             for head in range(site.num_heads if words else 0):
-                own, least, most = (float(x[head, index]) for x in (ratio, low, high))
+                share, lower, upper = (float(x[head, index]) for x in (ratio, low, high))
                 null = float(expected[index])
                 entries.append(
-                    Share(site.name, site.layer, head, circle, words, own, least, most, null, site.label(head))
+                    Share(site.name, site.layer, head, circle, words, share, lower, upper, null, site.label(head))
                 )
     if not entries:
         raise OptionError(
-            f"shares are made of what a WordAttention gathered under the name {collector!r}, got none; "
+            f"shares need data of a WordAttention collector named {collector!r}, got none; "
             "observe the model with collect=[WordAttention(maps)]"
         )
     return Shares(tuple(entries))

@@ -1,4 +1,4 @@
-"""`SyntaxTable`: the best head of each grammatical relation beside the best fixed offset, to print, draw and keep."""
+"""`SyntaxTable`: the best head of each dependency relation and the best fixed offset as its baseline."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from polyhead.observation.saving import write_whole
 
 @dataclass(frozen=True, slots=True)
 class SyntaxRow:
-    """One relation in one direction, as told by the held-out texts.
+    """One relation in one direction, measured on the held-out texts.
 
-    From a dependent, the word to find is its governor. From a governor, it is one of its dependents by that relation.
-    Only words count that may be seen: in a causal model, none that comes later.
+    From a dependent, the target is its governor. From a governor, it is any of its dependents with that relation. Only
+    visible words count: in a causal model, no later ones.
     """
 
     relation: str
     direction: str
-    count: int  # words asked in the held-out texts
-    site: str  # of the head that was best in the other half
+    count: int  # words in the held-out texts
+    site: str  # of the best head in the choosing half
     layer: int
     head: int
     accuracy: float
-    low: float  # the ends of the 95% interval of Wilson
+    low: float  # 95% Wilson interval
     high: float
-    offset: int  # in words, the best in the other half
-    baseline: float  # how often the word at that offset is right
+    offset: int  # in words, the best in the choosing half
+    baseline: float  # accuracy of that offset
     baseline_low: float
     baseline_high: float
     head_only: int  # words for which the head is right and the offset is wrong
     baseline_only: int
-    chosen_count: int  # words asked in the half that chose
-    chosen_accuracy: float  # of the head there: flattered
+    chosen_count: int  # words in the choosing half
+    chosen_accuracy: float  # of the head there: biased upwards
     chosen_baseline: float
-    original_head: str | None = None  # its number in the unedited model; None in tables that do not say
+    original_head: str | None = None  # its number in the unedited model; None in older tables
 
     @property
     def verdict(self) -> str:
-        """Whether the head is better or worse than the offset, judged by the words on which they differ; "" if open.
+        """The head compared with the offset: "better", "worse", or "" if there is no significant difference.
 
-        The 95% interval of the head's part of those words lies on one side of a half. In a table where no head is any
-        better, about one row in forty says "better" by chance.
+        Significant if the 95% Wilson interval of the head's share of the words on which they differ excludes one half.
+        If no head is better, about one row in forty is "better" by chance.
         """
         low, high = wilson(self.head_only, self.head_only + self.baseline_only)
         return "better" if low > 0.5 else "worse" if high < 0.5 else ""
@@ -58,10 +58,10 @@ class SyntaxRow:
 
 @dataclass(frozen=True, slots=True)
 class SyntaxTable:
-    """The best head of each relation and direction, the most frequent first; `print(table)` shows it."""
+    """The best head of each relation and direction, the most frequent first; `print(table)` prints it."""
 
     entries: tuple[SyntaxRow, ...]
-    left_out: tuple[tuple[str, str, int], ...]  # relation, direction and held-out count of those too rare to judge
+    left_out: tuple[tuple[str, str, int], ...]  # relation, direction and held-out count of those below the minimum
     heads: int  # among which the best was chosen
     texts: tuple[int, int]  # that chose, and held out
     minimum: int
@@ -71,16 +71,16 @@ class SyntaxTable:
         return len(self.entries)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Every row as a plain dict: what `pandas.DataFrame(table.rows())` or `pyarrow.Table.from_pylist` takes."""
+        """Yield rows as plain dicts, for `pandas.DataFrame(table.rows())` or `pyarrow.Table.from_pylist`."""
         for entry in self.entries:
             yield {**asdict(entry), "verdict": entry.verdict}
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """The header, and each row as text."""
+        """Return the header and the rows as text."""
         header = ["relation", "direction", "words", "head", "accuracy", "95%", "offset", "baseline", "95%", "head is"]
         body = []
         for row in self.entries:
-            own, other = (
+            accuracy, baseline = (
                 [f"{share:.3f}", f"{low:.3f}-{high:.3f}"]
                 for share, low, high in (
                     (row.accuracy, row.low, row.high),
@@ -90,17 +90,17 @@ class SyntaxTable:
             moved = row.original_head not in (None, str(row.head))
             head = f"{row.layer}.{row.head}" + (f" (originally {row.original_head})" if moved else "")
             place = [row.relation, row.direction, str(row.count), head]
-            body.append([*place, *own, f"{row.offset:+d}", *other, row.verdict or "-"])
+            body.append([*place, *accuracy, f"{row.offset:+d}", *baseline, row.verdict or "-"])
         return header, body
 
     def notes(self) -> str:
-        """What the numbers are of, in a few sentences."""
+        """Return a few sentences on how the numbers were computed."""
         better = sum(row.verdict == "better" for row in self.entries)
         worse = sum(row.verdict == "worse" for row in self.entries)
         return (
-            f"Each head is the best of {self.heads} on {self.texts[0]:,} texts; every number is of {self.texts[1]:,} "
-            f"others (seed {self.seed}). {better} of {len(self)} beat the best fixed offset, {worse} do worse. "
-            f"Left out: {len(self.left_out)} with fewer than {self.minimum} words in a half."
+            f"Each head is the best of {self.heads} on {self.texts[0]:,} texts; all numbers are from {self.texts[1]:,} "
+            f"held-out texts (seed {self.seed}). {better} of {len(self)} beat the best fixed offset, {worse} do worse. "
+            f"Excluded: {len(self.left_out)} with fewer than {self.minimum} words in a half."
         )
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class SyntaxTable:
         return f"{table}<p>{html.escape(self.notes())}</p>"
 
     def save(self, path: str | os.PathLike[str], **about: Any) -> None:
-        """Write it to a `.json` or `.parquet` file, whole or not at all, with whatever else is said `about` it."""
+        """Write the table and the metadata `about` it to a `.json` or `.parquet` file, atomically."""
         file = Path(path)
         about = {
             **about, "heads": self.heads, "texts": self.texts, "minimum": self.minimum, "seed": self.seed,
@@ -133,11 +133,11 @@ class SyntaxTable:
         elif file.suffix == ".parquet":
             write_whole(file, _parquet(list(self.rows()), about))
         else:
-            raise OptionError(f"a table is written to a .json or a .parquet file, got {file.name!r}")
+            raise OptionError(f"a table must be written to a .json or a .parquet file, got {file.name!r}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SyntaxTable:
-        """Read what `save` has written."""
+        """Read a table that `save` wrote."""
         file, rule = Path(path), "a syntax table is read as `polyhead syntax --output` wrote it"
         if file.suffix == ".json":
             about = read_json(file, rule)
@@ -145,10 +145,10 @@ class SyntaxTable:
         elif file.suffix == ".parquet":
             rows, about = _read_parquet(file, rule)
         else:
-            raise OptionError(f"a table is read from a .json or a .parquet file, got {file.name!r}")
+            raise OptionError(f"a table must be read from a .json or a .parquet file, got {file.name!r}")
         with refusing(file, rule):
             if not isinstance(rows, list):
-                raise OptionError(f"rows are a list of objects, got {short(rows)}")
+                raise OptionError(f"rows must be a list of objects, got {short(rows)}")
             return cls(
                 entries=tuple(build(SyntaxRow, {k: v for k, v in row.items() if k != "verdict"}) for row in rows),
                 left_out=as_type(about["left_out"], tuple[tuple[str, str, int], ...], "left_out"),
@@ -166,8 +166,8 @@ def _parquet(rows: list[dict[str, Any]], about: dict[str, Any]) -> bytes:
     pyarrow, parquet = _pyarrow()
     buffer = io.BytesIO()
     table = pyarrow.Table.from_pylist(rows)
-    said = {"polyhead": json.dumps(about, ensure_ascii=False)}
-    parquet.write_table(table.replace_schema_metadata(said), buffer)
+    metadata = {"polyhead": json.dumps(about, ensure_ascii=False)}
+    parquet.write_table(table.replace_schema_metadata(metadata), buffer)
     return buffer.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Which share of a head's attention goes to some kind of token, or stays in some part of the text, as columns."""
+"""Columns of attention to classes of tokens, and within the word and the sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from polyhead.analysis.intervals import Z, ratio_of_sums
 from polyhead.observation.role_evidence import HeadEvidence
 
-# Each column, what it sums, and the rows it is the mean of.
+# Column: numerator and denominator among the columns of the evidence.
 SHARES = {
     "special_mass": ("special", "key_set_rows"),
     "punctuation_mass": ("punctuation", "key_set_rows"),
@@ -18,20 +18,20 @@ SHARES = {
 
 
 def text_shares(evidence: HeadEvidence) -> dict[str, Tensor]:
-    """Of each of `SHARES` the mean over rows, its standard error over documents and what chance shows, [heads] each.
+    """Return each of `SHARES` as a mean over rows, with its standard error and chance level, [heads] each.
 
-    The latter two are named `..._error` and `..._chance`. Chance is a head that looks alike at all it may see. What no
-    row could show is not there: a text of one sentence has no share inside the sentence.
+    The latter two are named `..._error` (over documents) and `..._chance` (uniform attention over the visible tokens).
+    Columns that no row can have are absent: a text of one sentence has no attention within the sentence.
     """
-    found: dict[str, Tensor] = {}
-    for name, (part, whole) in SHARES.items():
-        sums, rows = evidence.column(part).cpu(), evidence.column(whole).cpu()
+    columns: dict[str, Tensor] = {}
+    for name, (part, total) in SHARES.items():
+        sums, rows = evidence.column(part).cpu(), evidence.column(total).cpu()
         if not bool(rows.sum() > 0):
             continue
         share, low, high = ratio_of_sums(sums, rows)
-        found |= {
+        columns |= {
             name: share[:-1],
             f"{name}_error": ((high - low) / (2 * Z))[:-1],
             f"{name}_chance": torch.full_like(share[:-1], float(share[-1])),
         }
-    return found
+    return columns

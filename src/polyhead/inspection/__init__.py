@@ -1,4 +1,4 @@
-"""A whole inspection: a model and a text in, what every head does out; what `polyhead inspect` runs."""
+"""The workflow of `polyhead inspect`: from a model and a text to roles, similarity and importance of every head."""
 
 from polyhead.inspection.comparison import Comparison, compare
 from polyhead.inspection.examples import Example

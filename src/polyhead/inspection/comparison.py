@@ -1,4 +1,4 @@
-"""Two inspections side by side, with the differences that sampling does not explain."""
+"""Comparison of two inspections, with the differences beyond sampling error."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from polyhead.inspection.matching import Matching, Unmatched, match_heads
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import IMPORTANCE
 
-DEVIATIONS = 1.96  # of the difference, from which on it is beyond sampling error
-LEAST = 0.01  # of the larger value: with many tokens every difference is beyond sampling error
+DEVIATIONS = 1.96  # standard errors beyond which a difference counts
+LEAST = 0.01  # of the larger value: with many tokens even tiny differences are beyond sampling error
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One number of one head in both, at its place in the first and at that in the second."""
+    """One statistic of one head in both inspections, with the head's position in each."""
 
     head: Head
     head_after: Head
     name: str
     before: float
     after: float
-    error: float  # the standard error of the difference; NaN where it is not known
+    error: float  # standard error of the difference; NaN if unknown
 
     @property
     def difference(self) -> float:
@@ -32,52 +32,52 @@ class Change:
 
     @property
     def beyond(self) -> bool:
-        """Whether sampling does not explain it, and it is large enough to speak of."""
+        """True if the difference exceeds both the sampling error and the minimum relative size."""
         size = abs(self.difference)
         return size > DEVIATIONS * self.error and size > LEAST * max(abs(self.before), abs(self.after))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences between two inspections; heads with roles are at their places in the first."""
+    """Differences between two inspections; heads that gained or lost roles are named as in the first."""
 
     changes: tuple[Change, ...]
     gained: tuple[tuple[Head, str], ...]  # roles
     lost: tuple[tuple[Head, str], ...]
     only_before: tuple[Unmatched, ...]  # heads that the other does not have
     only_after: tuple[Unmatched, ...]
-    losses: tuple[str | None, str | None] = (None, None)  # by which importance was measured in both
+    losses: tuple[str | None, str | None] = (None, None)  # by which importance was measured in each
 
     def beyond(self, name: str | None = None) -> tuple[Change, ...]:
-        """The changes beyond sampling error, of one statistic or of all, the clearest first."""
-        found = [x for x in self.changes if x.beyond and (name is None or x.name == name)]
-        return tuple(sorted(found, key=lambda x: -abs(x.difference) / x.error if x.error > 0 else -math.inf))
+        """Return the changes beyond sampling error, of one statistic or all, in decreasing order of z-score."""
+        changes = [x for x in self.changes if x.beyond and (name is None or x.name == name)]
+        return tuple(sorted(changes, key=lambda x: -abs(x.difference) / x.error if x.error > 0 else -math.inf))
 
 
 def compare(before: Inspection, after: Inspection) -> Comparison:
-    """Compare two inspections head by head, each with the same head of the unedited model.
+    """Compare two inspections head by head; heads are matched by their number in the unedited model.
 
-    The standard error of a mean is that of its documents where the inspection knows it (roles), and that of its tokens
-    otherwise. Tokens of a document are alike, so the latter is too small: such a difference is marked from
-    1.96 standard errors on, each counted as if only one token in eight were new.
+    The standard error of a mean is over documents where the inspection has it (roles), and over tokens otherwise.
+    Tokens of one document are correlated, so that the latter would be too small: it is computed as if only one token
+    in eight were independent. Differences count from 1.96 standard errors on.
     """
-    found = match_heads(before, after)
-    mine, theirs = _rows(before), _rows(after)
+    matching = match_heads(before, after)
+    rows_before, rows_after = _rows(before), _rows(after)
     names = [name for name in before.table.names if name in after.table.names]
     losses = before.facts.get("loss"), after.facts.get("loss")
-    if losses[0] != losses[1]:  # nats and cosines have no difference
+    if losses[0] != losses[1]:  # nats and cosines cannot be subtracted
         names = [name for name in names if name not in IMPORTANCE]
     changes = []
-    for head, twin in found.pairs:
-        one, other = mine[head], theirs[twin]
+    for head, head_after in matching.pairs:
+        row_before, row_after = rows_before[head], rows_after[head_after]
         for name in names:
-            value, changed = one[name], other[name]
-            if math.isnan(value) or math.isnan(changed):
+            value_before, value_after = row_before[name], row_after[name]
+            if math.isnan(value_before) or math.isnan(value_after):
                 continue
-            error = math.hypot(_error(one, name), _error(other, name))
-            changes.append(Change(head, twin, name, value, changed, error))
-    gained, lost = _roles(before, after, found)
-    return Comparison(tuple(changes), gained, lost, found.only_before, found.only_after, losses)
+            error = math.hypot(_error(row_before, name), _error(row_after, name))
+            changes.append(Change(head, head_after, name, value_before, value_after, error))
+    gained, lost = _roles(before, after, matching)
+    return Comparison(tuple(changes), gained, lost, matching.only_before, matching.only_after, losses)
 
 
 TOKENS_ALIKE = 8
@@ -99,15 +99,17 @@ def _rows(inspection: Inspection) -> dict[Head, dict[str, Any]]:
 def _roles(
     before: Inspection, after: Inspection, matching: Matching
 ) -> tuple[tuple[tuple[Head, str], ...], tuple[tuple[Head, str], ...]]:
-    mine, theirs = ({(x.site, x.head): x.roles for x in inspection.roles} for inspection in (before, after))
+    roles_before, roles_after = (
+        {(x.site, x.head): x.roles for x in inspection.roles} for inspection in (before, after)
+    )
     gained, lost = [], []
-    for head, twin in matching.pairs:
-        if head in mine and twin in theirs:
-            gained += [(head, role) for role in sorted(theirs[twin] - mine[head])]
-            lost += [(head, role) for role in sorted(mine[head] - theirs[twin])]
+    for head, head_after in matching.pairs:
+        if head in roles_before and head_after in roles_after:
+            gained += [(head, role) for role in sorted(roles_after[head_after] - roles_before[head])]
+            lost += [(head, role) for role in sorted(roles_before[head] - roles_after[head_after])]
 
-    def order(found: tuple[Head, str]) -> tuple[str, int, int, str]:
-        (site, head), role = found
+    def order(entry: tuple[Head, str]) -> tuple[str, int, int, str]:
+        (site, head), role = entry
         return site.stack, site.layer, head, role
 
     return tuple(sorted(gained, key=order)), tuple(sorted(lost, key=order))

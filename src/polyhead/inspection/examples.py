@@ -1,6 +1,6 @@
-"""A few short pieces of the text, with every weight of every head on them: what a person can read word by word.
+"""A few short excerpts of the text with all attention weights of all heads, to be read word by word.
 
-The rule: of each of the first three documents, the first piece, cut after 32 tokens, special ones included.
+The excerpts are the first context of each of the first three documents, cut to 32 tokens including special tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ TOKENS = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """One piece of text and how every head attends to it."""
+    """One excerpt and the attention weights of every head on it."""
 
-    title: str  # the document that it is from
-    queries: tuple[str, ...]  # the text of each token that looks
-    keys: tuple[str, ...]  # and of each that is looked at
+    title: str  # of its document
+    queries: tuple[str, ...]  # texts of the query tokens
+    keys: tuple[str, ...]  # texts of the key tokens
     weights: Mapping[AttentionSite, Tensor]  # [heads, queries, keys] float32 each
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleWeights:
-    """Gathers every weight of short texts; `metadata.documents` must number them, one text a call."""
+    """Collector of all weights of short texts; `metadata.documents` must number them, one text per call."""
 
     name: str = "examples"
 
@@ -43,7 +43,7 @@ class ExampleWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteWeights:
-    """The weights of one site, summed over its calls by text: a module that serves several layers is called often."""
+    """Weights of one site by text, summed over calls: a module shared by several layers is called several times."""
 
     sums: Mapping[int, Tensor] = field(default_factory=dict)  # [heads, queries, keys] each
     calls: Mapping[int, int] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class SiteWeights:
         return type(self)(sums, calls)
 
     def compute(self) -> dict[int, Tensor]:
-        """The weights of each text, [heads, queries, keys], the mean over calls."""
+        """Return the weights of each text, [heads, queries, keys], averaged over calls."""
         return {text: (x / self.calls[text]).cpu().float() for text, x in self.sums.items()}
 
     def state(self) -> dict[str, Tensor]:
@@ -77,43 +77,43 @@ class SiteWeights:
 
 
 def example_batches(reader: Reader, documents: int = DOCUMENTS, tokens: int = TOKENS) -> list[Batch]:
-    """The pieces by the rule of this module, each a batch of its own, so that none is padded."""
+    """Return the excerpts as batches of one, so that none is padded."""
     after = special_tokens(reader.loaded.tokenizer).after
     first: dict[int, Context] = {}
     for context in reader.contexts:
         first.setdefault(context.document, context)
-    found = []
+    excerpts = []
     for context in list(first.values())[:documents]:
         if len(context.ids) > tokens:
             kept = max(1, tokens - len(after))
             ids, special = [*context.ids[:kept], *after], [*context.special[:kept], *(True for _ in after)]
             context = Context(context.document, context.piece, ids, special)
-        found += list(batches([context], reader.loaded.tokenizer))
-    return found
+        excerpts += list(batches([context], reader.loaded.tokenizer))
+    return excerpts
 
 
 def examples_of(reader: Reader, read: Sequence[Batch], observations: Observations) -> tuple[Example, ...]:
-    """What `ExampleWeights` gathered of these pieces; a site whose keys are no tokens of the piece is left out."""
-    by_site = {site: values.get("examples") for site, values in observations.collected.items()}
-    weights = {site: value.compute() for site, value in by_site.items() if isinstance(value, SiteWeights)}
-    found = []
+    """Return the examples that `ExampleWeights` collected, without sites whose keys are other tokens."""
+    states = {site: values.get("examples") for site, values in observations.collected.items()}
+    weights = {site: value.compute() for site, value in states.items() if isinstance(value, SiteWeights)}
+    examples = []
     for batch in read:
-        noted = reader.metadata(batch).documents
-        assert noted is not None
-        number, texts = int(noted[0]), token_texts(reader.loaded.tokenizer, batch.ids[0].tolist())
+        documents = reader.metadata(batch).documents
+        assert documents is not None
+        number, texts = int(documents[0]), token_texts(reader.loaded.tokenizer, batch.ids[0].tolist())
         shape = (len(texts), len(texts))
-        here = {site: x[number] for site, x in weights.items() if number in x and x[number].shape[1:] == shape}
-        if here:
-            found.append(Example(reader.documents[int(batch.documents[0])], texts, texts, here))
-    return tuple(found)
+        by_site = {site: x[number] for site, x in weights.items() if number in x and x[number].shape[1:] == shape}
+        if by_site:
+            examples.append(Example(reader.documents[int(batch.documents[0])], texts, texts, by_site))
+    return tuple(examples)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
-    """What each token stands for, one by one; a piece of a character, which no text shows, by its vocabulary's name."""
-    found = []
+    """Return the text of each token; part of a multi-byte character is shown by its name in the vocabulary."""
+    texts = []
     for token in ids:
         text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if not text or "\ufffd" in text:
             text = tokenizer.convert_ids_to_tokens(int(token)) or text
-        found.append(text)
-    return tuple(found)
+        texts.append(text)
+    return tuple(texts)

@@ -1,4 +1,7 @@
-"""An inspection in a folder: the table in Parquet, matrices in safetensors, the rest in JSON; no file half-written."""
+"""Saving and loading of inspections: the table in Parquet, matrices in safetensors, the rest in JSON.
+
+Files are written atomically.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_whole
 
-FORMAT = 3  # 2 had other names for some statistics; 1 is not read any more
-OBSERVATIONS = "observations.safetensors"  # what was gathered, from which a run goes on
+FORMAT = 3  # 2 had other names for some statistics; 1 is no longer supported
+OBSERVATIONS = "observations.safetensors"  # collector states, from which a run is resumed
 TABLE = "heads.parquet"
 REST = "inspection.json"
 MATRICES = "relations.safetensors"
@@ -39,10 +42,9 @@ _RULE = "an inspection is read as `polyhead inspect --save` wrote it"
 
 
 def save_inspection(folder: Path, inspection: Inspection) -> None:
-    """Write an inspection; the JSON file comes last, so that where it is, the others are.
+    """Write an inspection; the JSON file is written last, so that its presence implies the others.
 
-    The one of an earlier time goes first: were it still there when this is interrupted, it would be read with the
-    table of another.
+    An earlier JSON file is removed first: if writing is interrupted, it would be read with the table of another run.
     """
     from safetensors.torch import save as serialise
 
@@ -102,23 +104,23 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
         "examples": [{"title": x.title, "queries": x.queries, "keys": x.keys} for x in inspection.examples],
     }
     text = json.dumps(_plain(rest), indent=1, ensure_ascii=False) + "\n"
-    # Half a surrogate pair, as in a path that is no UTF-8, becomes the escape by which JSON writes it.
+    # A lone surrogate, as in a path that is not UTF-8, is written as a JSON escape.
     write_whole(folder / REST, text.encode("utf-8", errors="backslashreplace"))
 
 
 def load_inspection(folder: Path) -> Inspection:
-    """Read what `save_inspection` wrote; a file that is damaged is refused by its name."""
+    """Read what `save_inspection` wrote; raise an error that names the file if one is damaged."""
     if not (folder / REST).exists():
         unfinished = (folder / OBSERVATIONS).exists()
         raise OptionError(
             f"an inspection is a folder that `polyhead inspect --save` wrote, got {folder}"
-            + (", of which the run is not finished; go on with --resume" if unfinished else "")
+            + (", whose run is not finished; continue it with --resume" if unfinished else "")
         )
     rest = read_json(folder / REST, _RULE)
     if rest.get("format") not in (2, FORMAT):
         raise OptionError(
             f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder}; "
-            "inspect the model again, with `polyhead inspect --save` and another folder"
+            "run `polyhead inspect --save` again, with another folder"
         )
     with refusing(folder / REST, _RULE):
         sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
@@ -214,7 +216,7 @@ def _inspection(
 
 def _at(sites: list[AttentionSite], number: int) -> AttentionSite:
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(sites):
-        raise OptionError(f"a site is one of the {len(sites)} that are listed, got number {short(number)}")
+        raise OptionError(f"a site index must be below {len(sites)}, the number of sites, got {short(number)}")
     return sites[number]
 
 
@@ -274,7 +276,7 @@ def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> He
 
 
 def _plain(x: Any) -> Any:
-    """What JSON can say: it has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(x, float):
         return x if math.isfinite(x) else None
     if isinstance(x, Mapping):

@@ -1,4 +1,4 @@
-"""The most telling things about a model's heads, as values; `wording` says them."""
+"""The most informative findings about a model's heads, as values; `wording` has their text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from polyhead.inspection.vocabulary import TELLING
 from polyhead.inspection.wording import Finding, FindingKind
 
 MOST = 3
-RESTING = 0.5  # of its attention on the first token, from which on a head is said to rest there
-WIDE = 0.9  # of the largest entropy, from which on a head is said to look everywhere alike
+RESTING = 0.5  # share of attention on the first token above which a head counts as a sink
+WIDE = 0.9  # share of the maximum entropy above which attention counts as uniform
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
     ("sink_mass", "resting", RESTING),
     ("normalized_entropy", "wide", WIDE),
@@ -21,7 +21,7 @@ _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
 
 
 def findings(inspection: Inspection, most: int = MOST) -> tuple[Finding, ...]:
-    """One of each kind: what the clearest head does, which say the same, which matters most; then what is common."""
+    """Return findings, one of each kind in turn: roles, similar heads, importance, common patterns, extremes."""
     kinds = [
         _clearest(inspection),
         _alike(inspection),
@@ -29,16 +29,16 @@ def findings(inspection: Inspection, most: int = MOST) -> tuple[Finding, ...]:
         _common(inspection),
         _extremes(inspection),
     ]
-    found: list[Finding] = []
-    while len(found) < most:
-        before = len(found)
+    result: list[Finding] = []
+    while len(result) < most:
+        before = len(result)
         for kind in kinds:
             finding = next(kind, None)
-            if finding is not None and len(found) < most:
-                found.append(finding)
-        if len(found) == before:
+            if finding is not None and len(result) < most:
+                result.append(finding)
+        if len(result) == before:
             break
-    return tuple(found)
+    return tuple(result)
 
 
 def _is_stacked(inspection: Inspection) -> bool:
@@ -51,10 +51,10 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
         for score in head.scores:
             if score.holds:
                 scored.append((TELLING.index(score.role), -score.score, head, score))
-    told = set()
+    reported = set()
     for _, _, head, score in sorted(scored, key=lambda x: x[:2]):
-        if score.role not in told:
-            told.add(score.role)
+        if score.role not in reported:
+            reported.add(score.role)
             values: dict[str, float | str | bool] = {
                 "role": score.role,
                 "score": score.score,
@@ -82,37 +82,37 @@ def _matters(inspection: Inspection) -> Iterator[Finding]:
         order = values.nan_to_num(nan=-math.inf).argsort(descending=True)
         if len(order) < 2 or not bool(values[order[0]].isfinite()):
             continue
-        most, middle = float(values[order[0]]), float(values[values.isfinite()].median())
-        told: dict[str, float | str | bool] = {
-            "value": most,
+        largest, median = float(values[order[0]]), float(values[values.isfinite()].median())
+        numbers: dict[str, float | str | bool] = {
+            "value": largest,
             "turned": inspection.facts.get("loss") == "representation",
         }
-        if middle > 0:
-            told["times"] = most / middle
-        yield Finding("matters", (_head(inspection, int(order[0])),), measure, told, _is_stacked(inspection))
+        if median > 0:
+            numbers["times"] = largest / median
+        yield Finding("matters", (_head(inspection, int(order[0])),), measure, numbers, _is_stacked(inspection))
 
 
 def _common(inspection: Inspection) -> Iterator[Finding]:
     table = inspection.table
-    for column, kind, least in _COMMON:
+    for column, kind, threshold in _COMMON:
         if column not in table.columns:
             continue
-        there = (table[column] > least).nonzero()[:, 0].tolist()
-        if there:
-            heads = tuple(_head(inspection, index) for index in there)
-            values = {"count": len(there), "of": len(table)}
+        rows = (table[column] > threshold).nonzero()[:, 0].tolist()
+        if rows:
+            heads = tuple(_head(inspection, row) for row in rows)
+            values = {"count": len(rows), "of": len(table)}
             yield Finding(kind, heads, column, values, _is_stacked(inspection))
 
 
 def _extremes(inspection: Inspection) -> Iterator[Finding]:
-    """What can be said of any model: its sharpest, its furthest and its loudest head."""
+    """Yield the heads with the largest max attention weight, mean attention distance and output norm."""
     table = inspection.table
     for column in ("confidence", "mean_distance", "output_norm_share"):
         if column in table.columns and bool(table[column].isfinite().any()):
             values = table[column].nan_to_num(nan=-math.inf)
             best = int(values.argmax())
-            told = {"value": float(values[best])}
-            yield Finding("extreme", (_head(inspection, best),), column, told, _is_stacked(inspection))
+            numbers = {"value": float(values[best])}
+            yield Finding("extreme", (_head(inspection, best),), column, numbers, _is_stacked(inspection))
 
 
 def _head(inspection: Inspection, row: int) -> Head:

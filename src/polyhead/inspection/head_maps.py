@@ -1,4 +1,4 @@
-"""Where each head looks, as pictures: a map of places and a histogram of offsets, both shares of its attention."""
+"""Mean attention of each head: a block map of positions and a histogram of offsets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from polyhead.ops.profile.request import offset_bins
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadMaps:
-    """Where the heads of one site look, on average over the text.
+    """Mean attention of the heads of one site over the text.
 
-    `map[head, i, j]` is the share of its attention that a query of block i gives to the keys of block j, so that a row
-    sums to 1 (or to less, where heads may look at nothing). Blocks are `block` tokens long, counted from the start of
-    the sequence; what no sequence reached is cut off. `offsets[head, bin]` is the share of its attention at the offsets
-    of a bin of `polyhead.ops.profile.offset_bins`; there are none in a cross-attention.
+    `map[head, i, j]` is the attention weight of a query of block i on the keys of block j, so that a row sums to 1 (or
+    less, with a learned sink). Blocks are `block` tokens long, counted from the start of the sequence, and end at the
+    longest sequence. `offsets[head, bin]` is the share of attention at the offsets of a bin of
+    `polyhead.ops.profile.offset_bins`; cross-attention has none.
     """
 
     block: int
@@ -29,23 +29,23 @@ class HeadMaps:
 
     @property
     def tokens(self) -> int:
-        """How many tokens a side of the map has."""
+        """Number of tokens along a side of the map."""
         return self.block * self.map.shape[-1]
 
 
 def looks_of(collected: Mapping[AttentionSite, Mapping[str, CollectorState]]) -> dict[AttentionSite, HeadMaps]:
-    """What `AttentionMaps` gathered, as shares."""
-    found = {site: values.get("maps") for site, values in collected.items()}
-    return {site: _looks(maps) for site, maps in found.items() if isinstance(maps, SiteMaps)}
+    """Return the maps that `AttentionMaps` collected, normalised to shares of attention."""
+    states = {site: values.get("maps") for site, values in collected.items()}
+    return {site: _head_maps(maps) for site, maps in states.items() if isinstance(maps, SiteMaps)}
 
 
 def bin_edges() -> list[int]:
-    """The first offset of every bin, and one past the last offset of the last."""
+    """Return the first offset of every bin, and one past the last offset of the last."""
     bins = offset_bins()
     return [*bins[:, 0].tolist(), int(bins[-1, 1]) + 1]
 
 
-def _looks(maps: SiteMaps) -> HeadMaps:
+def _head_maps(maps: SiteMaps) -> HeadMaps:
     rows, grid = maps.rows.cpu(), maps.map.cpu()
     reached = (rows > 0) | (grid.sum((0, 1)) > 0)
     side = max(1, int(reached.nonzero().max()) + 1 if bool(reached.any()) else 1)

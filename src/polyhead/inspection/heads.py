@@ -1,4 +1,4 @@
-"""Heads by their place, and which of them are alike."""
+"""Head identifiers, and groups and pairs of similar heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Head = tuple[AttentionSite, int]
 
 
 def named(head: Head) -> str:
-    """As people write it: layer and number; the stack goes before it where a model has several.
+    """Return the name of a head, layer.head; callers prefix the stack where a model has several.
 
     >>> named((AttentionSite("encoder.layer.2.attention.self", "self", "encoder.layer.*.attention.self", 2, 12), 7))
     '2.7'
@@ -20,25 +20,25 @@ def named(head: Head) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Heads of one layer of which each two say nearly the same."""
+    """Heads of one layer whose outputs are pairwise similar."""
 
     heads: tuple[Head, ...]
-    least: float  # the cosine of the two that are least alike
+    least: float  # cosine of the least similar pair
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two heads of different layers that are alike."""
+    """Two heads of different layers with similar outputs."""
 
     one: Head
     other: Head
-    guess: float  # the cosine by a random projection, by which they were picked
-    cosine: float  # that of their contributions, over the sample of tokens
+    guess: float  # cosine under a random projection, by which the pair was selected
+    cosine: float  # of their contributions to the residual stream, over the sample of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """From which cosine on heads count as the same, and why."""
+    """Cosine threshold from which heads count as redundant, and the null it is derived from."""
 
     threshold: float
-    null: float  # what random weights show
+    null: float  # the cosine that random weights reach

@@ -1,4 +1,4 @@
-"""Heads of edited models in words: the original heads that they are, and those that edits removed, merged or grew."""
+"""Descriptions of heads of edited models: their original heads, and the heads that edits removed, merged or added."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from polyhead.observation import AttentionSite
 
 
 def originally(head: Head) -> Text | None:
-    """The origin of a head in words; None for one that has the number it had in the unedited model.
+    """Return a description of a head's origin; None if it has the same number as in the unedited model.
 
     >>> from polyhead.geometry import HeadOrigins
     >>> site = AttentionSite("layer.0", "self", "layer.*", 0, 3, HeadOrigins(((0,), (2,), (1, 3)), total=4))
     >>> originally((site, 0)), originally((site, 1)).en, originally((site, 2)).en
-    (None, 'originally 0.2', 'merged of 0.1+0.3')
+    (None, 'originally 0.2', 'merged from 0.1+0.3')
     """
     site, number = head
     if site.origins is None or site.origins.heads[number] == (number,):
         return None
     made_of, name = site.origins.heads[number], original_name(head)
     if not made_of:
-        return Text("zeros that fill a place", "仅占位的零头")
+        return Text("zero padding head", "仅占位的零头")
     if made_of == made_of[:1] and made_of[0] < 0:
         return Text("new", "新头")
     return (
         Text(f"originally {name}", f"原为 {name}")
         if len(made_of) == 1
-        else Text(f"merged of {name}", f"由 {name} 合并")
+        else Text(f"merged from {name}", f"由 {name} 合并")
     )
 
 
 def described(head: Head, language: Language = "en") -> str:
-    """The name of a head, with its origin where that is another.
+    """Return the name of a head, followed by its origin if that differs.
 
     >>> described((AttentionSite("layer.2", "self", "layer.*", 2, 12), 7))
     '2.7'
     """
-    told = originally(head)
-    return named(head) if told is None else f"{named(head)} ({told[language]})"
+    origin = originally(head)
+    return named(head) if origin is None else f"{named(head)} ({origin[language]})"
 
 
 def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
-    """The heads that edits removed, merged and grew, by their original numbers; None where no layer was edited."""
+    """Return the removed, merged and added heads by their original numbers; None if no layer was edited."""
     edited = [site for site in dict.fromkeys(sites) if site.origins is not None]
     several = len({(site.stack, site.kind) for site in edited}) > 1
     parts: dict[str, list[str]] = {"removed": [], "merged": [], "new": [], "zeros": []}
@@ -63,19 +63,19 @@ def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
         "removed": Text("removed {}", "去除 {}"),
         "merged": Text("merged {}", "合并 {}"),
         "new": Text("new {}", "新增 {}"),
-        "zeros": Text("zeros that fill a place {}", "仅占位的零头 {}"),
+        "zeros": Text("zero padding heads {}", "仅占位的零头 {}"),
     }
-    told = [(words[name], ", ".join(heads)) for name, heads in parts.items() if heads]
-    english = [text.en.format(heads) for text, heads in told]
-    chinese = [text.zh.format(heads) for text, heads in told]
+    phrases = [(words[name], ", ".join(heads)) for name, heads in parts.items() if heads]
+    english = [text.en.format(heads) for text, heads in phrases]
+    chinese = [text.zh.format(heads) for text, heads in phrases]
     if moved:
-        english.append(f"{moved} {'head has' if moved == 1 else 'heads have'} another number than in the original")
+        english.append(f"{moved} {'head has' if moved == 1 else 'heads have'} a different number than in the original")
         chinese.append(f"{moved} 个头的编号与原模型不同")
     return Text("; ".join(english), "；".join(chinese)) if english else None
 
 
 def original_name(head: Head) -> str:
-    """The name of a head in the unedited model: `0.5`, or `0.2+0.7` of a merged one."""
+    """Return the name of a head in the unedited model: `0.5`, or `0.2+0.7` for a merged head."""
     site, number = head
     made_of = (number,) if site.origins is None else site.origins.heads[number]
     return "+".join("new" if x < 0 else f"{site.layer}.{x}" for x in made_of)

@@ -1,4 +1,4 @@
-"""What relates the heads of a layer, and the columns of the table that follow from it."""
+"""Similarity matrices of the heads of a layer, redundancy groups, and columns derived from outputs and weights."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from polyhead.observation.head_moments import HeadMoments
 from polyhead.observation.role_evidence import HeadEvidence
 
 SiteColumns = dict[AttentionSite, dict[str, Tensor]]
-BESIDE = ("_error", "_chance")  # what stands beside a column and is none of the statistics itself
+SUFFIXES = ("_error", "_chance")  # columns that accompany a statistic and are not statistics themselves
 
 
 def relations_of(
     collected: Mapping[AttentionSite, Mapping[str, CollectorState]],
     head_projections: Mapping[AttentionSite, HeadProjections],
 ) -> tuple[SiteColumns, SiteColumns]:
-    """Matrices [heads, heads] and columns [heads] of what the heads of each site say."""
+    """Return matrices [heads, heads] and columns [heads] computed from the head outputs of each site."""
     matrices: SiteColumns = {}
     columns: SiteColumns = {}
     for site, values in collected.items():
         moments = _moments(values)
-        found = head_projections.get(site, HeadProjections())
+        projections = head_projections.get(site, HeadProjections())
         if moments is None:
             continue
         matrices[site] = {}
@@ -39,11 +39,11 @@ def relations_of(
         if site.num_heads > 1 and _enough(moments, 2 * moments.dim):
             matrices[site]["mutual_information"] = relations.mutual_information(moments)
         if site.num_heads > 1 and _enough(moments, site.num_heads * moments.dim):
-            together = relations.total_correlation(moments).cpu()
-            columns[site]["total_correlation"] = together.expand(site.num_heads)
-        if found.output is None:
+            of_layer = relations.total_correlation(moments).cpu()
+            columns[site]["total_correlation"] = of_layer.expand(site.num_heads)
+        if projections.output is None:
             continue
-        output = found.output.detach().cpu().double()
+        output = projections.output.detach().cpu().double()
         matrices[site]["cosine"] = relations.cosine(moments, output)
         matrices[site]["cka"] = relations.cka(moments, output)
         matrices[site]["subspace_overlap"] = relations.subspace_overlap(output)
@@ -58,30 +58,30 @@ def cosines_of(
     collected: Mapping[AttentionSite, Mapping[str, CollectorState]],
     head_projections: Mapping[AttentionSite, HeadProjections],
 ) -> dict[AttentionSite, Tensor]:
-    """Of these only the cosines of what heads write, [heads, heads]."""
-    found = {}
+    """Return only the cosine similarity of head outputs, [heads, heads], by site."""
+    cosines = {}
     for site, values in collected.items():
         moments, output = _moments(values), head_projections.get(site, HeadProjections()).output
         if moments is not None and output is not None:
-            found[site] = relations.cosine(moments, output.detach().cpu().double())
-    return found
+            cosines[site] = relations.cosine(moments, output.detach().cpu().double())
+    return cosines
 
 
 def _moments(values: Mapping[str, CollectorState]) -> HeadMoments | None:
-    found = values.get("contributions")
-    if not isinstance(found, SiteContributions) or found.moments is None:
+    contributions = values.get("contributions")
+    if not isinstance(contributions, SiteContributions) or contributions.moments is None:
         return None
-    return HeadMoments.from_state({name: x.cpu() for name, x in found.moments.state().items()})
+    return HeadMoments.from_state({name: x.cpu() for name, x in contributions.moments.state().items()})
 
 
 def _enough(moments: HeadMoments, dims: int) -> bool:
-    """Whether there are more tokens than numbers to explain, without which nothing Gaussian can be said."""
+    """Return whether there are more tokens than dimensions, as the Gaussian estimates require."""
     return float(moments.count) > dims + 2
 
 
 def spectra_of(head_projections: Mapping[AttentionSite, HeadProjections]) -> SiteColumns:
-    """The singular values of each head's circuits, `qk` and `ov` [heads, head_dim], where its matrices are known."""
-    found: SiteColumns = {}
+    """Return the singular values of the QK and OV circuits, `qk` and `ov` [heads, head_dim], where they are known."""
+    by_site: SiteColumns = {}
     for site, matrices in head_projections.items():
         query, key, value, output = (
             None if x is None else _repeated(x, site.num_heads)
@@ -93,21 +93,21 @@ def spectra_of(head_projections: Mapping[AttentionSite, HeadProjections]) -> Sit
         if value is not None and output is not None:
             spectra["ov"] = circuits.singular_values(value, output)
         if spectra:
-            found[site] = spectra
-    return found
+            by_site[site] = spectra
+    return by_site
 
 
 def text_columns(collected: Mapping[AttentionSite, Mapping[str, CollectorState]]) -> SiteColumns:
-    """What the evidence of roles says of kinds of tokens and parts of the text."""
-    found = {site: values.get("evidence") for site, values in collected.items()}
-    return {site: text_shares(evidence) for site, evidence in found.items() if isinstance(evidence, HeadEvidence)}
+    """Return columns of attention to classes of tokens and parts of the text, from the role evidence."""
+    states = {site: values.get("evidence") for site, values in collected.items()}
+    return {site: text_shares(evidence) for site, evidence in states.items() if isinstance(evidence, HeadEvidence)}
 
 
 def circuit_columns(spectra: SiteColumns) -> SiteColumns:
-    """The largest share of a circuit's strength that one direction has: 1 for a circuit of rank one."""
+    """Return the share of the largest squared singular value of each circuit: 1 for a circuit of rank one."""
     return {
-        site: {f"{name}_top_share": _top_share(singular) for name, singular in found.items()}
-        for site, found in spectra.items()
+        site: {f"{name}_top_share": _top_share(singular) for name, singular in of_site.items()}
+        for site, of_site in spectra.items()
     }
 
 
@@ -123,34 +123,34 @@ def _top_share(singular: Tensor) -> Tensor:
 def groups_of(
     matrices: Mapping[AttentionSite, Mapping[str, Tensor]], null: Mapping[AttentionSite, Tensor]
 ) -> dict[str, Any]:
-    """Redundancy groups, layer by layer, by one threshold from the null of all layers."""
-    nulls = [found for found in null.values() if len(found) > 1]
+    """Return the redundancy groups of each layer, by one threshold derived from the null of all layers."""
+    nulls = [matrix for matrix in null.values() if len(matrix) > 1]
     if not len(nulls):
         return {}
     groups: list[Group] = []
     likeness = None
-    for site, found in matrices.items():
-        if "cosine" not in found or site.num_heads < 2:
+    for site, of_site in matrices.items():
+        if "cosine" not in of_site or site.num_heads < 2:
             continue
-        same = redundancy(found["cosine"], nulls)
-        likeness = Likeness(same.threshold, same.null)
-        for group in same.groups:
+        redundant = redundancy(of_site["cosine"], nulls)
+        likeness = Likeness(redundant.threshold, redundant.null)
+        for group in redundant.groups:
             index = torch.tensor(group)
-            least = float(found["cosine"][index][:, index].min())
+            least = float(of_site["cosine"][index][:, index].min())
             groups.append(Group(tuple((site, head) for head in group), least))
     return {"likeness": likeness, "groups": tuple(groups)}
 
 
 def widened(table: HeadProfile, parts: Sequence[SiteColumns], importance: Importance | None) -> HeadProfile:
-    """The table with a column for everything that is one number a head; NaN where it is not known."""
+    """Return the table extended by the columns of `parts` and of importance; NaN where a head has no value."""
     columns: SiteColumns = {}
     for part in parts:
-        for site, found in part.items():
-            columns[site] = {**columns.get(site, {}), **found}
-    every = list(dict.fromkeys(name for part in parts for found in part.values() for name in found))
-    names = [name for name in every if not name.endswith(BESIDE)]
+        for site, of_site in part.items():
+            columns[site] = {**columns.get(site, {}), **of_site}
+    all_names = list(dict.fromkeys(name for part in parts for of_site in part.values() for name in of_site))
+    names = [name for name in all_names if not name.endswith(SUFFIXES)]
     more: dict[str, Tensor] = {}
-    for name in every:
+    for name in all_names:
         numbers = [
             float(columns[site][name][head]) if name in columns.get(site, {}) else float("nan")
             for site, head in zip(table.sites, table.heads, strict=True)
@@ -172,11 +172,11 @@ def widened(table: HeadProfile, parts: Sequence[SiteColumns], importance: Import
 def with_more(
     matrices: SiteColumns, distances: Mapping[AttentionSite, Tensor], importance: Importance | None
 ) -> SiteColumns:
-    """And how differently heads look, and the overlap of their gradients, where these were measured."""
-    found = {site: dict(values) for site, values in matrices.items()}
+    """Return the matrices extended by attention distances and gradient overlaps, where they were measured."""
+    extended = {site: dict(values) for site, values in matrices.items()}
     for site, matrix in distances.items():
-        found.setdefault(site, {})["attention_distance"] = matrix
+        extended.setdefault(site, {})["attention_distance"] = matrix
     for site in () if importance is None else importance.overlaps:
         assert importance is not None
-        found.setdefault(site, {})["gradient_overlap"] = importance.overlap(site).cpu()
-    return found
+        extended.setdefault(site, {})["gradient_overlap"] = importance.overlap(site).cpu()
+    return extended

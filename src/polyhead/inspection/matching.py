@@ -1,7 +1,7 @@
-"""Which head of one inspection is which of another: by the heads of the model that both were made of.
+"""Matching of the heads of two inspections by the original heads of the unedited model.
 
-Edits renumber heads, so that a number alone says nothing across them. A head that was kept is known by its number in
-the unedited model, a merged head by all those that it is made of. Where that is not on record, nothing is matched.
+Edits renumber heads, so numbers alone do not identify them. A remaining head is identified by its number in the
+unedited model, a merged head by all the heads it was merged from. Without that record nothing is matched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polyhead.inspection.identity import original_name
 from polyhead.inspection.result import Inspection
 from polyhead.observation import AttentionSite
 
-# Of the facts of a run: what all heads of a model have in common.
+# Facts of a run that must agree for two runs to be of the same model.
 SIZES = {"model_type": "model type", "hidden_size": "hidden size", "num_hidden_layers": "number of layers"}
 Reason = Literal["removed", "merged", "new", "not read", "padding"]
 
@@ -38,7 +38,7 @@ class Unmatched:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Pairs of one and the same head, and the heads that only one of both has."""
+    """Pairs of matched heads, and the heads that only one inspection has."""
 
     pairs: tuple[tuple[Head, Head], ...]
     only_before: tuple[Unmatched, ...]
@@ -46,29 +46,29 @@ class Matching:
 
 
 def match_heads(before: Inspection, after: Inspection) -> Matching:
-    """Match the heads of two inspections; refused where nothing says which head is which."""
+    """Match the heads of two inspections; raise an OptionError if their identity is not known."""
     _check_sizes(before, after)
-    mine, theirs = _heads(before), _heads(after)
-    both = [place for place in mine if place in theirs]
+    heads_before, heads_after = _heads(before), _heads(after)
+    both = [place for place in heads_before if place in heads_after]
     if not both:
         raise OptionError(
-            "two inspections are compared head by head, got none that both models have: A has the layers "
-            f"{_some(mine)}, B has {_some(theirs)}"
+            "two inspections must have heads in common to be compared, got none: A has the layers "
+            f"{_some(heads_before)}, B has {_some(heads_after)}"
         )
     pairs: list[tuple[Head, Head]] = []
     only: tuple[list[Unmatched], list[Unmatched]] = ([], [])
     for place in both:
         one, other = _origins(before, after, place)
         same = one == other
-        known = {_key(other, head, same): (theirs[place][0], head) for head in theirs[place][1]}
-        for head in mine[place][1]:
-            if (twin := known.pop(_key(one, head, same), None)) is not None:
-                pairs.append(((mine[place][0], head), twin))
+        candidates = {_key(other, head, same): (heads_after[place][0], head) for head in heads_after[place][1]}
+        for head in heads_before[place][1]:
+            if (match := candidates.pop(_key(one, head, same), None)) is not None:
+                pairs.append(((heads_before[place][0], head), match))
             else:
-                only[0].append(_unmatched((mine[place][0], head), one, other, theirs[place]))
-        only[1].extend(_unmatched(head, other, one, mine[place]) for head in known.values())
-    for found, others, unmatched in ((mine, theirs, only[0]), (theirs, mine, only[1])):
-        for place, (site, heads) in found.items():
+                only[0].append(_unmatched((heads_before[place][0], head), one, other, heads_after[place]))
+        only[1].extend(_unmatched(head, other, one, heads_before[place]) for head in candidates.values())
+    for own, others, unmatched in ((heads_before, heads_after, only[0]), (heads_after, heads_before, only[1])):
+        for place, (site, heads) in own.items():
             if place not in others:
                 unmatched.extend(Unmatched((site, head), "not read") for head in heads)
     return Matching(tuple(pairs), tuple(only[0]), tuple(only[1]))
@@ -79,52 +79,52 @@ _Heads = Mapping[_Place, tuple[AttentionSite, list[int]]]
 
 
 def _heads(inspection: Inspection) -> _Heads:
-    found: dict[_Place, tuple[AttentionSite, list[int]]] = {}
+    heads: dict[_Place, tuple[AttentionSite, list[int]]] = {}
     for site, head in zip(inspection.table.sites, inspection.table.heads, strict=True):
-        found.setdefault((site.name, site.kind), (site, []))[1].append(head)
-    return found
+        heads.setdefault((site.name, site.kind), (site, []))[1].append(head)
+    return heads
 
 
 def _origins(before: Inspection, after: Inspection, place: _Place) -> tuple[HeadOrigins, HeadOrigins]:
-    """The origins of a layer's heads in both; refused where the two were not made of one."""
+    """Return the origins of a layer's heads in both; raise an OptionError if the layers have no common original."""
     (one, known), (other, other_known) = (_of_site(inspection, place) for inspection in (before, after))
     why = ""
     if one.total != other.total:
         why = f"the unedited layer had {one.total} heads in A and {other.total} in B"
     elif not (known and other_known) and one != other and len(one.heads) == len(other.heads):
-        why = f"{'B' if known else 'A'} was saved before runs kept the identity of heads, and may be edited or not"
+        why = f"{'B' if known else 'A'} was saved by a version that did not record the identity of heads"
     if why:
-        hint = "" if known and other_known else "; inspect the models again if one was made of the other"
-        raise OptionError(
-            f"heads are compared that are one and the same in both models, got {place[0]!r}, where {why}{hint}"
-        )
+        hint = "" if known and other_known else "; inspect the models again if one is an edited version of the other"
+        raise OptionError(f"heads can be compared if their identity is known, got {place[0]!r}, where {why}{hint}")
     return one, other
 
 
 def _of_site(inspection: Inspection, place: _Place) -> tuple[HeadOrigins, bool]:
-    """The origins of a layer, and whether the run would say so if there were others."""
+    """Return the origins of a layer's heads, and whether the run recorded the identity of heads at all."""
     sites = inspection.table.sites
     site = next(site for site in sites if (site.name, site.kind) == place)
     return site.origins or HeadOrigins.unedited(site.num_heads), "edited" in inspection.facts
 
 
 def _key(origins: HeadOrigins, head: int, same: bool) -> object:
-    """What a head is known by: of two layers after one edit its number, of others the original heads it is made of."""
+    """Return the key that identifies a head: its number if both layers have the same edits, else its original heads."""
     made_of = origins.heads[head]
-    # New heads of two edits have nothing in common, and neither have zeros.
+    # New heads and zero padding heads of different edits never match.
     return head if same else (made_of if made_of and made_of[0] >= 0 else (head, id(origins)))
 
 
-def _unmatched(head: Head, own: HeadOrigins, others: HeadOrigins, there: tuple[AttentionSite, list[int]]) -> Unmatched:
+def _unmatched(
+    head: Head, own: HeadOrigins, others: HeadOrigins, other_heads: tuple[AttentionSite, list[int]]
+) -> Unmatched:
     made_of = own.heads[head[1]]
     if not made_of:
         return Unmatched(head, "padding")
     if made_of[0] < 0 and len(made_of) == 1:
         return Unmatched(head, "new")
-    site, read = there
-    joint = next((x for x in read if len(others.heads[x]) > 1 and set(others.heads[x]) & set(made_of)), None)
-    if joint is not None:
-        return Unmatched(head, "merged", (site, joint))
+    site, observed = other_heads
+    merged = next((x for x in observed if len(others.heads[x]) > 1 and set(others.heads[x]) & set(made_of)), None)
+    if merged is not None:
+        return Unmatched(head, "merged", (site, merged))
     if len(made_of) > 1:
         return Unmatched(head, "merged")
     return Unmatched(head, "removed" if made_of[0] in others.removed else "not read")
@@ -135,11 +135,12 @@ def _check_sizes(before: Inspection, after: Inspection) -> None:
         one, other = before.facts.get(name), after.facts.get(name)
         if one is not None and other is not None and one != other:
             raise OptionError(
-                "heads are compared of one model, before and after edits, training or on two texts, got two whose "
-                f"{words} differs: {one} in A ({before.facts['model']}), {other} in B ({after.facts['model']})"
+                "inspections can be compared if they are of one model (before and after edits or training, or on two "
+                f"texts), got two whose {words} differs: {one} in A ({before.facts['model']}), {other} in B "
+                f"({after.facts['model']})"
             )
 
 
-def _some(found: _Heads) -> str:
-    names = [name for name, _ in found]
+def _some(heads: _Heads) -> str:
+    names = [name for name, _ in heads]
     return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")

@@ -1,4 +1,4 @@
-"""An `Inspection` as a notebook shows it: where it came from, what is most telling, roles in a grid, a card a head."""
+"""HTML of an `Inspection` for notebooks: facts of the run, findings, a grid of roles, and a card per head."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ NO_ROLE = "··"
 def inspection_html(
     facts: Mapping[str, Any],
     table: HeadProfile,
-    judged: Sequence[HeadRoles],
+    head_roles: Sequence[HeadRoles],
     groups: Sequence[Group],
-    told: Sequence[Finding],
+    findings: Sequence[Finding],
 ) -> str:
-    """The fragment; it needs no script, and what opens is folded until then."""
+    """Return the HTML fragment; it has no script, and details are collapsed by default."""
     edits = edits_of(table.sites)
-    where = f"{facts['tokens']:,} tokens of {facts['documents']} documents; {len(table)} heads"
-    where += "" if edits is None else f"; edited: {edits.en}"
-    findings = "".join(f"<li>{html.escape(str(finding))}</li>" for finding in told)
-    roles = {(x.site, x.head): x for x in judged}
+    summary = f"{facts['tokens']:,} tokens of {facts['documents']} documents; {len(table)} heads"
+    summary += "" if edits is None else f"; edited: {edits.en}"
+    items = "".join(f"<li>{html.escape(str(finding))}</li>" for finding in findings)
+    by_head = {(x.site, x.head): x for x in head_roles}
 
     def cell(site: AttentionSite, head: int) -> Cell | None:
-        found = roles.get((site, head))
-        held = [role for role in TELLING if found is not None and role in found.roles]
-        about = f"{place_of((site, head))}: {', '.join(held) or 'no role'}"
-        return Cell(role_of(held[0]).letters if held else NO_ROLE, 0.6 if held else 0.0, about)
+        of_head = by_head.get((site, head))
+        roles = [role for role in TELLING if of_head is not None and role in of_head.roles]
+        about = f"{place_of((site, head))}: {', '.join(roles) or 'no role'}"
+        return Cell(role_of(roles[0]).letters if roles else NO_ROLE, 0.6 if roles else 0.0, about)
 
-    def said(site: AttentionSite, head: int) -> list[str]:
-        found = roles.get((site, head))
-        lines = [] if found is None else [f"{x.role}: {x.evidence}" for x in found.scores if x.holds]
-        mine = [group for group in groups if (site, head) in group.heads]
-        others = [described(other) for group in mine for other in group.heads if other != (site, head)]
-        return [*lines, *([f"says the same as {', '.join(others)}"] if others else [])]
+    def card_lines(site: AttentionSite, head: int) -> list[str]:
+        of_head = by_head.get((site, head))
+        lines = [] if of_head is None else [f"{x.role}: {x.evidence}" for x in of_head.scores if x.holds]
+        its_groups = [group for group in groups if (site, head) in group.heads]
+        others = [described(other) for group in its_groups for other in group.heads if other != (site, head)]
+        return [*lines, *([f"output similar to {', '.join(others)}"] if others else [])]
 
-    drawn = grids(list(dict.fromkeys(table.sites)), cell) if len(roles) else ""
-    used = [role for role in TELLING if any(role in x.roles for x in judged)]
+    grid = grids(list(dict.fromkeys(table.sites)), cell) if len(by_head) else ""
+    used = [role for role in TELLING if any(role in x.roles for x in head_roles)]
     legend = "; ".join(f"{role_of(role).letters} {role}: {role_of(role).about.en}" for role in used)
     return (
-        f"<p><strong>{html.escape(str(facts['model']))}</strong><br>{html.escape(where)}</p>"
-        f"{f'<ul>{findings}</ul>' if findings else ''}"
-        f"{drawn}{f'<p>{html.escape(legend)}</p>' if legend else ''}"
-        f"{cards_html(table, said)}{folded('every number', table_html(table))}"
+        f"<p><strong>{html.escape(str(facts['model']))}</strong><br>{html.escape(summary)}</p>"
+        f"{f'<ul>{items}</ul>' if items else ''}"
+        f"{grid}{f'<p>{html.escape(legend)}</p>' if legend else ''}"
+        f"{cards_html(table, card_lines)}{folded('all statistics', table_html(table))}"
     )

@@ -1,4 +1,4 @@
-"""What a model is asked beside its text: repeated words, pronouns, a few pieces closely, chance, importance."""
+"""Probes of a model beyond its text: repeated words, pronouns, examples, the random-weights baseline, importance."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from polyhead.sources import Batch, LoadedModel
 from polyhead.sources.probes import repeated_batches
 from polyhead.sources.pronouns import pronoun_sentences
 
-CHANCE_TOKENS = 1024  # that a model with random weights reads
+CHANCE_TOKENS = 1024  # of the baseline with random weights
 DISTANCE_TOKENS = 512
 GRADIENT_TOKENS = 8192
-ABLATION_TOKENS = 256  # every head costs one more reading of these
+ABLATION_TOKENS = 256  # each head costs one more forward pass over these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Questions:
-    """A model and whoever asks it; `left_out` grows by the reason of each question that could not be asked."""
+    """The probes of one model; `left_out` collects the reason for each probe that was not possible."""
 
     settings: Settings
     loaded: LoadedModel
@@ -57,15 +57,15 @@ class Questions:
 
     def head_projections(self, model: nn.Module) -> dict[AttentionSite, HeadProjections]:
         if self.settings.via_weights:
-            return {}  # its modules are not known, only their weights
+            return {}  # only the returned attention weights are available, not the modules
         batch = next(self.reader.batches())
-        few = dataclasses.replace(batch, ids=batch.ids[:1, :16], mask=batch.mask[:1, :16])
-        found = find_projections(model, lambda: self.reader.call(few, model))
-        chosen = self.settings.layers
-        return {site: x for site, x in found.items() if chosen is None or site.layer in chosen}
+        short_batch = dataclasses.replace(batch, ids=batch.ids[:1, :16], mask=batch.mask[:1, :16])
+        projections = find_projections(model, lambda: self.reader.call(short_batch, model))
+        layers = self.settings.layers
+        return {site: x for site, x in projections.items() if layers is None or site.layer in layers}
 
     def watched(self, model: nn.Module, batches: list[Batch], collect: list[Collector], step: str) -> Observations:
-        """A short step: some batches, read by a model, for some gatherers."""
+        """Run a model over some batches with some collectors, and report progress."""
         total = sum(batch.tokens for batch in batches)
         session = observe(
             model,
@@ -88,20 +88,20 @@ class Questions:
         return self.watched(self.loaded.model, list(self.reader.batches()), [sample], "compare heads across layers")
 
     def examples(self) -> tuple[Example, ...]:
-        """Every weight of a few short pieces, to be read word by word."""
-        read = example_batches(self.reader)
+        """Return all attention weights of a few short excerpts."""
+        batches = example_batches(self.reader)
         return examples_of(
-            self.reader, read, self.watched(self.loaded.model, read, [ExampleWeights()], "read a few pieces closely")
+            self.reader, batches, self.watched(self.loaded.model, batches, [ExampleWeights()], "collect examples")
         )
 
     def distances(self) -> dict[AttentionSite, Tensor]:
-        """How differently the heads of a layer look, at the beginnings of some texts: every pair is one more look."""
+        """Return the attention distances of the heads of a layer; a few tokens only, as the cost is per pair."""
         batches = self.reader.some_batches(DISTANCE_TOKENS)
         collected = self.watched(
-            self.loaded.model, batches, [AttentionDistances()], "compare where heads look"
+            self.loaded.model, batches, [AttentionDistances()], "compare attention of heads"
         ).collected
-        found = {site: values.get("distances") for site, values in collected.items()}
-        return {site: x.compute() for site, x in found.items() if isinstance(x, SiteDistances)}
+        states = {site: values.get("distances") for site, values in collected.items()}
+        return {site: x.compute() for site, x in states.items() if isinstance(x, SiteDistances)}
 
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
         try:
@@ -115,7 +115,7 @@ class Questions:
         return evidence_of(self.watched(model, batches, [EvidenceCollector()], step).collected)
 
     def pronouns(self) -> PronounTable | None:
-        """Not of random weights as well: what chance shows in these sentences is known exactly."""
+        """Return the pronoun scores; there is no baseline with random weights, as chance is known exactly here."""
         try:
             texts = pronoun_texts(pronoun_sentences(), self.loaded.tokenizer, longest=self.reader.context)
         except PolyheadError as error:
@@ -131,39 +131,39 @@ class Questions:
         return pronoun_table(self.watched(self.loaded.model, batches, [texts.collector()], step), texts)
 
     def chance(self) -> tuple[tuple[HeadRoles, ...], dict[AttentionSite, Tensor]]:
-        """The same of a model of the same layout with random weights: what layout and text alone bring about."""
+        """Return roles and cosines of a model of the same layout with random weights: the effect of layout and text."""
         model = random_twin(self.loaded.model, self.settings.seed)
         head_projections = self.head_projections(model)
         batches = self.reader.some_batches(CHANCE_TOKENS)
         collect: list[Collector] = [Contributions(), EvidenceCollector(rare=rare_tokens(self.reader.counts))]
-        observations = self.watched(model, batches, collect, "watch a model with random weights")
+        observations = self.watched(model, batches, collect, "observe a model with random weights")
         reference = head_roles(evidence_of(observations.collected), seed=self.settings.seed)
         return reference, layer_similarity.cosines_of(observations.collected, head_projections)
 
     def copying(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[AttentionSite, Copying]:
-        """Only where the model predicts tokens with what its heads write."""
+        """Return copying scores, where the model predicts tokens from the residual stream its heads write to."""
         embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
         if embedding is None or unembedding is None or embedding.shape != unembedding.shape:
             return {}
-        found = {}
+        scores = {}
         for site, matrices in head_projections.items():
             if matrices.value is None or matrices.output is None or matrices.value.shape[1] != embedding.shape[1]:
                 continue
             value = matrices.value.repeat_interleave(site.num_heads // matrices.value.shape[0], 0)
-            found[site] = copying_scores(value, matrices.output, embedding, unembedding, seed=self.settings.seed)
-        return found
+            scores[site] = copying_scores(value, matrices.output, embedding, unembedding, seed=self.settings.seed)
+        return scores
 
     def importance(self) -> Importance | None:
-        wanted, kind = self.settings.importance, self.loaded.kind
+        method, kind = self.settings.importance, self.loaded.kind
         loss = {"causal": "language", "masked": "masked"}.get(kind, "representation")
-        if wanted == "none" or self.settings.via_weights or (kind == "encoder-decoder" and wanted == "auto"):
+        if method == "none" or self.settings.via_weights or (kind == "encoder-decoder" and method == "auto"):
             return None
-        if wanted == "auto":
-            wanted = "ablation" if loss == "representation" else "gradient"
-        step = "take out every head in turn" if wanted == "ablation" else "follow the gradient of every head"
-        measure: Callable[..., Importance] = ablate if wanted == "ablation" else gradient_scores
+        if method == "auto":
+            method = "ablation" if loss == "representation" else "gradient"
+        step = "ablate every head in turn" if method == "ablation" else "compute the gradient of every head"
+        measure: Callable[..., Importance] = ablate if method == "ablation" else gradient_scores
         device = next(self.loaded.model.parameters()).device
-        tokens = ABLATION_TOKENS if wanted == "ablation" else GRADIENT_TOKENS
+        tokens = ABLATION_TOKENS if method == "ablation" else GRADIENT_TOKENS
         batches = [batch.to(device) for batch in self.reader.some_batches(tokens)]
         return measure(
             self.loaded.model,
@@ -179,22 +179,22 @@ def _loss(name: str, tokenizer: Any, seed: int) -> Any:
 
 
 def embedding_of(model: Any) -> Tensor | None:
-    """Of its input tokens, [vocabulary, width], where it has one."""
-    found = model.get_input_embeddings()
-    return found.weight.detach() if isinstance(found, nn.Embedding) else None
+    """Return the input embedding, [vocabulary, width]; None if the model has none."""
+    embedding = model.get_input_embeddings()
+    return embedding.weight.detach() if isinstance(embedding, nn.Embedding) else None
 
 
 def _unembedding(model: Any) -> Tensor | None:
-    found = model.get_output_embeddings()
-    return None if found is None else found.weight.detach()
+    unembedding = model.get_output_embeddings()
+    return None if unembedding is None else unembedding.weight.detach()
 
 
 def random_twin(model: Any, seed: int) -> nn.Module:
-    """A model of the same configuration, as it is before any training."""
+    """Return a model of the same config with freshly initialised weights."""
     parameter = next(model.parameters())
     before = torch.get_default_dtype()
     config = copy.deepcopy(model.config)
-    if hasattr(config, IN_CONFIG):  # its heads are no heads of the original
+    if hasattr(config, IN_CONFIG):  # heads of a random model have no originals
         delattr(config, IN_CONFIG)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A model that reads: texts become batches, and a batch becomes a call of the model."""
+"""Running a model over a text: documents to batches, batches to forward passes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from polyhead.sources import (
 )
 from polyhead.sources.batching import digest_of
 
-# Intervals are over documents; a text of fewer is taken as one of as many documents as it has contexts.
+# Intervals are over documents; with fewer documents than this, each context counts as one.
 FEW_DOCUMENTS = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """A model, the contexts it reads, and how it is called with them."""
+    """A model, the contexts to run it on, and the forward call."""
 
     loaded: LoadedModel
     contexts: tuple[Context, ...]
@@ -46,13 +46,15 @@ class Reader:
     def of(cls, loaded: LoadedModel, settings: Settings) -> Reader:
         if loaded.tokenizer is None or loaded.main_input != "input_ids":
             raise OptionError(
-                f"an inspection reads text, got {loaded.name}, which reads {loaded.main_input}; "
-                "watch it with polyhead.observe while you call it"
+                f"an inspection needs a model of text, got {loaded.name}, whose input is {loaded.main_input}; "
+                "observe it with polyhead.observe while you call it"
             )
-        made_for = loaded.trained_context
-        context = min(CONTEXT, made_for or CONTEXT) if settings.context is None else settings.context
-        if made_for is not None and context > made_for:
-            raise OptionError(f"{loaded.name} was made for contexts of up to {made_for} tokens, got {context}")
+        max_context = loaded.trained_context
+        context = min(CONTEXT, max_context or CONTEXT) if settings.context is None else settings.context
+        if max_context is not None and context > max_context:
+            raise OptionError(
+                f"context must be at most {max_context} tokens, the maximum of {loaded.name}, got {context}"
+            )
         source = default_documents() if settings.text is None else read_texts(settings.text, field=settings.field)
         names: list[str] = []
         contexts: list[Context] = []
@@ -64,7 +66,7 @@ class Reader:
             tokens += len(piece.ids)
         if not contexts:
             raise OptionError(
-                f"an inspection needs a text of 8 tokens or more, got {len(names)} documents that are shorter"
+                f"an inspection needs a text of at least 8 tokens, got {len(names)} documents that are shorter"
             )
         classes = token_classes(loaded.tokenizer)
         return cls(loaded, tuple(contexts), tuple(names), context, settings.batch_tokens, classes)
@@ -75,18 +77,18 @@ class Reader:
 
     @property
     def counts(self) -> Tensor:
-        """How often each token occurs, [vocabulary]."""
+        """Number of occurrences of each token, [vocabulary]."""
         ids = torch.tensor([token for context in self.contexts for token in context.ids])
         return torch.bincount(ids, minlength=len(self.classes))
 
     @property
     def digest(self) -> str:
-        """The whole text as the model reads it, in short: it decides which tokens count as rare, for example."""
+        """Fingerprint of all contexts, on which for example the set of rare tokens depends."""
         return digest_of(self.contexts)
 
     @property
     def unknown(self) -> float:
-        """The share of the tokens that stand for text which the vocabulary lacks."""
+        """Share of unknown tokens."""
         counts = self.counts
         return float(counts[self.classes == TokenClass.UNKNOWN].sum() / counts.sum())
 
@@ -96,53 +98,53 @@ class Reader:
         )
 
     def some_batches(self, tokens: int, documents: int = 8) -> list[Batch]:
-        """The beginnings of contexts of different documents, about so many tokens in all."""
+        """Return batches of the first tokens of contexts of different documents, about `tokens` in total."""
         length = max(16, tokens // documents)
         after = special_tokens(self.loaded.tokenizer).after
         chosen: list[Context] = []
-        found = 0
+        total = 0
         for context in sorted(self.contexts, key=lambda x: x.piece):
-            if found >= tokens:
+            if total >= tokens:
                 break
             if len(context.ids) > length:
-                kept = length - len(after)
-                ids, special = [*context.ids[:kept], *after], [*context.special[:kept], *(True for _ in after)]
+                end = length - len(after)
+                ids, special = [*context.ids[:end], *after], [*context.special[:end], *(True for _ in after)]
                 context = Context(context.document, context.piece, ids, special)
             chosen.append(context)
-            found += len(context.ids)
+            total += len(context.ids)
         return self.batches_of(chosen)
 
     def batches_of(self, contexts: Sequence[Context]) -> list[Batch]:
-        """Of contexts that are not of the text."""
+        """Return batches of contexts that are not part of the text."""
         return list(batches(contexts, self.loaded.tokenizer, batch_tokens=self.batch_tokens))
 
     @property
     def counts_contexts(self) -> bool:
-        """Whether each context counts as a document of its own."""
+        """True if each context counts as a document of its own."""
         return len({context.document for context in self.contexts}) < FEW_DOCUMENTS
 
     def metadata(self, batch: Batch) -> BatchMetadata:
         documents, pieces = batch.documents, batch.pieces
         if self.counts_contexts:
-            # A number of its own for each piece of each document, the same in every batch.
+            # A distinct number for each context of each document, the same in every batch.
             documents = documents + FEW_DOCUMENTS * pieces
         return BatchMetadata(documents=documents, pieces=pieces, tokens=batch.ids, classes=self.classes[batch.ids])
 
     @torch.no_grad()
     def call(self, batch: Batch, model: nn.Module | None = None) -> Any:
-        """The model without the layer that predicts tokens, which no head needs."""
-        whole: Any = self.loaded.model if model is None else model
-        device = next(whole.parameters()).device
+        """Run the base model, without the language-modelling head, which no attention head needs."""
+        full_model: Any = self.loaded.model if model is None else model
+        device = next(full_model.parameters()).device
         ids, mask = batch.ids.to(device), batch.mask.to(device)
         inputs = {"input_ids": ids, "attention_mask": mask}
         if self.loaded.kind == "encoder-decoder":
             inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
         if self.loaded.kind != "encoder" and self.loaded.kind != "masked":
-            return _body(whole)(**inputs, use_cache=False)
-        return _body(whole)(**inputs)
+            return _base_model(full_model)(**inputs, use_cache=False)
+        return _base_model(full_model)(**inputs)
 
 
-def _body(model: Any) -> Any:
+def _base_model(model: Any) -> Any:
     return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
 
 

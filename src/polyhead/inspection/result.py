@@ -1,4 +1,4 @@
-"""`Inspection`: everything that is known of the heads of a model after one run."""
+"""`Inspection`: the result of one run over a model and a text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from polyhead.observation import AttentionSite, HeadProfile
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inspection:
-    """What every head does, which say the same, which matter; the table has one row a head."""
+    """Statistics, roles, similarity and importance of every head; the table has one row per head."""
 
     settings: Settings
-    facts: Mapping[str, Any]  # where it came from: model, tokens, documents, versions, time
+    facts: Mapping[str, Any]  # about the run: model, tokens, documents, versions, time
     table: HeadProfile
     roles: tuple[HeadRoles, ...] = ()
     likeness: Likeness | None = None
@@ -32,9 +32,9 @@ class Inspection:
     pairs: tuple[Pair, ...] = ()
     relations: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # [heads, heads] each
     findings: tuple[Finding, ...] = ()
-    looks: Mapping[AttentionSite, HeadMaps] = field(default_factory=dict)  # where heads look, as pictures
-    examples: tuple[Example, ...] = ()  # short pieces of the text with every weight
-    top_keys: Mapping[AttentionSite, tuple[tuple[TopKey, ...], ...]] = field(default_factory=dict)  # of each head
+    looks: Mapping[AttentionSite, HeadMaps] = field(default_factory=dict)  # mean attention maps and offsets
+    examples: tuple[Example, ...] = ()  # short excerpts with all attention weights
+    top_keys: Mapping[AttentionSite, tuple[tuple[TopKey, ...], ...]] = field(default_factory=dict)  # by head
     spectra: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # qk, ov [heads, head_dim]
 
     def roles_of(self, site: AttentionSite, head: int) -> HeadRoles | None:

@@ -1,4 +1,4 @@
-"""A whole inspection: the text is read, the model is asked its questions, and what was found is put together."""
+"""`inspect_model`: run the model over the text and the probes, and assemble the result."""
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ from polyhead.sources.segments import Segments
 from polyhead.version import VERSION
 
 SAVE_SECONDS = 30.0
-# The settings that decide what is gathered; with others a run does not go on.
+# Settings on which the collected data depends; a run is resumed only if they are unchanged.
 COLLECTED_BY = (
     "context", "tokens", "batch_tokens", "layers", "statistics", "via_weights", "seed", "device", "dtype"
 )  # fmt: skip
 UNSEEN = (
-    "what heads write, which say the same, copying and importance: the weights that the model itself returns do not "
-    "tell what is done with them"
+    "head outputs, redundancy, copying and importance: attention weights returned by the model do not determine them"
 )
 
 
@@ -77,18 +76,17 @@ def inspect_model(
     """Run an inspection.
 
     Args:
-        settings: what to look at.
-        folder: where to keep what was gathered, from time to time and when the text is read, so that a run that was
-            killed can go on.
-        resume: go on from there.
-        report: called with how far each step is.
-        save_seconds: how long a run gathers before it writes to the folder again.
-        loaded: a model that is loaded already.
+        settings: the model, the text and the options of the run.
+        folder: where to save the collected data periodically and after the text, so that a killed run can be resumed.
+        resume: continue from the data in `folder`.
+        report: called with the progress of each step.
+        save_seconds: time between two writes to the folder.
+        loaded: a model that is already loaded.
         allow_pickle: read weights from pickles, which can run code.
         trust_remote_code: run code that comes with the model.
 
-    An interrupt (Ctrl-C) ends the reading: what was gathered until then is the result, and it says so. A batch counts
-    as a whole or not at all, whatever ends the reading, so that a run that goes on equals one that was never stopped.
+    An interrupt (Ctrl-C) ends the pass over the text; the result is of the text until then, and is marked as
+    interrupted. Batches are counted atomically, so that a resumed run equals an uninterrupted one.
     """
     if loaded is None and settings.layers is not None:
         check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
@@ -112,7 +110,7 @@ def inspect_model(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """Observations of the batches read so far, all of them whole; one value, so that no interrupt finds half of it."""
+    """Observations of the complete batches so far; one immutable value, so that an interrupt never splits it."""
 
     observations: Observations
     batches: int = 0
@@ -130,29 +128,29 @@ class _Run:
     report: Report
     save_seconds: float
     interrupted: bool = False
-    across: str | None = None  # how pairs of different layers were found
+    across: str | None = None  # method by which pairs of different layers were found
 
     def run(self, resume: bool, began: float) -> Inspection:
         head_projections = self.questions.head_projections(self.loaded.model)
         sample = cross_layer_similarity.sample_of(head_projections, self.settings.seed)
         observations = self.text(sample, resume)
         table = observations.profile
-        found: dict[str, Any] = {}
-        matrices, said = layer_similarity.relations_of(observations.collected, head_projections)
+        parts: dict[str, Any] = {}
+        matrices, output_columns = layer_similarity.relations_of(observations.collected, head_projections)
         spectra = layer_similarity.spectra_of(head_projections)
         columns = [
             layer_similarity.text_columns(observations.collected),
             layer_similarity.circuit_columns(spectra),
-            said,
+            output_columns,
         ]
         roles: tuple[HeadRoles, ...] = ()
         if not self.interrupted:
             try:
-                found, roles = self.rest(observations, head_projections, sample, matrices)
+                parts, roles = self.rest(observations, head_projections, sample, matrices)
             except KeyboardInterrupt:
                 self.interrupted = True
-        importance: Importance | None = found.pop("importance", None)
-        matrices = layer_similarity.with_more(matrices, found.pop("distances", {}), importance)
+        importance: Importance | None = parts.pop("importance", None)
+        matrices = layer_similarity.with_more(matrices, parts.pop("distances", {}), importance)
         inspection = Inspection(
             self.settings,
             {**self.facts(observations, began), "loss": None if importance is None else importance.loss},
@@ -162,7 +160,7 @@ class _Run:
             looks=looks_of(observations.collected),
             top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
-            **found,
+            **parts,
         )
         return dataclasses.replace(inspection, findings=findings(inspection))
 
@@ -173,32 +171,32 @@ class _Run:
         sample: TokenSample | None,
         matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
     ) -> tuple[dict[str, Any], tuple[HeadRoles, ...]]:
-        found: dict[str, Any] = {}
-        ask = self.questions
-        found["examples"] = ask.examples()
-        found["distances"] = ask.distances()
-        repeated = ask.repeated(self.loaded.model)
+        parts: dict[str, Any] = {}
+        probes = self.questions
+        parts["examples"] = probes.examples()
+        parts["distances"] = probes.distances()
+        repeated = probes.repeated(self.loaded.model)
         reference: tuple[HeadRoles, ...] = ()
         if self.settings.chance:
-            reference, null = ask.chance()
-            found |= layer_similarity.groups_of(matrices, null)
+            reference, null = probes.chance()
+            parts |= layer_similarity.groups_of(matrices, null)
         roles = head_roles(
             evidence_of(observations.collected),
             repeated,
-            copying=ask.copying(head_projections),
-            pronouns=ask.pronouns(),
+            copying=probes.copying(head_projections),
+            pronouns=probes.pronouns(),
             reference=reference,
             seed=self.settings.seed,
         )
         if sample is not None:
-            found["pairs"] = cross_layer_similarity.pairs(
-                observations.collected, sample, head_projections, ask.watched_sample
+            parts["pairs"] = cross_layer_similarity.pairs(
+                observations.collected, sample, head_projections, probes.watched_sample
             )
             self.across = cross_layer_similarity.rule(sample)
-        found["importance"] = ask.importance()
-        return found, roles
+        parts["importance"] = probes.importance()
+        return parts, roles
 
-    # ---- reading
+    # ---- the pass over the text
 
     def text(self, sample: TokenSample | None, resume: bool) -> Observations:
         collectors: list[Collector] = [AttentionMaps(self.reader.context), Contributions(), self.evidence()]
@@ -213,9 +211,9 @@ class _Run:
             via_weights=self.settings.via_weights,
         )
         if self.folder is not None:
-            _ = self.origin  # computed now, while there is memory for it
+            _ = self.origin  # computed now, while memory is available
         read = self.go_on(session, collectors) if resume else _Read(session.observations)
-        kept, report, total = read.batches, self.report, self.reader.tokens
+        saved_batches, report, total = read.batches, self.report, self.reader.tokens
         report(Progress("read the text", read.tokens, total))
         saved = time.monotonic()
         with session:
@@ -227,15 +225,15 @@ class _Run:
                     report(Progress("read the text", read.tokens, total))
                     if self.folder is not None and time.monotonic() - saved >= self.save_seconds:
                         self.keep(read)
-                        kept, saved = read.batches, time.monotonic()
+                        saved_batches, saved = read.batches, time.monotonic()
             except KeyboardInterrupt:
                 self.interrupted = True
-            except BaseException:  # an error of the model, no memory left, an end from outside
-                if self.folder is not None and read.batches > kept:
+            except BaseException:  # an error of the model, out of memory, termination from outside
+                if self.folder is not None and read.batches > saved_batches:
                     self.keep(read)
                 raise
         if not read.batches:
-            raise OptionError("an inspection needs one batch at least, and was interrupted before the first was read")
+            raise OptionError("an inspection needs at least one batch, got an interrupt before the first was complete")
         if self.folder is not None:
             self.keep(read)
         return read.observations
@@ -247,34 +245,34 @@ class _Run:
 
     @cached_property
     def origin(self) -> dict[str, str]:
-        """The model and all of the text, in short."""
+        """Fingerprints of the model and the text."""
         return {"model": model_digest(self.loaded.model), "text": self.reader.digest}
 
     def go_on(self, session: Session, collectors: list[Collector]) -> _Read:
         assert self.folder is not None
         path = self.folder / OBSERVATIONS
         if not path.exists():
-            return _Read(session.observations)  # it was killed before it had written anything
+            return _Read(session.observations)  # killed before the first write
         facts = read_facts(path)
         if any(name not in facts for name in self.origin):
             raise OptionError(
-                f"a run goes on that says which model and text it is of, got {path} of an older version, which may "
-                "have counted a batch twice; begin again in another folder"
+                f"a run is resumed if it recorded its model and text, got {path} of an older version, which may have "
+                "counted a batch twice; start again in another folder"
             )
         now = json.loads(json.dumps(self.settings.to_dict()))
         changed = [name for name in COLLECTED_BY if facts["settings"].get(name) != now[name]]
         if changed:
             got = ", ".join(f"{name} {now[name]} for {facts['settings'].get(name)}" for name in changed)
-            raise OptionError(f"a run goes on with the settings it began with, got {got}")
+            raise OptionError(f"a run must be resumed with the settings it was started with, got {got}")
         if facts["model"] != self.origin["model"]:
             raise OptionError(
-                f"a run goes on only with the model it began with, got {self.loaded.name} with other weights or "
-                "another configuration; begin again in another folder"
+                f"a run must be resumed with the model it was started with, got {self.loaded.name} with other weights "
+                "or another config; start again in another folder"
             )
         if facts["text"] != self.origin["text"]:
             raise OptionError(
-                "a run goes on only with the text, tokenizer and batch size it began with, got another text; begin "
-                "again in another folder"
+                "a run must be resumed with the text, tokenizer and batch size it was started with, got another text; "
+                "start again in another folder"
             )
         session.go_on_from(load(path, collectors))
         return _Read(session.observations, facts["batches"], facts["digest"], facts["tokens"])
@@ -286,7 +284,7 @@ class _Run:
             rare=rare_tokens(self.reader.counts), meaning=meaning, segments=Segments.of(self.loaded.tokenizer)
         )
 
-    # ---- what is said of the run
+    # ---- facts of the run
 
     def facts(self, observations: Observations, began: float) -> dict[str, Any]:
         tokens = max((int(x.compute()["tokens"].max()) for x in observations.sites), default=0)
@@ -314,7 +312,7 @@ class _Run:
 
 
 def _sizes(model: Any) -> dict[str, Any]:
-    """By what another run is known to be of the same heads."""
+    """Return the facts by which two runs are known to be of the same model."""
     config = model.config.get_text_config()
     sizes = {name: getattr(config, name, None) for name in ("model_type", "hidden_size", "num_hidden_layers")}
     return {**sizes, "edited": is_edited(model)}

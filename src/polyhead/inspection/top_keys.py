@@ -1,4 +1,4 @@
-"""The tokens that each head looks at most, as people can read them."""
+"""The tokens that receive the most attention from each head, with their texts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from polyhead.observation import AttentionSite, CollectorState
 from polyhead.observation.top_keys import SiteTopKeys, TopKeys
 
-CANDIDATES = 1024  # tokens that are told apart: the most frequent ones of the text
-MOST = 10  # that are told of each head
+CANDIDATES = 1024  # distinct tokens that are counted: the most frequent ones of the text
+MOST = 10  # reported per head
 
 
 @dataclass(frozen=True, slots=True)
 class TopKey:
-    """A token, and how much of a head's attention all its occurrences have."""
+    """A token, with the share of a head's attention on all its occurrences."""
 
     token: int
     text: str
@@ -26,7 +26,7 @@ class TopKey:
 
 
 def most_frequent(counts: Tensor, most: int = CANDIDATES) -> TopKeys:
-    """What to gather, of a text in which each token of the vocabulary occurs so often; ties go to the lower id."""
+    """Return the collector for the most frequent tokens, given `counts` [vocabulary]; ties go to the lower id."""
     order = counts.sort(descending=True, stable=True).indices
     return TopKeys(order[: min(most, int((counts > 0).sum()))].clone())
 
@@ -34,15 +34,15 @@ def most_frequent(counts: Tensor, most: int = CANDIDATES) -> TopKeys:
 def top_keys_of(
     collected: Mapping[AttentionSite, Mapping[str, CollectorState]], tokenizer: Any, counts: Tensor
 ) -> dict[AttentionSite, tuple[tuple[TopKey, ...], ...]]:
-    """The `MOST` of each head of each site, the most attended first; fewer where no more got any attention."""
-    found = {}
+    """Return up to `MOST` tokens per head, the most attended first, by site; tokens without attention are omitted."""
+    top_keys = {}
     frequency = (counts / counts.sum().clamp_min(1)).tolist()
     for site, values in collected.items():
         value = values.get("top_keys")
         if not isinstance(value, SiteTopKeys):
             continue
         ids, shares = value.compute(MOST)
-        found[site] = tuple(
+        top_keys[site] = tuple(
             tuple(
                 TopKey(token, _text(tokenizer, token), share, frequency[token])
                 for token, share in zip(*row, strict=True)
@@ -50,10 +50,10 @@ def top_keys_of(
             )
             for row in zip(ids.tolist(), shares.tolist(), strict=True)
         )
-    return found
+    return top_keys
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """What a token stands for; the vocabulary's own name for it where that cannot be seen."""
+    """Return the text of a token; its name in the vocabulary if the text is not visible."""
     text = str(tokenizer.decode([token], skip_special_tokens=False)).strip()
     return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(token))

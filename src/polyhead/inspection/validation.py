@@ -1,4 +1,4 @@
-"""Checks of a run that was read from files: what every part of it must hold before anything is drawn of it."""
+"""Validation of inspections that were read from files."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _FACTS: Mapping[str, Any] = {
 
 
 def check_facts(facts: object) -> dict[str, Any]:
-    """The facts of a run, each of its type; one that an older version did not write may be absent."""
+    """Return the facts of a run, each checked for its type; those that older versions did not write may be absent."""
     if not isinstance(facts, dict) or not {"model", "tokens"} <= facts.keys():
-        raise OptionError(f"the facts of a run name its model and its tokens, got {short(facts)}")
+        raise OptionError(f"the facts of a run must have a model and tokens, got {short(facts)}")
     return {
         name: as_type(value, _FACTS[name], f"{name} among the facts") if name in _FACTS else value
         for name, value in facts.items()
@@ -47,39 +47,39 @@ def check_facts(facts: object) -> dict[str, Any]:
 
 
 def check_sites(sites: list[AttentionSite]) -> None:
-    """Check the places of a model's heads."""
+    """Check layers, numbers of heads and the uniqueness of sites."""
     for site in sites:
         if not (0 <= site.layer < MOST_LAYERS and 1 <= site.num_heads <= MOST_HEADS):
             raise OptionError(
-                f"a site has a layer from 0 on and 1 to {MOST_HEADS:,} heads, got layer {site.layer} and "
+                f"a site must have a layer of at least 0 and 1 to {MOST_HEADS:,} heads, got layer {site.layer} and "
                 f"{site.num_heads} heads in {short(site.name)}"
             )
     names = [(site.name, site.kind) for site in sites]
     if len(set(names)) < len(names):
-        raise OptionError("a site is listed once, got one twice")
+        raise OptionError("sites must be unique, got one twice")
 
 
 def check_table(inspection: Inspection) -> None:
-    """Check that the table has a row for each head and a number for each row."""
+    """Check that the table has one row per head and a column for each statistic."""
     table = inspection.table
     if not len(table):
-        raise OptionError("the table has a row for each head, got none")
+        raise OptionError("the table must have a row for each head, got none")
     for head in zip(table.sites, table.heads, strict=True):
         _check_head(head)
     if len(set(zip(table.sites, table.heads, strict=True))) < len(table):
-        raise OptionError("a head has one row of the table, got two of one")
+        raise OptionError("a head must have one row of the table, got two")
     missing = [name for name in ("tokens", *table.names) if name not in table.columns]
     if missing:
-        raise OptionError(f"the table has a column for each statistic, got none for {short(missing[0])}")
+        raise OptionError(f"the table must have a column for each statistic, got none for {short(missing[0])}")
 
 
 def check_run(inspection: Inspection) -> None:
-    """Check everything else: heads that exist, roles that are known, tensors of one shape, findings with words."""
-    for found in inspection.roles:
-        _check_head((found.site, found.head))
-        unknown = [score.role for score in found.scores if score.role not in TELLING]
+    """Check that heads exist, roles are known and findings have the values that their text needs."""
+    for head_roles in inspection.roles:
+        _check_head((head_roles.site, head_roles.head))
+        unknown = [score.role for score in head_roles.scores if score.role not in TELLING]
         if unknown:
-            raise OptionError(f"a role is one of {', '.join(TELLING)}; got {short(unknown[0])}")
+            raise OptionError(f"a role must be one of {', '.join(TELLING)}; got {short(unknown[0])}")
     for head in (
         *(head for group in inspection.groups for head in group.heads),
         *(head for pair in inspection.pairs for head in (pair.one, pair.other)),
@@ -90,10 +90,12 @@ def check_run(inspection: Inspection) -> None:
         try:
             words_of(finding), words_of(finding, "zh")
         except (LookupError, TypeError, ValueError) as error:
-            raise OptionError(f"a finding has what its words need, got {short(finding.kind)}: {error!r}") from None
+            raise OptionError(
+                f"a finding must have the values that its text needs, got {short(finding.kind)}: {error!r}"
+            ) from None
     for site, keys in inspection.top_keys.items():
         if len(keys) > site.num_heads:
-            raise OptionError(f"top keys are of each head, got {len(keys)} of {site.num_heads} heads")
+            raise OptionError(f"top keys must be of {site.num_heads} heads, got {len(keys)}")
 
 
 def check_tensors(inspection: Inspection) -> None:
@@ -104,12 +106,12 @@ def check_tensors(inspection: Inspection) -> None:
     bins = (0, len(offset_bins()))
     for site, looks in inspection.looks.items():
         if looks.block < 1:
-            raise OptionError(f"a block of a map has 1 token or more, got {looks.block}")
+            raise OptionError(f"a block of a map must have at least 1 token, got {looks.block}")
         side = looks.map.shape[-1] if looks.map.ndim == 3 else -1
         _check_shape(f"the map of {short(site.name)}", looks.map, (site.num_heads, side, side))
         _check_shape(f"the offsets of {short(site.name)}", looks.offsets, (site.num_heads, None))
         if looks.offsets.shape[-1] not in bins:
-            raise OptionError(f"offsets are counted in {bins[1]} bins, got {looks.offsets.shape[-1]}")
+            raise OptionError(f"offsets must have {bins[1]} bins, got {looks.offsets.shape[-1]}")
     for site, spectra in inspection.spectra.items():
         for name, spectrum in spectra.items():
             _check_shape(f"the spectrum {short(name)} of {short(site.name)}", spectrum, (site.num_heads, None))
@@ -121,13 +123,13 @@ def check_tensors(inspection: Inspection) -> None:
 
 def _check_head(head: Head) -> None:
     if isinstance(head[1], bool) or not isinstance(head[1], int) or not 0 <= head[1] < head[0].num_heads:
-        raise OptionError(f"{short(head[0].name)} has heads 0 to {head[0].num_heads - 1}, got {short(head[1])}")
+        raise OptionError(f"a head of {short(head[0].name)} must be 0 to {head[0].num_heads - 1}, got {short(head[1])}")
 
 
 def _check_shape(what: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
-    fits = x.ndim == len(shape) and all(size in (None, found) for size, found in zip(shape, x.shape, strict=True))
+    fits = x.ndim == len(shape) and all(size in (None, actual) for size, actual in zip(shape, x.shape, strict=True))
     if not fits or not x.is_floating_point():
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise OptionError(
-            f"{what} must be floating-point numbers of shape [{wanted}], got {list(x.shape)} of {x.dtype}"
+            f"{what} must be floating-point numbers of shape [{expected}], got {list(x.shape)} of {x.dtype}"
         )

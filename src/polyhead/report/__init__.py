@@ -1,4 +1,4 @@
-"""An inspection as a page: one self-contained HTML file that opens anywhere."""
+"""HTML reports: an inspection as one self-contained file."""
 
 from polyhead.report.page import write_page
 from polyhead.report.payload import page_of

@@ -1,4 +1,4 @@
-"""Numbers and texts as a page carries them: arrays in few bytes, texts that no reader of HTML can mistake for code."""
+"""Encoding of arrays and texts for a page: compact base64 arrays, and JSON that is safe inside HTML."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LONGEST_TEXT = 200  # characters of a token or a name; what is longer is cut, and ends in an ellipsis
+LONGEST_TEXT = 200  # characters of a token or a name; longer texts are truncated with an ellipsis
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-# What ends or opens markup, what ends a line of JavaScript, and what is not seen or turns the text around it.
+# Markup characters, JavaScript line terminators, and invisible or bidirectional control characters.
 _ESCAPED = re.compile("[<>&\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff]")
 
 
 def packed_shares(x: Tensor) -> dict[str, Any]:
-    """An array of shares in a byte each: `data / 255 * scale`, with the scale of each entry of the first axis.
+    """Quantise an array of weights to one byte each: `data / 255 * scale`, with one scale per entry of the first axis.
 
-    The scale is the largest number there, so that a head that looks everywhere alike is still told apart.
+    The scale is the maximum of the entry, so that nearly uniform attention keeps its resolution.
 
     >>> packed_shares(torch.tensor([[0.0, 0.5], [0.1, 0.02]]))
     {'shape': [2, 2], 'type': 'u8', 'scale': [0.5, 0.1], 'data': 'AP//Mw=='}
@@ -39,13 +39,13 @@ def packed_shares(x: Tensor) -> dict[str, Any]:
 
 
 def packed_floats(x: Tensor) -> dict[str, Any]:
-    """An array of numbers in four bytes each, little-endian; NaN stays NaN."""
+    """Encode an array as little-endian float32 in base64; NaN is preserved."""
     data = x.detach().cpu().float().contiguous().numpy().astype("<f4").tobytes()
     return {"shape": list(x.shape), "type": "f32", "scale": None, "data": base64.b64encode(data).decode()}
 
 
 def clipped(text: str, longest: int = LONGEST_TEXT) -> str:
-    """A text that a page can show: no longer than that, and without halves of surrogate pairs.
+    """Return a text truncated to `longest` characters, with lone surrogates replaced.
 
     >>> clipped("attention", longest=5)
     'atten…'
@@ -55,7 +55,7 @@ def clipped(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 def plain(x: Any) -> Any:
-    """What JSON can say: numbers of six digits, null for what is not finite, no lone surrogates, lists for tuples."""
+    """Return a JSON-compatible value: six significant digits, null for non-finite, no lone surrogates, no tuples."""
     if isinstance(x, str):
         return _LONE_SURROGATE.sub("\ufffd", x)
     if isinstance(x, float):
@@ -66,10 +66,10 @@ def plain(x: Any) -> Any:
 
 
 def json_in_html(value: Any) -> str:
-    """A value as JSON that may stand in a `<script>` element: nothing in it can end the element or be taken for markup.
+    """Return a value as JSON that is safe inside a `<script>` element: it cannot end the element or open markup.
 
     >>> json_in_html(["</script>"])
     '["\\\\u003c/script\\\\u003e"]'
     """
     text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

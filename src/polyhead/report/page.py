@@ -1,4 +1,4 @@
-"""One self-contained HTML file: an inspection's data, the script that draws it, and a policy that allows no more."""
+"""`write_page`: one self-contained HTML file with an inspection's data, its script, and a strict security policy."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ from polyhead.report.packing import json_in_html
 from polyhead.report.payload import page_of
 from polyhead.report.syntax import Syntax
 
-# What a parser of HTML takes for the end of a script, or for a comment in which that end is passed over.
+# Text that an HTML parser takes for the end of a script, or for a comment that hides that end.
 _ENDS_SCRIPT = re.compile(r"</script|<!--[^\0]*<script", re.IGNORECASE)
 _ENDS_STYLE = re.compile(r"</style", re.IGNORECASE)
 _DOCTYPE = b"<!doctype html"
-_NEEDS_SCRIPT = Text(
-    "This page is drawn by JavaScript, which is switched off here.", "此页面由 JavaScript 绘制，而此处已将其关闭。"
-)
+_NEEDS_SCRIPT = Text("This page needs JavaScript, which is disabled here.", "此页面需要 JavaScript，而此处已将其禁用。")
 
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """What draws the page: the built script and style sheet, and hashes of styles that the script adds by itself."""
+    """The built script and style sheet of the page, and hashes of styles that the script adds at run time."""
 
     script: str
     style: str
@@ -44,29 +42,29 @@ class Assets:
 
     @classmethod
     def load(cls, folder: Traversable | None = None) -> Assets:
-        """From the folder of built assets; that of the package unless another is named."""
+        """Load the built assets from a folder, by default the package's own."""
         place = resources.files("polyhead.report") / "assets" if folder is None else folder
         files = {name: place / name for name in ("page.js", "page.css", "csp.json")}
         missing = [name for name in ("page.js", "page.css") if not files[name].is_file()]
         if missing:
             raise OptionError(
-                f"a page is drawn by built assets, got {place} without {' and '.join(missing)}; "
+                f"a page needs built assets, got {place} without {' and '.join(missing)}; "
                 "in a checkout, `make frontend` builds them"
             )
         script, style = (files[name].read_text(encoding="utf-8") for name in ("page.js", "page.css"))
         listed = json.loads(files["csp.json"].read_text(encoding="utf-8")) if files["csp.json"].is_file() else {}
-        found = cls(script, style, tuple(f"'{x.strip(chr(39))}'" for x in listed.get("styles", ())))
-        found.check(str(place))
-        return found
+        assets = cls(script, style, tuple(f"'{x.strip(chr(39))}'" for x in listed.get("styles", ())))
+        assets.check(str(place))
+        return assets
 
     def check(self, place: str) -> None:
-        """That the script and the style end where the page ends them, so that their hashes are of what is run."""
+        """Check that script and style contain no markup that ends them early, so that their hashes match what runs."""
         if _ENDS_SCRIPT.search(self.script):
-            raise OptionError(f"a script in a page may not hold the markup that ends it, got {place}/page.js with it")
+            raise OptionError(f"an inline script must not contain markup that ends it, got {place}/page.js with it")
         if _ENDS_STYLE.search(self.style):
-            raise OptionError(f"a style sheet in a page may not hold </style, got {place}/page.css with it")
+            raise OptionError(f"an inline style sheet must not contain </style, got {place}/page.css with it")
         if "\0" in self.script + self.style:
-            raise OptionError(f"assets hold no NUL, which a browser would change, got {place} with one")
+            raise OptionError(f"assets must not contain NUL, which browsers replace, got {place} with one")
 
 
 def write_page(
@@ -77,17 +75,17 @@ def write_page(
     syntax: Syntax | None = None,
     assets: Assets | None = None,
 ) -> Path:
-    """Write an inspection as one HTML file that opens anywhere, without a network, and say where it lies.
+    """Write an inspection as one HTML file that needs no network, and return its absolute path.
 
     Args:
-        path: the file; what was there is replaced in one step.
-        inspection: what to show.
-        language: "en" or "zh", in which the page opens; a reader can switch.
-        syntax: a table of `polyhead syntax` of the same model, to be shown as well.
-        assets: what draws the page; those of the package unless others are named.
+        path: the file; an earlier page is replaced atomically.
+        inspection: the inspection to show.
+        language: "en" or "zh", the initial language; the page has a switch.
+        syntax: a table of `polyhead syntax` for the same model, to be shown as well.
+        assets: script and style of the page; the package's own by default.
     """
     if language not in LANGUAGES:
-        raise OptionError(f"a page is written in one of the languages {', '.join(LANGUAGES)}; got {language!r}")
+        raise OptionError(f"language must be one of {', '.join(LANGUAGES)}; got {language!r}")
     file = Path(path)
     check_place(file)
     text = html_of(page_of(inspection, language=language, syntax=syntax), assets or Assets.load())
@@ -96,10 +94,10 @@ def write_page(
 
 
 def check_place(file: Path) -> None:
-    """Check that a page may be written there: nothing is there, or another page."""
+    """Check that a page may be written to a path: the file does not exist, or is another page."""
     if file.is_dir():
         raise OptionError(
-            f"a page is one file, got the folder {file}; name a file in it, such as {file / 'heads.html'}"
+            f"a page is one file, got the folder {file}; pass a file in it, such as {file / 'heads.html'}"
         )
     with refusing(file, "a page is written to a new file, or over another page"):
         if file.exists():
@@ -107,11 +105,11 @@ def check_place(file: Path) -> None:
             with file.open("rb") as opened:
                 start = opened.read(len(_DOCTYPE))
             if start and start.lower() != _DOCTYPE:
-                raise OptionError("it holds something else; name another file")
+                raise OptionError("it contains something else; choose another file")
 
 
 def html_of(page: Mapping[str, Any], assets: Assets) -> str:
-    """The file's text, from the value of a page and what draws it."""
+    """Return the HTML text of a page."""
     language: Language = "zh" if page["lang"] == "zh" else "en"
     findings = "".join(f"<li>{_shown(finding['text'][language])}</li>" for finding in page["findings"])
     return (
@@ -137,7 +135,7 @@ def html_of(page: Mapping[str, Any], assets: Assets) -> str:
 
 
 def policy_of(assets: Assets) -> str:
-    """The content security policy: this script and these styles, by their hashes, and nothing from anywhere else."""
+    """Return the content security policy: this script and these styles by their hashes, and nothing else."""
     styles = " ".join([_hash(assets.style), *assets.style_hashes])
     return (
         f"default-src 'none'; script-src {_hash(assets.script)}; style-src {styles}; img-src data: blob:; "
@@ -146,7 +144,7 @@ def policy_of(assets: Assets) -> str:
 
 
 def _shown(text: str) -> str:
-    """A text between tags; what is not seen, or turns the text around it, is a replacement character."""
+    """Escape a text for HTML; control, format and surrogate characters become replacement characters."""
     return html.escape("".join("\ufffd" if unicodedata.category(x) in ("Cc", "Cf", "Cs") else x for x in text))
 
 

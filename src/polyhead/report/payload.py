@@ -1,4 +1,4 @@
-"""An inspection as the plain value that the page draws: everything it shows, in both languages, and nothing else."""
+"""The data of a page as a JSON-compatible value, with all texts in both languages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMAT = 1
 FINDINGS = 8  # more than a terminal shows: a page has room
 MOST_ALIKE = 5
 LONGEST_FACT = 1000
-IMPORTANCE = ("ablation", "gradient")  # what says best how much a head matters, first
+IMPORTANCE = ("ablation", "gradient")  # in order of preference
 _FACTS = (
     "model", "tokens", "documents", "contexts", "context", "seconds", "interrupted", "unknown", "intervals_over",
     "versions",
@@ -38,7 +38,7 @@ _VIEWS = {"role": "head", "alike": "alike", "matters": "matters", "extreme": "he
 
 
 def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax | None = None) -> dict[str, Any]:
-    """The value of a page, ready for JSON; `frontend/src/data.ts` says what each part is."""
+    """Return the data of a page, ready for JSON; `frontend/src/data.ts` documents its parts."""
     sites = sites_of(inspection)
     index = {site: number for number, site in enumerate(sites)}
     edits = edits_of(sites)
@@ -54,8 +54,8 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         "heads": list(_heads(inspection, index)),
         **pictures.pictures_of(inspection, index),
         "relations": {
-            str(index[site]): {name: packed_floats(matrix) for name, matrix in found.items()}
-            for site, found in inspection.relations.items()
+            str(index[site]): {name: packed_floats(matrix) for name, matrix in matrices.items()}
+            for site, matrices in inspection.relations.items()
         },
         "relation_names": _relation_names(inspection),
         "likeness": None
@@ -70,16 +70,16 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         "syntax": None if syntax is None else syntax.to_dict(sites),
         "findings": [_finding(finding, index) for finding in findings(inspection, FINDINGS)],
     }
-    found: dict[str, Any] = plain(page)
-    return found
+    json_page: dict[str, Any] = plain(page)
+    return json_page
 
 
 def sites_of(inspection: Inspection) -> list[AttentionSite]:
-    """The sites of a page, in the order of the table; a number of a page's `[site, head]` counts these."""
+    """Return the sites of a page in the order of the table; `[site, head]` in a page indexes this list."""
     return list(dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.looks]))
 
 
-# ---- what the parts are called
+# ---- labels
 
 
 def _site(site: AttentionSite) -> dict[str, Any]:
@@ -119,15 +119,15 @@ def _column_names(inspection: Inspection) -> list[str]:
 
 
 def _column(name: str, loss: str | None) -> dict[str, Any]:
-    found = column_of(name, loss)
+    column = column_of(name, loss)
     return {
         "name": name,
-        "label": found.label.to_dict(),
-        "about": found.about.to_dict(),
-        "group": found.group,
-        "format": found.format,
-        "low": found.low,
-        "high": found.high,
+        "label": column.label.to_dict(),
+        "about": column.about.to_dict(),
+        "group": column.group,
+        "format": column.format,
+        "low": column.low,
+        "high": column.high,
     }
 
 
@@ -136,38 +136,38 @@ def _requested_roles(inspection: Inspection) -> set[str]:
 
 
 def _role(name: str) -> dict[str, Any]:
-    found = role_of(name)
+    role = role_of(name)
     return {
         "name": name,
-        "letters": found.letters,
-        "label": found.label.to_dict(),
-        "about": found.about.to_dict(),
+        "letters": role.letters,
+        "label": role.label.to_dict(),
+        "about": role.about.to_dict(),
     }
 
 
 def _relation_names(inspection: Inspection) -> list[dict[str, Any]]:
-    there = {name for found in inspection.relations.values() for name in found}
-    names = [name for name in RELATIONS if name in there]
-    terms = [relation_of(name) for name in [*names, *sorted(there - set(names))]]
+    present = {name for matrices in inspection.relations.values() for name in matrices}
+    names = [name for name in RELATIONS if name in present]
+    terms = [relation_of(name) for name in [*names, *sorted(present - set(names))]]
     return [{"name": x.name, "label": x.label.to_dict(), "about": x.about.to_dict()} for x in terms]
 
 
 def _importance(inspection: Inspection) -> dict[str, Any] | None:
     for name in IMPORTANCE:
         if name in inspection.table.names:
-            found = column_of(name, inspection.facts.get("loss"))
-            return {"column": name, "label": found.label.to_dict(), "about": found.about.to_dict()}
+            column = column_of(name, inspection.facts.get("loss"))
+            return {"column": name, "label": column.label.to_dict(), "about": column.about.to_dict()}
     return None
 
 
 def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and names as they are, words in both languages."""
+    """Return the facts of a run, with texts in both languages."""
     loss, pairs_by = facts.get("loss"), facts.get("pairs_by")
     model, name = facts.get("model"), facts.get("name")
     return {
         **{name: facts.get(name) for name in _FACTS},
         "model": None if model is None else clipped(str(model), LONGEST_FACT),
-        # A name that was cut would be another one.
+        # A truncated name would name another model.
         "name": None if name is None or len(str(name)) > LONGEST_FACT else clipped(str(name), LONGEST_FACT),
         "kind": _clipped(kind_of_model(str(facts.get("kind", "")))),
         "loss": None if loss is None else _clipped(loss_in_words(str(loss))),
@@ -225,28 +225,29 @@ def _score(score: RoleScore) -> dict[str, Any]:
 
 
 def _alike(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[Head, list[dict[str, Any]]]:
-    """Of every head, those that say most nearly the same: all of its layer, and of other layers the pairs found."""
-    found: dict[Head, list[tuple[float, Head, bool]]] = {}
+    """Return the most similar heads of each head: those of its layer, and the measured pairs of other layers."""
+    similar: dict[Head, list[tuple[float, Head, bool]]] = {}
     for site, matrices in inspection.relations.items():
         for head, row in enumerate(matrices["cosine"].tolist() if "cosine" in matrices else []):
             others = [(cosine, (site, other), False) for other, cosine in enumerate(row) if other != head]
-            found.setdefault((site, head), []).extend(others)
+            similar.setdefault((site, head), []).extend(others)
     for pair in inspection.pairs:
-        found.setdefault(pair.one, []).append((pair.cosine, pair.other, True))
-        found.setdefault(pair.other, []).append((pair.cosine, pair.one, True))
+        similar.setdefault(pair.one, []).append((pair.cosine, pair.other, True))
+        similar.setdefault(pair.other, []).append((pair.cosine, pair.one, True))
     return {
         head: [
             {"place": _place(index, other), "cosine": cosine, "across": across}
             for cosine, other, across in sorted(others, key=lambda x: -x[0])
             if math.isfinite(cosine)
         ]
-        for head, others in found.items()
+        for head, others in similar.items()
     }
 
 
 def _top_keys(inspection: Inspection, head: Head) -> list[dict[str, Any]]:
-    found = inspection.top_keys.get(head[0], ())
-    return [{"text": clipped(key.text), "share": key.share} for key in (found[head[1]] if head[1] < len(found) else ())]
+    of_site = inspection.top_keys.get(head[0], ())
+    of_head = of_site[head[1]] if head[1] < len(of_site) else ()
+    return [{"text": clipped(key.text), "share": key.share} for key in of_head]
 
 
 # ---- findings

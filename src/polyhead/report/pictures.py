@@ -1,4 +1,4 @@
-"""Maps, offsets and examples as a page carries them: pooled so that a page of a large model still opens quickly."""
+"""Attention maps, offsets and examples of a page, pooled so that a page of a large model still opens quickly."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from polyhead.inspection.head_maps import bin_edges
 from polyhead.observation import AttentionSite
 from polyhead.report.packing import clipped, packed_floats, packed_shares
 
-# A byte a cell and four thirds of that in base64: 12 layers of 12 heads have maps of 64 x 64.
+# One byte per cell, 4/3 of that in base64: 12 layers of 12 heads have maps of 64 x 64.
 MOST_MAP_CELLS = 1 << 20
 MOST_EXAMPLE_CELLS = 1 << 20
-LEAST_SIDE = 8  # of a map, however many heads there are
+LEAST_SIDE = 8  # of a map, regardless of the number of heads
 
 
 def pictures_of(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[str, Any]:
-    """The parts `maps`, `map_block`, `offsets` and `examples` of a page."""
+    """Return the parts `maps`, `map_block`, `offsets` and `examples` of a page."""
     looks = inspection.looks
     factor = _pooling(inspection)
     first, last = _used_bins(inspection)
@@ -41,9 +41,9 @@ def pictures_of(inspection: Inspection, index: Mapping[AttentionSite, int]) -> d
 
 
 def pooled(grid: Tensor, factor: int) -> Tensor:
-    """A map [heads, rows, columns] of shares in larger blocks: rows are averaged, columns added, so rows sum as before.
+    """Pool a map [heads, rows, columns] into larger blocks; rows are averaged and columns summed, so row sums remain.
 
-    The rows of a block count alike; a last block that is not full counts the rows it has.
+    The rows of a block have equal weight; an incomplete last block averages the rows it has.
     """
     if factor == 1:
         return grid
@@ -56,7 +56,7 @@ def pooled(grid: Tensor, factor: int) -> Tensor:
 
 
 def _pooling(inspection: Inspection) -> int:
-    """How many blocks of a map become one, so that the maps of all heads have room."""
+    """Return the pooling factor with which the maps of all heads fit the limit."""
     heads = sum(site.num_heads for site in inspection.looks)
     side = max((x.map.shape[-1] for x in inspection.looks.values()), default=0)
     factor = 1
@@ -66,7 +66,7 @@ def _pooling(inspection: Inspection) -> int:
 
 
 def _used_bins(inspection: Inspection) -> tuple[int, int]:
-    """The first bin of offsets that some head uses, and one past the last."""
+    """Return the range of offset bins with attention from any head: first, and one past the last."""
     used = [x.offsets.sum(0) > 0 for x in inspection.looks.values() if x.offsets.shape[-1]]
     if not used:
         return 0, 0
@@ -75,14 +75,14 @@ def _used_bins(inspection: Inspection) -> tuple[int, int]:
 
 
 def _examples(inspection: Inspection, index: Mapping[AttentionSite, int]) -> list[dict[str, Any]]:
-    """As many as have room, and one always."""
-    found: list[dict[str, Any]] = []
+    """Return as many examples as fit the limit, at least one."""
+    examples: list[dict[str, Any]] = []
     cells = 0
     for example in inspection.examples:
         cells += sum(weights.numel() for weights in example.weights.values())
-        if found and cells > MOST_EXAMPLE_CELLS:
+        if examples and cells > MOST_EXAMPLE_CELLS:
             break
-        found.append(
+        examples.append(
             {
                 "title": clipped(example.title),
                 "queries": [clipped(text) for text in example.queries],
@@ -90,4 +90,4 @@ def _examples(inspection: Inspection, index: Mapping[AttentionSite, int]) -> lis
                 "sites": {str(index[site]): packed_shares(x) for site, x in example.weights.items()},
             }
         )
-    return found
+    return examples

@@ -1,4 +1,4 @@
-"""Two kinds of chart as SVG text: stacked bars and lines, both coloured by classes that the page's style defines."""
+"""Stacked bar charts and line charts as SVG text, coloured by classes of the page's style sheet."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from html import escape
 
 WIDTH, HEIGHT = 760, 330
 LEFT, RIGHT, TOP, BOTTOM = 92, 16, 14, 44
-_INSET = 18  # of lines from the edges, so that the first place stands clear of the axis
+_INSET = 18  # horizontal margin of line charts, so that the first point is clear of the axis
 _INNER, _DEEP = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is drawn upwards: its name, how its numbers are written, and whether round ones are powers of two."""
+    """The vertical axis: its name, number format, and whether ticks are powers of two."""
 
     name: str
     written: Callable[[float], str]
@@ -24,7 +24,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One colour of a chart: a number at each place along it, None where there is none."""
+    """One series of a chart: a value at each position of the horizontal axis, None where there is none."""
 
     name: str
     values: tuple[float | None, ...]
@@ -33,7 +33,7 @@ class Series:
 
 
 def stacked(title: str, places: Sequence[str], series: Sequence[Series], axis: Axis, along: str) -> str:
-    """A bar at each place, made of the series one above the other; each piece says its number when pointed at."""
+    """Return a stacked bar chart, with tooltips."""
     totals = [sum(one.values[i] or 0.0 for one in series) for i in range(len(places))]
     top, ticks = _linear(max(totals, default=0.0), axis.binary)
     written = axis.written
@@ -45,10 +45,10 @@ def stacked(title: str, places: Sequence[str], series: Sequence[Series], axis: A
             value = one.values[i] or 0.0
             if value:
                 y, height = TOP + _DEEP * (1 - (below + value) / top), _DEEP * value / top
-                said = f"{escape(place)} {escape(along)}: {escape(one.name)} {escape(written(value))}"
+                tooltip = f"{escape(place)} {escape(along)}: {escape(one.name)} {escape(written(value))}"
                 parts.append(
                     f'<rect class="c{one.colour}" x="{x:.1f}" y="{y:.2f}" width="{step * 0.72:.1f}" '
-                    f'height="{max(height, 0.4):.2f}"><title>{said}</title></rect>'
+                    f'height="{max(height, 0.4):.2f}"><title>{tooltip}</title></rect>'
                 )
                 below += value
         parts.append(_text(x + step * 0.36, HEIGHT - BOTTOM + 16, place, "middle"))
@@ -56,9 +56,9 @@ def stacked(title: str, places: Sequence[str], series: Sequence[Series], axis: A
 
 
 def lines(title: str, places: Sequence[str], series: Sequence[Series], axis: Axis, along: str) -> str:
-    """A line for each series, with equal steps up the axis for equal ratios."""
-    found = [value for one in series for value in one.values if value is not None and value > 0]
-    ticks = _ratios(found, 16.0 if axis.binary else 10.0)
+    """Return a line chart with a logarithmic vertical axis."""
+    positive = [value for one in series for value in one.values if value is not None and value > 0]
+    ticks = _ratios(positive, 16.0 if axis.binary else 10.0)
     low, span, written = ticks[0], math.log(ticks[-1] / ticks[0]), axis.written
     first, step = LEFT + _INSET, (_INNER - 2 * _INSET) / max(len(places) - 1, 1)
     parts = [_frame(axis.name, along, [(math.log(tick / low) / span, written(tick)) for tick in ticks])]
@@ -74,9 +74,9 @@ def lines(title: str, places: Sequence[str], series: Sequence[Series], axis: Axi
         dashed = ' stroke-dasharray="6 4"' if one.dashed else ""
         parts.append(f'<polyline class="l{one.colour}" points="{path}"{dashed}/>')
         for x, y, value, place in points:
-            said = f"{escape(place)} {escape(along)}: {escape(one.name)} {escape(written(value))}"
+            tooltip = f"{escape(place)} {escape(along)}: {escape(one.name)} {escape(written(value))}"
             parts.append(
-                f'<circle class="c{one.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{said}</title></circle>'
+                f'<circle class="c{one.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{tooltip}</title></circle>'
             )
     return _figure(title, series, parts)
 
@@ -110,7 +110,7 @@ def _text(x: float, y: float, words: str, anchor: str, kind: str = "tick") -> st
 
 
 def _linear(largest: float, binary: bool) -> tuple[float, list[float]]:
-    """The end of an axis from zero, and its ticks at round numbers."""
+    """Return the maximum of an axis that starts at zero, and its ticks at round numbers."""
     if largest <= 0:
         return 1.0, [0.0, 1.0]
     rough = largest / 4
@@ -122,7 +122,7 @@ def _linear(largest: float, binary: bool) -> tuple[float, list[float]]:
 
 
 def _ratios(values: Sequence[float], base: float) -> list[float]:
-    """Powers of a base from below all values to above them."""
+    """Return powers of a base that enclose all values."""
     if not values:
         return [1.0, base]
     low = math.floor(math.log(min(values), base) + 1e-9)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a plan: its tables, and plots over the context and over the number of heads."""
+"""Self-contained HTML page of a plan: tables, and charts over the context length and the number of heads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEMORY = ("parameters", "gradients", "cache", "activations")
 def write_plan_page(
     path: str | os.PathLike[str], plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[HeadsPoint]
 ) -> Path:
-    """Write a plan as one HTML file that opens anywhere, without a network, and say where it lies."""
+    """Write a plan as one HTML file that needs no network, and return its absolute path."""
     file = Path(path)
     check_place(file)
     write_whole(file, plan_html(plan, contexts, heads).encode("utf-8"))
@@ -54,40 +54,40 @@ def plan_html(plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[Head
         "base-uri 'none'; form-action 'none'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
-        f"<title>What {name} costs</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>Costs of {name}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in body if part)
         + "\n</main>\n</body>\n</html>\n"
     )
 
 
 def _cards(plan: Plan) -> str:
-    cards = [(name, *_halves(said)) for name, said in wording.facts(plan) if name in ("parameters", "cache")]
+    cards = [(name, *_halves(text)) for name, text in wording.facts(plan) if name in ("parameters", "cache")]
     crossover = "never" if plan.crossover is None else f"{plan.crossover:,} tokens"
     cards.append(("crossover of n² and n d²", crossover, wording.crossover_words(plan)))
     square = "holds" if plan.identity.holds else f"{plan.identity.found / plan.identity.expected:.3g} of it"
     cards.append(("Q, K, V, O are 4 d_model²", square, ", and ".join(plan.identity.reasons)))
-    drawn = "".join(
+    items = "".join(
         f'<li>{escape(name)}<b>{escape(big)}</b><span class="muted">{escape(small)}</span></li>'
         for name, big, small in cards
     )
-    return f'<ul class="numbers">{drawn}</ul>'
+    return f'<ul class="numbers">{items}</ul>'
 
 
 def _warnings(plan: Plan) -> str:
     if not plan.warnings:
         return ""
     why = dict(explained(plan.warnings))
-    told = "".join(
+    items = "".join(
         f'<li>{escape(kind)}: {escape(words)} <span class="muted">({escape(why[kind])})</span></li>'
         for kind, words in plan.warnings
     )
-    return f"<h2>Warnings</h2><ul>{told}</ul>"
+    return f"<h2>Warnings</h2><ul>{items}</ul>"
 
 
-def _halves(said: str) -> tuple[str, str]:
-    """What comes first in words, and what is said of it behind a colon or a comma."""
-    mark = ": " if ": " in said else ", "
-    first, _, rest = said.partition(mark)
+def _halves(text: str) -> tuple[str, str]:
+    """Split a text at its first colon, or else its first comma."""
+    separator = ": " if ": " in text else ", "
+    first, _, rest = text.partition(separator)
     return first, rest
 
 
@@ -101,45 +101,45 @@ def _phase(plan: Plan, phase: PhasePlan) -> str:
         sub = ' class="sub"' if row.name in wording.WITHIN_ATTENTION else ""
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in row.cells[:shown])
         lines_of_table.append(f'<tr{kind}><th scope="row"{sub}>{escape(row.name)}</th>{cells}</tr>')
-    told = [f"{about}: {words}" if about else words for about, words in wording.below(phase)]
-    said = "".join(f"<p>{escape(words)}</p>" for words in told)
+    notes = [f"{about}: {words}" if about else words for about, words in wording.below(phase)]
+    paragraphs = "".join(f"<p>{escape(words)}</p>" for words in notes)
     name = escape(wording.title(plan, phase).capitalize())
     return (
         f'<h2>{name}</h2><div class="scroll" tabindex="0" role="region" aria-label="{name}">'
         f'<table><thead><tr><th scope="col"></th>{head}</tr></thead>'
-        f"<tbody>{''.join(lines_of_table)}</tbody></table></div>{said}"
+        f"<tbody>{''.join(lines_of_table)}</tbody></table></div>{paragraphs}"
     )
 
 
 def _over_context(plan: Plan, points: Sequence[ContextPoint]) -> str:
     places = [_short(point.context) for point in points]
-    drawn = ["<h2>Over the length of the context</h2>"]
-    peak = Axis("memory at the peak", size, binary=True)
+    drawn = ["<h2>By context length</h2>"]
+    peak = Axis("peak memory", size, binary=True)
     for index, phase in enumerate(plan.phases):
-        found = [point.phases[index] for point in points]
-        # A step of decoding makes one token; the other phases make all of them.
+        phases = [point.phases[index] for point in points]
+        # A decode step computes one token; the other phases compute all of them.
         tokens = [plan.batch * (1 if phase.phase == "decode" else point.context) for point in points]
         title = wording.title(plan, phase).capitalize()
         if phase.timing is not None:
-            parts = [_stage(stage, found, tokens, colour) for colour, stage in enumerate(_STAGES)]
-            drawn.append(_stack(f"{title}: time a token", places, parts, Axis("time a token", seconds)))
+            parts = [_stage(stage, phases, tokens, colour) for colour, stage in enumerate(_STAGES)]
+            drawn.append(_stack(f"{title}: time per token", places, parts, Axis("time per token", seconds)))
         else:
             parts = [
-                Series(name, tuple(getattr(x.flops, name) / n for x, n in zip(found, tokens, strict=True)), colour)
+                Series(name, tuple(getattr(x.flops, name) / n for x, n in zip(phases, tokens, strict=True)), colour)
                 for colour, name in enumerate(_FLOPS)
             ]
-            drawn.append(_stack(f"{title}: FLOPs a token", places, parts, Axis("FLOPs a token", count)))
+            drawn.append(_stack(f"{title}: FLOPs per token", places, parts, Axis("FLOPs per token", count)))
         memory = [
-            Series(name, tuple(float(getattr(x.fused, name)) for x in found), colour)
+            Series(name, tuple(float(getattr(x.fused, name)) for x in phases), colour)
             for colour, name in enumerate(_MEMORY)
         ]
-        drawn.append(_stack(f"{title}: memory, attention fused", places, memory, peak))
+        drawn.append(_stack(f"{title}: memory, fused attention", places, memory, peak))
         both = [
-            Series("fused", tuple(float(x.fused.total) for x in found), 0),
-            Series("weights written down", tuple(float(x.materialised.total) for x in found), 1, dashed=True),
+            Series("fused", tuple(float(x.fused.total) for x in phases), 0),
+            Series("materialised weights", tuple(float(x.materialised.total) for x in phases), 1, dashed=True),
         ]
         drawn.append(
-            lines(f"{title}: memory with and without weights written down", places, both, peak, "tokens of context")
+            lines(f"{title}: memory of fused and materialised attention", places, both, peak, "tokens of context")
         )
     return "".join(drawn)
 
@@ -148,37 +148,37 @@ def _stack(title: str, places: Sequence[str], series: Sequence[Series], axis: Ax
     return stacked(title, places, [one for one in series if any(one.values)], axis, "tokens of context")
 
 
-def _stage(stage: str, found: Sequence[PhasePlan], tokens: Sequence[int], colour: int) -> Series:
-    taken = [x.timing.stages.get(stage, 0.0) if x.timing is not None else 0.0 for x in found]
-    values = tuple(time / n for time, n in zip(taken, tokens, strict=True))
+def _stage(stage: str, phases: Sequence[PhasePlan], tokens: Sequence[int], colour: int) -> Series:
+    times = [x.timing.stages.get(stage, 0.0) if x.timing is not None else 0.0 for x in phases]
+    values = tuple(time / n for time, n in zip(times, tokens, strict=True))
     return Series(wording.STAGE_NAMES[stage], values, colour)
 
 
 def _over_heads(plan: Plan, points: Sequence[HeadsPoint]) -> str:
     if not points:
         return ""
-    one = points[0].phase
+    baseline = points[0].phase
     series = [
-        Series("FLOPs of matrix products", tuple(p.phase.flops.total / one.flops.total for p in points), 0),
-        Series("exponentials", tuple(p.phase.exponentials / one.exponentials for p in points), 1),
+        Series("FLOPs of matrix products", tuple(p.phase.flops.total / baseline.flops.total for p in points), 0),
+        Series("exponentials", tuple(p.phase.exponentials / baseline.exponentials for p in points), 1),
         Series(
-            "memory, weights written down",
-            tuple(p.phase.materialised.total / one.materialised.total for p in points),
+            "memory, materialised weights",
+            tuple(p.phase.materialised.total / baseline.materialised.total for p in points),
             2,
             dashed=True,
         ),
-        Series("memory, attention fused", tuple(p.phase.fused.total / one.fused.total for p in points), 3),
+        Series("memory, fused attention", tuple(p.phase.fused.total / baseline.fused.total for p in points), 3),
     ]
-    if one.timing is not None:
-        first = one.timing.seconds
+    if baseline.timing is not None:
+        first = baseline.timing.seconds
         times = tuple(p.phase.timing.seconds / first if p.phase.timing is not None else None for p in points)
         series.append(Series("predicted time", times, 4))
     width = points[0].heads * points[0].head_dim
     places = [_short(point.heads) for point in points]
     first_layout = f"{points[0].heads:,} x {points[0].head_dim:,}"
-    title = f"{wording.title(plan, one).capitalize()}, over the cost of {first_layout}, at d_model {width:,}"
-    drawn = lines(title, places, series, Axis("times as much", _ratio), "heads, together as wide as the model")
-    return f"<h2>Over the number of heads</h2>{drawn}"
+    title = f"{wording.title(plan, baseline).capitalize()}, relative to {first_layout}, at d_model {width:,}"
+    chart = lines(title, places, series, Axis("relative cost", _ratio), "heads, at constant total width")
+    return f"<h2>By number of heads</h2>{chart}"
 
 
 def _metadata(plan: Plan) -> str:
@@ -187,7 +187,7 @@ def _metadata(plan: Plan) -> str:
 
 
 def _short(number: int) -> str:
-    """A place on an axis: 4096 as 4K."""
+    """Format a position on an axis: 4096 as 4K."""
     return f"{number // 1024:,}K" if number >= 1024 and number % 1024 == 0 else f"{number:,}"
 
 

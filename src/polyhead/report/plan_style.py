@@ -1,4 +1,4 @@
-"""The style of a plan's page: the colours of the other pages, light and dark, and a palette of its own for charts."""
+"""Style sheet of a plan's page: the light and dark colours of the other pages, and a palette for charts."""
 
 STYLE = """
 :root {

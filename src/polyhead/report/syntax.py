@@ -1,4 +1,4 @@
-"""A table of `polyhead syntax`, beside the inspection of the same model."""
+"""Syntax tables of `polyhead syntax` as part of a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyhead.report.packing import clipped
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """Which grammatical relation each head knows, and the treebank that says so."""
+    """A syntax table and the treebank it was computed on."""
 
     treebank: str
     table: SyntaxTable
@@ -28,28 +28,28 @@ class Syntax:
         file = Path(path)
         if file.suffix not in (".json", ".parquet"):
             raise OptionError(
-                f"a syntax table is the .json or .parquet of `polyhead syntax --output`, got {file.name!r}"
+                f"a syntax table must be a .json or .parquet file of `polyhead syntax --output`, got {file.name!r}"
             )
         if not file.is_file():
-            raise OptionError(f"there is no file {file}; `polyhead syntax --treebank T --output {file}` writes it")
+            raise OptionError(f"file {file} not found; `polyhead syntax --treebank T --output {file}` writes it")
         table = SyntaxTable.load(file)
         about = read_json(file, "a syntax table is a JSON object") if file.suffix == ".json" else {}
         return cls(str(about.get("treebank", file.name)), table)
 
     def to_dict(self, sites: Sequence[AttentionSite]) -> dict[str, Any]:
-        """The part `syntax` of a page whose sites these are."""
+        """Return the part `syntax` of a page with these sites."""
         numbers = {site.name: number for number, site in enumerate(sites) if site.kind == "self"}
         rows = []
         for row in self.table.entries:
             if row.site not in numbers or not 0 <= row.head < sites[numbers[row.site]].num_heads:
                 raise OptionError(
-                    "a syntax table and an inspection must be of one model, "
+                    "a syntax table and an inspection must be of the same model, "
                     f"got head {row.head} of {row.site!r} in the table, which the inspection does not have"
                 )
             own = sites[numbers[row.site]].label(row.head)
             if (row.original_head or own) != own:
                 raise OptionError(
-                    "a syntax table and an inspection must be of one model, with the same edits, got head "
+                    "a syntax table and an inspection must be of the same model, with the same edits, got head "
                     f"{row.head} of {row.site!r}, originally {row.original_head} in the table, {own} in the inspection"
                 )
             rows.append(

@@ -80,15 +80,15 @@ def test_the_keyboard_alone_reads_opens_and_points(open_view):
     tab.keyboard.press("Enter")
     tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
     opened.wait(lambda: focused("textContent") == "Layer 1, head 2")
-    tab_to("textContent", "Switch this head off")
+    tab_to("textContent", "Ablate this head")
     tab.keyboard.press("Enter")
     tab.locator(".off-heads .measure").wait_for()
     tab_to("className", "word")
     tab.keyboard.press("End")
-    tab.get_by_role("heading", name="“w4” looks at").wait_for()
+    tab.get_by_role("heading", name="“w4” attends to").wait_for()
     tab_to("className", "map-plot")
     tab.keyboard.press("ArrowDown")
-    expect(tab.locator(".map-readout")).to_contain_text("“w1” (1) looks at “[CLS]” (0)")
+    expect(tab.locator(".map-readout")).to_contain_text("“w1” (1) attends to “[CLS]” (0)")
 
 
 def test_dark_and_light_and_what_is_drawn_follows(open_view, keep_picture):

@@ -44,7 +44,7 @@ def test_a_head_is_switched_off_and_the_output_changes_as_computed(open_view, ke
     opened.read()
     tab, model, ids = opened.tab, opened.server.eager, opened.server.viewer.readings["A"].ids
     expect(tab.locator(".off-heads .measure")).to_have_count(0)
-    tab.get_by_role("button", name="switches it off or on").click()
+    tab.get_by_role("button", name="ablates it or restores it").click()
     tab.locator("a.cell[data-key='1.2']").click()
     before = log_probabilities(model, ids)
     for off in ([(1, 2)], [(1, 2), (0, 3)]):
@@ -62,15 +62,15 @@ def test_a_head_is_switched_off_and_the_output_changes_as_computed(open_view, ke
         assert float(text.rstrip("%")) / 100 == pytest.approx(float(value), abs=0.0051)
     expect(tab.locator(".off-list button")).to_have_text(["Layer 1, head 2 ×", "Layer 0, head 3 ×"])
     expect(tab.locator("a.cell.off")).to_have_count(2)
-    assert "switched off" in tab.locator("a.cell[data-key='1.2']").get_attribute("aria-label")
+    assert "ablated" in tab.locator("a.cell[data-key='1.2']").get_attribute("aria-label")
     keep_picture(opened, "view-off")
-    # Read again without them: later layers are then those of the cut model.
-    tab.get_by_role("button", name="Read again without them").click()
-    tab.get_by_text("Text A was read without Layer 0, head 3 and Layer 1, head 2.").wait_for()
+    # Run again without them: later layers are then those of the ablated model.
+    tab.get_by_role("button", name="Run again without them").click()
+    tab.get_by_text("Text A was run with Layer 0, head 3 and Layer 1, head 2 ablated.").wait_for()
     again = opened.server.viewer.readings["A"]
     assert (again.ids, again.off) == (ids, {(1, 2), (0, 3)})
     assert torch.allclose(again.output.values.double(), after, atol=1e-5)
-    tab.get_by_role("button", name="All on again").click()
+    tab.get_by_role("button", name="Restore all").click()
     opened.wait(lambda: not opened.server.viewer.readings["A"].off)
     expect(tab.locator("a.cell.off")).to_have_count(0)
 
@@ -79,11 +79,11 @@ def test_a_head_is_switched_off_in_its_own_panel(open_view):
     opened = open_view()
     opened.read()
     opened.go("head/1/1")
-    opened.tab.get_by_role("button", name="Switch this head off").click()
+    opened.tab.get_by_role("button", name="Ablate this head").click()
     opened.tab.locator(".off-heads .measure").wait_for()
-    opened.tab.get_by_role("button", name="Switch Layer 1, head 1 on again").click()
+    opened.tab.get_by_role("button", name="Restore Layer 1, head 1").click()
     expect(opened.tab.locator(".off-heads .measure")).to_have_count(0)
-    opened.tab.get_by_role("button", name="Switch this head off").wait_for()
+    opened.tab.get_by_role("button", name="Ablate this head").wait_for()
 
 
 def test_generation_goes_on_step_by_step(open_view, keep_picture):
@@ -98,8 +98,8 @@ def test_generation_goes_on_step_by_step(open_view, keep_picture):
     assert float(first.locator(".muted").inner_text().rstrip("%")) / 100 == pytest.approx(
         float(expected.max().exp()), abs=0.0051
     )
-    tab.get_by_role("button", name="Write the likeliest token").click()
-    tab.get_by_text("Tokens written: 1").wait_for()
+    tab.get_by_role("button", name="Append the most likely token").click()
+    tab.get_by_text("Generated tokens: 1").wait_for()
     assert list(viewer.readings["A"].ids) == [*ids, greedy]
     # Whom the newest token looks at, in every head.
     weights, tokens = opened.server.weights(), opened.server.tokens()
@@ -112,10 +112,10 @@ def test_generation_goes_on_step_by_step(open_view, keep_picture):
     third = tab.locator(".candidates li").nth(2)
     chosen = int(third.get_attribute("data-token"))
     third.locator("button").click()
-    tab.get_by_text("Tokens written: 2").wait_for()
+    tab.get_by_text("Generated tokens: 2").wait_for()
     assert list(viewer.readings["A"].ids) == [*ids, greedy, chosen]
-    tab.get_by_role("button", name="Take back").click()
-    tab.get_by_text("Tokens written: 1").wait_for()
+    tab.get_by_role("button", name="Undo").click()
+    tab.get_by_text("Generated tokens: 1").wait_for()
     assert list(viewer.readings["A"].ids) == [*ids, greedy]
 
 
@@ -123,10 +123,10 @@ def test_what_the_server_refuses_is_said_in_words(open_view):
     opened = open_view()
     alert = opened.tab.locator("[role=alert]")
     for status, kind, words in (
-        (413, "too-large", "That is too long."),
-        (507, "out-of-memory", "The memory was not enough."),
-        (422, "invalid", "The server did not take that."),
-        (500, "failed", "Something went wrong in the server."),
+        (413, "too-large", "The text is too long."),
+        (507, "out-of-memory", "Out of memory."),
+        (422, "invalid", "The server rejected the request."),
+        (500, "failed", "Internal server error."),
     ):
         error = {"error": {"status": status, "kind": kind, "message": "Its own <b>words</b>."}}
         answer = {"status": status, "body": json.dumps(error)}
@@ -215,7 +215,7 @@ def test_a_busy_server_is_asked_until_it_answers_and_the_reader_is_told(open_vie
     tab.locator("#text-A").fill("w1 w2 w3")
     tab.keyboard.press("Control+Enter")
     expect(tab.locator(".waiting")).to_contain_text("The server is busy.")
-    expect(tab.locator(".waiting")).to_contain_text("questions that wait: 1")
+    expect(tab.locator(".waiting")).to_contain_text("pending requests: 1")
     seen.append(True)
     opened.wait(lambda: opened.server.viewer.readings["A"] is not before)
     expect(tab.locator(".word")).to_have_text(["[CLS]", "w1", "w2", "w3"])
@@ -237,7 +237,7 @@ def test_the_page_outlives_its_server(open_view, tmp_path):
     tab = opened.tab
     tab.locator("#text-A").fill("w4 w5")
     tab.keyboard.press("Control+Enter")
-    expect(tab.locator("[role=alert]")).to_contain_text("The viewer does not answer.")
+    expect(tab.locator("[role=alert]")).to_contain_text("The server does not respond.")
     expect(tab.locator("a.cell canvas")).to_have_count(8)  # what was there is still there
     with Running(viewer, folder, port):
         expect(tab.locator("[role=alert]")).to_be_empty()

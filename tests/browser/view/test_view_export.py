@@ -19,9 +19,9 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
     tab = opened.tab
     (figure,) = tab.locator("figure").all()
     root = saved_svg(tab, figure)
-    assert title_of(root).replace(" ", "") == "Layersandheads:Pictureofitsattention(llama,textA)"
+    assert title_of(root).replace(" ", "") == "Layersandheads:Attentionmap(llama,textA)"
     assert len(list(root.iter(f"{SVG}image"))) == 8
-    assert "A cell is one weight." in texts(root)
+    assert "A cell is one attention weight." in texts(root)
     check_png(tab, figure, root)
     # A word in every head.
     tab.locator(".word").nth(3).click()
@@ -32,7 +32,7 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
     for layer in range(2):
         for head in range(4):
             assert tokens[int(weights[layer, head, 3].argmax())] in texts(root)
-    # Heads that are off are crossed out.
+    # Ablated heads are crossed out.
     opened.go("head/1/2")
     tab.locator(".gate").click()
     tab.locator(".map-state[data-how=exact]").wait_for()
@@ -40,10 +40,10 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
     tab.locator(".word-in-heads figure").nth(1).wait_for()
     figures = tab.locator("figure")
     assert figures.locator("h3").all_inner_texts() == [
-        "The attention matrix",
+        "Attention matrix",
         "All heads",
-        "it looks at",
-        "it is looked at by",
+        "attends to",
+        "attended to by",
     ]
     for figure in figures.all():
         root = saved_svg(tab, figure)
@@ -68,7 +68,7 @@ def test_a_saved_map_is_what_is_seen(opened_long):
         wanted = [token.strip() or "[␣]" for token in tokens[first : first + 15]]
         assert any(said[i : i + 15] == wanted for i in range(len(said)))
     ends = tab.locator("figure.map .ramp-ends span").all_inner_texts()
-    assert {"tokens looked at →", "← tokens that look", ends[0], ends[-1]} <= set(said)
+    assert {"key tokens →", "← query tokens", ends[0], ends[-1]} <= set(said)
     light = check_colours(tab, root)
     opened.of.change_scheme("dark")
     tab.locator("html[data-theme=dark]").wait_for()

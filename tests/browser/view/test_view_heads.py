@@ -82,7 +82,7 @@ def test_a_word_is_followed_through_every_head(read_sentence, keep_picture):
     opened.tab.locator(".word").nth(word).hover()
     opened.tab.locator(".grids.of-word").wait_for()
     expect(opened.tab.locator(".word-name")).to_have_text(f"“{tokens[word]}” in every head")
-    sides = [("it looks at", lambda x: x[word]), ("it is looked at by", lambda x: x[:, word])]
+    sides = [("attends to", lambda x: x[word]), ("attended to by", lambda x: x[:, word])]
     opened.tab.locator(".word").nth(word).click()  # stays when the pointer leaves
     for name, row_of in sides:
         opened.tab.get_by_role("button", name=name, exact=True).click()
@@ -100,16 +100,16 @@ def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(read_sentence, ke
     opened.tab.locator("a.cell[data-key='1.2']").click()
     opened.tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
     weights, tokens, word = opened.server.weights()[1, 2], opened.server.tokens(), 6
-    expect(opened.tab.locator(".strongest h4")).to_have_text(["Looked at most, on average"])
+    expect(opened.tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
     opened.tab.locator(".word").nth(word).hover()
-    opened.tab.get_by_role("heading", name=f"“{tokens[word]}” looks at").wait_for()
+    opened.tab.get_by_role("heading", name=f"“{tokens[word]}” attends to").wait_for()
     check_list(listed(opened.tab, 0), weights[word], tokens)
     check_list(listed(opened.tab, 1), weights[:, word], tokens)
     shades = opened.tab.eval_on_selector_all(".word", "all => all.map((x) => x.style.background !== 'transparent')")
     assert shades == [weight >= 0.005 for weight in weights[word].tolist()]
     keep_picture(opened, "view-head")
     opened.tab.mouse.move(2, 2)  # the pointer leaves: nothing is chosen
-    opened.tab.get_by_role("heading", name="Looked at most, on average").wait_for()
+    opened.tab.get_by_role("heading", name="Most attended, on average").wait_for()
 
 
 def test_a_link_keeps_the_chosen_word(read_sentence):
@@ -136,10 +136,10 @@ def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):
     opened = open_view("t5")
     opened.read()
     tab = opened.tab
-    expect(tab.locator(".stack h3")).to_have_text(["Encoder", "Decoder", "Decoder to encoder"])
-    tab.get_by_role("button", name="Write the likeliest token").click()
+    expect(tab.locator(".stack h3")).to_have_text(["Encoder", "Decoder", "Cross-attention"])
+    tab.get_by_role("button", name="Append the most likely token").click()
     tab.locator(".newest").wait_for()
-    expect(tab.locator(".newest .stack h3")).to_have_text(["Decoder", "Decoder to encoder"])
+    expect(tab.locator(".newest .stack h3")).to_have_text(["Decoder", "Cross-attention"])
     tab.locator(".text-in-heads a.cell[data-key='3.1']").click()
     tab.locator(".head-words .line-name").first.wait_for()
     reading, model = opened.server.viewer.readings["A"], opened.server.eager

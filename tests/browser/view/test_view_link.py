@@ -28,10 +28,10 @@ def test_a_link_opens_the_same_view(opened_long, open_view):
     assert "map=" not in opened.tab.url  # the whole needs no place
     view = Map(opened)
     zoom(opened, view, 5)
-    opened.tab.get_by_role("button", name="their largest weight").click()
+    opened.tab.get_by_role("button", name="max attention weight").click()
     view.settle()
     scale, told = view.scale, view.read_at(*HERE)
-    assert "at most" in told or "looks at" in told
+    assert "at most" in told or "attends to" in told
     link = opened.tab.url.partition("#/")[2]
     assert re.fullmatch(r"head/1/2\?map=[\d.]+_[\d.]+_[\d.]+&pool=max", link)
 
@@ -64,9 +64,9 @@ def test_back_and_forward_move_the_map(opened_long):
         opened.wait(lambda scale=scale: view.scale == pytest.approx(scale, rel=ROUNDED))
     view.settle()
     assert view.read_at(*HERE) == closest
-    opened.tab.get_by_role("button", name="their largest weight").click()
+    opened.tab.get_by_role("button", name="max attention weight").click()
     opened.tab.go_back()
-    expect(opened.tab.get_by_role("button", name="their share")).to_have_attribute("aria-pressed", "true")
+    expect(opened.tab.get_by_role("button", name="share of attention")).to_have_attribute("aria-pressed", "true")
     expect(opened.tab.locator("main h2").first).to_have_text("Layer 1, head 2")
 
 
@@ -75,7 +75,7 @@ def test_a_link_that_makes_no_sense_shows_the_whole(opened_long):
     for place in ("nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"):
         go_anew(opened_long, f"head/1/2?map={place}&pool=median")
         assert (Map(opened_long).level, Map(opened_long).scale) == (3, whole), place
-    assert "look at tokens" in Map(opened_long).read_at(*HERE)
+    assert "attend to tokens" in Map(opened_long).read_at(*HERE)
 
 
 def test_a_link_beyond_the_text_shows_its_end(opened_long):
@@ -83,7 +83,7 @@ def test_a_link_beyond_the_text_shows_its_end(opened_long):
     view = Map(opened_long)
     view.settle()
     assert view.level == 0
-    assert "(2,999) looks at" in view.read_at(0.99, 0.99)
+    assert "(2,999) attends to" in view.read_at(0.99, 0.99)
 
 
 def test_compared_maps_zoom_and_move_together(open_view, keep_picture):
@@ -112,8 +112,8 @@ def test_compared_maps_zoom_and_move_together(open_view, keep_picture):
     assert tokens(other) == tokens(one)
     opened.tab.locator(".map-zoom button").last.click()  # the second one's
     opened.wait(lambda: one.level == other.level == 3)
-    opened.tab.get_by_role("button", name="their largest weight").first.click()
-    pressed = opened.tab.get_by_role("button", name="their largest weight")
+    opened.tab.get_by_role("button", name="max attention weight").first.click()
+    pressed = opened.tab.get_by_role("button", name="max attention weight")
     for button in pressed.all():
         expect(button).to_have_attribute("aria-pressed", "true")
 
@@ -130,7 +130,7 @@ def test_a_short_text_beside_a_long_one_goes_as_far_as_it_can(opened_long):
     fit, whole = short.scale, long.scale
     zoom(opened, long, 6)
     assert short.scale == pytest.approx(fit, rel=ROUNDED)
-    assert "“w9” (9) looks at “w9” (9)" in short.read_at(0.99, 0.99)
+    assert "“w9” (9) attends to “w9” (9)" in short.read_at(0.99, 0.99)
     zoomed = long.scale
     short.point(0.5, 0.5)
     opened.tab.mouse.wheel(0, 500)  # it shows all of its own text already

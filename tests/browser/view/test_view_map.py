@@ -40,7 +40,7 @@ def test_from_the_whole_to_single_tokens_and_back(opened_long, weights, keep_pic
     keep_picture(opened_long, "view-map-whole")
     # The whole: cells of 4 x 4 tokens, whose sum is told as the share of their four queries.
     x, y = view.point(0.31, 0.77)
-    expect(opened_long.tab.locator(".map-readout")).to_contain_text("look at tokens")
+    expect(opened_long.tab.locator(".map-readout")).to_contain_text("attend to tokens")
     numbers = [int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())]
     first_row, last_row, first_column, last_column = numbers
     assert (last_row - first_row, last_column - first_column) == (3, 3)
@@ -57,7 +57,7 @@ def test_from_the_whole_to_single_tokens_and_back(opened_long, weights, keep_pic
         x, y = x + step[0], y + step[1]
         opened_long.tab.mouse.move(x, y)
         opened_long.tab.wait_for_timeout(50)
-        found = re.fullmatch(r"“(.*)” \(([\d,]+)\) looks at “(.*)” \(([\d,]+)\): (.*)", view.readout())
+        found = re.fullmatch(r"“(.*)” \(([\d,]+)\) attends to “(.*)” \(([\d,]+)\): (.*)", view.readout())
         query, key = (int(found[i].replace(",", "")) for i in (2, 4))
         assert (found[1], found[3]) == (tokens[query], tokens[key])
         assert view.label_at("rows", y) == (query, tokens[query])
@@ -111,7 +111,7 @@ def test_a_click_chooses_the_word_that_looks_however_far_it_stands(opened_long, 
     view, exact, tokens, tab = Map(opened_long), weights(), opened_long.server.tokens(), opened_long.tab
     view.point(0.31, 0.77)
     view.zoom_in()
-    query = int(re.search(r"” \(([\d,]+)\) looks at", view.readout())[1].replace(",", ""))
+    query = int(re.search(r"” \(([\d,]+)\) attends to", view.readout())[1].replace(",", ""))
     view.click(0.31, 0.77)
     first = query // 300 * 300
     tab.get_by_text(f"Tokens {first:,} to {first + 299:,} of 3,000").wait_for()
@@ -137,7 +137,7 @@ def test_words_of_a_long_text_are_shaded_by_single_weights(opened_long, weights)
 
 def test_the_largest_weight_of_a_cell(opened_long, weights):
     view, exact = Map(opened_long), weights()
-    opened_long.tab.get_by_role("button", name="their largest weight").click()
+    opened_long.tab.get_by_role("button", name="max attention weight").click()
     view.settle()
     view.point(0.1, 0.4)
     expect(opened_long.tab.locator(".map-readout")).to_contain_text("at most")
@@ -164,7 +164,7 @@ def test_the_keyboard_alone_reaches_a_token(opened_long, weights):
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("ArrowDown")
     tab.wait_for_timeout(50)
-    found = re.fullmatch(r"“(.*)” \(([\d,]+)\) looks at “(.*)” \((\d+)\): (.*)", view.readout())
+    found = re.fullmatch(r"“(.*)” \(([\d,]+)\) attends to “(.*)” \((\d+)\): (.*)", view.readout())
     query, key = int(found[2].replace(",", "")), int(found[4])
     assert key == 2
     assert query > 200

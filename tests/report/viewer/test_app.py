@@ -259,31 +259,31 @@ def test_fields_are_held_against_their_rules(page):
     reading = page.read()["id"]
     head = {"reading": reading, "place": 0, "head": 0}
     tile = {**head, "level": 0, "row": 0, "column": 0}
-    assert "reading is missing" in page.refused("tile", 422)
-    assert "place must be an integer of 0 to 1, got 2" in page.refused("tile", 422, **{**tile, "place": 2})
-    assert "head must be an integer of 0 to 3, got -1" in page.refused("tile", 422, **{**tile, "head": -1})
+    assert "reading is required, and is missing" in page.refused("tile", 422)
+    assert "place must be an integer from 0 to 1, got 2" in page.refused("tile", 422, **{**tile, "place": 2})
+    assert "head must be an integer from 0 to 3, got -1" in page.refused("tile", 422, **{**tile, "head": -1})
     assert "got true" in page.refused("tile", 422, **{**tile, "head": True})
     assert "got 0.0" in page.refused("tile", 422, **{**tile, "head": 0.0})
-    assert "a level is 0 to 0" in page.refused("tile", 422, **{**tile, "level": 10**12})
+    assert "level must be 0 to 0" in page.refused("tile", 422, **{**tile, "level": 10**12})
     assert "level must be an integer" in page.refused("tile", 422, **{**tile, "level": 10**300})
     assert 'pool must be one of sum, max, got "mean"' in page.refused("tile", 422, **tile, pool="mean")
-    assert "knows the fields" in page.refused("tile", 422, **tile, levle=1)
+    assert "this request has the fields" in page.refused("tile", 422, **tile, levle=1)
     assert 'got "levle" as well' in page.refused("tile", 422, **tile, levle=1)
-    assert "client must have 64 characters at most" in page.refused("tile", 413, **tile, client="x" * 65)
+    assert "client must have at most 64 characters" in page.refused("tile", 413, **tile, client="x" * 65)
     assert "rows must be [first" in page.refused("window", 422, **head, rows=[3, 3], columns=[0, 1])
     assert "rows must be [first" in page.refused("window", 422, **head, rows=[0, 10**9], columns=[0, 1])
     assert "rows must be [first" in page.refused("window", 422, **head, rows="all", columns=[0, 1])
-    assert "token must be an integer of 0 to 17" in page.refused("word", 422, reading=reading, token=18)
-    assert "places must be different" in page.refused("word", 422, reading=reading, token=1, places=[1, 1])
+    assert "token must be an integer from 0 to 17" in page.refused("word", 422, reading=reading, token=18)
+    assert "places must be distinct" in page.refused("word", 422, reading=reading, token=1, places=[1, 1])
     assert "heads [place, head] that this model has, got [0, 4]" in page.refused(
         "effect", 422, reading=reading, off=[[0, 4]]
     )
     assert "off must be a list" in page.refused("effect", 422, reading=reading, off="all")
     assert 'slot must be one of A, B, got "C"' in page.refused("read", 422, slot="C", text="w1")
     assert "text must be a text, got a list" in page.refused("read", 422, slot="A", text=["w1"])
-    assert "half of a surrogate pair" in page.refused("read", 422, slot="A", text="\ud800")
+    assert "a lone surrogate" in page.refused("read", 422, slot="A", text="\ud800")
     assert "one must be an object" in page.refused("distance", 422, one=3, other={})
-    assert "grid must be an integer of 16 to 128" in page.refused("heads", 422, reading=reading, grid=100_000)
+    assert "grid must be an integer from 16 to 128" in page.refused("heads", 422, reading=reading, grid=100_000)
 
 
 def test_addresses_and_methods_that_there_are_not(page):
@@ -392,7 +392,7 @@ def test_a_tile_is_exact_and_costs_nothing_the_second_time(page, viewer, monkeyp
     monkeypatch.undo()
     page.read("w1 w2")
     assert len(viewer.cache) == 0
-    assert "was let go of" in page.refused("tile", 410, **requested)
+    assert "was removed" in page.refused("tile", 410, **requested)
 
 
 def test_a_coarse_tile_is_cut_out_of_a_picture_that_is_known(page, viewer, monkeypatch):
@@ -476,7 +476,7 @@ def test_two_texts_are_held_and_compared(page):
     assert same["divergence"] == 0.0
     page.lines("close", slot="B")
     assert page.get("api/state").json()["readings"]["B"] is None
-    assert "was let go of" in page.refused("compare", 410, one=one["id"], other=other["id"])
+    assert "was removed" in page.refused("compare", 410, one=one["id"], other=other["id"])
 
 
 def test_generation_goes_on_token_by_token(page, viewer):
@@ -490,10 +490,10 @@ def test_generation_goes_on_token_by_token(page, viewer):
     for row in stepped["rows"]:
         expected = weights_of(viewer, stepped["reading"]["id"], row["place"])[:, -1]
         torch.testing.assert_close(numbers(row["attends"]["weights"]), expected)
-    assert "was let go of" in page.refused("step", 410, reading=reading["id"])
+    assert "was removed" in page.refused("step", 410, reading=reading["id"])
     chosen = page.lines("step", reading=stepped["reading"]["id"], token=40)[-1]
     assert chosen["token"]["id"] == 40
-    assert "a token is a number of 0 to 97" in page.refused("step", 422, reading=chosen["reading"]["id"], token=98)
+    assert "token must be from 0 to 97" in page.refused("step", 422, reading=chosen["reading"]["id"], token=98)
     back = page.lines("back", reading=chosen["reading"]["id"])[-1]["reading"]
     assert back["text"] == stepped["reading"]["text"]
     assert back["output"] == stepped["reading"]["output"]

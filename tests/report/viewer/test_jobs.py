@@ -92,7 +92,7 @@ def test_a_newer_turn_calls_off_the_older_ones_of_its_lane_alone(jobs):
         elsewhere = jobs.submit(lambda job: iter([{"fine": 1}]), client="page", lane="heads", turn=1)
         other = jobs.submit(lambda job: iter([{"fine": 2}]), client="another page", lane="tile", turn=1)
         newest = jobs.submit(lambda job: iter([{"fine": 3}]), client="page", lane="tile", turn=2)
-        with pytest.raises(Refused, match="newer question"):
+        with pytest.raises(Refused, match="replaced by a newer one"):
             jobs.submit(Gate(), client="page", lane="tile", turn=1)
         gate.go.release()
         return gate, [await all_of(x) for x in (running, waiting, elsewhere, other, newest)]
@@ -133,7 +133,7 @@ def test_there_are_so_many_places_and_no_more(jobs):
     held = [jobs.place() for _ in range(4)]
     for place in held:
         place.__enter__()
-    with pytest.raises(Refused, match="takes 4 questions at a time") as caught, jobs.place():
+    with pytest.raises(Refused, match="accepts 4 requests at a time") as caught, jobs.place():
         pass
     assert caught.value.failure.status == 429
     held[0].__exit__(None, None, None)
@@ -246,12 +246,12 @@ def test_closing_calls_off_everything():
         gate.go.release()
         await closing
         found = [await all_of(x) for x in (running, waiting)]
-        with pytest.raises(Refused, match="being closed"):
+        with pytest.raises(Refused, match="shutting down"):
             jobs.submit(Gate())
         return found
 
     found = run(scenario())
     assert [x[-1].status for x in found] == [503, 503]
-    with pytest.raises(Refused, match="being closed"), jobs.place():
+    with pytest.raises(Refused, match="shutting down"), jobs.place():
         pass
     assert not jobs._thread.is_alive()

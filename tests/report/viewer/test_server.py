@@ -337,7 +337,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", "131"], "130 at most"),
+        (["--context", "131"], "at most 130"),
         (["--text", "nowhere.txt"], "--text must be a"),
         (["--port", "70000"], "a port is a number"),
     ],

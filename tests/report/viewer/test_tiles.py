@@ -91,9 +91,9 @@ def test_strips_follow_each_other(small_sizes):
 
 def test_a_tile_that_is_not_there_is_refused():
     kept, _ = case(19, 23, "full")
-    with pytest.raises(Refused, match="a level is 0 to 0 for this text, got 1"):
+    with pytest.raises(Refused, match="level must be 0 to 0 for this text, got 1"):
         tiles.tile_spans(kept, 1, 0, 0)
-    with pytest.raises(Refused, match="the row of a tile of level 0 is 0 to 0 for this text, got 1"):
+    with pytest.raises(Refused, match="the row of a tile of level 0 must be 0 to 0 for this text, got 1"):
         tiles.tile_spans(kept, 0, 1, 0)
     with pytest.raises(Refused, match=r"the column .* got 7"):
         tiles.tile_spans(kept, 0, 0, 7)
@@ -199,7 +199,7 @@ def test_heads_that_cannot_be_held_against_each_other_are_refused():
     one, other, longer = case(19, 19)[0], case(19, 19, "full")[0], case(23, 23)[0]
     with pytest.raises(Refused, match="19 x 19 tokens and one over 23 x 23"):
         next(distances(one.head(0), longer.head(0)))
-    with pytest.raises(Refused, match=r"under one mask, got Mask\(causal\) and None"):
+    with pytest.raises(Refused, match=r"the same mask to be compared, got Mask\(causal\) and None"):
         next(distances(one.head(0), other.head(0)))
 
 

@@ -1,4 +1,4 @@
-"""How much each head matters: what a loss loses without it, exactly (`ablate`) and by its slope (`gradient_scores`)."""
+"""Importance scores of heads: the exact loss increase by ablation (`ablate`), and gradients (`gradient_scores`)."""
 
 from polyhead.analysis.importance.ablation import ablate
 from polyhead.analysis.importance.examples import Examples

@@ -1,4 +1,4 @@
-"""`ablate`: take out one head after the other, and see what it costs. Exact, and one run of the model for each head."""
+"""`ablate`: exact loss increase without each head, at the cost of one forward pass per head."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def ablate(
     heads: Heads = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Importance:
-    """By how much the loss grows without each head, the model otherwise as it is.
+    """Return the increase of the loss when each head alone is ablated.
 
     Args:
-        model: what `polyhead.observe` can watch. It runs in evaluation mode and is afterwards as it was.
-        batches: mappings of what the model is called with, `Examples`, or batches of `polyhead.sources`; read once.
+        model: a model that `polyhead.observe` supports. It runs in evaluation mode, and its modes are restored.
+        batches: mappings of model inputs, `Examples`, or batches of `polyhead.sources`; iterated once.
         loss: "language", "classification" or "representation", a value of `losses`, or a function
-            `loss(model, batch)` that gives [rows] or a scalar.
-        layers, heads: only these, as in `observe`.
-        progress: called after every run with how many were made and how many there are to be, None if nobody knows.
+            `loss(model, batch)` that returns [rows] or a scalar.
+        layers, heads: restrict the measurement, as in `observe`.
+        progress: called after every forward pass with the number done and the total, None if unknown.
 
-    A head is out when its output is multiplied by 0 before the output projection, whose bias stays. What the head had
-    written on average goes as well: this is the model without the head, not the model with the head's mean.
+    Ablation multiplies the head's output by 0 before the output projection, whose bias remains. This is
+    zero ablation, not mean ablation: the head's mean output is removed as well.
 
     >>> from polyhead.layers.transformer import LanguageModel
     >>> model = LanguageModel(13, 8, 2, 1)
@@ -53,14 +53,14 @@ def ablate(
                 places, _ = look(model, requested, batch, layers, heads)
             count = sum(len(place.heads) for place in places)
 
-            def made(count: int = count) -> None:
+            def report(count: int = count) -> None:
                 nonlocal done
                 done += 1
                 if progress is not None:
                     progress(done, None if number is None else number * count)
 
             with observe(model, statistics=False) as session:
-                intact, changes = _changes(session, model, requested, batch, places, made)
+                intact, changes = _changes(session, model, requested, batch, places, report)
             parts.append(of_batch(requested, batch, places, intact, {"ablation": torch.stack(changes, 1)}))
     if not len(parts):
         raise OptionError("importance is measured on batches, got none")
@@ -68,10 +68,10 @@ def ablate(
 
 
 def _changes(
-    session: Session, model: nn.Module, loss: Loss, batch: Any, places: tuple[Place, ...], made: Callable[[], None]
+    session: Session, model: nn.Module, loss: Loss, batch: Any, places: tuple[Place, ...], report: Callable[[], None]
 ) -> tuple[RowLosses, list[Tensor]]:
-    """The intact model's losses, and by how much they grow without each head, [rows] each."""
-    # The intact model has open gates, and runs the same steps: a head that changes nothing has exactly 0.
+    """Return the intact model's losses, and their increase without each head, [rows] each."""
+    # The intact model runs with open gates, so that a head without effect has a change of exactly 0.
     session.gates.update({place.key: place.open_gate() for place in places})
     question = loss.ask(model, batch)
     intact = checked(question)
@@ -83,6 +83,6 @@ def _changes(
             session.gates[place.key] = gate
             without = checked(question, intact)
             changes.append(without.totals.double() - intact.totals.double())
-            made()
+            report()
         session.gates[place.key] = place.open_gate()
     return intact, changes

@@ -1,4 +1,4 @@
-"""`Examples`: a batch on which a loss is measured, and which of its tokens are text."""
+"""`Examples`: a batch on which a loss is measured, with its documents, special tokens and labels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ID_NAMES = ("decoder_input_ids", "input_ids", "tokens")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """A batch: what the model is called with, and what is known of its rows besides."""
+    """A batch: the model's inputs, and metadata of its rows."""
 
     inputs: Mapping[str, Any]
-    documents: Tensor | None = None  # [rows]: the number of the document that each row is from
-    special: Tensor | None = None  # [rows, tokens]: True for tokens that stand for no text
+    documents: Tensor | None = None  # [rows]: the document number of each row
+    special: Tensor | None = None  # [rows, tokens]: True for special tokens
     labels: Tensor | None = None  # [rows] or [rows, tokens] classes, or [rows, classes] of zeros and ones
 
     @classmethod
     def of(cls, batch: Any) -> Examples:
-        """Examples as they are; a mapping, whose `labels` are not handed to the model; or a batch of `sources`."""
+        """Return Examples unchanged, or build them from a mapping (without its `labels`) or a batch of `sources`."""
         if isinstance(batch, cls):
             return batch
         if isinstance(batch, Mapping):
@@ -34,8 +34,8 @@ class Examples:
             inputs = {"input_ids": batch.ids, "attention_mask": batch.mask}
             return cls(inputs, getattr(batch, "documents", None), getattr(batch, "special", None))
         raise OptionError(
-            "a batch is a mapping of what the model is called with, or Examples(inputs, documents=, special=, "
-            f"labels=), got {type(batch).__name__}"
+            "a batch must be a mapping of model inputs, or Examples(inputs, documents=, special=, labels=), "
+            f"got {type(batch).__name__}"
         )
 
     def to(self, device: torch.device) -> Examples:
@@ -45,16 +45,16 @@ class Examples:
 
     @property
     def ids(self) -> Tensor:
-        """[rows, tokens], of the decoder where there are two."""
-        found = next((self.inputs[name] for name in ID_NAMES if isinstance(self.inputs.get(name), Tensor)), None)
-        if found is None or found.ndim != 2:
-            got = "none of them" if found is None else f"shape {list(found.shape)}"
-            raise ShapeError(f"tokens are [rows, tokens] under one of the names {', '.join(ID_NAMES)}, got {got}")
-        return found
+        """Token ids [rows, tokens], of the decoder if there are two."""
+        ids = next((self.inputs[name] for name in ID_NAMES if isinstance(self.inputs.get(name), Tensor)), None)
+        if ids is None or ids.ndim != 2:
+            got = "none of them" if ids is None else f"shape {list(ids.shape)}"
+            raise ShapeError(f"token ids must be [rows, tokens] in one of {', '.join(ID_NAMES)}, got {got}")
+        return ids
 
     @property
     def real(self) -> Tensor:
-        """[rows, tokens], False for padding."""
+        """Mask [rows, tokens], False for padding."""
         ids = self.ids
         mask = self.inputs.get("decoder_attention_mask" if "decoder_input_ids" in self.inputs else "attention_mask")
         lengths = self.inputs.get("lengths")
@@ -65,18 +65,15 @@ class Examples:
             return torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         if mask.shape != ids.shape:
             raise ShapeError(
-                f"which tokens are padding is said by a mask of their own shape {list(ids.shape)}, "
-                f"got one of {list(mask.shape)}"
+                f"attention_mask must have the shape of the token ids, {list(ids.shape)}, got {list(mask.shape)}"
             )
         return mask.to(torch.bool)
 
     @property
     def text(self) -> Tensor:
-        """[rows, tokens], True for tokens that are neither padding nor special."""
+        """Mask [rows, tokens], True for tokens that are neither padding nor special."""
         if self.special is None:
             return self.real
         if self.special.shape != self.ids.shape:
-            raise ShapeError(
-                f"special tokens are marked as [rows, tokens] {list(self.ids.shape)}, got {list(self.special.shape)}"
-            )
+            raise ShapeError(f"special must be [rows, tokens], {list(self.ids.shape)}, got {list(self.special.shape)}")
         return self.real & ~self.special.to(torch.bool)

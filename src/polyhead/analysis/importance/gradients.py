@@ -1,4 +1,4 @@
-"""`gradient_scores`: what the slope of the loss says of all heads at once, by one backward for each batch."""
+"""`gradient_scores`: gradients of the loss with respect to head gates, with one backward pass per batch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def gradient_scores(
     overlap: bool = True,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Importance:
-    """|dL/dgate| and -dL/dgate of every head, a gate being a factor of what the head writes, at 1.
+    """Return |dL/dgate| and -dL/dgate of every head, where a gate multiplies the head's output and is 1.
 
     `gradient` is the mean over rows of |dL/dgate| of the row's own loss (the head importance of Michel, Levy and
-    Neubig, 2019), `taylor` minus the mean of dL/dgate: what removing the head adds to the loss if the loss is straight
-    between gate 1 and gate 0. With `overlap`, the cosine over tokens of the effects of the heads of each layer as well.
+    Neubig, 2019), `taylor` is minus the mean of dL/dgate: the first-order estimate of the loss increase by ablation.
+    With `overlap`, the cosine similarity over tokens of the gradients of the heads of each layer is computed as well.
 
-    Arguments are those of `ablate`. Rows must not read each other, as they do not in a transformer. A loss that is one
-    number for a batch counts as one row. No `.grad` is touched.
+    Arguments are those of `ablate`. Rows must be independent, as they are in a transformer. A scalar loss of a batch
+    counts as one row. No `.grad` is modified.
 
     >>> from polyhead.layers.transformer import LanguageModel
     >>> model = LanguageModel(13, 8, 2, 1)
@@ -45,7 +45,7 @@ def gradient_scores(
     """
     requested, layers, heads = as_loss(loss), listed(layers), listed(heads)
     if requested.flat is not None:
-        raise OptionError(f"gradient scores need a loss with a slope, got {requested.name!r}: {requested.flat}")
+        raise OptionError(f"gradient scores need a loss with a gradient, got {requested.name!r}: {requested.flat}")
     number = len(batches) if isinstance(batches, Sized) else None
     plans: dict[Hashable, Plan] = {}
     parts: list[Importance] = []
@@ -66,48 +66,48 @@ def gradient_scores(
 
 
 def _of_one(session: Session, model: nn.Module, loss: Loss, batch: Any, plan: Plan, overlap: bool) -> Importance:
-    places, seen = plan
-    rows = len(seen.weights)
-    gates = [_gate(place, rows if seen.by_row else None, overlap).requires_grad_() for place in places]
+    places, plan_losses = plan
+    rows = len(plan_losses.weights)
+    gates = [_gate(place, rows if plan_losses.by_row else None, overlap).requires_grad_() for place in places]
     session.gates.update({place.key: gate for place, gate in zip(places, gates, strict=True)})
     losses = checked(loss.ask(model, batch))
     if not losses.totals.requires_grad:
         raise OptionError(
-            f"gradient scores need a loss that can be differentiated, got one without a gradient from {loss.name!r}; "
-            "does it run the model under torch.no_grad, or detach what it gave?"
+            f"gradient scores need a differentiable loss, got one without a gradient from {loss.name!r}; "
+            "does it run the model under torch.no_grad, or detach its output?"
         )
-    slopes = torch.autograd.grad(losses.totals.sum(), gates, allow_unused=True)
+    grads = torch.autograd.grad(losses.totals.sum(), gates, allow_unused=True)
     by_row, overlaps = [], {}
-    for place, gate, slope in zip(places, gates, slopes, strict=True):
-        effects = torch.zeros_like(gate) if slope is None else slope.double()
+    for place, gate, grad in zip(places, gates, grads, strict=True):
+        effects = torch.zeros_like(gate) if grad is None else grad.double()
         if overlap:
             empty = GradientOverlap.empty(place.site.num_heads, effects.device)
             overlaps[place.site] = GradientOverlap(empty.update(effects).products.cpu())
             effects = effects.sum(-1)
-        effects = effects if seen.by_row else effects.reshape(-1, place.site.num_heads).sum(0, keepdim=True)
+        effects = effects if plan_losses.by_row else effects.reshape(-1, place.site.num_heads).sum(0, keepdim=True)
         by_row.append(effects[:, list(place.heads)].to("cpu", torch.float64))
-    slope = torch.cat(by_row, 1)
-    return of_batch(loss, batch, places, losses, {"gradient": slope.abs(), "taylor": -slope}, overlaps=overlaps)
+    grad = torch.cat(by_row, 1)
+    return of_batch(loss, batch, places, losses, {"gradient": grad.abs(), "taylor": -grad}, overlaps=overlaps)
 
 
 def _gate(place: Place, rows: int | None, overlap: bool) -> Tensor:
-    """A gate of its own for each row, where the loss tells rows apart, and for each token, where effects are compared.
+    """Return a gate per row if the loss is by row, and per token if overlaps are computed.
 
-    `rows` is None for a loss that is one number.
+    `rows` is None for a scalar loss.
     """
     shapes = sorted(set(place.shapes))
     heads = place.site.num_heads
     if rows is not None and any(batch != rows for batch, _ in shapes):
         raise OptionError(
             f"a loss of {rows} rows needs a model that computes {rows} rows, got {place.site.name!r}, which was called "
-            f"with {', '.join(str(batch) for batch, _ in shapes)}; give a loss that is one number for the batch"
+            f"with {', '.join(str(batch) for batch, _ in shapes)}; pass a scalar loss of the batch"
         )
     if not overlap:
         return place.open_gate() if rows is None else place.open_gate(rows, heads)
     if len(shapes) > 1:
         raise OptionError(
-            "effects of tokens are compared where a layer is called in one shape, "
-            f"got {place.site.name!r} called with batch and queries {' and '.join(map(str, shapes))}; say overlap=False"
+            "gradient overlap needs layers that are called with one shape, got "
+            f"{place.site.name!r} called with batch and queries {' and '.join(map(str, shapes))}; pass overlap=False"
         )
     ((batch, queries),) = shapes
     return place.open_gate(batch, heads, queries)

@@ -1,14 +1,14 @@
-"""What a model is worth on a batch: losses by name, row by row, so that they can be told apart by document.
+"""Losses for importance scores, by row, so that they can be summed by document.
 
-| name | the loss | a row weighs |
+| name | loss | weight of a row |
 |---|---|---|
-| "language" | of the next token, by a causal model | as many tokens as are predicted |
-| `Masked(mask_token)` | of tokens that were hidden | as many tokens as were hidden |
-| "classification" | of given labels, of rows or of tokens | as many labels as it has |
-| "representation" | 1 - cosine between what the model says of a text and what the intact model said | 1 |
+| "language" | next-token cross-entropy of a causal model | number of predicted tokens |
+| `Masked(mask_token)` | cross-entropy of masked tokens | number of masked tokens |
+| "classification" | cross-entropy of labels of rows or tokens | number of labels |
+| "representation" | 1 - cosine similarity between the text embeddings of the model and the intact model | 1 |
 
-Padding and special tokens are never predicted. A function `loss(model, batch)` of one's own gives [rows], or one
-number for the whole batch, which then counts as one document.
+Padding and special tokens are never predicted. A custom function `loss(model, batch)` returns [rows], or a scalar for
+the batch, which then counts as one document.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from polyhead.analysis.importance.examples import ID_NAMES, Examples
 from polyhead.errors import OptionError, ShapeError
 
 NAMES = ("language", "masked", "classification", "representation")
-IGNORED = -100  # the label of what is not to be predicted, as PyTorch and transformers have it
+IGNORED = -100  # ignore_index of PyTorch and transformers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLosses:
-    """The loss of each row, summed over what it predicts, and how much that is; the mean is the ratio of their sums."""
+    """Loss of each row, summed over its predictions, and their number; the mean is the ratio of the sums."""
 
     totals: Tensor  # [rows], or [1] for the whole batch
     weights: Tensor  # [rows]
@@ -42,24 +42,27 @@ Question = Callable[[], RowLosses]
 
 
 class Loss(Protocol):
-    """A loss, and what it needs to know of a batch before any head is taken out."""
+    """A loss that may precompute values of a batch with the intact model."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def flat(self) -> str | None:
-        """Why its gradient says nothing where the model is intact; None where it does say something."""
+        """Reason for which the gradient is 0 at the intact model; None if it is not."""
 
     def ask(self, model: nn.Module, batch: Any) -> Question:
-        """The losses of one batch as a function of the model's present state. Called while the model is intact."""
+        """Return a function that computes the losses of a batch with the model's current state.
+
+        Called while the model is intact.
+        """
 
     def shape(self, batch: Any) -> Hashable | None:
-        """Equal for batches that run through the model in the same shapes; None where that is not known."""
+        """Return a key that is equal for batches of the same shapes; None if unknown."""
 
 
 class _Named:
-    """What the losses that are known by name share: they know what a batch is."""
+    """Base of the built-in losses, whose batches are `Examples`."""
 
     flat: str | None = None
 
@@ -70,7 +73,7 @@ class _Named:
 
 @dataclass(frozen=True)
 class Language(_Named):
-    """Cross-entropy of the next token, in nats, of a causal model or of the decoder of an encoder-decoder."""
+    """Next-token cross-entropy, in nats, of a causal model or the decoder of an encoder-decoder."""
 
     name: str = "language"
 
@@ -78,22 +81,22 @@ class Language(_Named):
         generates = getattr(model, "can_generate", None)
         if generates is not None and not generates():
             raise OptionError(
-                f"the next token is predicted by a causal model, got {type(model).__name__}, which generates nothing; "
-                "use a masked language model with Masked(mask_token), any encoder with 'representation'"
+                f"the loss 'language' needs a causal model, got {type(model).__name__}, which cannot generate; "
+                "use Masked(mask_token) for a masked language model, 'representation' for any encoder"
             )
         examples = _placed(batch, model)
         ids, text, real = examples.ids, examples.text, examples.real
-        # What padding predicts counts as little as what predicts padding.
+        # Neither predictions of padding nor predictions made at padding count.
         targets = torch.where(text[:, 1:] & real[:, :-1], ids[:, 1:], IGNORED)
         return lambda: _cross_entropy(_logits(model, examples, self.name)[:, :-1], targets)
 
 
 @dataclass(frozen=True)
 class Masked(_Named):
-    """Cross-entropy, in nats, of tokens that a masked language model has to guess.
+    """Cross-entropy, in nats, of masked tokens.
 
-    `share` of each row's text, at least one token, is replaced by `mask_token`. Which ones is drawn from `seed` and the
-    row's own tokens: the same with every head out, in any batch and with any padding.
+    `share` of each row's text, at least one token, is replaced by `mask_token`. The choice depends on `seed` and the
+    row's own tokens only, so it is the same for every ablated head, in any batch and with any padding.
     """
 
     mask_token: int
@@ -104,20 +107,20 @@ class Masked(_Named):
     def __post_init__(self) -> None:
         if isinstance(self.mask_token, bool) or not isinstance(self.mask_token, int) or self.mask_token < 0:
             raise OptionError(
-                f"mask_token is the id of the tokenizer's mask token, a number from 0 on, got {self.mask_token!r}; "
-                "a tokenizer without one belongs to a model that was not trained on masked tokens"
+                f"mask_token must be the id of the tokenizer's mask token, an integer of at least 0, got "
+                f"{self.mask_token!r}; a model whose tokenizer has none was not trained on masked tokens"
             )
         if not 0 < self.share <= 1:
-            raise OptionError(f"the share of hidden tokens must be over 0 and at most 1, got {self.share}")
+            raise OptionError(f"share must be over 0 and at most 1, got {self.share}")
 
     def hidden(self, examples: Examples) -> Tensor:
-        """Which tokens are to be guessed, [rows, tokens]."""
+        """Return the mask of tokens to predict, [rows, tokens]."""
         ids, text, real = (x.cpu() for x in (examples.ids, examples.text, examples.real))
         chosen = torch.zeros_like(text)
         for row in range(ids.shape[0]):
             places = text[row].nonzero()[:, 0]
             content = ids[row][real[row]].to(torch.int64).numpy().tobytes()
-            # PyTorch's generator on the CPU reads 32 bits of a seed, so both have to be in them.
+            # PyTorch's CPU generator uses 32 bits of a seed, so both must be hashed into them.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} ".encode() + content))
             count = min(len(places), max(1, round(self.share * len(places))))
             chosen[row, places[torch.randperm(len(places), generator=generator)[:count]]] = True
@@ -134,10 +137,10 @@ class Masked(_Named):
 
 @dataclass(frozen=True)
 class Classification(_Named):
-    """Cross-entropy, in nats, of given labels.
+    """Cross-entropy, in nats, of labels.
 
-    Whole numbers are classes, one for each row of logits, -100 where there is none. Floating-point labels of the shape
-    of the logits say of each class whether it applies; the loss is then the mean over the classes.
+    Integer labels are classes, one for each row of logits, -100 to ignore. Floating-point labels of the shape of the
+    logits are multi-label targets; the loss is then the binary cross-entropy, averaged over classes.
     """
 
     name: str = "classification"
@@ -146,7 +149,9 @@ class Classification(_Named):
         examples = _placed(batch, model)
         labels = examples.labels
         if labels is None:
-            raise OptionError("the loss 'classification' needs labels, got a batch without; Examples(..., labels=)")
+            raise OptionError(
+                "the loss 'classification' needs labels, got a batch without; pass Examples(..., labels=)"
+            )
 
         def losses() -> RowLosses:
             logits = _logits(model, examples, self.name)
@@ -156,8 +161,8 @@ class Classification(_Named):
                 return RowLosses(totals, torch.ones_like(totals))
             if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
                 raise ShapeError(
-                    f"labels are classes of shape {list(logits.shape[:-1])} or zeros and ones, as floating-point "
-                    f"numbers, of shape {list(logits.shape)}, got {labels.dtype} of shape {list(labels.shape)}"
+                    f"labels must be classes of shape {list(logits.shape[:-1])} or floating-point zeros and ones of "
+                    f"shape {list(logits.shape)}, got {labels.dtype} of shape {list(labels.shape)}"
                 )
             if labels.ndim == 1:
                 return _cross_entropy(logits[:, None], labels[:, None])
@@ -168,18 +173,18 @@ class Classification(_Named):
 
 @dataclass(frozen=True)
 class Representation(_Named):
-    """1 - cosine between the mean of a text's last hidden states and that of the intact model.
+    """1 - cosine similarity between the mean of a text's last hidden states and that of the intact model.
 
-    For encoders without a head, such as those that embed sentences. The mean is over all tokens but padding, special
-    ones included, as sentence encoders take it. It is a loss relative to the intact model and has its least value, 0,
-    there: it tells how much a head changes what is said of a text, not whether for better or worse, and it has no
-    slope to start from, so there are no gradient scores of it.
+    For encoders without a task head, such as sentence encoders. The mean is over all tokens but padding, including
+    special tokens, as in sentence encoders. The loss has its minimum, 0, at the intact model: it measures how much a
+    head changes the embedding, not whether for better or worse, and its gradient there is 0, so that there are no
+    gradient scores.
     """
 
     name: str = "representation"
     flat = (
-        "1 - cosine to the intact model is 0 and has no slope where the model is intact, so its gradient is 0 for "
-        "every head; use ablate, or a loss with labels"
+        "1 - cosine to the intact model has its minimum at the intact model, so its gradient is 0 for every head; use "
+        "ablate, or a loss with labels"
     )
 
     def ask(self, model: nn.Module, batch: Any) -> Question:
@@ -193,7 +198,7 @@ class Representation(_Named):
             intact = directions()
 
         def losses() -> RowLosses:
-            # Of unit vectors, and without the rounding of 1 - cosine where both are almost the same.
+            # |a - b|² / 2 of unit vectors equals 1 - cosine without its cancellation error.
             totals = (directions() - intact).square().sum(-1) / 2
             return RowLosses(totals, torch.ones_like(totals))
 
@@ -202,7 +207,7 @@ class Representation(_Named):
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A function of the user's."""
+    """A custom loss function."""
 
     function: Callable[[nn.Module, Any], Tensor | RowLosses]
     flat = None
@@ -216,23 +221,22 @@ class Own:
 
     def ask(self, model: nn.Module, batch: Any) -> Question:
         def losses() -> RowLosses:
-            found = self.function(model, batch)
-            if isinstance(found, RowLosses):
-                return found
-            if not isinstance(found, Tensor) or found.ndim > 1 or not found.is_floating_point():
-                got = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            loss = self.function(model, batch)
+            if isinstance(loss, RowLosses):
+                return loss
+            if not isinstance(loss, Tensor) or loss.ndim > 1 or not loss.is_floating_point():
+                got = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
                 raise ShapeError(
-                    f"a loss is a floating-point tensor [rows], one number for each row, or a scalar, got {got} "
-                    f"from {self.name!r}"
+                    f"a loss must be a floating-point tensor [rows] or a scalar, got {got} from {self.name!r}"
                 )
-            totals = found.reshape(-1)
-            return RowLosses(totals, torch.ones_like(totals).detach(), by_row=found.ndim == 1)
+            totals = loss.reshape(-1)
+            return RowLosses(totals, torch.ones_like(totals).detach(), by_row=loss.ndim == 1)
 
         return losses
 
 
 def as_loss(loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses], tokenizer: Any = None) -> Loss:
-    """A loss by its name, by a value of this module, or by a function; `tokenizer` knows the mask token of "masked"."""
+    """Return a loss from its name, a value of this module, or a function; "masked" needs the `tokenizer`."""
     match loss:
         case "language":
             return Language()
@@ -244,17 +248,17 @@ def as_loss(loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses], t
             token = getattr(tokenizer, "mask_token_id", None)
             if token is None:
                 raise OptionError(
-                    "the loss 'masked' has to know the token that hides another, got no tokenizer that has one; "
-                    "say Masked(mask_token=tokenizer.mask_token_id)"
+                    "the loss 'masked' needs a tokenizer with a mask token, got none; "
+                    "pass Masked(mask_token=tokenizer.mask_token_id)"
                 )
             return Masked(int(token))
     if isinstance(loss, str):
-        raise OptionError(f"a loss is one of {', '.join(NAMES)} or a function loss(model, batch), got {loss!r}")
+        raise OptionError(f"loss must be one of {', '.join(NAMES)} or a function loss(model, batch), got {loss!r}")
     if callable(getattr(loss, "ask", None)):
         return loss  # type: ignore[return-value]
     if callable(loss):
         return Own(loss)
-    raise OptionError(f"a loss is one of {', '.join(NAMES)} or a function loss(model, batch), got {loss!r}")
+    raise OptionError(f"loss must be one of {', '.join(NAMES)} or a function loss(model, batch), got {loss!r}")
 
 
 def _placed(batch: Any, model: nn.Module) -> Examples:
@@ -268,8 +272,8 @@ def _logits(model: nn.Module, examples: Examples, name: str) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise OptionError(
-            f"the loss {name!r} reads logits, got {type(output).__name__} from {type(model).__name__}; load the model "
-            "with its head (AutoModelForCausalLM, AutoModelForMaskedLM, ...), or use 'representation'"
+            f"the loss {name!r} needs logits, got {type(output).__name__} from {type(model).__name__}; load the model "
+            "with its task head (AutoModelForCausalLM, AutoModelForMaskedLM, ...), or use 'representation'"
         )
     return _wide(logits)
 
@@ -279,8 +283,8 @@ def _pooled(model: nn.Module, examples: Examples) -> Tensor:
     states = output if isinstance(output, Tensor) else getattr(output, "last_hidden_state", None)
     if not isinstance(states, Tensor) or states.ndim != 3:
         raise OptionError(
-            "the loss 'representation' reads the last hidden states [rows, tokens, width], "
-            f"got {type(output).__name__} from {type(model).__name__}; use the model without its head"
+            "the loss 'representation' needs the last hidden states [rows, tokens, width], "
+            f"got {type(output).__name__} from {type(model).__name__}; use the model without its task head"
         )
     states = _wide(states)
     if not any(name in examples.inputs for name in ID_NAMES):
@@ -290,7 +294,7 @@ def _pooled(model: nn.Module, examples: Examples) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> RowLosses:
-    """Of logits [rows, tokens, classes], summed over each row's tokens."""
+    """Return the cross-entropy of logits [rows, tokens, classes], summed over each row's tokens."""
     if logits.ndim != 3 or logits.shape[:2] != targets.shape:
         raise ShapeError(
             f"logits must be [rows, tokens, classes] for {list(targets.shape)} targets, got {list(logits.shape)}"

@@ -1,4 +1,4 @@
-"""What every measure of importance begins with: the places where heads can be gated, and a model that holds still."""
+"""Shared steps of importance scores: find the gated sites, evaluation mode, and sums by document."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Heads = Iterable[int | HeadId] | None
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, and every module back in its own mode afterwards."""
+    """Switch to evaluation mode, and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -35,7 +35,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """A site in one run of a model: which of its heads are measured, and in what shape they were computed."""
+    """A site of a forward pass: the heads to measure, and the shapes of its calls."""
 
     site: AttentionSite
     heads: tuple[int, ...]
@@ -48,14 +48,14 @@ class Place:
         return self.site.name, self.site.kind
 
     def open_gate(self, *sizes: int) -> Tensor:
-        """Ones of the given sizes, [heads] by default."""
+        """Return ones of the given sizes, [heads] by default."""
         dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
         return torch.ones(sizes or (self.site.num_heads,), dtype=dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
-    """In what shapes a site was called; it holds no numbers."""
+class _CallShapes:
+    """Shapes of the calls of a site."""
 
     device: torch.device
     shapes: tuple[tuple[int, int], ...] = ()
@@ -75,33 +75,33 @@ class _Seen:
         return type(self)(self.device, tuple((row[0], row[1]) for row in state["shapes"].tolist()), self.dtype)
 
 
-class _Seeing:
+class _ShapeCollector:
     name = "shapes"
 
-    def empty(self, site: AttentionSite, device: torch.device) -> _Seen:
-        return _Seen(device)
+    def empty(self, site: AttentionSite, device: torch.device) -> _CallShapes:
+        return _CallShapes(device)
 
 
 @torch.no_grad()
 def look(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads) -> tuple[tuple[Place, ...], RowLosses]:
-    """Run the loss once, and see where heads are computed on the way."""
-    with observe(model, layers=layers, heads=heads, statistics=False, collect=[_Seeing()]) as session:
+    """Run the loss once, and return the sites that it calls, with its losses."""
+    with observe(model, layers=layers, heads=heads, statistics=False, collect=[_ShapeCollector()]) as session:
         losses = loss.ask(model, batch)()
-    found = {site: values[_Seeing.name] for site, values in session.observations.collected.items()}
-    stacks = list(dict.fromkeys((site.stack, site.kind) for site in found))
+    states = {site: values[_ShapeCollector.name] for site, values in session.observations.collected.items()}
+    stacks = list(dict.fromkeys((site.stack, site.kind) for site in states))
     places = []
-    for site in sorted(found, key=lambda site: (stacks.index((site.stack, site.kind)), site.layer)):
-        seen, chosen = found[site], _chosen(site, heads)
-        assert isinstance(seen, _Seen)
+    for site in sorted(states, key=lambda site: (stacks.index((site.stack, site.kind)), site.layer)):
+        state, chosen = states[site], _chosen(site, heads)
+        assert isinstance(state, _CallShapes)
         if len(chosen):
-            places.append(Place(site, chosen, seen.shapes, seen.device, seen.dtype))
+            places.append(Place(site, chosen, state.shapes, state.device, state.dtype))
     if not len(places):
-        raise OptionError("heads= and layers= must leave a head that the loss makes the model compute, got none")
+        raise OptionError("heads= and layers= must include a head that the loss computes, got none")
     return tuple(places), losses
 
 
 def listed(chosen: Any) -> Any:
-    """What can be read several times."""
+    """Return an iterable as a collection, so that it can be iterated several times."""
     return chosen if chosen is None or isinstance(chosen, int | str | Collection) else tuple(chosen)
 
 
@@ -109,26 +109,26 @@ def _chosen(site: AttentionSite, heads: Any) -> tuple[int, ...]:
     every = range(site.num_heads)
     if heads is None:
         return tuple(every)
-    wanted = {heads} if isinstance(heads, int | HeadId) else set(heads)
-    return tuple(head for head in every if head in wanted or HeadId(site.layer, head) in wanted)
+    requested = {heads} if isinstance(heads, int | HeadId) else set(heads)
+    return tuple(head for head in every if head in requested or HeadId(site.layer, head) in requested)
 
 
 def checked(question: Question, intact: RowLosses | None = None) -> RowLosses:
-    """The losses of a run; those of the intact model must be numbers, and all others weigh rows as it does."""
+    """Compute losses and check them: finite for the intact model, and with its row weights for ablated ones."""
     losses = question()
     if losses.totals.ndim != 1 or losses.totals.shape != losses.weights.shape:
         raise ShapeError(
-            "losses and their weights are both [rows], "
+            "losses and their weights must both be [rows], "
             f"got shapes {list(losses.totals.shape)} and {list(losses.weights.shape)}"
         )
     if intact is None:
-        wrong = (~losses.totals.detach().isfinite()).nonzero()
-        if len(wrong):
-            row = int(wrong[0])
+        non_finite = (~losses.totals.detach().isfinite()).nonzero()
+        if len(non_finite):
+            row = int(non_finite[0])
             raise OptionError(f"the intact model's loss must be finite, got {float(losses.totals[row])} for row {row}")
     elif not torch.equal(losses.weights, intact.weights):
         raise OptionError(
-            "a loss weighs the rows of a batch the same each time it is asked, got other weights without a head"
+            "a loss must have the same row weights for every call on a batch, got others for an ablated model"
         )
     return losses
 
@@ -136,13 +136,13 @@ def checked(question: Question, intact: RowLosses | None = None) -> RowLosses:
 def of_batch(
     loss: Loss, batch: Any, places: Iterable[Place], losses: RowLosses, totals: Mapping[str, Tensor], **more: Any
 ) -> Importance:
-    """What one batch says, row by row [rows, heads], summed by document."""
+    """Return the importance of one batch, from totals [rows, heads] summed by document."""
     rows = len(losses.weights)
-    given = getattr(batch, "documents", None) if losses.by_row else None
-    named = given is not None
-    numbers = torch.as_tensor(given).to("cpu", torch.int64) if named else torch.arange(rows)
+    document_numbers = getattr(batch, "documents", None) if losses.by_row else None
+    named = document_numbers is not None
+    numbers = torch.as_tensor(document_numbers).to("cpu", torch.int64) if named else torch.arange(rows)
     if numbers.shape != (rows,):
-        raise ShapeError(f"documents are numbered row by row, [{rows}], got shape {list(numbers.shape)}")
+        raise ShapeError(f"documents must be [{rows}], one number per row, got shape {list(numbers.shape)}")
     documents, place = numbers.unique(return_inverse=True)
 
     def by_document(x: Tensor) -> Tensor:

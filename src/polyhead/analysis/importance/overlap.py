@@ -1,4 +1,4 @@
-"""Whether heads of a layer pull the loss the same way at the same tokens."""
+"""Cosine similarity, over tokens, of the loss gradients of the heads of a layer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from polyhead.errors import ShapeError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientOverlap:
-    """The cosine, over tokens, of the effects that the heads of a layer have on the loss.
+    """Accumulator of the cosine similarity, over tokens, of the effects of a layer's heads on the loss.
 
-    The effect of a head at a token is dL/dgate, the gate being a factor of what the head writes at that token alone.
-    1 for heads that help and harm together, -1 for heads that undo each other, about 1 / sqrt(tokens) by chance, NaN
-    for a head without any effect. Not centred: an effect of 0 is none.
+    The effect of a head at a token is dL/dgate, where the gate multiplies the head's output at that token only.
+    1 for heads with the same effects, -1 for opposite ones, about 1 / sqrt(tokens) by chance, NaN for a head without
+    any effect. Not centred, as 0 means no effect.
 
     >>> effects = torch.tensor([[[1.0, -2.0, 0.0], [2.0, -4.0, 0.0], [0.0, 0.0, 3.0]]])
     >>> halves = [GradientOverlap.empty(3).update(effects[..., part]) for part in (slice(0, 1), slice(1, 3))]
@@ -33,7 +33,7 @@ class GradientOverlap:
         return cls(torch.zeros(num_heads, num_heads, dtype=torch.float64, device=device))
 
     def update(self, effects: Tensor) -> Self:
-        """With the effects of some tokens, [batch, heads, tokens]; those of padding are 0."""
+        """Add the effects of some tokens, [batch, heads, tokens]; those of padding are 0."""
         heads = self.products.shape[0]
         if effects.ndim != 3 or effects.shape[1] != heads:
             raise ShapeError(f"effects must be [batch, {heads} heads, tokens], got shape {list(effects.shape)}")
@@ -43,13 +43,13 @@ class GradientOverlap:
     def merge(self, other: Self) -> Self:
         if other.products.shape != self.products.shape:
             raise ShapeError(
-                "overlaps of layers of as many heads can be merged, "
-                f"got {self.products.shape[0]} and {other.products.shape[0]} heads"
+                "merged overlaps must have the same number of heads, "
+                f"got {self.products.shape[0]} and {other.products.shape[0]}"
             )
         return type(self)(self.products + other.products.to(self.products.device))
 
     def compute(self) -> Tensor:
-        """[heads, heads]."""
+        """Return the cosine similarity, [heads, heads]."""
         sizes = self.products.diagonal()
         both = torch.outer(sizes, sizes).sqrt()
         return self.products / torch.where(both > 0, both, torch.nan)

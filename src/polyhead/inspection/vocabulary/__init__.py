@@ -1,4 +1,4 @@
-"""What every column, role and relation of an inspection is called and means, in English and in Chinese."""
+"""Labels and explanations of the columns, roles and relations of an inspection, in English and Chinese."""
 
 from polyhead.inspection.vocabulary.columns import COLUMNS, IMPORTANCE, column_of
 from polyhead.inspection.vocabulary.relations import RELATIONS, relation_of

@@ -1,4 +1,4 @@
-"""The columns of the table of heads, for a reader who has never heard of attention heads."""
+"""Columns of the table of heads: the standard term as the label, with a plain explanation."""
 
 from __future__ import annotations
 
@@ -12,259 +12,260 @@ def _column(
     about_en: str,
     about_zh: str,
     group: Group,
-    written: Format,
+    number_format: Format,
     low: float | None = 0.0,
     high: float | None = None,
 ) -> Column:
-    return Column(name, Text(en, zh), Text(about_en, about_zh), group, written, low, high)
+    return Column(name, Text(en, zh), Text(about_en, about_zh), group, number_format, low, high)
 
 
 def _share(
     name: str, en: str, zh: str, about_en: str, about_zh: str, group: Group = "looks", high: float | None = None
 ) -> Column:
-    """Most shares stay far below 1, so a picture of them ends at the largest that there is."""
+    """Return a column of shares; most stay far below 1, so its colour scale ends at the largest value by default."""
     return _column(name, en, zh, about_en, about_zh, group, "share", 0.0, high)
 
 
 _KNOWN = (
     _column(
         "tokens",
-        "tokens watched",
-        "观察的词元数",
-        "How many tokens (words or pieces of words) of the text the head was watched on. Padding never counts.",
-        "在多少个词元（词或词的片段）上观察了这个头。填充的空位从不计入。",
+        "tokens",
+        "词元数",
+        "Number of tokens (words or pieces of words) that the statistics are computed over. Padding is not counted.",
+        "统计所基于的词元（词或词的片段）数量，不计填充词元。",
         "other",
         "tokens",
     ),
     _column(
         "entropy",
-        "spread of attention",
-        "注意力的分散程度",
-        "How widely a token's attention is spread. 0 means all of it on one token; spread alike over n tokens it is "
-        "log n.",
-        "一个词元的注意力散得多开。0 表示全部落在一个词元上；平均散在 n 个词元上时等于 log n。",
+        "entropy",
+        "熵",
+        "Entropy of the attention weights of a query: 0 if all weight is on one token, log n if it is uniform over n "
+        "tokens.",
+        "一个查询的注意力权重的熵：全部权重落在一个词元上时为 0，均匀分布在 n 个词元上时为 log n。",
         "looks",
         "nats",
     ),
     _share(
         "normalized_entropy",
-        "spread, of the most possible",
-        "分散程度占上限的比例",
-        "The spread of attention as a share of the most it could be with the tokens in view: 0 looks at a single "
-        "token, 1 looks at everything alike.",
-        "注意力的分散程度占可能的最大值的比例：0 表示只看一个词元，1 表示对所有词元一视同仁。",
+        "normalized entropy",
+        "归一化熵",
+        "Entropy divided by its maximum, the log of the number of visible tokens: 0 is all weight on a single token, 1 "
+        "is uniform attention.",
+        "熵除以其最大值（可见词元数的对数）：0 表示全部权重在一个词元上，1 表示均匀注意力。",
         high=1.0,
     ),
     _share(
         "confidence",
-        "largest share",
-        "最大的一份注意力",
-        "The part of its attention that a token gives to the one token it looks at most.",
-        "一个词元分给它看得最多的那个词元的注意力比例。",
+        "max attention weight",
+        "最大注意力权重",
+        "Largest attention weight of a query: the share of attention on the token that it attends to most.",
+        "一个查询的最大注意力权重，即它最关注的那个词元所占的注意力比例。",
     ),
     _column(
         "max_logit",
-        "largest score",
-        "最大得分",
-        "The largest score before shares are made of scores. Very large ones are a sign of unstable training.",
-        "得分化为比例之前的最大值。特别大的得分往往说明训练不稳定。",
+        "max logit",
+        "最大 logit",
+        "Largest attention logit, before the softmax. Very large logits are a sign of unstable training.",
+        "softmax 之前的最大注意力 logit。过大的 logit 往往说明训练不稳定。",
         "other",
         "number",
         None,
     ),
     _column(
         "max_abs_logit",
-        "largest score, without its sign",
-        "得分的最大绝对值",
-        "The largest size of a score, above or below zero, before shares are made of scores.",
-        "得分化为比例之前，绝对值的最大值。",
+        "max absolute logit",
+        "logit 的最大绝对值",
+        "Largest absolute value of an attention logit, before the softmax.",
+        "softmax 之前，注意力 logit 绝对值的最大值。",
         "other",
         "number",
     ),
     _column(
         "mean_distance",
-        "distance",
-        "注视距离",
-        "How far away the head looks: the distance in tokens, averaged by attention.",
-        "这个头看得多远：按注意力加权的平均距离，以词元计。",
+        "mean attention distance",
+        "平均注意力距离",
+        "Distance in tokens between query and key, averaged with the attention weights: how far away the head attends.",
+        "查询与键之间的距离（以词元计），按注意力权重平均：这个头关注得多远。",
         "looks",
         "tokens",
     ),
     _column(
         "mean_offset",
-        "distance and direction",
-        "带方向的距离",
-        "The same distance with a minus for tokens that stand before: below 0 the head looks back, above 0 ahead.",
-        "同样的距离，看向前文的记为负：小于 0 表示往回看，大于 0 表示往后看。",
+        "mean attention offset",
+        "平均注意力偏移",
+        "Signed mean attention distance: below 0 the head attends to earlier tokens, above 0 to later ones.",
+        "带符号的平均注意力距离：小于 0 表示关注前文，大于 0 表示关注后文。",
         "looks",
         "tokens",
         None,
     ),
     _column(
         "mean_squared_distance",
-        "squared distance",
-        "距离的平方",
-        "The squared distance in tokens, averaged by attention: large where some attention goes very far.",
-        "以词元计的距离的平方，按注意力加权平均：只要有少量注意力看得很远，它就会很大。",
+        "mean squared distance",
+        "均方注意力距离",
+        "Squared distance in tokens, averaged with the attention weights: large if even a little attention is very far "
+        "away.",
+        "以词元计的距离的平方，按注意力权重平均：只要有少量注意力落在很远处，它就会很大。",
         "looks",
         "number",
     ),
     _share(
         "sink_mass",
-        "on the first token",
-        "落在首个词元上",
-        "The part of its attention that goes to the first token of the text, which is where a head rests when it has "
-        "nothing to do.",
-        "落在文本首个词元上的注意力比例；无事可做的头常常停在那里。",
+        "attention sink",
+        "注意力汇聚点",
+        "Attention weight on the first token of the text. Many heads attend there when no other token is relevant, "
+        "which makes it an attention sink.",
+        "文本首个词元上的注意力权重。没有相关词元时，许多头会把注意力放在那里，即注意力汇聚点（attention sink）。",
     ),
     _share(
         "self_mass",
-        "on itself",
-        "落在自身上",
-        "The part of its attention that a token gives to itself.",
-        "一个词元分给自己的注意力比例。",
+        "attention to self",
+        "对自身的注意力",
+        "Attention weight of a token on itself.",
+        "一个词元对自身的注意力权重。",
     ),
     _share(
         "previous_mass",
-        "on the token before",
-        "落在前一个词元上",
-        "The part of its attention that goes to the token just before.",
-        "落在紧邻的前一个词元上的注意力比例。",
+        "attention to previous token",
+        "对前一词元的注意力",
+        "Attention weight on the token immediately before.",
+        "对紧邻的前一个词元的注意力权重。",
     ),
     _share(
         "next_mass",
-        "on the token after",
-        "落在后一个词元上",
-        "The part of its attention that goes to the token just after.",
-        "落在紧邻的后一个词元上的注意力比例。",
+        "attention to next token",
+        "对后一词元的注意力",
+        "Attention weight on the token immediately after.",
+        "对紧邻的后一个词元的注意力权重。",
     ),
     _share(
         "window_mass",
-        "close by",
-        "落在附近",
-        "The part of its attention that stays within 8 tokens on either side.",
-        "落在前后 8 个词元以内的注意力比例。",
+        "local attention",
+        "局部注意力",
+        "Attention weight within 8 tokens on either side.",
+        "前后 8 个词元以内的注意力权重。",
     ),
     _share(
         "learned_sink_mass",
-        "on nothing",
-        "不落在任何词元上",
-        "The part of its attention that goes to no token at all, in models that learn to look at nothing.",
-        "不分给任何词元的注意力比例；只有学会了“什么都不看”的模型才有。",
+        "learned sink",
+        "可学习的汇聚点",
+        "Attention weight on no token at all, in models with a learned sink logit.",
+        "不落在任何词元上的注意力权重；只有带可学习汇聚点 logit 的模型才有。",
     ),
     _share(
         "word_share",
-        "inside the word",
-        "落在同一个词内",
-        "The part of its attention that stays inside the word that the token belongs to.",
-        "落在该词元所属的词之内的注意力比例。",
+        "attention within the word",
+        "词内注意力",
+        "Attention weight on the tokens of the same word.",
+        "对同一个词的各词元的注意力权重。",
     ),
     _share(
         "sentence_share",
-        "inside the sentence",
-        "落在同一句内",
-        "The part of its attention that stays inside the sentence that the token stands in.",
-        "落在该词元所在句子之内的注意力比例。",
+        "attention within the sentence",
+        "句内注意力",
+        "Attention weight on the tokens of the same sentence.",
+        "对同一个句子的各词元的注意力权重。",
     ),
     _share(
         "special_mass",
-        "on special tokens",
-        "落在特殊词元上",
-        "The part of its attention that goes to tokens which stand for no text, such as [CLS] and [SEP].",
-        "落在不代表文字的特殊词元（例如 [CLS] 和 [SEP]）上的注意力比例。",
+        "attention to special tokens",
+        "对特殊词元的注意力",
+        "Attention weight on special tokens, such as [CLS] and [SEP].",
+        "对特殊词元（例如 [CLS] 和 [SEP]）的注意力权重。",
     ),
     _share(
         "punctuation_mass",
-        "on punctuation",
-        "落在标点上",
-        "The part of its attention that goes to punctuation marks.",
-        "落在标点符号上的注意力比例。",
+        "attention to punctuation",
+        "对标点的注意力",
+        "Attention weight on punctuation tokens.",
+        "对标点词元的注意力权重。",
     ),
     _column(
         "output_norm",
-        "how much it writes",
-        "写入的多少",
-        "The length of what the head adds to a token's vector, on average (root of the mean square).",
-        "这个头加到词元向量上的内容的平均长度（均方根）。",
+        "output norm",
+        "输出范数",
+        "Norm of the vector that the head adds to the residual stream (root mean square over tokens).",
+        "这个头加到残差流上的向量的范数（对词元取均方根）。",
         "writes",
         "number",
     ),
     _share(
         "output_norm_share",
-        "share of the layer's writing",
-        "占本层写入的比例",
-        "The square of how much it writes, as a share of that of all heads of its layer.",
-        "写入量的平方占本层所有头总和的比例。",
+        "share of output norm",
+        "输出范数占比",
+        "Squared output norm as a share of the sum over all heads of the layer.",
+        "输出范数的平方占本层所有头之和的比例。",
         "writes",
     ),
     _column(
         "effective_rank",
-        "directions it writes in",
-        "写入的方向数",
-        "In how many directions the head writes. Near 1, it only says more or less of one single thing.",
-        "这个头在多少个方向上写入。接近 1 时，它只是在说同一件事的“多”或“少”。",
+        "effective rank",
+        "有效秩",
+        "Effective number of directions in which the output varies: exp of the entropy of its spectrum. Near 1 the "
+        "output varies along a single direction of the residual stream.",
+        "输出变化的有效方向数，即其谱熵的指数。接近 1 时，输出只沿残差流的一个方向变化。",
         "writes",
         "number",
         1.0,
     ),
     _column(
         "total_correlation",
-        "its layer's heads together",
-        "本层各头的总相关",
-        "How much all heads of the layer say in common, in nats; the same number for each of them. 0: each says "
-        "something of its own.",
-        "本层所有头所说内容的重合程度，以奈特计；同层各头数值相同。0 表示各说各的。",
+        "total correlation of the layer",
+        "本层的总相关",
+        "Total correlation of the outputs of all heads of the layer, in nats; the same number for each of them. 0: the "
+        "outputs are independent.",
+        "本层所有头的输出的总相关，以奈特计；同层各头数值相同。0 表示各输出相互独立。",
         "writes",
         "nats",
         None,
     ),
     _share(
         "qk_top_share",
-        "looks by one property",
-        "凭单一特征选择",
-        "Of the matrix by which the head decides where to look, the share of the strongest direction. At 1 it looks by "
-        "a single property of tokens.",
-        "在决定看哪里的矩阵中，最强方向所占的比例。等于 1 时，它只凭词元的一种特征来选择。",
+        "QK top singular direction",
+        "QK 首奇异方向占比",
+        "Share of the largest singular value in the spectrum of the QK circuit (squared). At 1 the circuit has rank 1: "
+        "attention depends on a single feature of the tokens.",
+        "QK 回路的谱中最大奇异值（平方）所占的比例。等于 1 时回路的秩为 1：注意力只取决于词元的一个特征。",
         "writes",
     ),
     _share(
         "ov_top_share",
-        "writes one thing",
-        "写入内容的单一程度",
-        "Of the matrix by which the head writes, the share of the strongest direction. At 1 all it can write is one "
-        "thing.",
-        "在决定写什么的矩阵中，最强方向所占的比例。等于 1 时，它只能写一种内容。",
+        "OV top singular direction",
+        "OV 首奇异方向占比",
+        "Share of the largest singular value in the spectrum of the OV circuit (squared). At 1 the circuit has rank 1: "
+        "the head can write in a single direction only.",
+        "OV 回路的谱中最大奇异值（平方）所占的比例。等于 1 时回路的秩为 1：这个头只能写入一个方向。",
         "writes",
     ),
-    # How much a head matters by a loss; of a model that makes vectors see _TURN.
+    # Importance by a loss; see _ABLATION_COSINE for models that return a vector.
     _column(
         "ablation",
-        "loss added without it, in nats",
-        "去掉它后增加的损失（奈特）",
-        "How much worse the model predicts when this head alone is taken out: by how much its loss grows, in nats a "
-        "token. Above 0 the head is needed.",
-        "只去掉这一个头，模型的预测会变差多少，即损失上升的幅度，以每个词元的奈特计。大于 0 说明需要它。",
+        "ablation: loss increase, in nats",
+        "消融：损失增量（奈特）",
+        "Increase of the loss when this head alone is ablated, in nats per token. Above 0 the model needs the head.",
+        "只消融这一个头时损失的增量，以每个词元的奈特计。大于 0 说明模型需要它。",
         "matters",
         "nats",
         None,
     ),
     _column(
         "gradient",
-        "slope of the loss, in nats",
-        "损失的斜率（奈特）",
-        "How fast the loss, in nats a token, changes when a little of the head is taken away. A small number does not "
-        "mean that the head can go.",
-        "把这个头减弱一点点时，损失（每个词元的奈特）变化得多快。数值小并不意味着可以去掉它。",
+        "gradient of the loss, in nats",
+        "损失的梯度（奈特）",
+        "Mean absolute gradient of the loss with respect to a gate on the head's output, in nats per token. A small "
+        "gradient does not mean that the head can be removed.",
+        "损失对该头输出门控的梯度的平均绝对值，以每个词元的奈特计。梯度小并不意味着可以去掉它。",
         "matters",
         "nats",
     ),
     _column(
         "taylor",
-        "loss added by slope, in nats",
-        "按斜率估计增加的损失（奈特）",
-        "What taking the head out would cost, in nats a token, if the loss were a straight line. Above 0 the head "
-        "helps.",
-        "假如损失是一条直线，去掉这个头要付出的代价，以每个词元的奈特计。大于 0 说明它有帮助。",
+        "Taylor loss increase, in nats",
+        "损失增量的泰勒估计（奈特）",
+        "First-order Taylor estimate of the loss increase if the head were ablated, in nats per token. Above 0 the "
+        "head helps.",
+        "消融该头时损失增量的一阶泰勒估计，以每个词元的奈特计。大于 0 说明它有帮助。",
         "matters",
         "nats",
         None,
@@ -272,28 +273,28 @@ _KNOWN = (
 )  # fmt: skip
 COLUMNS: dict[str, Column] = {column.name: column for column in _KNOWN}
 
-# The same where no loss was measured, but how far the vector of a text turns.
-_TURN = _column(
+# Ablation of a model without a loss: the change of the text's embedding.
+_ABLATION_COSINE = _column(
     "ablation",
-    "1 - cosine without it",
-    "去掉它后的 1 - 余弦",
-    "How far the vector of a text turns when this head alone is taken out: 1 - the cosine between the vectors with and "
-    "without it. 0: not at all; 1: a right angle.",
-    "只去掉这一个头，文本向量转动多少：1 减去有它和没有它时两个向量的余弦。0 表示不动，1 表示直角。",
+    "ablation: 1 - cosine",
+    "消融：1 - 余弦",
+    "Change of the text's embedding when this head alone is ablated: 1 - the cosine similarity between the embeddings "
+    "with and without it. 0: no change; 1: orthogonal.",
+    "只消融这一个头时文本向量的变化：1 减去有它和没有它时两个向量的余弦相似度。0 表示不变，1 表示正交。",
     "matters",
     "number",
     None,
 )
-IMPORTANCE = ("ablation", "gradient", "taylor")  # the columns that are of a loss
+IMPORTANCE = ("ablation", "gradient", "taylor")  # the columns that are measured by a loss
 
 
 def column_of(name: str, loss: str | None = None) -> Column:
-    """What a column means; one that has no entry here, as a user's own may have none, goes by its name.
+    """Return the label and explanation of a column; one without an entry is labelled with its name.
 
-    `loss` is what the importance of heads was measured by, as the facts of a run have it.
+    `loss` is the loss by which importance was measured, `facts["loss"]` of a run.
     """
-    if name == _TURN.name and loss == "representation":
-        return _TURN
-    found = COLUMNS.get(name)
-    plain = Text(name.replace("_", " "), name)
-    return found or Column(name, plain, Text("A column of the table.", "表中的一列。"))
+    if name == _ABLATION_COSINE.name and loss == "representation":
+        return _ABLATION_COSINE
+    column = COLUMNS.get(name)
+    label = Text(name.replace("_", " "), name)
+    return column or Column(name, label, Text("A column of the table.", "表中的一列。"))

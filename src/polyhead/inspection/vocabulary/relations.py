@@ -1,4 +1,4 @@
-"""The matrices of heads by heads: in which sense two heads of a layer are alike."""
+"""The head-by-head matrices of a layer: similarity of outputs, of attention and of gradients."""
 
 from __future__ import annotations
 
@@ -7,51 +7,52 @@ from polyhead.inspection.vocabulary.terms import Term, Text
 _KNOWN = (
     Term(
         "cosine",
-        Text("say the same", "写入相同"),
+        Text("cosine similarity of outputs", "输出余弦相似度"),
         Text(
-            "How well what two heads write agrees over all tokens: 1 is the same, 0 unrelated, -1 heads that undo each "
+            "Cosine similarity of two heads' outputs over all tokens: 1 identical, 0 unrelated, -1 cancelling each "
             "other.",
-            "两个头写入的内容在所有词元上有多一致：1 为相同，0 为无关，-1 为互相抵消。",
+            "两个头的输出在所有词元上的余弦相似度：1 为相同，0 为无关，-1 为互相抵消。",
         ),
     ),
     Term(
         "cka",
-        Text("say the same, up to a rotation", "写入相同（允许旋转）"),
+        Text("CKA of outputs", "输出的 CKA"),
         Text(
-            "Whether two heads tell tokens apart in the same way, even if they write it into other directions: 0 to 1.",
-            "两个头是否以同样的方式区分词元，即使写入的方向不同：从 0 到 1。",
+            "Centered kernel alignment: similarity of two heads' outputs up to rotation and scale, 0 to 1.",
+            "中心核对齐（CKA）：两个头的输出在旋转和缩放意义下的相似度，从 0 到 1。",
         ),
     ),
     Term(
         "subspace_overlap",
-        Text("write into the same place", "写入相同的空间"),
+        Text("subspace overlap", "子空间重合度"),
         Text(
-            "Whether two heads write into the same directions, whatever they write there: 0 to 1.",
-            "两个头写入的方向是否相同，不论写的是什么：从 0 到 1。",
+            "Overlap of the subspaces of the residual stream that two heads write to, whatever they write: 0 to 1.",
+            "两个头所写入的残差流子空间的重合度，不论写入的内容：从 0 到 1。",
         ),
     ),
     Term(
         "mutual_information",
-        Text("know of each other", "互信息"),
+        Text("mutual information", "互信息"),
         Text(
-            "How much of what one head says can be told from the other, in nats. 0 is nothing.",
-            "由一个头所写的内容能推知另一个头多少，以奈特计。0 表示毫无关系。",
+            "Mutual information of two heads' outputs under a Gaussian model, in nats. 0: independent.",
+            "高斯假设下两个头的输出的互信息，以奈特计。0 表示相互独立。",
         ),
     ),
     Term(
         "attention_distance",
-        Text("look differently", "注视的差异"),
+        Text("Jensen-Shannon distance", "注意力的 JS 距离"),
         Text(
-            "How differently two heads look, whatever they then say: 0 is the same places, 0.83 never the same.",
-            "两个头所看之处有多不同，不论随后写了什么：0 为完全相同，0.83 为毫无重合。",
+            "Jensen-Shannon distance of two heads' attention weights: 0 for the same attention, 0.83 for no overlap.",
+            "两个头的注意力权重的 Jensen-Shannon 距离：0 为完全相同，0.83 为毫无重合。",
         ),
     ),
     Term(
         "gradient_overlap",
-        Text("are needed together", "同时被需要"),
+        Text("gradient overlap", "梯度重合度"),
         Text(
-            "Whether the loss wants more or less of both heads at the same tokens: 1 always, -1 always the opposite.",
-            "损失是否在相同的词元上同时想要更多或更少的这两个头：1 为总是如此，-1 为总是相反。",
+            "Cosine similarity, over tokens, of the loss gradients with respect to the two heads: 1 the same sign and "
+            "tokens, -1 opposite.",
+            "损失对两个头的梯度在各词元上的余弦相似度：1 为方向一致，-1 为相反。",
         ),
     ),
 )
@@ -59,7 +60,7 @@ RELATIONS: dict[str, Term] = {term.name: term for term in _KNOWN}
 
 
 def relation_of(name: str) -> Term:
-    """What a matrix means; one without an entry here goes by its name."""
-    found = RELATIONS.get(name)
-    plain = Text(name.replace("_", " "), name)
-    return found or Term(name, plain, Text("A number for each two heads of a layer.", "同层每两个头之间的一个数。"))
+    """Return the label and explanation of a matrix; one without an entry is labelled with its name."""
+    term = RELATIONS.get(name)
+    label = Text(name.replace("_", " "), name)
+    return term or Term(name, label, Text("A number for each two heads of a layer.", "同层每两个头之间的一个数。"))

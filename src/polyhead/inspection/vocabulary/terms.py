@@ -1,4 +1,4 @@
-"""The values a vocabulary is made of: a text in two languages, and what is named and explained by such texts."""
+"""Value types of the vocabulary: a text in two languages, and the terms labelled and explained by such texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Format = Literal["share", "number", "tokens", "nats"]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The same said in English and in Chinese."""
+    """A text in English and in Chinese."""
 
     en: str
     zh: str
@@ -27,7 +27,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A name as it stands in tables and files, what people call it, and what it means."""
+    """A term: its name in tables and files, its label and its explanation."""
 
     name: str
     label: Text
@@ -36,7 +36,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Column(Term):
-    """A column of the table: what it speaks of, how its numbers are written, and between which limits they lie."""
+    """A column of the table: its group, the format of its numbers and the limits of their range."""
 
     group: Group = "other"
     format: Format = "number"
@@ -45,7 +45,7 @@ class Column(Term):
 
     @property
     def unit(self) -> Text:
-        """The unit of its numbers; empty for those without one."""
+        """Unit of the numbers; empty for those without one."""
         return _UNITS.get(self.format, Text("", ""))
 
 
@@ -54,6 +54,6 @@ _UNITS = {"share": Text("share of 1", "占 1 的比例"), "tokens": Text("tokens
 
 @dataclass(frozen=True, slots=True)
 class Role(Term):
-    """A role, and the two letters that stand for it in pictures."""
+    """A role, with the two letters that mark it in grids."""
 
     letters: str = ""

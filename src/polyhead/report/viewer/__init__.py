@@ -1,1 +1,1 @@
-"""The live viewer: a model, the texts it has read, and a small server on this machine that shows its attention."""
+"""The live viewer: a local server that shows the attention of a model on texts typed in a browser."""

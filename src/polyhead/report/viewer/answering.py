@@ -1,5 +1,4 @@
-"""How a question becomes an answer: its body is read within a bound, its computation is awaited, and let go of when
-the client has left."""
+"""Request handling: read the bounded body, await the computation, and cancel it when the client disconnects."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ from polyhead.report.viewer.questions import Question
 JSON = "application/json"
 LINES = b"application/x-ndjson"
 
-BODY_SECONDS = 30.0  # a question that is never finished would hold its place for ever
+BODY_SECONDS = 30.0  # an incomplete request would otherwise occupy a slot forever
 
 Value = dict[str, Any]
 
 
 def as_json(value: Any) -> bytes:
-    # ASCII with escapes, so that no character of a text can be taken for anything but a character.
+    # ASCII with escapes, so that no character of a text has a special meaning.
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-    except ValueError:  # a number that JSON cannot say: weights of a model that computes NaN
+    except ValueError:  # a non-finite number, of a model that computes NaN
         return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -44,11 +43,11 @@ def refuse(failure: Failure) -> Response:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body, if it is JSON and no longer than that; no more of it is ever held."""
+    """Return the body if it is JSON of at most `most` bytes; never buffer more than that."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON:
-        raise Refused(415, "invalid", f"a question has the content type {JSON}, got {kind[:80]!r}")
-    too_large = Refused(413, "too-large", f"a question has {most} bytes at most, got more")
+        raise Refused(415, "invalid", f"a request must have the content type {JSON}, got {kind[:80]!r}")
+    too_large = Refused(413, "too-large", f"a request must have at most {most} bytes, got more")
     length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdecimal() or len(length) > 15 or int(length) > most:
         raise too_large
@@ -61,13 +60,13 @@ async def read_body(request: Request, most: int) -> bytes:
                     raise too_large
     except TimeoutError:
         raise Refused(
-            408, "slow", f"a question arrives within {BODY_SECONDS} seconds, got {len(body)} bytes of it"
+            408, "slow", f"a request must arrive within {BODY_SECONDS} seconds, got {len(body)} bytes of it"
         ) from None
     return bytes(body)
 
 
 class Ask:
-    """ASGI: one route. `handle` makes a computation, or at once an answer, of a question."""
+    """ASGI app of one route. `handle` maps a request to a job, or to an immediate answer."""
 
     def __init__(
         self, jobs: Jobs, handle: Callable[[Question], Job | Value], *, streams: bool, most_bytes: int
@@ -79,24 +78,24 @@ class Ask:
         try:
             with self.jobs.place():
                 body = await read_body(request, self.most_bytes)
-                found = self.handle(Question.of(body))
-                if not isinstance(found, Job):
-                    await answer(found)(scope, receive, send)
+                result = self.handle(Question.of(body))
+                if not isinstance(result, Job):
+                    await answer(result)(scope, receive, send)
                     return
-                async with _called_off_when_left(receive, found):
-                    await self._tell(found, scope, receive, send)
+                async with _cancelled_on_disconnect(receive, result):
+                    await self._respond(result, scope, receive, send)
         except Refused as error:
             await refuse(error.failure)(scope, receive, send)
         except ClientDisconnect:
             return
         except asyncio.CancelledError:
             if not self.jobs.is_closed:
-                raise  # else the viewer is being closed, and this client does not read what it is sent
+                raise  # otherwise the viewer is closing, and this client is not reading
 
-    async def _tell(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+    async def _respond(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
         async for message in job.messages():
-            if isinstance(message, Failure) and not begun:
+            if isinstance(message, Failure) and not started:
                 await refuse(message)(scope, receive, send)
                 return
             if not message:
@@ -104,20 +103,20 @@ class Ask:
             if not self.streams:
                 await answer(message)(scope, receive, send)
                 return
-            if not begun:
+            if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", LINES)]})
-                begun = True
+                started = True
             line = as_json(message.to_dict() if isinstance(message, Failure) else message) + b"\n"
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @asynccontextmanager
-async def _called_off_when_left(receive: Receive, job: Job) -> AsyncIterator[None]:
-    """The computation ends when the client has left, or its answer is over."""
+async def _cancelled_on_disconnect(receive: Receive, job: Job) -> AsyncIterator[None]:
+    """Cancel the job when the client disconnects or the block ends."""
 
     async def watch() -> None:
-        # The body is read, so that all that can still arrive is that the client has left.
+        # The body has been read, so that only a disconnect can still arrive.
         while (await receive())["type"] != "http.disconnect":
             await asyncio.sleep(0)
         job.cancel()

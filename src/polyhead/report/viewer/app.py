@@ -1,4 +1,4 @@
-"""The viewer's routes: a page, its script and its style, and what the page may ask; see `viewing` for the answers."""
+"""Routes of the viewer: the page, its assets and the JSON API; `viewing` computes the answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from polyhead.report.viewer.state import state_of
 from polyhead.report.viewer.viewing import Viewer
 
 ASSETS = Path(__file__).parents[1] / "assets"
-FILES = {"view.js": "text/javascript", "view.css": "text/css"}  # all that is ever read from the disk
+FILES = {"view.js": "text/javascript", "view.css": "text/css"}  # the only files that are served
 QUEUE = 64
 QUESTION_BYTES = 64 << 10
 
@@ -52,7 +52,7 @@ _SHELL = """<!doctype html>
 def create_app(
     viewer: Viewer, *, token: str, assets: Path = ASSETS, queue: int = QUEUE, jobs: Jobs | None = None
 ) -> ASGIApp:
-    """The viewer as an ASGI application, at `/TOKEN/`; `jobs` computes what is asked of it."""
+    """Return the viewer as an ASGI application at `/TOKEN/`; `jobs` runs its computations."""
     jobs = Jobs(queue, on_memory=viewer.forget) if jobs is None else jobs
     questions = Questions(viewer, jobs)
 
@@ -70,7 +70,7 @@ def create_app(
         name = request.url.path.rpartition("/")[2]
         path = assets / name
         if name not in FILES or not path.is_file():
-            return refuse(Failure(404, "unknown", f"{name} is not there; build it with: make frontend"))
+            return refuse(Failure(404, "unknown", f"{name} not found; build it with: make frontend"))
         return Response(path.read_bytes(), media_type=FILES[name])
 
     async def state(request: Request) -> Response:
@@ -78,7 +78,7 @@ def create_app(
 
     async def run(request: Request) -> Response:
         if viewer.run is None:
-            return refuse(Failure(404, "unknown", "The viewer was opened on a model, and not on a run of inspect."))
+            return refuse(Failure(404, "unknown", "The viewer was opened on a model, not on a run of inspect."))
         return answer(dict(viewer.run))
 
     async def unknown(request: Request, error: Exception) -> Response:
@@ -88,7 +88,7 @@ def create_app(
         )
 
     async def failed(request: Request, error: Exception) -> Response:
-        logger.error("a question of the viewer failed", exc_info=error)
+        logger.error("a request to the viewer failed", exc_info=error)
         return refuse(failure_of(error))
 
     def ask(
@@ -124,7 +124,7 @@ def create_app(
 
 
 def _style_hashes(assets: Path) -> tuple[str, ...]:
-    """Of styles that the charting library adds by itself, as the build lists them."""
+    """Return the hashes of styles that the charting library adds at run time, as listed by the build."""
     path = assets / "csp.json"
-    found: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return tuple(str(x).strip("'") for x in found.get("styles", ()))
+    hashes: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return tuple(str(x).strip("'") for x in hashes.get("styles", ()))

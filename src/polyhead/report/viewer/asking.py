@@ -1,4 +1,4 @@
-"""Which question becomes which computation: what each route takes, held against the model and its texts."""
+"""Handlers of the viewer's routes: validate a request against the model and its texts, and submit a job."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from polyhead.report.viewer.reading import Reading
 from polyhead.report.viewer.viewing import SLOTS, WINDOW_TOKENS, WORD_CELLS, HeadPlace, Viewer
 
 TEXT_BYTES = 4 << 20
-LARGEST = 2**53 - 1  # of an integer that JavaScript holds
+LARGEST = 2**53 - 1  # Number.MAX_SAFE_INTEGER of JavaScript
 POOLS = ("sum", "max")
 
 
 class Questions:
-    """What each route takes, checked, and which computation it becomes."""
+    """The handlers, one method per route."""
 
     def __init__(self, viewer: Viewer, jobs: Jobs) -> None:
         self.viewer, self.jobs = viewer, jobs
@@ -107,7 +107,7 @@ class Questions:
         requested.end()
         return {"cancelled": self.jobs.cancel(client, lane)}
 
-    # ---- what several share
+    # ---- shared by several routes
 
     def _submit(
         self, requested: Question, lane: str, work: Callable[[Job], Iterator[Message]], urgency: int = QUICK
@@ -115,7 +115,7 @@ class Questions:
         return self.jobs.submit(work, lane=lane, urgency=urgency, **self._client(requested))
 
     def _client(self, requested: Question) -> dict[str, Any]:
-        """Who asks, and at which turn; these are the last fields of a question."""
+        """Return client and turn, the last fields of a request."""
         client = {
             "client": requested.text("client", LONGEST_CLIENT, ""),
             "turn": requested.integer("turn", 0, LARGEST, 0),

@@ -1,4 +1,4 @@
-"""Tiles that were computed, within a bound in bytes: what was not looked at for longest is dropped first."""
+"""Cache of computed tiles, limited in bytes, with least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from polyhead.errors import OptionError
 
 
 class TileCache:
-    """Tensors by their keys; a key begins with the number of its reading. Any thread may use it."""
+    """LRU cache of tensors, bounded in bytes and thread-safe; a key starts with the number of its reading."""
 
     def __init__(self, most_bytes: int) -> None:
         if most_bytes < 0:
-            raise OptionError(f"a cache holds 0 bytes or more, got {most_bytes}")
+            raise OptionError(f"most_bytes must be at least 0, got {most_bytes}")
         self.most_bytes = most_bytes
         self._bytes = 0
         self._tiles: OrderedDict[tuple[Hashable, ...], Tensor] = OrderedDict()
@@ -31,17 +31,17 @@ class TileCache:
 
     def get(self, *key: Hashable) -> Tensor | None:
         with self._lock:
-            found = self._tiles.get(key)
-            if found is not None:
+            tile = self._tiles.get(key)
+            if tile is not None:
                 self._tiles.move_to_end(key)
-            return found
+            return tile
 
     def put(self, tile: Tensor, *key: Hashable) -> None:
-        """Keep a tile, unless it is larger than the bound itself."""
+        """Store a tile, unless it is larger than the limit itself."""
         size = _bytes(tile)
         if size > self.most_bytes:
             return
-        if tile.untyped_storage().nbytes() > size:  # a view would keep all of what it is a view of
+        if tile.untyped_storage().nbytes() > size:  # a view would keep its base tensor alive
             tile = tile.clone()
         with self._lock:
             self._drop(key)
@@ -51,7 +51,7 @@ class TileCache:
                 self._drop(next(iter(self._tiles)))
 
     def forget(self, reading: int) -> None:
-        """Let go of everything of one reading."""
+        """Remove all tiles of one reading."""
         with self._lock:
             for key in [key for key in self._tiles if key[0] == reading]:
                 self._drop(key)

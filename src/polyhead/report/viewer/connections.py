@@ -1,4 +1,4 @@
-"""Connections of the viewer within bounds: so many at once, and so long until a request's headers have arrived."""
+"""Limits on connections to the viewer: their number, and the time until a request's headers have arrived."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_CONNECTIONS = 128
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP over one connection, closed when its headers take too long or others need its place.
+    """HTTP/1.1 protocol that closes a connection if its headers take too long or the limit is reached.
 
-    Where there is no place left, the connection goes that has waited longest without a whole request, so that any
-    number of half-sent ones keep nobody out.
+    At the limit, the connection that has been idle longest without a complete request is closed, so that incomplete
+    requests cannot lock others out.
     """
 
     _began = 0.0
@@ -28,7 +28,7 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > MOST_CONNECTIONS:
             waiting = [x for x in self.connections if isinstance(x, BoundedProtocol) and x is not self and x.is_waiting]
             victim = min(waiting, key=lambda x: x._began, default=self)
-            self.connections.discard(victim)  # at once: more may arrive before it is lost
+            self.connections.discard(victim)  # immediately: more may arrive before connection_lost
             victim.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -41,7 +41,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being read or answered."""
+        """True if no request is being read or answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:

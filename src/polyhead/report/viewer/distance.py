@@ -1,4 +1,4 @@
-"""How differently two heads look, of one layer, of two, or on two texts: the Jensen-Shannon divergence row by row."""
+"""Jensen-Shannon divergence, row by row, of the attention of two heads: of any layers, on one text or two."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from polyhead.report.viewer.tiles import strip_height
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Means over the rows that see a key."""
+    """Means over the rows with a visible key."""
 
     divergence: float  # in nats
-    distance: float  # of its square root
+    distance: float  # square root of the divergence, averaged over rows
     rows: int
 
 
 def distances(one: KeptAttention, other: KeptAttention) -> Iterator[Distance]:
-    """The means of two single heads over the rows so far; the last is that of all."""
+    """Yield the running means for two single heads; the last value covers all rows."""
     _check(one, other)
     query, key, logsumexp = (
         torch.cat([getattr(one, name), getattr(other, name)], 1) for name in ("query", "key", "logsumexp")
@@ -36,13 +36,13 @@ def distances(one: KeptAttention, other: KeptAttention) -> Iterator[Distance]:
     step = max(1, strip_height(one, 0, (0, one.keys)) // 4)  # the logarithms cost more than the weights
     for start in range(0, one.queries, step):
         rows = start, min(start + step, one.queries)
-        found = profile(
+        result = profile(
             query, key, logsumexp, mask=one.mask, scale=scale, softcap=one.softcap, head_pairs=[(0, 1)], rows=rows
         )
-        assert found.head_divergence is not None and found.head_distance is not None
-        here = int((logsumexp[0, :, slice(*rows)] != -torch.inf).any(0).sum())  # empty rows are in no mean
-        sums += here * torch.stack([found.head_divergence[0, 0], found.head_distance[0, 0]]).double().cpu()
-        count += here
+        assert result.head_divergence is not None and result.head_distance is not None
+        num_rows = int((logsumexp[0, :, slice(*rows)] != -torch.inf).any(0).sum())  # fully masked rows are excluded
+        sums += num_rows * torch.stack([result.head_divergence[0, 0], result.head_distance[0, 0]]).double().cpu()
+        count += num_rows
         divergence, distance = (sums / max(1, count)).tolist()
         yield Distance(divergence, distance, count)
 
@@ -50,16 +50,16 @@ def distances(one: KeptAttention, other: KeptAttention) -> Iterator[Distance]:
 def _check(one: KeptAttention, other: KeptAttention) -> None:
     if (one.queries, one.keys) != (other.queries, other.keys):
         raise invalid(
-            "two heads are held against each other token by token, got one over "
+            "two heads must have the same tokens to be compared, got one over "
             f"{one.queries} x {one.keys} tokens and one over {other.queries} x {other.keys}"
         )
     if one.query.shape[3] != other.query.shape[3] or one.softcap != other.softcap:
         raise invalid(
-            "two heads are held against each other where they are of one width and one softcap, "
-            f"got widths {one.query.shape[3]} and {other.query.shape[3]}, softcaps {one.softcap} and {other.softcap}"
+            "two heads must have the same head_dim and softcap to be compared, "
+            f"got head_dim {one.query.shape[3]} and {other.query.shape[3]}, softcap {one.softcap} and {other.softcap}"
         )
     if not _same_mask(one.mask, other.mask):
-        raise invalid(f"two heads are held against each other under one mask, got {one.mask} and {other.mask}")
+        raise invalid(f"two heads must have the same mask to be compared, got {one.mask} and {other.mask}")
 
 
 def _same_mask(one: Mask | None, other: Mask | None) -> bool:

@@ -1,7 +1,7 @@
-"""Who may ask: somebody on this machine who knows the token, from the viewer's own page and no other.
+"""Access control of the viewer: requests from this machine, with the token, from the viewer's own page only.
 
-The server listens on loopback alone; but any page in a browser can send requests there. One that does not know the
-token is refused, and so is one that comes under another name (DNS rebinding) or from another origin.
+The server listens on loopback only, but any page in a browser can send requests there. Requests without the token are
+rejected, as are requests under another host name (DNS rebinding) or from another origin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 def content_security_policy(style_hashes: Sequence[str] = ()) -> str:
-    """What the page may load: its own script and style, pictures it makes itself, and answers of this server."""
+    """Return the content security policy: own script and style, generated images, and requests to this server."""
     styles = " ".join(["'self'", *(f"'{x}'" for x in style_hashes)])
     return "; ".join(
         [
@@ -49,7 +49,7 @@ def security_headers(policy: str) -> dict[str, str]:
 
 
 class Guard:
-    """ASGI: `/TOKEN/...` becomes `/...` for those who may ask; every answer carries the security headers."""
+    """ASGI middleware: check access, strip `/TOKEN` from the path, and add the security headers to every response."""
 
     def __init__(self, app: ASGIApp, *, token: str, policy: str) -> None:
         self.app = app
@@ -60,7 +60,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # a websocket, of which there are none
+        if scope["type"] != "http":  # websockets are not supported
             await send({"type": "websocket.close", "code": 1008})
             return
 
@@ -80,23 +80,23 @@ class Guard:
         await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
 
     def refusal(self, scope: Scope) -> Failure | None:
-        """Why a request is not answered, if it is not."""
+        """Return the reason for which a request is rejected; None if it is accepted."""
         headers = Headers(scope=scope)
         hosts = _hosts(scope)
         host = headers.get("host", "").lower()
         if host not in hosts:
-            return Failure(421, "forbidden", f"The viewer answers at {hosts[0]}; it was called by another name.")
+            return Failure(421, "forbidden", f"The viewer is served at {hosts[0]}; the request has another host name.")
         origin = headers.get("origin")
         if origin is not None and origin.lower() != f"{scope['scheme']}://{host}":
-            return Failure(403, "forbidden", "The viewer answers its own page alone, and this is another origin's.")
-        given, slash, rest = scope["path"].removeprefix("/").partition("/")
-        # A link to the page may stand anywhere, in a chat or a terminal in a browser; the page alone, in a window.
+            return Failure(403, "forbidden", "The viewer accepts requests of its own page only, not another origin.")
+        token, slash, rest = scope["path"].removeprefix("/").partition("/")
+        # A link to the page may be on any site, but it must open the page itself, as a top-level document.
         is_link = not rest and scope["method"] == "GET" and headers.get("sec-fetch-dest") == "document"
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
-            return Failure(403, "forbidden", "The viewer answers its own page alone, and this is another site's.")
-        if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.token) or not slash:
+            return Failure(403, "forbidden", "The viewer accepts requests of its own page only, not another site.")
+        if not secrets.compare_digest(token.encode(errors="surrogateescape"), self.token) or not slash:
             return Failure(
-                403, "forbidden", "The address must hold the token that `polyhead view` printed; copy it whole."
+                403, "forbidden", "The address must contain the token that `polyhead view` printed; copy all of it."
             )
         return None
 

@@ -1,7 +1,7 @@
-"""One heavy computation at a time: a bounded queue, one worker thread, and a way to call off what nobody waits for.
+"""Job queue of the viewer: bounded, with one worker thread and cancellation.
 
-A computation is a generator of messages. Between two of its messages the worker looks around: a small computation goes
-before the next part of a long one, what was called off is closed, and what its client does not read is not continued.
+A computation is a generator of messages. Between two messages the worker reschedules: quick jobs run before the next
+part of a long one, cancelled jobs are closed, and jobs whose client does not read are suspended.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ logger = logging.getLogger("polyhead.view")
 Message = dict[str, Any]
 Work = Callable[["Job"], Iterator[Message]]
 
-QUICK, PATIENT = 0, 1  # small computations go between the parts of patient ones
-UNREAD_MESSAGES = 8  # that a client may leave unread before its computation waits for it
-CLOSE_SECONDS = 1.0  # for a layer to be finished when the viewer is closed
-UNREAD_SECONDS = 30.0  # after which nobody is thought to listen
+QUICK, PATIENT = 0, 1  # quick jobs run between the parts of patient ones
+UNREAD_MESSAGES = 8  # unread messages after which a job is suspended
+CLOSE_SECONDS = 1.0  # for the current layer to finish when the viewer is closed
+UNREAD_SECONDS = 30.0  # after which the client is considered gone
 
 
 class Job:
-    """A computation on its way: the worker fills it, one client reads it."""
+    """A running or queued computation; the worker sends its messages, one client reads them."""
 
     def __init__(
         self, work: Work, loop: asyncio.AbstractEventLoop, *, client: str, lane: str, turn: int, urgency: int
     ) -> None:
         self.client, self.lane, self.turn, self.urgency = client, lane, turn, urgency
-        self.order = 0  # who waits longest goes first
-        self.waits_since = time.monotonic()  # when its client last took a message, or it was made
+        self.order = 0  # lowest first: the job that has waited longest
+        self.waits_since = time.monotonic()  # when its client last took a message, or the job was created
         self.over = False
         self._work = work
         self._parts: Iterator[Message] | None = None
@@ -50,16 +50,16 @@ class Job:
     # ---- for the worker
 
     def check(self) -> None:
-        """Give up here if nobody waits for the rest."""
+        """Raise if the job was cancelled."""
         if self.called_off.is_set():
             raise superseded()
 
     def send(self, message: Message | Failure | None) -> None:
-        """To the client, from any thread; None ends the computation."""
+        """Send a message to the client, from any thread; None ends the job."""
         self._outbox.append(message)
         try:
             self._loop.call_soon_threadsafe(self._arrived.set)
-        except RuntimeError:  # the loop is closed: there is nobody to tell
+        except RuntimeError:  # the event loop is closed
             self.called_off.set()
 
     @property
@@ -67,14 +67,14 @@ class Job:
         return len(self._outbox) >= UNREAD_MESSAGES
 
     def advance(self) -> bool:
-        """Compute up to the next message; every end is told to the client. False where memory ran out."""
+        """Compute up to the next message; the client is notified of any end. Return False if out of memory."""
         try:
             self.check()
             if self._parts is None:
                 self._parts = iter(self._work(self))
             message = next(self._parts, None)
             self.check()
-        except Exception as error:  # whatever stops a computation, the viewer goes on
+        except Exception as error:  # no error of a computation may stop the viewer
             failure = failure_of(error)
             if failure.status == 500:
                 logger.exception("a computation of the viewer failed")
@@ -95,12 +95,12 @@ class Job:
     # ---- for the client
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the job."""
         self.called_off.set()
         self.on_taken()
 
     async def messages(self) -> AsyncIterator[Message | Failure]:
-        """What is sent, until the end; a failure is the last."""
+        """Yield the messages until the end; a failure is the last."""
         while True:
             while not len(self._outbox):
                 self._arrived.clear()
@@ -116,7 +116,7 @@ class Job:
 
 
 class Jobs:
-    """The queue and its worker thread; `limit` is how many questions are waiting or being answered at most."""
+    """The queue and its worker thread; `limit` is the maximum number of open requests."""
 
     def __init__(self, limit: int, *, on_memory: Callable[[], None] = lambda: None) -> None:
         self.limit = limit
@@ -132,7 +132,7 @@ class Jobs:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """One of the places there are, from before a request's body is read until it is answered."""
+        """Occupy one of the `limit` slots, from before a request's body is read until it is answered."""
         with self._condition:
             if self._closed:
                 raise closing()
@@ -146,16 +146,16 @@ class Jobs:
                 self._places -= 1
 
     def submit(self, work: Work, *, client: str = "", lane: str = "", turn: int = 0, urgency: int = QUICK) -> Job:
-        """Put a computation in line; the same client's older ones of the same lane are called off."""
+        """Queue a computation; older ones of the same client and lane are cancelled."""
         job = Job(work, asyncio.get_running_loop(), client=client, lane=lane, turn=turn, urgency=urgency)
         job.on_taken = self._wake
         with self._condition:
             if self._closed:
                 raise closing()
-            alike = [x for x in self._all() if client and (x.client, x.lane) == (client, lane)]
-            if any(x.turn > turn for x in alike):
+            same_lane = [x for x in self._all() if client and (x.client, x.lane) == (client, lane)]
+            if any(x.turn > turn for x in same_lane):
                 raise superseded()
-            for older in alike:
+            for older in same_lane:
                 if older.turn < turn:
                     older.called_off.set()
             job.order = next(self._order)
@@ -164,16 +164,16 @@ class Jobs:
         return job
 
     def cancel(self, client: str, lane: str | None = None) -> int:
-        """Call off what a client asked for; how many computations that were."""
+        """Cancel the jobs of a client, of one lane or all; return their number."""
         with self._condition:
-            found = [x for x in self._all() if x.client == client and lane in (None, x.lane)]
-            for job in found:
+            jobs = [x for x in self._all() if x.client == client and lane in (None, x.lane)]
+            for job in jobs:
                 job.called_off.set()
             self._condition.notify_all()
-        return len(found)
+        return len(jobs)
 
     def call_off(self) -> None:
-        """Take no more computations, and end every client's wait for one at once."""
+        """Accept no more jobs, and end all waiting clients immediately."""
         with self._condition:
             if self._closed:
                 return
@@ -184,7 +184,7 @@ class Jobs:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Call off everything and let the thread end; a model in the middle of a layer finishes that layer."""
+        """Cancel all jobs and end the thread; a forward pass stops after its current layer."""
         self.call_off()
         self._thread.join(timeout=CLOSE_SECONDS)
 
@@ -194,7 +194,7 @@ class Jobs:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the thread is there: after `close`, in the middle of a layer that takes longer than is waited."""
+        """True while the thread is alive: after `close`, in a layer that takes longer than `CLOSE_SECONDS`."""
         return self._thread.is_alive()
 
     def _all(self) -> list[Job]:
@@ -218,21 +218,21 @@ class Jobs:
                 self._waiting.remove(job)
                 self._running = job
             if not job.advance():
-                self._let_go()
+                self._free_memory()
             with self._condition:
                 self._running = None
                 if not job.over:
                     job.order = next(self._order)
                     self._waiting.append(job)
 
-    def _let_go(self) -> None:
+    def _free_memory(self) -> None:
         try:
             self._on_memory()
-        except RuntimeError:  # a GPU that is beyond help says so here again; the next computation will tell its client
-            logger.exception("memory could not be let go of")
+        except RuntimeError:  # an unusable GPU raises here again; the next job reports it to its client
+            logger.exception("memory could not be freed")
 
     def _next(self) -> Job | None:
-        """Whose turn it is: first what was called off, which costs nothing, then small before long, then by age."""
+        """Return the next job: cancelled jobs first, which cost nothing, then quick before patient, then by age."""
         now = time.monotonic()
         for job in self._waiting:
             if job.is_unread and now - job.waits_since > UNREAD_SECONDS:

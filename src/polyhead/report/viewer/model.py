@@ -1,4 +1,4 @@
-"""The model that is looked into: it reads texts, with heads switched off where asked, and goes on writing."""
+"""The viewed model: runs texts, optionally with ablated heads, and generates tokens."""
 
 from __future__ import annotations
 
@@ -21,42 +21,44 @@ from polyhead.report.viewer.reading import AxisName, Keeper, KeptAttention, Plac
 from polyhead.report.viewer.tokens import Axis, axis_of_ids, text_after, tokenise_text
 from polyhead.sources import LoadedModel, special_tokens
 
-CONTEXT = 131_072  # of a model that does not say what it was made for
-SHARE_OF_MEMORY = 4  # one text may take this part of it: two are held, and a third while one is read anew
+CONTEXT = 131_072  # of a model without a stated maximum
+SHARE_OF_MEMORY = 4  # one text may use 1/4 of memory: two are stored, and a third while one is run again
 
 Head = tuple[int, int]  # place, head
-Progress = Callable[[int, int], None]  # how many attentions are done, of how many
+Progress = Callable[[int, int], None]  # attention calls done, and their total
 
 
 def _quietly(done: int, total: int) -> None:
-    """Progress that nobody waits for."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The most tokens of a text, and why not more."""
+    """Maximum number of tokens of a text, and the reason for that limit."""
 
     tokens: int
-    reason: str  # "trained", "asked" or "memory"
+    reason: str  # "trained", "requested" or "memory"
 
 
 class ViewedModel:
-    """A loaded model with its places, found by letting it read a few tokens once.
+    """A loaded model with its attention calls, found by running it on a few tokens once.
 
     Args:
-        loaded: a model that reads text through an attention that can be watched.
-        context: the most tokens of a text; what the model was made for if None.
-        memory: how many bytes what is kept of one text may take; a quarter of what the device has if None.
+        loaded: a model of text with observable attention.
+        context: maximum number of tokens of a text; the model's own maximum if None.
+        memory: bytes that the stored attention of one text may take; a quarter of the device's memory if None.
     """
 
     def __init__(self, loaded: LoadedModel, *, context: int | None = None, memory: int | None = None) -> None:
         if loaded.tokenizer is None or loaded.main_input != "input_ids":
-            raise OptionError(f"the viewer shows texts, got {loaded.name}, which reads {loaded.main_input}")
-        made_for = loaded.trained_context
-        if context is not None and not 2 <= context <= (made_for or context):
             raise OptionError(
-                f"a context has 2 tokens at least and {made_for or 'any number'} at most, which {loaded.name} was made "
-                f"for, got {context}"
+                f"the viewer needs a model of text, got {loaded.name}, whose input is {loaded.main_input}"
+            )
+        max_context = loaded.trained_context
+        if context is not None and not 2 <= context <= (max_context or context):
+            raise OptionError(
+                f"context must be at least 2 tokens and at most {max_context or 'any number'}, the maximum of "
+                f"{loaded.name}, got {context}"
             )
         self.loaded = loaded
         self.model: Any = loaded.model
@@ -81,30 +83,32 @@ class ViewedModel:
         kept = [x for found in calls.values() for x in found]
         self.bytes_per_token = -(-sum(x.bytes for x in kept) // len(probe))
         room = memory if memory is not None else _memory_of(self.device) // SHARE_OF_MEMORY
-        most = context or made_for or CONTEXT
+        most = context or max_context or CONTEXT
         self.context = Context(most, "trained" if context is None else "requested")
         if room // self.bytes_per_token < most:
             self.context = Context(max(2, room // self.bytes_per_token), "memory")
 
-    # ---- reading and writing
+    # ---- running and generating
 
     def read(self, slot: str, text: str, off: Iterable[Head], progress: Progress = _quietly) -> Reading:
-        """Read a text; one that is longer than the context is cut, and the reading says so."""
+        """Run the model on a text; a text longer than the context is truncated, which the reading records."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise invalid(f"a text is of Unicode characters, got half of a surrogate pair at {error.start}") from error
-        # What a tokenizer writes after a text would end it, and nothing could be written on.
+            raise invalid(f"a text must be valid Unicode, got a lone surrogate at {error.start}") from error
+        # Trailing special tokens would end the text, and nothing could be generated.
         found = tokenise_text(
             self.tokenizer, text, self.context.tokens, closed=not self.generates or self.writes_target
         )
         if len(found.axis.special) == len(found.ids):
-            raise invalid(f"a text has a token at least, got {len(text)} characters without one; type a few words")
+            raise invalid(
+                f"a text must have at least one token, got {len(text)} characters without one; type a few words"
+            )
         target = None if self._start is None else axis_of_ids(self.tokenizer, self._start)
         return self._reading(slot, found.ids, found.axis, self._start, target, found.total, frozenset(off), 0, progress)
 
     def again(self, reading: Reading, off: Iterable[Head], progress: Progress = _quietly) -> Reading:
-        """The same tokens once more, what was written included, with other heads switched off."""
+        """Run the same tokens again, including generated ones, with other heads ablated."""
         return self._reading(
             reading.slot,
             reading.ids,
@@ -123,42 +127,40 @@ class ViewedModel:
         token = reading.output.greedy if token is None else token
         vocabulary = len(reading.output.values)
         if not 0 <= token < vocabulary:
-            raise invalid(f"a token is a number of 0 to {vocabulary - 1}, got {token}")
+            raise invalid(f"token must be from 0 to {vocabulary - 1}, got {token}")
         ids, axis = self._written(reading)
         if len(ids) >= self.context.tokens:
-            raise Refused(
-                413, "too-large", f"A text has {self.context.tokens} tokens at most here, and this one has {len(ids)}."
-            )
+            raise Refused(413, "too-large", f"A text must have at most {self.context.tokens} tokens, got {len(ids)}.")
         special = token in special_tokens(self.tokenizer).ids
         axis = axis.with_token(text_after(self.tokenizer, ids, token), special=special)
         return self._rewritten(reading, (*ids, token), axis, reading.generated + 1, progress)
 
     def back(self, reading: Reading, progress: Progress) -> Reading:
-        """The text without the newest token that was generated."""
+        """Run the text again without the last generated token."""
         self._check_generates()
         if reading.generated < 1:
-            raise invalid("only tokens that were generated are taken back, got a text without any")
+            raise invalid("only generated tokens can be removed, got a text without any")
         ids, axis = self._written(reading)
         last = len(ids) - 1
-        kept = tuple(place for place in axis.special if place < last)
-        axis = Axis(axis.tokens[:last], kept, axis.starts[:last], axis.ends[:last])
+        special = tuple(place for place in axis.special if place < last)
+        axis = Axis(axis.tokens[:last], special, axis.starts[:last], axis.ends[:last])
         return self._rewritten(reading, ids[:last], axis, reading.generated - 1, progress)
 
     def output_without(self, reading: Reading, off: Iterable[Head], progress: Progress) -> Output:
-        """What the model says of the same text with more heads switched off."""
-        found, _ = self._forward(
+        """Return the output for the same text with more heads ablated."""
+        result, _ = self._forward(
             reading.ids, reading.target_ids, reading.off | frozenset(off), keep=False, progress=progress
         )
-        return self._output(found, reading.ids, reading.target_ids)
+        return self._output(result, reading.ids, reading.target_ids)
 
     def _check_generates(self) -> None:
         if not self.generates:
             raise invalid(
-                f"only a model that predicts the next token writes on, got {self.loaded.name}, {self.loaded.kind}"
+                f"only a model that predicts the next token can generate, got {self.loaded.name}, {self.loaded.kind}"
             )
 
     def _written(self, reading: Reading) -> tuple[tuple[int, ...], Axis]:
-        """What generation adds to: the target of an encoder-decoder, else the text itself."""
+        """Return the sequence that generation extends: the target of an encoder-decoder, else the text itself."""
         if reading.target_ids is not None and reading.target is not None:
             return reading.target_ids, reading.target
         return reading.ids, reading.text
@@ -222,7 +224,7 @@ class ViewedModel:
         if self.loaded.kind not in ("encoder", "masked"):
             inputs["use_cache"] = False
         if self.loaded.kind == "causal" and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            inputs["logits_to_keep"] = 1  # logits of every token would be by far the largest tensor
+            inputs["logits_to_keep"] = 1  # the logits of all tokens would be by far the largest tensor
         with session:
             found = self.model(**inputs)
         return found, {site: values["kept"].calls for site, values in session.observations.collected.items()}  # type: ignore[attr-defined]
@@ -239,10 +241,10 @@ class ViewedModel:
             return Output("vector", vector.cpu(), len(written) - 1, str, "mean" if mean else "last")
         position = len(written)
         if self.output_kind == "masked-token":
-            # Where the text has a gap, else the last token of the text itself.
+            # The first mask token, else the last token of the text itself.
             wrapping = special_tokens(tokenizer)
-            gaps = [place for place, token in enumerate(ids) if token == tokenizer.mask_token_id]
-            position = gaps[0] if gaps else len(ids) - len(wrapping.after) - 1
+            masked = [place for place, token in enumerate(ids) if token == tokenizer.mask_token_id]
+            position = masked[0] if masked else len(ids) - len(wrapping.after) - 1
             logits = found.logits[0, position]
         else:
             logits = found.logits[0, -1]
@@ -250,7 +252,7 @@ class ViewedModel:
         values = logits.float().log_softmax(-1).cpu()
         return Output(self.output_kind, values, position, lambda token: text_after(tokenizer, before, token))
 
-    # ---- what is fixed for a model
+    # ---- properties of the model
 
     def _path_of_encoder(self) -> str:
         encoder = self.model.get_encoder()
@@ -263,8 +265,8 @@ class ViewedModel:
                 if isinstance(token, int):
                     return (token,)
         raise OptionError(
-            f"an encoder-decoder must say with which token its decoder begins, got {self.loaded.name} without a "
-            "decoder_start_token_id in its config.json"
+            f"an encoder-decoder must have a decoder_start_token_id in its config.json, got {self.loaded.name} "
+            "without one"
         )
 
     def _axes(self, site: AttentionSite) -> tuple[AxisName, AxisName]:
@@ -274,7 +276,7 @@ class ViewedModel:
 
 
 def _memory_of(device: torch.device) -> int:
-    """What a device can hold: a GPU's free memory, all of a CPU's."""
+    """Return the available memory: free memory of a GPU, total memory of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

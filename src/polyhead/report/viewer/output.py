@@ -1,4 +1,4 @@
-"""What a model says of a text it has read: the distribution of a token, or a vector; and how two of them differ."""
+"""Model outputs of the viewer, a token distribution or an embedding, and the difference between two of them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ TOP = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """Log-probabilities [vocabulary] of the token at `position`, or the vector of the whole text; both on the CPU."""
+    """Log-probabilities [vocabulary] of the token at `position`, or the embedding of the text; on the CPU."""
 
     kind: OutputKind
     values: Tensor  # float32
-    position: int  # of the token that is told of; for next-token the place after the last
-    describe: Callable[[int], str]  # the text of a token at that place
+    position: int  # of the predicted token; for next-token one past the last
+    describe: Callable[[int], str]  # the text of a token at that position
     pooled: Literal["mean", "last"] = "mean"
 
     @property
     def greedy(self) -> int:
-        """The likeliest token, the lowest number among equals."""
+        """The most likely token; the lowest id among ties."""
         return int((self.values == self.values.max()).to(torch.uint8).argmax())
 
     def probability(self, token: int) -> float | None:
@@ -54,17 +54,17 @@ class Output:
 
 
 def difference(before: Output, after: Output) -> dict[str, Any]:
-    """How one output differs from another of the same model.
+    """Return the difference between two outputs of the same model.
 
-    For distributions the Kullback-Leibler divergence of `after` from `before` in nats, and the likeliest tokens of both
-    by how much they change; for vectors their cosine.
+    For distributions the Kullback-Leibler divergence KL(before || after) in nats, and the most likely tokens of both
+    ordered by change in probability; for embeddings their cosine similarity.
     """
     if before.kind == "vector":
         cosine = torch.nn.functional.cosine_similarity(before.values.double(), after.values.double(), dim=0)
         return {"divergence": None, "cosine": finite(cosine), "top": None}
-    one, other = before.values.double(), after.values.double()
-    # A token that neither expects adds nothing; -inf less -inf would be NaN.
-    terms = torch.where(one == -torch.inf, 0.0, one.exp() * (one - other))
+    log_before, log_after = before.values.double(), after.values.double()
+    # A token of probability 0 adds nothing; -inf minus -inf would be NaN.
+    terms = torch.where(log_before == -torch.inf, 0.0, log_before.exp() * (log_before - log_after))
     ids = list(dict.fromkeys([*before.top_ids, *after.top_ids]))
     change = (after.values[ids].exp() - before.values[ids].exp()).abs()
     order = sorted(range(len(ids)), key=lambda place: -float(change[place]))
@@ -81,6 +81,6 @@ def difference(before: Output, after: Output) -> dict[str, Any]:
 
 
 def finite(x: Tensor) -> float | None:
-    """A number as JSON has it: None for NaN and infinity, which a broken model may say."""
+    """Return a float, or None for NaN and infinity, which JSON does not have."""
     number = float(x)
     return number if math.isfinite(number) else None

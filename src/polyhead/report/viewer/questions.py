@@ -1,4 +1,4 @@
-"""What a page asks, held against its rules: every field is named, of its kind and within its bounds."""
+"""Validated access to the fields of a JSON request: names, types and ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MISSING = object()
 
 
 class Question:
-    """The JSON object of a request; each field is asked for once, and what nobody asked for is refused."""
+    """The JSON object of a request; each field is read once, and `end` rejects unknown fields."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = dict(fields)
@@ -22,19 +22,19 @@ class Question:
     @classmethod
     def of(cls, body: bytes) -> Question:
         try:
-            found = json.loads(body)
+            fields = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, "malformed", "a question is a JSON object, got something that is no JSON") from error
-        if not isinstance(found, dict):
-            raise Refused(400, "malformed", f"a question is a JSON object, got {_kind(found)}")
-        return cls(found)
+            raise Refused(400, "malformed", "a request must be a JSON object, got invalid JSON") from error
+        if not isinstance(fields, dict):
+            raise Refused(400, "malformed", f"a request must be a JSON object, got {_kind(fields)}")
+        return cls(fields)
 
     def integer(self, name: str, least: int, most: int, default: Any = _MISSING) -> Any:
         value = self._take(name, default)
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise invalid(f"{name} must be an integer of {least} to {most}, got {_shown(value)}")
+            raise invalid(f"{name} must be an integer from {least} to {most}, got {_shown(value)}")
         return value
 
     def text(self, name: str, most: int, default: Any = _MISSING) -> Any:
@@ -44,7 +44,7 @@ class Question:
         if not isinstance(value, str):
             raise invalid(f"{name} must be a text, got {_kind(value)}")
         if len(value) > most:
-            raise Refused(413, "too-large", f"{name} must have {most} characters at most, got {len(value)}")
+            raise Refused(413, "too-large", f"{name} must have at most {most} characters, got {len(value)}")
         return value
 
     def choice(self, name: str, options: Collection[str], default: Any = _MISSING) -> Any:
@@ -55,55 +55,55 @@ class Question:
 
     def span(self, name: str, size: int, most: int) -> tuple[int, int]:
         value = self._take(name, _MISSING)
-        whole = isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
-        if not whole or not 0 <= value[0] < value[1] <= size:
+        is_pair = isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
+        if not is_pair or not 0 <= value[0] < value[1] <= size:
             raise invalid(f"{name} must be [first, one past the last] within {size} tokens, got {_shown(value)}")
         if value[1] - value[0] > most:
-            raise Refused(413, "too-large", f"{name} must have {most} tokens at most, got {value[1] - value[0]}")
+            raise Refused(413, "too-large", f"{name} must have at most {most} tokens, got {value[1] - value[0]}")
         return value[0], value[1]
 
     def numbers(self, name: str, count: int, default: Any = _MISSING) -> Any:
-        """Different integers of 0 to count - 1."""
+        """Return distinct integers from 0 to count - 1."""
         value = self._take(name, default)
         if value is default:
             return value
         if not isinstance(value, list) or len(value) > count or not all(type(x) is int for x in value):
             raise invalid(f"{name} must be a list of at most {count} integers, got {_shown(value)}")
         if len(set(value)) < len(value) or not all(0 <= x < count for x in value):
-            raise invalid(f"{name} must be different integers of 0 to {count - 1}, got {_shown(value)}")
+            raise invalid(f"{name} must be distinct integers from 0 to {count - 1}, got {_shown(value)}")
         return tuple(value)
 
     def heads(self, name: str, sizes: Sequence[int], default: Any = _MISSING) -> Any:
-        """Pairs [place, head]; `sizes` says how many heads each place has."""
+        """Return heads as pairs [place, head]; `sizes` has the number of heads of each place."""
         value = self._take(name, default)
         if value is default:
             return value
         if not isinstance(value, list) or len(value) > sum(sizes):
             raise invalid(f"{name} must be a list of at most {sum(sizes)} heads [place, head], got {_shown(value)}")
         for pair in value:
-            whole = isinstance(pair, list) and len(pair) == 2 and all(type(x) is int for x in pair)
-            if not whole or not 0 <= pair[0] < len(sizes) or not 0 <= pair[1] < sizes[pair[0]]:
+            is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(x) is int for x in pair)
+            if not is_pair or not 0 <= pair[0] < len(sizes) or not 0 <= pair[1] < sizes[pair[0]]:
                 raise invalid(f"{name} must be heads [place, head] that this model has, got {_shown(pair)}")
         return frozenset((place, head) for place, head in value)
 
     def part(self, name: str) -> Question:
-        """An object within the question; it is ended by whoever asked for it."""
+        """Return a nested object; the caller must `end` it."""
         value = self._take(name, _MISSING)
         if not isinstance(value, dict):
             raise invalid(f"{name} must be an object, got {_kind(value)}")
         return Question(value)
 
     def end(self) -> None:
-        """Nothing else may have been asked."""
+        """Raise if there are fields that were not read."""
         unknown = [name for name in self._fields if name not in self._known]
         if unknown:
-            raise invalid(f"this question knows the fields {', '.join(self._known)}, got {_shown(unknown[0])} as well")
+            raise invalid(f"this request has the fields {', '.join(self._known)}, got {_shown(unknown[0])} as well")
 
     def _take(self, name: str, default: Any) -> Any:
         self._known.append(name)
         value = self._fields.get(name, default)
         if value is _MISSING:
-            raise invalid(f"{name} is missing, and this question needs it")
+            raise invalid(f"{name} is required, and is missing")
         return value
 
 
@@ -120,6 +120,6 @@ def _kind(x: object) -> str:
 
 
 def _shown(x: object) -> str:
-    """What arrived, as far as it can be shown in a sentence."""
+    """Return a value as JSON, truncated for a message."""
     text = json.dumps(x)
     return text if len(text) <= 80 else f"{text[:80]}…"

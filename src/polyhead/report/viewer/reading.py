@@ -1,5 +1,7 @@
-"""A text that a model has read: of every attention the queries, the keys and the log-sum-exp, from which each weight is
-known again; memory grows with the length of the text and not with its square."""
+"""A text run through the model: queries, keys and log-sum-exp of every attention call.
+
+All weights can be recomputed from these, with memory linear in the length of the text.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ AxisName = Literal["text", "target"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One attention of a forward pass: a site, and the how-manieth call of it where layers share their weights.
+    """One attention call of a forward pass: a site, and the index of the call where layers share a module.
 
-    Its queries and keys are tokens of the text, or of the target, which is what a decoder has written so far.
+    Its queries and keys are tokens of the text, or of the target, which is what a decoder has generated so far.
     """
 
     site: AttentionSite
@@ -36,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptAttention:
-    """One attention over one text, without values: enough to know every weight again."""
+    """One attention call over one text, without values: enough to recompute every weight."""
 
     query: Tensor  # [1, heads, queries, head_dim]
     key: Tensor  # [1, kv_heads, keys, head_dim]
@@ -49,7 +51,7 @@ class KeptAttention:
     def of(cls, attended: Attended) -> KeptAttention:
         logsumexp = attended.result.logsumexp
         assert logsumexp is not None
-        # Copies: what a model computes may be a view of something larger, which would be kept alive whole.
+        # Copies, as views would keep larger tensors alive.
         query, key, logsumexp = (
             x.detach().clone(memory_format=torch.contiguous_format) for x in (attended.query, attended.key, logsumexp)
         )
@@ -75,7 +77,7 @@ class KeptAttention:
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def head(self, number: int) -> KeptAttention:
-        """One head alone; nothing is copied."""
+        """Return the attention of one head, as views."""
         kv_head = number // (self.heads // self.key.shape[1])
         scale = self.scale[number : number + 1] if isinstance(self.scale, Tensor) else self.scale
         return replace(
@@ -88,7 +90,7 @@ class KeptAttention:
         )
 
     def profile(self, **requested: object) -> AttentionProfile:
-        """`polyhead.profile` of this attention."""
+        """Return `polyhead.profile` of this attention."""
         return profile(
             self.query,
             self.key,
@@ -118,7 +120,7 @@ def _mask_of_head(mask: Mask, head: int) -> Mask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """A text, what the model made of it, and every attention on the way; `number` is never used again."""
+    """A text with the model's output and all attention calls; `number` is unique."""
 
     number: int
     slot: str
@@ -126,11 +128,11 @@ class Reading:
     text: Axis
     target_ids: tuple[int, ...] | None  # of an encoder-decoder
     target: Axis | None
-    tokens_in_text: int  # special tokens included; more than were read where the text was cut
-    off: frozenset[tuple[int, int]]  # (place, head) that were switched off meanwhile
+    tokens_in_text: int  # special tokens included; more than len(ids) if the text was truncated
+    off: frozenset[tuple[int, int]]  # ablated heads, (place, head)
     generated: int
     output: Output
-    attentions: tuple[KeptAttention, ...]  # one a place
+    attentions: tuple[KeptAttention, ...]  # one per place
     seconds: float
 
     @property
@@ -154,12 +156,12 @@ class Reading:
         }
 
 
-# ---- how a session is asked to keep them
+# ---- the collector
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keeper:
-    """Gathers what `KeptAttention` holds of every call, or nothing; `after` is called with each."""
+    """Collector of a `KeptAttention` per call, or of nothing; `after` is called after each."""
 
     after: Callable[[], None]
     keep: bool = True
@@ -174,7 +176,7 @@ class Keeper:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptCalls:
-    """The calls of one site, in their order."""
+    """The calls of one site, in order."""
 
     keeper: Keeper
     calls: tuple[KeptAttention, ...]
@@ -188,7 +190,7 @@ class KeptCalls:
         return replace(self, calls=self.calls + other.calls)
 
     def state(self) -> dict[str, Tensor]:
-        raise OptionError("what is kept of a text lives as long as the viewer, and is not saved")
+        raise OptionError("the attention calls of a viewer are kept in memory only and cannot be saved")
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        raise OptionError("what is kept of a text lives as long as the viewer, and is not saved")
+        raise OptionError("the attention calls of a viewer are kept in memory only and cannot be saved")

@@ -1,4 +1,4 @@
-"""The viewer on this machine: a free port of loopback, an address with a token, until somebody stops it."""
+"""`serve`: run the viewer on a loopback port, at an address with a secret token, until interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 
 
 def check_installed() -> None:
-    """The server's packages are there."""
+    """Raise an OptionError if the packages of the server are not installed."""
     missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
     if missing:
         raise OptionError(
@@ -32,9 +32,9 @@ def serve(
     assets: Path | None = None,
     token: str | None = None,
 ) -> bool:
-    """Serve until an interrupt (Ctrl-C). `ready` is called with the address when it can be opened.
+    """Serve until an interrupt (Ctrl-C); `ready` is called with the address once it can be opened.
 
-    Returns whether a layer is still being computed, which nothing but the end of the process stops.
+    Returns whether a layer is still being computed, which only the end of the process stops.
     """
     check_installed()
     import uvicorn
@@ -47,8 +47,8 @@ def serve(
     absent = [name for name in FILES if not (assets / name).is_file()]
     if absent:
         raise OptionError(
-            f"the viewer's page comes with polyhead as {' and '.join(FILES)}, got {assets} without {absent[0]}; "
-            "in a checkout of the sources, build it with: make frontend"
+            f"the viewer needs the built assets {' and '.join(FILES)}, got {assets} without {absent[0]}; "
+            "in a checkout, build them with: make frontend"
         )
     token = secrets.token_urlsafe(24) if token is None else token
     listening = _listen(port)
@@ -61,7 +61,7 @@ def serve(
                 ready(address)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            jobs.call_off()  # else a request is waited for whose answer takes long
+            jobs.call_off()  # otherwise shutdown waits for long-running requests
             await super().shutdown(sockets)
 
     jobs = Jobs(QUEUE, on_memory=viewer.forget)
@@ -71,7 +71,7 @@ def serve(
         http=BoundedProtocol,
         lifespan="on",
         log_level="warning",
-        access_log=False,  # it would write the token
+        access_log=False,  # it would contain the token
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=1,
@@ -80,7 +80,7 @@ def serve(
     try:
         Server(config).run(sockets=[listening])
     except KeyboardInterrupt:
-        pass  # uvicorn has shut down, and raises what stopped it once more
+        pass  # uvicorn has shut down, and raises the interrupt again
     finally:
         listening.close()
         jobs.call_off()
@@ -89,12 +89,12 @@ def serve(
 
 def _listen(port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise OptionError(f"a port is a number of 1 to 65535, or 0 for any that is free, got {port}")
+        raise OptionError(f"port must be from 1 to 65535, or 0 for any free port, got {port}")
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((HOST, port))
     except OSError as error:
         listening.close()
-        raise OptionError(f"the port must be free, got {port}: {error.strerror}; 0 takes any that is") from error
+        raise OptionError(f"the port must be free, got {port}: {error.strerror}; 0 takes any free port") from error
     return listening

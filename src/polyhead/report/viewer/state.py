@@ -1,4 +1,4 @@
-"""The viewer's state as a page reads it: the model, its places and limits, and the texts that are held."""
+"""State of the viewer for the page: the model, its attention calls, limits and loaded texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyhead.version import VERSION
 
 
 def state_of(viewer: Viewer, **limits: int) -> dict[str, Any]:
-    """A plain value; `limits` are those of the server."""
+    """Return the state as a JSON-compatible value; `limits` are those of the server."""
     model, loaded = viewer.model, viewer.model.loaded
     stacks: dict[tuple[str, str], list[int]] = {}
     for number, place in enumerate(model.places):
@@ -51,9 +51,9 @@ def state_of(viewer: Viewer, **limits: int) -> dict[str, Any]:
 
 
 def _origin(head: Head) -> dict[str, str] | None:
-    """What a head was before edits, in words; None for one that has its number from the beginning."""
-    found = originally(head)
-    return None if found is None else found.to_dict()
+    """Return a description of a head's origin; None if it has its original number."""
+    origin = originally(head)
+    return None if origin is None else origin.to_dict()
 
 
 def _places(viewer: Viewer, stacks: dict[tuple[str, str], list[int]]) -> list[dict[str, Any]]:

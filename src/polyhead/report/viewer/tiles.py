@@ -1,9 +1,9 @@
-"""The attention of one head as a map: tiles of any place at any scale, computed from Q, K and the log-sum-exp.
+"""Attention map of one head as tiles at any position and zoom level, computed from Q, K and the log-sum-exp.
 
-A cell of level L is a square of 2**L tokens, and holds the sum or the largest of its weights. The *picture* of a head
-is its whole matrix at the finest level at which it has 1024 cells a side at most; once it is known, what is coarser is
-pooled out of it, and everything else is computed when it is asked for. All of it is exact, except the estimate that
-stands in for a picture until its strips are there, and that says by which rule it was made.
+A cell of level L is a square of 2**L tokens with the sum or the maximum of its weights. The *picture* of a head is its
+full matrix at the finest level with at most 1024 cells per side; coarser tiles are pooled from it, and finer ones are
+computed on demand. All values are exact, except the estimate that is shown until the strips of a picture are computed;
+it comes with the sampling rule that was used.
 """
 
 from __future__ import annotations
@@ -25,79 +25,79 @@ Span = tuple[int, int]
 TILE_CELLS = 256
 PICTURE_CELLS = 1024
 ESTIMATE_CELLS = 128
-# Pairs of tokens, so that a strip takes about a tenth of a second, and an estimate a few.
+# Pairs of tokens, chosen so that a strip takes about 0.1 s, and an estimate a few times that.
 STRIP_PAIRS = {"cpu": 1 << 23, "cuda": 1 << 28}
 ESTIMATE_PAIRS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How an estimate was made: of every `every` queries the middle `rows` were looked at."""
+    """Sampling rule of an estimate: of every `every` queries the middle `rows` are computed."""
 
     every: int
     rows: int
     pool: Pool
 
     def to_dict(self) -> dict[str, object]:
-        meaning = "stand for the others" if self.pool == "sum" else "others may have larger weights"
+        meaning = "represent the others" if self.pool == "sum" else "others may have larger weights"
         return {
             "every": self.every,
             "rows": self.rows,
-            "text": f"An estimate: of every {self.every} queries the middle {self.rows} were looked at and {meaning}.",
+            "text": f"An estimate: of every {self.every} queries the middle {self.rows} are sampled and {meaning}.",
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Some rows of cells of a picture."""
+    """A horizontal strip of a picture."""
 
-    first: int  # the row of cells it begins with
+    first: int  # index of its first row of cells
     cells: Tensor  # [heads, rows, columns], on the CPU
 
 
 def level_of(attention: KeptAttention, cells: int) -> int:
-    """The finest level at which an attention has so many cells a side at most."""
+    """Return the finest level at which an attention matrix has at most `cells` cells per side."""
     longest = max(attention.queries, attention.keys)
     return max(0, (-(-longest // cells) - 1).bit_length())
 
 
 def top_level(attention: KeptAttention) -> int:
-    """The level at which one tile shows everything."""
+    """Return the level at which one tile covers the whole matrix."""
     return level_of(attention, TILE_CELLS)
 
 
 def window(attention: KeptAttention, rows: Span, columns: Span, level: int, pool: Pool) -> Tensor:
-    """The cells of a window, [heads, rows, columns] on the CPU."""
+    """Return the cells of a window, [heads, rows, columns] on the CPU."""
     block = 1 << level
-    found = attention.profile(block_map=BlockMap(block=(block, block), pool=pool), rows=rows, columns=columns)
-    assert found.block_map is not None
-    return found.block_map[0].cpu()
+    result = attention.profile(block_map=BlockMap(block=(block, block), pool=pool), rows=rows, columns=columns)
+    assert result.block_map is not None
+    return result.block_map[0].cpu()
 
 
 def tile_spans(attention: KeptAttention, level: int, row: int, column: int) -> tuple[Span, Span]:
-    """The tokens that a tile covers; the tile must be one that there is."""
+    """Return the token ranges that a tile covers; raise if the tile does not exist."""
     highest = top_level(attention)
     if not 0 <= level <= highest:
-        raise invalid(f"a level is 0 to {highest} for this text, got {level}")
+        raise invalid(f"level must be 0 to {highest} for this text, got {level}")
     side = TILE_CELLS << level
     spans = []
     for name, number, size in (("row", row, attention.queries), ("column", column, attention.keys)):
         last = -(-size // side) - 1
         if not 0 <= number <= last:
-            raise invalid(f"the {name} of a tile of level {level} is 0 to {last} for this text, got {number}")
+            raise invalid(f"the {name} of a tile of level {level} must be 0 to {last} for this text, got {number}")
         spans.append((number * side, min((number + 1) * side, size)))
     return spans[0], spans[1]
 
 
 def cut_out(picture: Tensor, picture_level: int, level: int, row: int, column: int, pool: Pool) -> Tensor:
-    """A tile of a coarser level out of a picture [rows, columns] of a finer one."""
+    """Return a tile of a coarser level, pooled from a picture [rows, columns]."""
     factor = 1 << (level - picture_level)
     side = TILE_CELLS * factor
     return pooled(picture[row * side : (row + 1) * side, column * side : (column + 1) * side], factor, pool)
 
 
 def pooled(cells: Tensor, factor: int, pool: Pool) -> Tensor:
-    """Squares of cells become one; weights are no less than 0, so that the missing ones at the edges are 0."""
+    """Pool squares of cells; padding the edges with 0 is exact, as weights are not negative."""
     if factor == 1:
         return cells
     height, width = cells.shape
@@ -109,7 +109,7 @@ def pooled(cells: Tensor, factor: int, pool: Pool) -> Tensor:
 def strips(
     attention: KeptAttention, level: int, pool: Pool, rows: Span | None = None, columns: Span | None = None
 ) -> Iterator[Strip]:
-    """A window, or the whole matrix, from top to bottom, exactly, some rows of cells at a time."""
+    """Yield a window, or the whole matrix, exactly, as strips from top to bottom."""
     (first, last), columns = rows or (0, attention.queries), columns or (0, attention.keys)
     step = strip_height(attention, level, columns)
     for start in range(first, last, step):
@@ -118,13 +118,13 @@ def strips(
 
 
 def strip_height(attention: KeptAttention, level: int, columns: Span) -> int:
-    """How many tokens high a strip is: whole cells."""
+    """Return the height of a strip in tokens, a multiple of the cell size."""
     pairs = max(1, attention.heads * (columns[1] - columns[0]))
     return max(1, STRIP_PAIRS[_kind(attention)] // pairs >> level) << level
 
 
 def rule_for(attention: KeptAttention, level: int, pool: Pool, pairs: int | None = None) -> Rule | None:
-    """How many rows of each block an estimate looks at, for about so many pairs; None where it would be all of them."""
+    """Return the sampling rule of an estimate of about `pairs` token pairs; None if it would include all rows."""
     block = 1 << level
     most = ESTIMATE_PAIRS[_kind(attention)] if pairs is None else pairs
     blocks = -(-attention.queries // block)
@@ -133,7 +133,7 @@ def rule_for(attention: KeptAttention, level: int, pool: Pool, pairs: int | None
 
 
 def estimate(attention: KeptAttention, level: int, rule: Rule) -> Iterator[Strip]:
-    """The picture by a rule, a row of cells at a time, [heads, 1, columns] each."""
+    """Yield the estimated picture, one row of cells at a time, [heads, 1, columns] each."""
     block = 1 << level
     for number, start in enumerate(range(0, attention.queries, block)):
         stop = min(start + block, attention.queries)
@@ -147,7 +147,7 @@ def estimate(attention: KeptAttention, level: int, rule: Rule) -> Iterator[Strip
 
 
 def stacked(parts: Iterator[Strip]) -> Tensor:
-    """All strips as one, [heads, rows, columns]."""
+    """Return all strips as one tensor, [heads, rows, columns]."""
     return torch.cat([part.cells for part in parts], 1)
 
 

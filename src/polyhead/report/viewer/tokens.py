@@ -1,4 +1,4 @@
-"""What stands at each place of a text: the tokens a model reads, with the piece of the text that each stands for."""
+"""Tokens of a text, with the character span of each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from polyhead.report.packing import clipped
 from polyhead.sources import special_tokens
 
-_TAIL = 8  # tokens before a generated one that are decoded with it: its spaces and split characters depend on them
+_TAIL = 8  # preceding tokens that are decoded with a generated one: its spaces and split characters depend on them
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The tokens along one side of an attention; spans are in code points of the text, -1 where there is none."""
+    """Tokens along one axis of an attention matrix; spans are in code points of the text, -1 where there is none."""
 
     tokens: tuple[str, ...]
-    special: tuple[int, ...]  # the places of tokens that stand for no text
+    special: tuple[int, ...]  # positions of special tokens
     starts: tuple[int, ...]
     ends: tuple[int, ...]
 
@@ -30,14 +30,14 @@ class Axis:
         }
 
     def with_token(self, text: str, *, special: bool) -> Axis:
-        """One more at the end, which stands for no piece of the text that was given."""
+        """Return the axis with one more token, which has no span in the text."""
         places = (*self.special, len(self.tokens)) if special else self.special
         return Axis((*self.tokens, text), places, (*self.starts, -1), (*self.ends, -1))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenisedText:
-    """What is read of a text: ids with special tokens around, and how many there were before it was cut."""
+    """A tokenised text: ids with special tokens, and their number before truncation."""
 
     ids: tuple[int, ...]
     axis: Axis
@@ -45,7 +45,7 @@ class TokenisedText:
 
 
 def tokenise_text(tokenizer: Any, text: str, most: int, *, closed: bool) -> TokenisedText:
-    """The first tokens of a text; `closed` puts what the tokenizer writes after a text behind it."""
+    """Return the first `most` tokens of a text; `closed` adds the trailing special tokens."""
     wrapping = special_tokens(tokenizer)
     before, after = wrapping.before, wrapping.after if closed else ()
     encoded = tokenizer(
@@ -67,7 +67,7 @@ def tokenise_text(tokenizer: Any, text: str, most: int, *, closed: bool) -> Toke
     for place, name in enumerate(names):
         number = place - len(before)
         start, end = spans[number] if spans is not None and 0 <= number < len(inner) else (-1, -1)
-        if end <= start:  # a token that the tokenizer added, or one of a tokenizer that does not say where it stands
+        if end <= start:  # a special token, or a tokenizer without offsets
             start = end = -1
         texts.append(text[start:end] if start >= 0 else str(name))
         starts.append(start)
@@ -78,7 +78,7 @@ def tokenise_text(tokenizer: Any, text: str, most: int, *, closed: bool) -> Toke
 
 
 def axis_of_ids(tokenizer: Any, ids: Sequence[int]) -> Axis:
-    """Tokens that were never a text: what a decoder begins with."""
+    """Return the axis of tokens without a text, such as the start tokens of a decoder."""
     special = special_tokens(tokenizer).ids
     axis = Axis((), (), (), ())
     for place, token in enumerate(ids):
@@ -87,11 +87,11 @@ def axis_of_ids(tokenizer: Any, ids: Sequence[int]) -> Axis:
 
 
 def text_after(tokenizer: Any, before: Sequence[int], token: int) -> str:
-    """What a token adds to the text before it, spaces included; its name where it adds nothing that can be seen."""
+    """Return the text that a token adds to the preceding ones, including spaces; its name if it adds none."""
     tail = list(before[-_TAIL:])
-    whole, without = _decoded(tokenizer, [*tail, token]), _decoded(tokenizer, tail)
-    if whole.startswith(without) and len(whole) > len(without):
-        return whole[len(without) :]
+    extended, prefix = _decoded(tokenizer, [*tail, token]), _decoded(tokenizer, tail)
+    if extended.startswith(prefix) and len(extended) > len(prefix):
+        return extended[len(prefix) :]
     return _decoded(tokenizer, [token]) or str(tokenizer.convert_ids_to_tokens(token))
 
 

@@ -1,6 +1,6 @@
-"""What the viewer holds, a model and two texts, and the computations that answer a page's questions about them.
+"""`Viewer`: a model with up to two texts, and the computations that answer the page's requests.
 
-Each computation is a generator of messages: plain values that JSON can say, the last of which is marked as done.
+Each computation is a generator of messages: JSON-compatible values, the last of which is marked as done.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from polyhead.report.viewer.reading import KeptAttention, Reading
 from polyhead.report.viewer.tiles import Pool, Rule
 
 SLOTS = ("A", "B")
-PAUSE: Message = {}  # says nothing: somebody else's turn
-ALL_WEIGHTS_TOKENS = 128  # up to which every weight of every head is sent at once
+PAUSE: Message = {}  # empty: lets another job run
+ALL_WEIGHTS_TOKENS = 128  # up to which all weights of all heads are sent at once
 WINDOW_TOKENS = 1024
 WORD_CELLS = 1024
 EXACT_PAIRS = 1 << 28  # of all heads together, up to which the maps of all heads are exact: a few seconds on two cores
-ROUGH_PAIRS = 1 << 27  # that the estimates of all heads look at
+ROUGH_PAIRS = 1 << 27  # sampled by the estimates of all heads together
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,20 @@ class HeadPlace:
 
 
 def _check_run(run: Mapping[str, Any], model: ViewedModel) -> None:
-    """That a run is of the heads that the model has now: its folder may hold another edit since."""
-    found = {(site["name"], site["kind"]): site["originals"] for site in run["sites"]}
+    """Check that a run has the heads that the model has now; the model may have been edited since."""
+    originals = {(site["name"], site["kind"]): site["originals"] for site in run["sites"]}
     for site in (place.site for place in model.places):
-        own = [site.label(head) for head in range(site.num_heads)]
-        if (of_run := found.get((site.name, site.kind), own)) != own:
+        of_model = [site.label(head) for head in range(site.num_heads)]
+        if (of_run := originals.get((site.name, site.kind), of_model)) != of_model:
             raise OptionError(
-                f"a run is shown beside the model that it is of, got one whose heads of {site.name!r} are originally "
-                f"{', '.join(of_run)}, and a model whose are {', '.join(own)}; inspect the model again"
+                f"a run and the viewed model must have the same heads, got a run whose heads of {site.name!r} are "
+                f"originally {', '.join(of_run)}, and a model whose heads are originally {', '.join(of_model)}; "
+                "inspect the model again"
             )
 
 
 class Viewer:
-    """A model, up to two texts, and the tiles computed of them; the worker thread writes, everybody may read."""
+    """A model, up to two texts, and their cached tiles; only the worker thread writes, any thread may read."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Viewer:
         self._slots: dict[str, Reading | None] = dict.fromkeys(SLOTS)
         self._lock = threading.Lock()
 
-    # ---- what there is
+    # ---- loaded texts
 
     def reading(self, number: int) -> Reading:
         for reading in self._slots.values():
@@ -92,17 +93,17 @@ class Viewer:
 
     @property
     def readings(self) -> Mapping[str, Reading | None]:
-        """What each slot holds."""
+        """The reading of each slot."""
         return dict(self._slots)
 
     def forget(self) -> None:
-        """Let go of every tile, when memory is short."""
+        """Clear the cache of tiles, to free memory."""
         self.cache.clear()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def hold(self, reading: Reading) -> None:
-        """Put a text into its slot; the one that was there is let go of."""
+        """Put a text into its slot, in place of the earlier one."""
         self._hold(reading.slot, reading)
 
     def _hold(self, slot: str, reading: Reading | None) -> None:
@@ -115,12 +116,12 @@ class Viewer:
 
     def read(self, job: Job, slot: str, text: str, off: frozenset[Head]) -> Iterator[Message]:
         reading = self.model.read(slot, text, off, _progress(job, "read"))
-        job.check()  # what was called off changes nothing
+        job.check()  # a cancelled job must not change the slot
         self.hold(reading)
         yield {"done": True, "reading": reading.to_dict()}
 
     def again(self, job: Job, before: Reading, off: frozenset[Head]) -> Iterator[Message]:
-        self.reading(before.number)  # another may have taken its place while this waited
+        self.reading(before.number)  # raises if it was replaced while the job was queued
         reading = self.model.again(before, off, _progress(job, "read"))
         job.check()
         self.hold(reading)
@@ -131,7 +132,7 @@ class Viewer:
         yield {"done": True}
 
     def step(self, job: Job, before: Reading, token: int | None) -> Iterator[Message]:
-        self.reading(before.number)  # another may have taken its place while this waited
+        self.reading(before.number)  # raises if it was replaced while the job was queued
         reading = self.model.step(before, token, _progress(job, "read"))
         job.check()
         self.hold(reading)
@@ -144,8 +145,8 @@ class Viewer:
             if place.queries == written
         ]
         token = ids[-1]
-        told = {"id": token, "text": clipped(axis.tokens[-1]), "probability": before.output.probability(token)}
-        yield {"done": True, "token": told, "reading": reading.to_dict(), "rows": rows}
+        new_token = {"id": token, "text": clipped(axis.tokens[-1]), "probability": before.output.probability(token)}
+        yield {"done": True, "token": new_token, "reading": reading.to_dict(), "rows": rows}
 
     def back(self, job: Job, before: Reading) -> Iterator[Message]:
         self.reading(before.number)
@@ -154,36 +155,36 @@ class Viewer:
         self.hold(reading)
         yield {"done": True, "reading": reading.to_dict()}
 
-    # ---- what the model says
+    # ---- model output
 
     def effect(self, job: Job, reading: Reading, off: frozenset[Head]) -> Iterator[Message]:
         after = self.model.output_without(reading, off, _progress(job, "read without them"))
-        told = {"before": reading.output.to_dict(), "after": after.to_dict()}
-        yield {"done": True, **told, **difference(reading.output, after)}
+        outputs = {"before": reading.output.to_dict(), "after": after.to_dict()}
+        yield {"done": True, **outputs, **difference(reading.output, after)}
 
     def compare(self, job: Job, one: Reading, other: Reading) -> Iterator[Message]:
         yield difference(one.output, other.output)
 
-    # ---- every head
+    # ---- all heads
 
     def heads(self, job: Job, reading: Reading, grid: int, pool: Pool) -> Iterator[Message]:
         attentions = reading.attentions
         longest = max(max(x.queries, x.keys) for x in attentions)
         pairs = sum(x.heads * x.queries * x.keys for x in attentions)
-        everything = longest <= ALL_WEIGHTS_TOKENS
-        level = 0 if everything else max(tiles.level_of(x, grid) for x in attentions)
-        rough = pairs > EXACT_PAIRS and not everything
+        all_weights = longest <= ALL_WEIGHTS_TOKENS
+        level = 0 if all_weights else max(tiles.level_of(x, grid) for x in attentions)
+        rough = pairs > EXACT_PAIRS and not all_weights
         rules = [tiles.rule_for(x, level, pool, ROUGH_PAIRS // len(attentions)) if rough else None for x in attentions]
-        kind = "weights" if everything else "estimate" if any(rules) else "blocks"
+        kind = "weights" if all_weights else "estimate" if any(rules) else "blocks"
         yield {"how": _how(level, next((x for x in rules if x is not None), None), kind)}
         for number, (attention, rule) in enumerate(zip(attentions, rules, strict=True)):
-            made = [] if rule is None else [*_checked(job, tiles.estimate(attention, level, rule))]
-            made = made or [*_checked(job, tiles.strips(attention, level, pool))]
-            cells = torch.cat([part.cells for part in made], 1)
+            parts = [] if rule is None else [*_checked(job, tiles.estimate(attention, level, rule))]
+            parts = parts or [*_checked(job, tiles.strips(attention, level, pool))]
+            cells = torch.cat([part.cells for part in parts], 1)
             yield {
                 "place": number,
                 "exact": rule is None,
-                "weights": packed_shares(cells) if everything else packed_floats(cells),
+                "weights": packed_shares(cells) if all_weights else packed_floats(cells),
                 "progress": {"step": "heads", "done": number + 1, "total": len(attentions), "unit": "layers"},
             }
         yield {"done": True}
@@ -193,19 +194,19 @@ class Viewer:
     ) -> Iterator[Message]:
         for number in places:
             place, attention = self.model.places[number], reading.attentions[number]
-            looks = side != "keys" and place.queries == axis
-            is_seen = side != "queries" and place.keys == axis
+            is_query = side != "keys" and place.queries == axis
+            is_key = side != "queries" and place.keys == axis
             yield {
                 "place": number,
-                "attends": words.attends(attention, token).to_dict(cells) if looks else None,
-                "attended": words.attended(attention, token).to_dict(cells) if is_seen else None,
+                "attends": words.attends(attention, token).to_dict(cells) if is_query else None,
+                "attended": words.attended(attention, token).to_dict(cells) if is_key else None,
             }
         yield {"done": True}
 
     # ---- one head
 
     def picture(self, job: Job, head: HeadPlace, pool: Pool) -> Iterator[Message]:
-        """The whole matrix: an estimate at once, then strip by strip exactly."""
+        """Yield the whole matrix: an estimate first, then exact strips."""
         attention = head.attention
         level = tiles.level_of(attention, tiles.PICTURE_CELLS)
         known = self.known_picture(head, pool)
@@ -239,7 +240,7 @@ class Viewer:
         return self.cache.get(head.reading.number, head.place, head.head, pool, "picture")
 
     def tile(self, job: Job, head: HeadPlace, pool: Pool, level: int, row: int, column: int) -> Iterator[Message]:
-        """One tile."""
+        """Compute one tile."""
         rows, columns = tiles.tile_spans(head.attention, level, row, column)
         parts = []
         for strip in tiles.strips(head.attention, level, pool, rows, columns):
@@ -250,7 +251,7 @@ class Viewer:
         yield tile_message(cells, rows, columns, level)
 
     def known_tile(self, head: HeadPlace, pool: Pool, level: int, row: int, column: int) -> Message | None:
-        """A tile that costs nothing, because it was computed before."""
+        """Return a tile from the cache, or pooled from a cached picture; None if there is neither."""
         attention = head.attention
         spans = tiles.tile_spans(attention, level, row, column)
         picture_level = tiles.level_of(attention, tiles.PICTURE_CELLS)
@@ -263,17 +264,17 @@ class Viewer:
         yield {"weights": packed_floats(tiles.window(head.attention, rows, columns, 0, "sum")[0])}
 
     def distance(self, job: Job, one: HeadPlace, other: HeadPlace) -> Iterator[Message]:
-        """How differently two heads look, row by row."""
-        found = None
+        """Yield progress and then the mean Jensen-Shannon divergence and distance of two heads."""
+        result = None
         total = one.attention.queries
-        for found in distances(one.attention, other.attention):
-            yield {"progress": {"step": "distance", "done": found.rows, "total": total, "unit": "rows"}}
-        assert found is not None
-        told = {"divergence": found.divergence, "distance": found.distance, "rows": found.rows}
-        yield {"done": True, **told}
+        for result in distances(one.attention, other.attention):
+            yield {"progress": {"step": "distance", "done": result.rows, "total": total, "unit": "rows"}}
+        assert result is not None
+        values = {"divergence": result.divergence, "distance": result.distance, "rows": result.rows}
+        yield {"done": True, **values}
 
     def _keep(self, cells: torch.Tensor, head: HeadPlace, *key: Any) -> None:
-        # A reading that was replaced meanwhile is not looked at again.
+        # Tiles of a reading that was replaced in the meantime are of no use.
         if self._slots[head.reading.slot] is head.reading:
             self.cache.put(cells, head.reading.number, head.place, head.head, *key)
 

@@ -1,4 +1,4 @@
-"""Whom a token attends to and who attends to it: a row and a column of every head, exactly, in O(heads · tokens)."""
+"""Attention from and to one token: a row and a column of every head, exactly, in O(heads · tokens)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STRONGEST = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightRow:
-    """The weights of one token in every head along the other tokens, [heads, tokens], on the CPU."""
+    """Weights between one token and all others, [heads, tokens], on the CPU."""
 
     weights: Tensor
 
     def to_dict(self, cells: int) -> dict[str, Any]:
-        """At most so many cells, each the largest weight of a block of tokens; and the strongest tokens by name."""
+        """Return at most `cells` cells, each the maximum of a block of tokens, and the tokens of largest weight."""
         tokens = self.weights.shape[1]
         block = 1 << max(0, (-(-tokens // cells) - 1).bit_length())
         shown = self.weights
@@ -36,14 +36,14 @@ class WeightRow:
 
 
 def attends(attention: KeptAttention, token: int) -> WeightRow:
-    """Whom a query attends to."""
-    found = attention.profile(block_map=(1, 1), rows=(token, token + 1)).block_map
-    assert found is not None
-    return WeightRow(found[0, :, 0].cpu())
+    """Return the weights of one query on all keys."""
+    weights = attention.profile(block_map=(1, 1), rows=(token, token + 1)).block_map
+    assert weights is not None
+    return WeightRow(weights[0, :, 0].cpu())
 
 
 def attended(attention: KeptAttention, token: int) -> WeightRow:
-    """Who attends to a key."""
-    found = attention.profile(block_map=(1, 1), columns=(token, token + 1)).block_map
-    assert found is not None
-    return WeightRow(found[0, :, :, 0].cpu())
+    """Return the weights of all queries on one key."""
+    weights = attention.profile(block_map=(1, 1), columns=(token, token + 1)).block_map
+    assert weights is not None
+    return WeightRow(weights[0, :, :, 0].cpu())
