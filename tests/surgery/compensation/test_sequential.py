@@ -87,9 +87,9 @@ def test_each_layer_goes_on_where_the_last_stopped_and_finds_the_same(batches, m
     layers = find_layers(model)
     gone, ran, found = {layer.path: (0, 1) for layer in layers}, [], []
     model.get_submodule(layers[0].output).register_forward_pre_hook(lambda _, given: ran.append(len(given[0])))
-    for kept_bytes in (streams.KEPT_BYTES, 0):
+    for kept_bytes in (streams.MAX_CACHE_BYTES, 0):
         ran.clear()
-        monkeypatch.setattr(streams, "KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr(streams, "MAX_CACHE_BYTES", kept_bytes)
         found.append((solve_in_order(model, gone, lambda: batches, aim=aim), sum(ran)))
     (ours, rows), (plain, _) = found
     sides, text = 1 if aim == "layer" else 2, sum(len(batch["input_ids"]) for batch in batches)

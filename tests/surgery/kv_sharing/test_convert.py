@@ -23,7 +23,7 @@ from polyhead.surgery import (
     undo,
 )
 from polyhead.surgery.calibration.input_moments import collect_inputs
-from polyhead.surgery.calibration.streams import pieces_of
+from polyhead.surgery.calibration.streams import uncached_pieces
 from polyhead.surgery.kv_sharing.grouping import neighbours
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, batches_of_tokens, build, generated, result_of
@@ -127,8 +127,8 @@ def test_our_layers_are_converted_and_padding_counts_nothing():
     padded = torch.cat((x, torch.full((3, 5, 24), 100.0, dtype=torch.float64)), 1)
     mask = torch.cat((torch.ones(3, 40), torch.zeros(3, 5)), 1)
     (first, _) = find_layers(model)
-    plain = collect_inputs(model, first, pieces_of([{"x": x}]))
-    masked = collect_inputs(model, first, pieces_of([{"x": padded, "attention_mask": mask}]))
+    plain = collect_inputs(model, first, uncached_pieces([{"x": x}]))
+    masked = collect_inputs(model, first, uncached_pieces([{"x": padded, "attention_mask": mask}]))
     torch.testing.assert_close(plain.key, masked.key)
     assert (plain.tokens, masked.tokens) == (120, 120)
     whole = model(x)

@@ -47,7 +47,7 @@ def test_heads_that_go_are_the_cheapest_of_all_sets_in_equal_groups(heads_left, 
 
 
 def test_heads_of_many_sets_go_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(uniform, "MOST_SETS", 0)
+    monkeypatch.setattr(uniform, "MAX_SETS", 0)
     moments, heads = of_layer(grouped(), text())
     for left, keys in ((3, 3), (4, 2), (2, 2)):
         gone = ranked_sets(moments, heads, left, keys)[0].heads
@@ -120,7 +120,7 @@ def test_the_curve_of_layouts_has_its_controls(monkeypatch):
     points = shrinker.curve(quality, choices)
     assert [point.layout for point in points] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
     assert [point.gone for point in points] == [4, 6, 8, 8, 10]
-    monkeypatch.setattr(uniform, "MOST_LAYOUTS", 3)
+    monkeypatch.setattr(uniform, "MAX_LAYOUTS", 3)
     assert [choice.layout for choice in shrinker.choices()] == ["4/2", "2/2", "1/1"]
 
 

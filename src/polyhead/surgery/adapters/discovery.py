@@ -22,14 +22,14 @@ from polyhead.observation.transformers_models import asking_modules
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, is_conv1d, layer_origins, linear_axis, sizes_of
 from polyhead.surgery.adapters.projection_formats import (
     ARGUMENTS,
-    FORMS,
     GROUP_SIZES,
     HEAD_WIDTHS,
     MODEL_WIDTHS,
     NORMS,
     NUM_HEADS,
     NUM_KEY_HEADS,
-    Form,
+    PROJECTION_FORMATS,
+    ProjectionFormat,
     Source,
     separate,
     size_of,
@@ -44,14 +44,14 @@ def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
     layers = []
     for path, module in model.named_modules():
         if isinstance(module, MultiHeadAttention):
-            looked = _look_at_ours(path, module)
+            looked = _inspect_polyhead(path, module)
         elif isinstance(module, nn.MultiheadAttention):
             looked = _refuse(
                 "its heads must fill embed_dim, so that none can go; polyhead.MultiHeadAttention.from_torch(layer) "
                 "is the same layer with heads that can be edited"
             )
         elif id(module) in asking:
-            looked = _look_at_transformers(model, path, module)
+            looked = _inspect_transformers(model, path, module)
         else:
             continue
         stack = ".".join("*" if part.isdecimal() else part for part in path.split("."))
@@ -79,7 +79,7 @@ def _refuse(*reasons: str) -> dict[str, Any]:
     return {"refusals": reasons}
 
 
-def _look_at_ours(path: str, layer: MultiHeadAttention) -> dict[str, Any]:
+def _inspect_polyhead(path: str, layer: MultiHeadAttention) -> dict[str, Any]:
     by_head = {
         "a combine module between heads and output": layer.combine,
         "a gate_proj by head": layer.gate_proj,
@@ -99,8 +99,8 @@ def _look_at_ours(path: str, layer: MultiHeadAttention) -> dict[str, Any]:
     return {"layout": layer.layout, "sources": _under(path, sources), "output": _join(path, "out_proj")}
 
 
-def _look_at_transformers(model: nn.Module, path: str, module: nn.Module) -> dict[str, Any]:
-    found = _named_form(model, path, module)
+def _inspect_transformers(model: nn.Module, path: str, module: nn.Module) -> dict[str, Any]:
+    found = _find_format(model, path, module)
     if found is None:
         names = ", ".join(name for name, _ in module.named_children())
         return _refuse(f"its projections have no names and order that we know, among {names}")
@@ -128,11 +128,11 @@ def _look_at_transformers(model: nn.Module, path: str, module: nn.Module) -> dic
     }
 
 
-def _named_form(model: nn.Module, path: str, module: nn.Module) -> tuple[Form, str] | None:
+def _find_format(model: nn.Module, path: str, module: nn.Module) -> tuple[ProjectionFormat, str] | None:
     """The form whose modules are there, and where its output projection lies."""
     family = type(module).__module__.split(".")[-2] if "." in type(module).__module__ else ""
     there = dict(module.named_children())
-    for form in FORMS:
+    for form in PROJECTION_FORMATS:
         if form.families and family not in form.families:
             continue
         if not all(source.path in there for source in form.sources):
@@ -161,7 +161,7 @@ def _not_plain(linears: dict[str, nn.Module]) -> list[str]:
 
 
 def _layout(
-    module: nn.Module, form: Form, linears: dict[str, nn.Module], output: nn.Module, head_dim: int
+    module: nn.Module, form: ProjectionFormat, linears: dict[str, nn.Module], output: nn.Module, head_dim: int
 ) -> HeadLayout | str:
     """The layout that the shapes of the projections have in common, or why there is none."""
 

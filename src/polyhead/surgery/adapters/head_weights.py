@@ -160,7 +160,7 @@ def with_row(x: Tensor, index: int, row: Tensor) -> Tensor:
     return changed
 
 
-def summed_by_key(by_head: Tensor, key_heads: Sequence[int], count: int) -> Tensor:
+def sum_over_readers(by_head: Tensor, key_heads: Sequence[int], count: int) -> Tensor:
     """Sums of what there is for each query head, [heads, ...], over the readers of each of `count` KV heads."""
     found = by_head.new_zeros(count, *by_head.shape[1:])
     return found.index_add(0, torch.tensor(key_heads, device=found.device), by_head)

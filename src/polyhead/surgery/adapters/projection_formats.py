@@ -48,7 +48,7 @@ def size_of(part: Part, layout: HeadLayout) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ProjectionFormat:
     """The names under which a family keeps its projections; fused ones only where the order of their rows is known."""
 
     sources: tuple[Source, ...]
@@ -61,16 +61,18 @@ def separate(query: str, key: str, value: str) -> tuple[Source, ...]:
     return Source(query, ("query",)), Source(key, ("key",)), Source(value, ("value",))
 
 
-FORMS = (
-    Form(separate("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense", "Wo")),
-    Form(separate("q_lin", "k_lin", "v_lin"), ("out_lin",)),
-    Form(separate("query", "key", "value"), ("^.output.dense",)),
-    Form(separate("q", "k", "v"), ("o",)),
-    Form((Source("q_attn", ("query",)), Source("c_attn", ("key", "value"))), ("c_proj",), ("gpt2",), equal=True),
-    Form((Source("c_attn", PARTS),), ("c_proj",), ("gpt2",), equal=True),
-    Form((Source("qkv_proj", PARTS),), ("o_proj",), ("phi3",)),
-    Form((Source("Wqkv", PARTS),), ("Wo",), ("modernbert",), equal=True),
-    Form((Source("query_key_value", PARTS, by_head=True),), ("dense",), ("gpt_neox",), equal=True),
+PROJECTION_FORMATS = (
+    ProjectionFormat(separate("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense", "Wo")),
+    ProjectionFormat(separate("q_lin", "k_lin", "v_lin"), ("out_lin",)),
+    ProjectionFormat(separate("query", "key", "value"), ("^.output.dense",)),
+    ProjectionFormat(separate("q", "k", "v"), ("o",)),
+    ProjectionFormat(
+        (Source("q_attn", ("query",)), Source("c_attn", ("key", "value"))), ("c_proj",), ("gpt2",), equal=True
+    ),
+    ProjectionFormat((Source("c_attn", PARTS),), ("c_proj",), ("gpt2",), equal=True),
+    ProjectionFormat((Source("qkv_proj", PARTS),), ("o_proj",), ("phi3",)),
+    ProjectionFormat((Source("Wqkv", PARTS),), ("Wo",), ("modernbert",), equal=True),
+    ProjectionFormat((Source("query_key_value", PARTS, by_head=True),), ("dense",), ("gpt_neox",), equal=True),
 )
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 # What an attention module may be given without any of it being by head.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.layer_capture import rows_of
+from polyhead.surgery.calibration.layer_capture import unpadded_rows
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece
 
@@ -37,13 +37,13 @@ class InputMoments:
 
     @classmethod
     def of(cls, query: OutputMoments, key: OutputMoments, value: OutputMoments) -> InputMoments:
-        return cls(_beside_one(query), _beside_one(key), _beside_one(value), query.count)
+        return cls(_augmented(query), _augmented(key), _augmented(value), query.count)
 
     def to(self, device: torch.device) -> InputMoments:
         return InputMoments(self.query.to(device), self.key.to(device), self.value.to(device), self.tokens)
 
 
-def _beside_one(moments: OutputMoments) -> Tensor:
+def _augmented(moments: OutputMoments) -> Tensor:
     mean, products = moments.compute(centred=False)
     return torch.cat((torch.cat((products, mean[:, None]), 1), torch.cat((mean, mean.new_ones(1)))[None]))
 
@@ -71,7 +71,7 @@ def collect_inputs(
     for piece in text:
         look = piece.look(model, layer, lending=lending or {})
         for part, x in {} if look is None else look.inputs.items():
-            rows = rows_of(model, layer, piece.batch, x)
+            rows = unpadded_rows(model, layer, piece.batch, x)
             held = collected.get(part)
             held = OutputMoments.empty(rows.shape[-1], rows.device) if held is None else held
             collected[part] = held.update(rows)

@@ -23,7 +23,7 @@ from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.projection_formats import NORMS
-from polyhead.surgery.calibration.layer_capture import Caught
+from polyhead.surgery.calibration.layer_capture import AttentionRecorder
 from polyhead.surgery.calibration.temporary import evaluating
 
 Pairing = Literal["none", "half", "interleaved"]
@@ -92,7 +92,7 @@ def find_key_forms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, KeyF
         batch: what the model is called with, as `model(**batch)`: a few tokens, more than one of them.
     """
     layers = [layer for layer in find_layers(model) if not layer.refusals]
-    noted, caught = _Noted(), [Caught(layer.site) for layer in layers]
+    noted, caught = _ProjectionRecorder(), [AttentionRecorder(layer.site) for layer in layers]
     watching = observe(model, statistics=False, collect=caught)
     with evaluating(model), torch.no_grad(), noted.listening(model, layers), watching:
         model(**batch)
@@ -101,7 +101,7 @@ def find_key_forms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, KeyF
 
 
 @dataclass(eq=False)
-class _Noted:
+class _ProjectionRecorder:
     """What each layer projected and normed in its first call."""
 
     made: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by path: "query", "key" [batch, n, heads, dim]
@@ -135,7 +135,7 @@ def _keep(into: dict[str, Tensor], part: str, rows: Tensor | None = None) -> Any
     return note
 
 
-def _form_of(layer: AttentionLayer, noted: _Noted, attended: Attended) -> KeyForm:
+def _form_of(layer: AttentionLayer, noted: _ProjectionRecorder, attended: Attended) -> KeyForm:
     layout, path = layer.layout, layer.path
     assert layout is not None
     tokens = attended.query.shape[2]
@@ -157,8 +157,8 @@ def _form_of(layer: AttentionLayer, noted: _Noted, attended: Attended) -> KeyFor
         held.append((before, given.double()))
     exact = attended.key.dtype in (torch.float32, torch.float64)
     tolerance = 1e-4 if exact else 3e-2
-    for pairing, rotary_dim in _candidates(layout.head_dim, _moved(*held[1]) if exact else layout.head_dim):
-        if _explains(held, pairing, rotary_dim) <= tolerance:
+    for pairing, rotary_dim in _candidates(layout.head_dim, _last_changed(*held[1]) if exact else layout.head_dim):
+        if _rotation_error(held, pairing, rotary_dim) <= tolerance:
             return KeyForm(pairing, rotary_dim, norm, classes)
     raise OptionError(
         f"between the projections of {path!r} and its logits there must be nothing but positions that turn channels in "
@@ -204,7 +204,7 @@ def _by_head(stage: Tensor, given: Tensor, keys: HeadLayout | None) -> Tensor | 
     return min(fitting, key=lambda x: float((x - given).norm()), default=None)
 
 
-def _moved(before: Tensor, after: Tensor) -> int:
+def _last_changed(before: Tensor, after: Tensor) -> int:
     """How many channels are turned: those up to the last one of which a bit is changed."""
     changed = (before != after).flatten(0, -2).any(0).nonzero()
     return 0 if not len(changed) else int(changed[-1]) + 1
@@ -219,20 +219,21 @@ def _candidates(head_dim: int, moved: int) -> Iterator[tuple[Pairing, int]]:
             yield "interleaved", rotary_dim
 
 
-def _explains(held: list[tuple[Tensor, Tensor]], pairing: Pairing, rotary_dim: int) -> float:
+def _rotation_error(held: list[tuple[Tensor, Tensor]], pairing: Pairing, rotary_dim: int) -> float:
     """How far what was given is from the best turn, one for each token and pair and for queries and keys alike.
 
     As a share of its size. Scales are left out of it: some families scale their queries, some what they turn.
     """
     off = 0.0
     for before, after in held:
-        was, now = _of_one_size(before[..., rotary_dim:], after[..., rotary_dim:])
+        was, now = _with_equal_norm(before[..., rotary_dim:], after[..., rotary_dim:])
         off = max(off, _distance(was, now))
     if pairing == "none":
         return off
     first, second = KeyForm(pairing, rotary_dim).halves
     turned = [
-        _of_one_size(*(torch.complex(x[..., first], x[..., second]) for x in (before, after))) for before, after in held
+        _with_equal_norm(*(torch.complex(x[..., first], x[..., second]) for x in (before, after)))
+        for before, after in held
     ]
     along = [(was.conj() * now).sum(1, keepdim=True) for was, now in turned]
     if along[0].shape == along[1].shape:  # queries and keys of one token stand at one place
@@ -243,7 +244,7 @@ def _explains(held: list[tuple[Tensor, Tensor]], pairing: Pairing, rotary_dim: i
     return off
 
 
-def _of_one_size(was: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+def _with_equal_norm(was: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
     return was, now * (was.norm() / now.norm().clamp_min(torch.finfo(torch.float64).tiny))
 
 

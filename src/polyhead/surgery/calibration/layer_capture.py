@@ -18,7 +18,7 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.projection_formats import Part
 
 
-class Enough(Exception):
+class StopForward(Exception):
     """Ends a forward behind what is looked at."""
 
 
@@ -32,7 +32,7 @@ class LayerCapture:
     stream: Tensor | None  # what the block around the layer was given
 
 
-def look_at(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> LayerCapture | None:
+def capture_layer(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> LayerCapture | None:
     """Call the model and stop behind the layer; None where it is not called."""
     inputs: dict[Part, Tensor] = {}
     streams: list[Tensor] = []
@@ -47,19 +47,19 @@ def look_at(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -
     def end(module: nn.Module, given: tuple[Tensor, ...], gave: Tensor) -> None:
         stream = streams[-1].detach() if streams else None
         looks.append(LayerCapture(dict(inputs), given[0].detach(), gave.detach(), stream))
-        raise Enough
+        raise StopForward
 
     with ExitStack() as undo, torch.no_grad():
         for source in layer.sources:
             undo.callback(model.get_submodule(source.path).register_forward_pre_hook(keep(source.holds)).remove)
-        note_stream(model, layer, streams, undo)
+        record_stream(model, layer, streams, undo)
         undo.callback(model.get_submodule(layer.output).register_forward_hook(end).remove)
-        with suppress(Enough):
+        with suppress(StopForward):
             model(**batch)
     return looks[0] if looks else None
 
 
-def note_stream(model: nn.Module, layer: AttentionLayer, streams: list[Tensor], undo: ExitStack) -> None:
+def record_stream(model: nn.Module, layer: AttentionLayer, streams: list[Tensor], undo: ExitStack) -> None:
     """Add to a list what the block around a layer is given, at every call until this is undone."""
 
     def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -72,32 +72,32 @@ def note_stream(model: nn.Module, layer: AttentionLayer, streams: list[Tensor], 
 
 
 @dataclass(eq=False)
-class Caught:
+class AttentionRecorder:
     """Notes the first attention of one layer: `observe(model, collect=[caught])`."""
 
     name: str  # of the layer, `AttentionLayer.site`
     attended: Attended | None = None
     real: Tensor | None = None  # [batch or 1, queries], False for padding
 
-    def empty(self, site: AttentionSite, device: torch.device) -> Caught | None:
+    def empty(self, site: AttentionSite, device: torch.device) -> AttentionRecorder | None:
         return self if site.name == self.name else None
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Caught:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> AttentionRecorder:
         if self.attended is None:
             self.attended, self.real = attended, real
         return self
 
-    def merge(self, other: Caught) -> Caught:
+    def merge(self, other: AttentionRecorder) -> AttentionRecorder:
         return self
 
     def state(self) -> dict[str, Tensor]:
         return {}
 
-    def with_state(self, state: Mapping[str, Tensor]) -> Caught:
+    def with_state(self, state: Mapping[str, Tensor]) -> AttentionRecorder:
         return self
 
 
-def weights_of(seen: Attended) -> Tensor:
+def attention_weights(seen: Attended) -> Tensor:
     """How much every query attends to every key, [batch, heads, queries, keys]."""
     found = attention(
         seen.query, seen.key, seen.value, mask=seen.mask, scale=seen.scale, softcap=seen.softcap, weights=True
@@ -106,7 +106,7 @@ def weights_of(seen: Attended) -> Tensor:
     return found
 
 
-def real_tokens(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], rows: Tensor) -> Tensor | None:
+def non_padding_mask(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], rows: Tensor) -> Tensor | None:
     """Which tokens are no padding, [batch, tokens]; None for all."""
     in_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder" in layer.path
     mask = batch.get("decoder_attention_mask" if in_decoder else "attention_mask")
@@ -115,9 +115,9 @@ def real_tokens(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any
     return mask.to(rows.device) != 0
 
 
-def rows_of(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], x: Tensor) -> Tensor:
+def unpadded_rows(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], x: Tensor) -> Tensor:
     """The rows of x [batch, tokens, channels] that are no padding, [rows, channels]."""
-    real = real_tokens(model, layer, batch, x)
+    real = non_padding_mask(model, layer, batch, x)
     mask = batch.get("attention_mask")
     if real is None and isinstance(mask, Tensor) and tuple(mask.shape) == tuple(x.shape[:-1]):
         real = mask.to(x.device) != 0  # the source of a cross-attention

@@ -18,10 +18,10 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.layer_capture import real_tokens
+from polyhead.surgery.calibration.layer_capture import non_padding_mask
 from polyhead.surgery.calibration.temporary import evaluating
 
-NOTHING = 1e-12  # of the largest: a direction of this energy is none
+MIN_RELATIVE_ENERGY = 1e-12  # of the largest: a direction of this energy is none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ def collect_moments(
     def listen(layer: AttentionLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
             rows = given[0].detach()
-            real = real_tokens(model, layer, current, rows)
+            real = non_padding_mask(model, layer, current, rows)
             rows = rows.flatten(0, -2) if real is None else rows[real]
             held = collected.get(layer.path)
             if held is None:

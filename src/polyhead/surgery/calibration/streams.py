@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from polyhead.observation import observe
 from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
-from polyhead.surgery.calibration.layer_capture import Caught, Enough, LayerCapture, look_at
+from polyhead.surgery.calibration.layer_capture import AttentionRecorder, LayerCapture, StopForward, capture_layer
 from polyhead.surgery.calibration.temporary import lent
 
-KEPT_BYTES = 2 << 30  # of what blocks gave; a longer text is read from its beginning each time
+MAX_CACHE_BYTES = 2 << 30  # of what blocks gave; a longer text is read from its beginning each time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rest:
+class CachedBlocks:
     """Blocks that need not run, and what the last of them gave."""
 
     blocks: tuple[nn.Module, ...]
@@ -33,23 +33,23 @@ class Rest:
     in_tuple: bool
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def skipping(self) -> Iterator[None]:
         with ExitStack() as back:
             for number, block in enumerate(self.blocks):
                 is_last = number == len(self.blocks) - 1
-                back.callback(_put_back, block, vars(block).get("forward"))
-                block.forward = _hand_on(self.gave if is_last else None, self.in_tuple)
+                back.callback(_restore_forward, block, vars(block).get("forward"))
+                block.forward = _constant_forward(self.gave if is_last else None, self.in_tuple)
             yield
 
 
-def _put_back(block: nn.Module, forward: Any) -> None:
+def _restore_forward(block: nn.Module, forward: Any) -> None:
     """The forward of a block's class again, or one of its own that it had."""
     del block.forward
     if forward is not None:
         block.forward = forward
 
 
-def _hand_on(gave: Tensor | None, in_tuple: bool) -> Any:
+def _constant_forward(gave: Tensor | None, in_tuple: bool) -> Any:
     def forward(*given: Any, **named: Any) -> Any:
         found = gave if gave is not None else given[0] if given else named["hidden_states"]
         return (found,) if in_tuple else found
@@ -71,8 +71,8 @@ class Piece:
     """One batch of a text, and where it can be entered: in the model with parameters lent, and as it was."""
 
     batch: Mapping[str, Any]
-    now: Rest | None = None
-    before: Rest | None = None
+    now: CachedBlocks | None = None
+    before: CachedBlocks | None = None
 
     def look(
         self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
@@ -83,8 +83,8 @@ class Piece:
             if lending is not None:
                 back.enter_context(lent(model, lending))
             if rest is not None:
-                back.enter_context(rest.resting())
-            return look_at(model, layer, self.batch)
+                back.enter_context(rest.skipping())
+            return capture_layer(model, layer, self.batch)
 
     def first_row(self) -> Piece:
         """Its first row alone, where every tensor of the batch has one of each."""
@@ -96,11 +96,11 @@ class Piece:
         now, before = (rest and replace(rest, gave=rest.gave[:1]) for rest in (self.now, self.before))
         return Piece(batch, now, before)
 
-    def look_at_attention(
+    def capture_attention(
         self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
     ) -> AttentionCapture | None:
         """The same with how its heads attended; None where it is not called, or not seen to attend."""
-        caught = Caught(layer.site)
+        caught = AttentionRecorder(layer.site)
         with observe(model, layers=[layer.site], statistics=False, collect=[caught]):
             look = self.look(model, layer, lending=lending)
         if look is None or caught.attended is None:
@@ -117,14 +117,14 @@ class Streams:
 
     model: nn.Module
     batches: Sequence[Mapping[str, Any]]
-    looks_before: bool = True
+    needs_original: bool = True
     _place: tuple[str, int] = ("", 0)  # the list of blocks, and how many of them rest
     _kept: list[tuple[Tensor, ...]] = field(default_factory=list)  # of each batch: lent, and as it was
     _in_tuple: bool = False
 
     def before(self, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> list[Piece]:
         """Every batch, entered at the block of this layer if that gives what the whole model gives."""
-        plain = pieces_of(self.batches)
+        plain = uncached_pieces(self.batches)
         found = _block_of(self.model, layer)
         if found is None or found[1] == 0 or not plain:
             self._place, self._kept = ("", 0), []
@@ -137,7 +137,7 @@ class Streams:
             return plain
         blocks = tuple(self.model.get_submodule(path).children())[:number]
         pieces = [
-            Piece(batch, *(Rest(blocks, gave, self._in_tuple) for gave in kept))
+            Piece(batch, *(CachedBlocks(blocks, gave, self._in_tuple) for gave in kept))
             for batch, kept in zip(self.batches, self._kept, strict=True)
         ]
         return pieces if self._agrees(pieces[0].first_row(), plain[0].first_row(), layer, lending) else plain
@@ -145,29 +145,29 @@ class Streams:
     def _advance(self, path: str, number: int, lending: Mapping[str, Tensor]) -> bool:
         """Keep what block number - 1 gives; False where that is nothing that can be handed on."""
         blocks = tuple(self.model.get_submodule(path).children())
-        resting, kept, size = self._place[1], [], 0
+        skipping, kept, size = self._place[1], [], 0
         for place, batch in enumerate(self.batches):
             outputs = []
             for side, parameters in enumerate(self._sides(lending)):
                 with ExitStack() as back:
                     back.enter_context(lent(self.model, parameters or {}))
-                    if resting:
-                        rest = Rest(blocks[:resting], self._kept[place][side], self._in_tuple)
-                        back.enter_context(rest.resting())
-                    outputs.append(_gave(self.model, blocks[number - 1], batch))
+                    if skipping:
+                        rest = CachedBlocks(blocks[:skipping], self._kept[place][side], self._in_tuple)
+                        back.enter_context(rest.skipping())
+                    outputs.append(_block_output(self.model, blocks[number - 1], batch))
             found = [output for output in outputs if output is not None]
             if len(found) < len(outputs):
                 return False
             kept.append(tuple(gave for gave, _ in found))
             size += sum(gave.nbytes for gave, _ in found)
             self._in_tuple = found[0][1]
-            if size > KEPT_BYTES:
+            if size > MAX_CACHE_BYTES:
                 return False
         self._place, self._kept = (path, number), kept
         return True
 
     def _sides(self, lending: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor] | None, ...]:
-        return (lending, None) if self.looks_before else (lending,)
+        return (lending, None) if self.needs_original else (lending,)
 
     def _agrees(self, piece: Piece, plain: Piece, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> bool:
         for parameters in self._sides(lending):
@@ -180,17 +180,17 @@ class Streams:
 
 
 @torch.no_grad()
-def _gave(model: nn.Module, block: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, bool] | None:
+def _block_output(model: nn.Module, block: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, bool] | None:
     """What a block gives in one call, and whether in a tuple; None where it is no tensor alone."""
     found: list[Any] = []
 
     def end(module: nn.Module, given: object, gave: Any) -> None:
         found.append(gave)
-        raise Enough
+        raise StopForward
 
     hook = block.register_forward_hook(end)
     try:
-        with suppress(Enough):
+        with suppress(StopForward):
             model(**batch)
     finally:
         hook.remove()
@@ -210,6 +210,6 @@ def _block_of(model: nn.Module, layer: AttentionLayer) -> tuple[str, int] | None
     return None
 
 
-def pieces_of(batches: Iterable[Mapping[str, Any]]) -> list[Piece]:
+def uncached_pieces(batches: Iterable[Mapping[str, Any]]) -> list[Piece]:
     """Batches that are read from the beginning."""
     return [Piece(batch) for batch in batches]

@@ -38,7 +38,7 @@ class OutputCompensation:
         if path not in self.moments:
             raise OptionError(f"repair needs the moments of every edited layer, got none of {path!r}")
         problem = Problem.of(self.moments[path], before, self.ridge, path)
-        return with_output(after, *problem.solve(heads_that_stay(path, after)))
+        return with_output(after, *problem.solve(remaining_heads(path, after)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Problem:
         check_moments(moments, heads, path)
         centred = heads.output_bias is not None
         mean, products = (x.to(moments.total.device) for x in moments.compute(centred=centred))
-        matrix, bias = (x.to(mean.device) for x in output_of(heads))
+        matrix, bias = (x.to(mean.device) for x in output_projection(heads))
         return cls(
             products,
             mean,
@@ -105,7 +105,7 @@ class Problem:
         return new, self.target_mean - self.mean[kept] @ new if self.centred else self.bias
 
 
-def heads_that_stay(path: str, after: HeadWeights) -> list[int]:
+def remaining_heads(path: str, after: HeadWeights) -> list[int]:
     """The heads of the unedited layer that an edited one consists of; refused where it has others."""
     if None in after.origins:
         raise OptionError(
@@ -124,7 +124,7 @@ def with_output(after: HeadWeights, matrix: Tensor, bias: Tensor) -> HeadWeights
     )
 
 
-def output_of(heads: HeadWeights) -> tuple[Tensor, Tensor]:
+def output_projection(heads: HeadWeights) -> tuple[Tensor, Tensor]:
     """W_O, [channels, embed_dim], and its bias, zero where there is none, in float64 on the CPU."""
     matrix = heads.output.flatten(0, 1).to("cpu", torch.float64)
     zero = matrix.new_zeros(matrix.shape[1])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.head_weights import HeadWeights, oriented, read_heads
 from polyhead.surgery.calibration.temporary import lent
-from polyhead.surgery.compensation.least_squares import Problem, heads_that_stay, output_of, with_output
+from polyhead.surgery.compensation.least_squares import Problem, output_projection, remaining_heads, with_output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class Outputs:
     @classmethod
     def plain(cls, heads: HeadWeights, gone: Sequence[int]) -> Outputs:
         """The matrices that stay as they are."""
-        matrix, bias = output_of(heads)
+        matrix, bias = output_projection(heads)
         kept = tuple(head for head in range(heads.num_heads) if head not in gone)
         return cls(kept, matrix.unflatten(0, (heads.num_heads, -1))[list(kept)].flatten(0, 1), bias)
 
@@ -47,13 +47,13 @@ class GivenOutputs:
     outputs: Mapping[str, Outputs]
 
     def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights:
-        found, kept = self.outputs[path], heads_that_stay(path, after)
+        found, kept = self.outputs[path], remaining_heads(path, after)
         blocks = found.matrix.unflatten(0, (len(found.heads), -1))
         ordered = blocks[[found.heads.index(head) for head in kept]].flatten(0, 1)
         return with_output(after, ordered, found.bias)
 
 
-def lent_outputs(
+def output_parameters(
     model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
 ) -> dict[str, Tensor]:
     """The parameters with which the model writes these outputs, of the shapes that it has; for `lent`."""
@@ -75,7 +75,7 @@ def lent_outputs(
 @contextmanager
 def as_if(model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]) -> Iterator[None]:
     """Within, the model computes with these outputs; afterwards it is as it was, bit for bit."""
-    with lent(model, lent_outputs(model, layers, outputs)):
+    with lent(model, output_parameters(model, layers, outputs)):
         yield
 
 

@@ -19,11 +19,11 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.fingerprint import check_expected, fingerprint
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.layer_capture import Enough, note_stream, real_tokens
+from polyhead.surgery.calibration.layer_capture import StopForward, non_padding_mask, record_stream
 from polyhead.surgery.calibration.streams import Piece, Streams
 from polyhead.surgery.calibration.temporary import evaluating
-from polyhead.surgery.compensation.least_squares import RIDGE, check_ridge, heads_that_stay
-from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, lent_outputs
+from polyhead.surgery.compensation.least_squares import RIDGE, check_ridge, remaining_heads
+from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, output_parameters
 from polyhead.surgery.compensation.targets import TargetMoments
 from polyhead.surgery.edits.applying import apply, changed, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
@@ -57,7 +57,7 @@ def apply_in_order(
     gone = {}
     for layer, own in edits_by_layer(find_layers(model), checked_edits(edits)):
         heads = read_heads(model, layer, device="meta")
-        kept = heads_that_stay(layer.path, changed(layer, heads, own))
+        kept = remaining_heads(layer.path, changed(layer, heads, own))
         gone[layer.path] = tuple(head for head in range(heads.num_heads) if head not in kept)
     outputs = solve_in_order(model, gone, batches, aim=aim, ridge=ridge, progress=progress)
     return apply(model, edits, compensation=GivenOutputs(outputs))
@@ -84,10 +84,10 @@ def solve_in_order(
     layers = {layer.path: layer for layer in find_layers(model)}
     solved: dict[str, Outputs] = {}
     edited = [path for path in layers if path in gone]
-    streams = Streams(model, list(batches()), looks_before=aim != "layer")
+    streams = Streams(model, list(batches()), needs_original=aim != "layer")
     with evaluating(model):
         for place, path in enumerate(edited):
-            layer, lending = layers[path], lent_outputs(model, layers, solved)
+            layer, lending = layers[path], output_parameters(model, layers, solved)
             heads, text = read_heads(model, layer), streams.before(layer, lending)
             moments = _collect(model, layer, text, lending, aim, None if weights is None else weights[path])
             solved[path] = Outputs.solved(moments.problem(heads, ridge, path), gone[path])
@@ -117,7 +117,7 @@ def _collect(
         target = before.written
         if has_stream and before.stream is not None and now.stream is not None:
             target = target + before.stream - now.stream
-        real = real_tokens(model, layer, batch, now.heads)
+        real = non_padding_mask(model, layer, batch, now.heads)
         rows, target = (x.flatten(0, -2) if real is None else x[real] for x in (now.heads, target))
         if held is None:
             held = TargetMoments.empty(rows.shape[-1], target.shape[-1], rows.device)
@@ -147,19 +147,19 @@ def adds_to_stream(model: nn.Module, layer: AttentionLayer, piece: Piece) -> boo
             found.append(bool(off <= 1e-3 * added.abs().max()))
 
     def end(module: nn.Module, given: object, gave: object) -> None:
-        raise Enough
+        raise StopForward
 
     block = model.get_submodule(layer.path.rpartition(".")[0])
     with ExitStack() as undo:
         if piece.before is not None:
-            undo.enter_context(piece.before.resting())
+            undo.enter_context(piece.before.skipping())
         undo.callback(block.register_forward_hook(end).remove)
-        note_stream(model, layer, streams, undo)
+        record_stream(model, layer, streams, undo)
         linear = model.get_submodule(layer.output)
         undo.callback(linear.register_forward_hook(lambda _, __, y: written.append(y)).remove)
         for module in block.modules():
             if module is not block and module is not linear:
                 undo.callback(module.register_forward_pre_hook(compare).remove)
-        with suppress(Enough):
+        with suppress(StopForward):
             model(**piece.batch)
     return any(found)

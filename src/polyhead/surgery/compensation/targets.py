@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.layer_capture import rows_of
+from polyhead.surgery.calibration.layer_capture import unpadded_rows
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece
-from polyhead.surgery.compensation.least_squares import Problem, check_moments, output_of
+from polyhead.surgery.compensation.least_squares import Problem, check_moments, output_projection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class TargetMoments:
         centred = heads.output_bias is not None
         mean, products = (x.to(self.total.device) for x in self.outputs.compute(centred=centred))
         target_mean, cross = self.total / self.outputs.count, self.cross / self.outputs.count
-        matrix, bias = (x.to(mean.device) for x in output_of(heads))
+        matrix, bias = (x.to(mean.device) for x in output_projection(heads))
         cross = cross - torch.outer(mean, target_mean) if centred else cross
         return Problem(products, mean, matrix, cross, target_mean, bias, heads.output.shape[1], ridge, centred)
 
@@ -65,7 +65,7 @@ def collect_targets(
         given, wanted = (piece.look(model, layer, lending=lending) for lending in (now, None))
         if given is None or wanted is None:
             continue
-        rows, targets = (rows_of(model, layer, piece.batch, x) for x in (given.heads, wanted.written))
+        rows, targets = (unpadded_rows(model, layer, piece.batch, x) for x in (given.heads, wanted.written))
         if held is None:
             held = TargetMoments.empty(rows.shape[-1], targets.shape[-1], rows.device)
         held = held.update(rows, targets)

@@ -35,7 +35,7 @@ from polyhead.surgery.native.configs import ConfigChange, config_at
 from polyhead.surgery.native.fitting import config_changes, is_transformers_model
 
 
-class Repairs(Protocol):
+class Compensation(Protocol):
     """Who changes the output matrices of an edited layer so that less is lost."""
 
     def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights: ...
@@ -52,7 +52,7 @@ class Changes:
 
 
 def apply(
-    model: nn.Module, edits: Sequence[HeadEdit], *, expect: str | None = None, compensation: Repairs | None = None
+    model: nn.Module, edits: Sequence[HeadEdit], *, expect: str | None = None, compensation: Compensation | None = None
 ) -> EditRecord:
     """Make edits in a model, in their order; what comes back undoes them all.
 
@@ -117,7 +117,7 @@ def undo(model: nn.Module, record: EditRecord) -> None:
     layouts = {layer.path: layer.before for layer in record.layers}
     origins = {layer.path: layer.origins for layer in record.layers}
     _check_names(model, record.tensors)
-    with _damage_told(), committed(model, by_path, Changes(record.tensors, layouts, back, origins)):
+    with _as_checkpoint_error(), committed(model, by_path, Changes(record.tensors, layouts, back, origins)):
         found = fingerprint(model)
         if found != record.before:
             raise CheckpointError(
@@ -140,7 +140,7 @@ def take_shape(model: nn.Module, record: EditRecord) -> None:
     parameters = {name: model.get_parameter(name).new_zeros(shape) for name, shape in record.shapes.items()}
     layouts = {layer.path: layer.after for layer in record.layers}
     changes = Changes(parameters, layouts, record.config, origins_after(tuple(by_path.values()), record))
-    with _damage_told(), committed(model, by_path, changes):
+    with _as_checkpoint_error(), committed(model, by_path, changes):
         pass
 
 
@@ -188,7 +188,7 @@ def committed(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: C
     with ExitStack() as back:
         for path in changes.layouts:
             if isinstance(module := layers[path].module, MultiHeadAttention):
-                back.callback(_lay_out, module)
+                back.callback(_repack_projections, module)
         for name, tensor in changes.parameters.items():
             _put_parameter(model, name, tensor, back)
         for path, layout in changes.layouts.items():
@@ -206,7 +206,7 @@ def committed(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: C
         back.pop_all()
 
 
-def refuse_other_attention(module: nn.Module, given: object) -> None:
+def require_polyhead_attention(module: nn.Module, given: object) -> None:
     """Run before a module whose groups are uneven: only polyhead's attention knows them."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name != NAME:
@@ -249,7 +249,7 @@ def _check_names(model: nn.Module, names: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _damage_told() -> Iterator[None]:
+def _as_checkpoint_error() -> Iterator[None]:
     """A record whose parts do not fit each other breaks in many ways; the model is as it was in all of them."""
     try:
         yield
@@ -310,10 +310,10 @@ def _set_ours(layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> Non
     options = {**vars(MultiHeadConfig.of(module)), **dict.fromkeys(("key_heads", "num_kv_heads")), **layout.to_dict()}
     built = MultiHeadConfig(**options).build(device="meta")
     _set(module, "layout", built.layout, back)
-    _lay_out(module)
+    _repack_projections(module)
 
 
-def _lay_out(module: MultiHeadAttention) -> None:
+def _repack_projections(module: MultiHeadAttention) -> None:
     """Projections that were replaced are laid side by side again, as after any move."""
     unchanged: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
     module._apply(unchanged)
@@ -325,13 +325,13 @@ def _set_transformers(layer: AttentionLayer, layout: HeadLayout, back: ExitStack
         _set(module, name, size, back)
     key_heads = key_map_of(layer, layout)
     hooks = dict(module._forward_pre_hooks)
-    guarded = [number for number, hook in hooks.items() if hook is refuse_other_attention]
+    guarded = [number for number, hook in hooks.items() if hook is require_polyhead_attention]
     if key_heads is not None:
         _set(module, KEY_HEADS, key_heads, back)
         if not guarded:
-            back.callback(module.register_forward_pre_hook(refuse_other_attention).remove)
+            back.callback(module.register_forward_pre_hook(require_polyhead_attention).remove)
         return
     _set(module, KEY_HEADS, None, back, remove=True)
     for number in guarded:
         del module._forward_pre_hooks[number]
-        back.callback(module._forward_pre_hooks.__setitem__, number, refuse_other_attention)
+        back.callback(module._forward_pre_hooks.__setitem__, number, require_polyhead_attention)

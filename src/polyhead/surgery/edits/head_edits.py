@@ -42,7 +42,7 @@ class HeadEdit(ABC):
 
 
 @dataclass(frozen=True)
-class EditOfHeads(HeadEdit):
+class EditHeads(HeadEdit):
     """A change to these heads of a layer."""
 
     heads: tuple[int, ...]
@@ -54,7 +54,7 @@ class EditOfHeads(HeadEdit):
 
 @EDITS.register("prune")
 @dataclass(frozen=True)
-class PruneHeads(EditOfHeads):
+class PruneHeads(EditHeads):
     """Take heads away, and with them the KV heads that nobody reads any more.
 
     >>> PruneHeads(layer=3, heads=(7, 1))
@@ -62,7 +62,7 @@ class PruneHeads(EditOfHeads):
     """
 
     def change(self, heads: HeadWeights) -> HeadWeights:
-        _check_there(self.heads, heads.num_heads)
+        _check_in_range(self.heads, heads.num_heads)
         kept = [head for head in range(heads.num_heads) if head not in self.heads]
         if not kept:
             raise OptionError(
@@ -87,7 +87,7 @@ class ReorderHeads(HeadEdit):
         object.__setattr__(self, "order", _checked_heads(self.order))
 
     def change(self, heads: HeadWeights) -> HeadWeights:
-        _check_there(self.order, heads.num_heads)
+        _check_in_range(self.order, heads.num_heads)
         if len(self.order) != heads.num_heads:
             missing = sorted(set(range(heads.num_heads)) - set(self.order))
             raise OptionError(f"an order names each of the {heads.num_heads} heads once, got none of {missing}")
@@ -96,7 +96,7 @@ class ReorderHeads(HeadEdit):
 
 @EDITS.register("merge")
 @dataclass(frozen=True)
-class MergeHeads(EditOfHeads):
+class MergeHeads(EditHeads):
     """Make several heads one, at the place of the first: the mean of what they read, the sum of what they write.
 
     Heads that compute the same are merged without loss, whatever their output matrices are. They must read the same
@@ -112,7 +112,7 @@ class MergeHeads(EditOfHeads):
             raise OptionError(f"merging takes at least two heads, got {list(self.heads)}")
 
     def change(self, heads: HeadWeights) -> HeadWeights:
-        _check_there(self.heads, heads.num_heads)
+        _check_in_range(self.heads, heads.num_heads)
         first, *others = self.heads
         together, keys = list(self.heads), [heads.key_heads[head] for head in self.heads]
         if len(set(keys)) > 1 and any(heads.key_heads.count(key) > 1 for key in keys):
@@ -123,7 +123,7 @@ class MergeHeads(EditOfHeads):
         merged = replace(
             heads,
             query=with_row(heads.query, first, heads.query[together].mean(0)),
-            query_bias=_mean_into(heads.query_bias, together),
+            query_bias=_mean_bias(heads.query_bias, together),
             output=with_row(heads.output, first, heads.output[together].sum(0)),
             origins=tuple(None if head in self.heads else x for head, x in enumerate(heads.origins)),
             made_of=tuple(
@@ -136,8 +136,8 @@ class MergeHeads(EditOfHeads):
                 merged,
                 key=with_row(heads.key, keys[0], heads.key[keys].mean(0)),
                 value=with_row(heads.value, keys[0], heads.value[keys].mean(0)),
-                key_bias=_mean_into(heads.key_bias, keys),
-                value_bias=_mean_into(heads.value_bias, keys),
+                key_bias=_mean_bias(heads.key_bias, keys),
+                value_bias=_mean_bias(heads.value_bias, keys),
             )
         return merged.select([head for head in range(heads.num_heads) if head not in others])
 
@@ -167,7 +167,7 @@ class GroupQueries(HeadEdit):
     def change(self, heads: HeadWeights) -> HeadWeights:
         count = heads.key.shape[0]
         named = [head for group in self.groups for head in group]
-        _check_there(named, count, "KV heads")
+        _check_in_range(named, count, "KV heads")
         if len(named) < count:
             missing = sorted(set(range(count)) - set(named))
             raise OptionError(f"every one of the {count} KV heads stands in a group, got none with {missing}")
@@ -289,7 +289,7 @@ def _checked_heads(heads: Any) -> tuple[int, ...]:
     return tuple(heads)
 
 
-def _check_there(named: Sequence[int], count: int, noun: str = "heads") -> None:
+def _check_in_range(named: Sequence[int], count: int, noun: str = "heads") -> None:
     unknown = sorted(head for head in named if head >= count)
     if unknown:
         raise OptionError(f"this layer has {noun} 0 to {count - 1}, got {unknown}")
@@ -300,5 +300,5 @@ def _check_count(name: str, number: object, least: int) -> None:
         raise OptionError(f"{name} must be an integer of at least {least}, got {number!r}")
 
 
-def _mean_into(biases: Tensor | None, heads: list[int]) -> Tensor | None:
+def _mean_bias(biases: Tensor | None, heads: list[int]) -> Tensor | None:
     return None if biases is None else with_row(biases, heads[0], biases[heads].mean(0))

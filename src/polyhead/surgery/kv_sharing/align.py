@@ -15,13 +15,13 @@ from torch import Tensor
 from polyhead.surgery.adapters.head_weights import HeadWeights
 from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
 from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyForm
-from polyhead.surgery.calibration.moments import NOTHING
+from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries, HeadEdit
 from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key_basis, change_value_basis, pair_part
 
 
 @dataclass(frozen=True)
-class EditOfGroups(HeadEdit):
+class EditGroups(HeadEdit):
     """A change to groups of KV heads; `form` is what stands between keys and logits, as `find_key_forms` finds it."""
 
     groups: tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ class EditOfGroups(HeadEdit):
 
 @EDITS.register("align")
 @dataclass(frozen=True)
-class AlignHeads(EditOfGroups):
+class AlignHeads(EditGroups):
     """Turn the key and value heads of each group towards its first, and queries and outputs back: nothing changes.
 
     Without text heads are compared by their weights; `aligned` takes the moments of a text.
@@ -89,10 +89,10 @@ def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyForm) -> Te
             between = pair_part(between) if is_pair else between.diagonal().sum() * identity
             mine, other = (x.diagonal().mean() * identity for x in (mine, other))
         if form.norm == "rms":  # a norm takes scales out, so that only turns are left
-            wanted[tuple(channels)] = _turn(between)
+            wanted[tuple(channels)] = _nearest_orthogonal(between)
         else:
             (root, back), (_, inverse) = _root(other), _root(mine)
-            wanted[tuple(channels)] = root @ _turn(back @ between @ inverse) @ inverse
+            wanted[tuple(channels)] = root @ _nearest_orthogonal(back @ between @ inverse) @ inverse
     largest = max(float(torch.linalg.matrix_norm(block, 2)) for block in wanted.values())
     for place, block in wanted.items():
         at = torch.tensor(place, device=rows.device)
@@ -103,7 +103,7 @@ def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyForm) -> Te
     return found
 
 
-def _turn(wanted: Tensor) -> Tensor:
+def _nearest_orthogonal(wanted: Tensor) -> Tensor:
     """The orthogonal matrix nearest to one; none where there is nothing."""
     left, sizes, right = torch.linalg.svd(wanted)
     return left @ right if float(sizes[0]) > 0 else torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)
@@ -112,7 +112,7 @@ def _turn(wanted: Tensor) -> Tensor:
 def _root(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """The symmetric root and its inverse, as far as there is one."""
     values, vectors = torch.linalg.eigh(symmetric)
-    there = values > NOTHING * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
+    there = values > MIN_RELATIVE_ENERGY * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
     size = torch.where(there, values, 1.0).sqrt() * there
     back = torch.where(there, values, 1.0).rsqrt() * there
     return (vectors * size) @ vectors.T, (vectors * back) @ vectors.T

@@ -10,7 +10,7 @@ from torch import Tensor
 TINY = torch.finfo(torch.float32).tiny
 
 
-def descend(
+def conjugate_gradients(
     matrix: Tensor,
     off: list[Tensor],
     *,

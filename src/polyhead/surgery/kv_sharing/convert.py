@@ -27,9 +27,9 @@ from polyhead.surgery.compensation.targets import collect_targets
 from polyhead.surgery.edits.applying import apply, changed
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.kv_sharing.grouping import Groups, neighbours, similar_groups
-from polyhead.surgery.kv_sharing.refine_logits import refined_logits, see_logits
+from polyhead.surgery.kv_sharing.refine_logits import refined_logits, sample_logits
 from polyhead.surgery.kv_sharing.refine_values import refined, sample_attended
-from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, in_order_of_groups, share
+from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share, sort_by_group
 
 Grouping = Literal["similar", "neighbours"]
 GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
@@ -88,7 +88,7 @@ def convert_groups(
     edits = [
         ShareKeys(layer.number, found[layer.path].groups, forms[layer.path], stack=layer.stack) for layer in layers
     ]
-    return apply(model, edits, compensation=_Given(found))
+    return apply(model, edits, compensation=_Precomputed(found))
 
 
 def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = None) -> list[AttentionLayer]:
@@ -136,13 +136,13 @@ def spread(heads: HeadWeights, groups: Sequence[Sequence[int]], before: HeadWeig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Given:
+class _Precomputed:
     """Writes what was found, query heads in the order of their groups; for `apply(..., compensation=...)`."""
 
     found: Mapping[str, Converted]
 
     def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights:
-        return in_order_of_groups(self.found[path].heads)
+        return sort_by_group(self.found[path].heads)
 
 
 def _convert(
@@ -165,7 +165,7 @@ def _convert(
     )
     shared = share(heads, groups, form, inputs)
     if rounds:
-        seen = see_logits(model, layer, heads, form, text, lending)
+        seen = sample_logits(model, layer, heads, form, text, lending)
         shared = refined_logits(shared, form, seen, rounds=rounds)
         del seen
     converted = Converted.of(model, layer, groups, shared)

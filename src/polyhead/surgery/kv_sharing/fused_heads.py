@@ -17,13 +17,13 @@ from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
 from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
 from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyForm
-from polyhead.surgery.calibration.moments import NOTHING
-from polyhead.surgery.edits.head_edits import EDITS, EditOfHeads, MergeHeads
+from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY
+from polyhead.surgery.edits.head_edits import EDITS, EditHeads, MergeHeads
 
 
 @EDITS.register("fuse")
 @dataclass(frozen=True)
-class FuseHeads(EditOfHeads):
+class FuseHeads(EditHeads):
     """Make several heads one, at the place of the first, as near to all of them as one head can be.
 
     Unlike `MergeHeads` it does not depend on the bases that heads are written in: heads that attend alike and write
@@ -109,7 +109,7 @@ def _best_product(
 def _root(rows: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """With X = C^½ rowsᵀ = P R, P orthonormal: R, and what makes Pᵀ C^½ of rows again."""
     energy, vectors = torch.linalg.eigh(rows.conj() @ moments.to(rows.dtype) @ rows.T)
-    there = energy > NOTHING * energy[-1].clamp_min(torch.finfo(torch.float64).tiny)
+    there = energy > MIN_RELATIVE_ENERGY * energy[-1].clamp_min(torch.finfo(torch.float64).tiny)
     size = torch.where(there, energy, 1.0).sqrt()
     kept = there.to(size.dtype)
     return (kept * size)[:, None] * vectors.conj().T, (kept / size)[:, None] * vectors.T

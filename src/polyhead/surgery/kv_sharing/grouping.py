@@ -53,9 +53,9 @@ def similar_groups(heads: HeadWeights, count: int, form: KeyForm, inputs: InputM
             known[key] = loss(key)
         return known[key]
 
-    begun = _begun(total, count, cost)
+    begun = _greedy_groups(total, count, cost)
     starts = [[list(group) for group in groups] for groups in (start, begun)]
-    found = min((_exchanged(groups, cost) for groups in starts), key=lambda groups: sum(map(cost, groups)))
+    found = min((_swap_heads(groups, cost) for groups in starts), key=lambda groups: sum(map(cost, groups)))
     return tuple(sorted(tuple(sorted(group)) for group in found))
 
 
@@ -76,10 +76,10 @@ def group_loss(heads: HeadWeights, form: KeyForm, inputs: InputMoments) -> Calla
 
     def loss(group: Sequence[int]) -> float:
         chosen = list(group)
-        lost = sum(_left_over(gram, chosen) for gram in parts)
+        lost = sum(_discarded_energy(gram, chosen) for gram in parts)
         if pairs is not None:
             lost += float(torch.linalg.eigvalsh(pairs[:, chosen][:, :, chosen])[:, :-1].sum())
-        return lost / max(logits, 1e-300) + _left_over(of_values, chosen) / max(written, 1e-300)
+        return lost / max(logits, 1e-300) + _discarded_energy(of_values, chosen) / max(written, 1e-300)
 
     return loss
 
@@ -106,14 +106,14 @@ def _energy(gram: Tensor) -> float:
     return float(torch.einsum("hdhd->", gram))
 
 
-def _left_over(gram: Tensor, group: list[int]) -> float:
+def _discarded_energy(gram: Tensor, group: list[int]) -> float:
     dim = gram.shape[1]
     size = len(group) * dim
     chosen = gram[group][:, :, group].reshape(size, size)
     return float(torch.linalg.eigvalsh(chosen)[:-dim].clamp_min(0).sum())
 
 
-def _begun(total: int, count: int, cost: Callable[[Sequence[int]], float]) -> Groups:
+def _greedy_groups(total: int, count: int, cost: Callable[[Sequence[int]], float]) -> Groups:
     """Each group begins with the head that is left first and takes the likest to it."""
     left, groups = list(range(total)), []
     while left:
@@ -126,7 +126,7 @@ def _begun(total: int, count: int, cost: Callable[[Sequence[int]], float]) -> Gr
     return tuple(groups)
 
 
-def _exchanged(groups: list[list[int]], cost: Callable[[Sequence[int]], float]) -> list[list[int]]:
+def _swap_heads(groups: list[list[int]], cost: Callable[[Sequence[int]], float]) -> list[list[int]]:
     """Exchange two heads of two groups as long as that makes the loss less."""
     for _ in range(_ROUNDS):
         changed = False

@@ -16,25 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
-from polyhead.surgery.adapters.head_weights import HeadWeights, summed_by_key
+from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
 from polyhead.surgery.calibration.input_moments import with_bias
 from polyhead.surgery.calibration.key_transforms import KeyForm
-from polyhead.surgery.calibration.layer_capture import weights_of
+from polyhead.surgery.calibration.layer_capture import attention_weights
 from polyhead.surgery.calibration.streams import AttentionCapture, Piece
-from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, descend
+from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, conjugate_gradients
 
 SAMPLE_BYTES = 192 << 20  # of logits and weights, whatever the text's length
 STEPS = 10  # of conjugate gradients, each time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SeenLogits:
+class LogitSample:
     """One batch: what queries and keys were made of, how each token is turned, and how a layer's heads attended."""
 
     query_inputs: Tensor  # [batch, queries, width + 1]
     key_inputs: Tensor  # [batch, keys, width + 1]
-    query_turns: Tensor  # [batch, 1, queries, pairs], complex
-    key_turns: Tensor  # [batch, 1, keys, pairs], complex
+    query_rotations: Tensor  # [batch, 1, queries, pairs], complex
+    key_rotations: Tensor  # [batch, 1, keys, pairs], complex
     weights: Tensor  # [batch, heads, queries, keys], zero in rows of padding
     logits: Tensor  # the same, less the mean of each row by its weights
     scale: float  # of a query times a key as they are projected
@@ -44,21 +44,21 @@ class SeenLogits:
         return self.weights.nbytes + self.logits.nbytes
 
 
-def see_logits(
+def sample_logits(
     model: nn.Module,
     layer: AttentionLayer,
     heads: HeadWeights,
     form: KeyForm,
     text: Iterable[Piece],
     lending: Mapping[str, Tensor],
-) -> list[SeenLogits]:
+) -> list[LogitSample]:
     """What the heads of a layer attend to in the model with these parameters lent; every so many-th batch of a text."""
     every = 1
-    numbered: list[tuple[int, SeenLogits]] = []
+    numbered: list[tuple[int, LogitSample]] = []
     for number, piece in enumerate(text):
         if number % every:
             continue
-        looked = piece.look_at_attention(model, layer, lending=lending)
+        looked = piece.capture_attention(model, layer, lending=lending)
         if looked is None:
             continue
         numbered.append((number, _seen(heads, form, looked)))
@@ -68,9 +68,9 @@ def see_logits(
     return [one for _, one in numbered]
 
 
-def _seen(heads: HeadWeights, form: KeyForm, looked: AttentionCapture) -> SeenLogits:
+def _seen(heads: HeadWeights, form: KeyForm, looked: AttentionCapture) -> LogitSample:
     attended, inputs = looked.attended, looked.look.inputs
-    weights = weights_of(attended).float()
+    weights = attention_weights(attended).float()
     if looked.real is not None:
         weights = weights * looked.real[:, None, :, None].to(weights)
     ones = [torch.cat((x, torch.ones_like(x[..., :1])), -1).float() for x in (inputs["query"], inputs["key"])]
@@ -89,18 +89,18 @@ def _seen(heads: HeadWeights, form: KeyForm, looked: AttentionCapture) -> SeenLo
         along = (_pairs(was, form).conj() * _pairs(now, form)).sum(1, keepdim=True)
         turns.append(along / along.abs().clamp_min(TINY))
     scale = attended.query.shape[-1] ** -0.5 if attended.scale is None else float(attended.scale)
-    return SeenLogits(
+    return LogitSample(
         query_inputs=ones[0],
         key_inputs=ones[1],
-        query_turns=turns[0],
-        key_turns=turns[1],
+        query_rotations=turns[0],
+        key_rotations=turns[1],
         weights=weights,
         logits=_centred(logits * scale, weights),
         scale=scale * size,
     )
 
 
-def refined_logits(heads: HeadWeights, form: KeyForm, seen: list[SeenLogits], *, rounds: int) -> HeadWeights:
+def refined_logits(heads: HeadWeights, form: KeyForm, seen: list[LogitSample], *, rounds: int) -> HeadWeights:
     """Heads whose logits are nearer to those that were seen: queries, then keys and queries in turn."""
     if form.norm != "none" or not seen:
         return heads
@@ -123,22 +123,22 @@ def refined_logits(heads: HeadWeights, form: KeyForm, seen: list[SeenLogits], *,
 @dataclass(frozen=True, slots=True, eq=False)
 class _Logits:
     form: KeyForm
-    seen: list[SeenLogits]
+    seen: list[LogitSample]
     key_heads: tuple[int, ...]
 
     def solve_query(self, query: Tensor, key: Tensor, *, bias: bool) -> Tensor:
         projected = (torch.einsum("bni,hdi->bhnd", one.key_inputs, key) for one in self.seen)
-        turned = (_turned(x, one.key_turns, self.form) for x, one in zip(projected, self.seen, strict=True))
+        turned = (_rotate(x, one.key_rotations, self.form) for x, one in zip(projected, self.seen, strict=True))
         keys = [x[:, list(self.key_heads)] for x in turned]
 
         def logits(matrix: Tensor) -> list[Tensor]:
             made = (torch.einsum("bni,hdi->bhnd", one.query_inputs, matrix) for one in self.seen)
-            turned = (_turned(x, one.query_turns, self.form) for x, one in zip(made, self.seen, strict=True))
+            turned = (_rotate(x, one.query_rotations, self.form) for x, one in zip(made, self.seen, strict=True))
             return [one.scale * q @ k.mT for q, k, one in zip(turned, keys, self.seen, strict=True)]
 
         def back(off: list[Tensor]) -> Tensor:
             parts = (
-                _turned(one.scale * x @ k, one.query_turns.conj(), self.form)
+                _rotate(one.scale * x @ k, one.query_rotations.conj(), self.form)
                 for x, k, one in zip(off, keys, self.seen, strict=True)
             )
             sums = (torch.einsum("bhnd,bni->hdi", x, one.query_inputs) for x, one in zip(parts, self.seen, strict=True))
@@ -150,24 +150,24 @@ class _Logits:
 
     def solve_key(self, query: Tensor, key: Tensor, *, bias: bool) -> Tensor:
         made = (torch.einsum("bni,hdi->bhnd", one.query_inputs, query) for one in self.seen)
-        queries = [_turned(x, one.query_turns, self.form) for x, one in zip(made, self.seen, strict=True)]
+        queries = [_rotate(x, one.query_rotations, self.form) for x, one in zip(made, self.seen, strict=True)]
         readers = list(self.key_heads)
 
         def logits(matrix: Tensor) -> list[Tensor]:
             made = (torch.einsum("bni,hdi->bhnd", one.key_inputs, matrix) for one in self.seen)
-            turned = (_turned(x, one.key_turns, self.form) for x, one in zip(made, self.seen, strict=True))
+            turned = (_rotate(x, one.key_rotations, self.form) for x, one in zip(made, self.seen, strict=True))
             return [one.scale * q @ k[:, readers].mT for q, k, one in zip(queries, turned, self.seen, strict=True)]
 
         def back(off: list[Tensor]) -> Tensor:
             parts = (
-                _turned(one.scale * x.mT @ q, one.key_turns.conj(), self.form)
+                _rotate(one.scale * x.mT @ q, one.key_rotations.conj(), self.form)
                 for x, q, one in zip(off, queries, self.seen, strict=True)
             )
             sums = (torch.einsum("bhnd,bni->hdi", x, one.key_inputs) for x, one in zip(parts, self.seen, strict=True))
-            return summed_by_key(torch.stack(list(sums)).sum(0), readers, len(key))
+            return sum_over_readers(torch.stack(list(sums)).sum(0), readers, len(key))
 
         sizes = self._sizes([x.square() for x in queries], [one.weights.sum(3) for one in self.seen])
-        sizes = summed_by_key(sizes, readers, len(key))
+        sizes = sum_over_readers(sizes, readers, len(key))
         metric = sum(torch.einsum("bni,bnj->ij", one.key_inputs, one.key_inputs) for one in self.seen)
         return self._solve(key, logits, back, sizes, metric, bias)
 
@@ -207,7 +207,7 @@ class _Logits:
             among = sum((x.square() * one.weights).sum() for x, one in zip(change, self.seen, strict=True))
             return torch.as_tensor(among)
 
-        return descend(
+        return conjugate_gradients(
             matrix,
             [one.logits - x for x, one in zip(centred(matrix), self.seen, strict=True)],
             change=centred,
@@ -223,7 +223,7 @@ def _pairs(x: Tensor, form: KeyForm) -> Tensor:
     return torch.complex(x[..., first], x[..., second])
 
 
-def _turned(x: Tensor, turns: Tensor, form: KeyForm) -> Tensor:
+def _rotate(x: Tensor, turns: Tensor, form: KeyForm) -> Tensor:
     """Vectors [batch, heads, tokens, dim] turned by each token's turns, those channels that positions turn."""
     if not form.rotary_dim:
         return x

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
-from polyhead.surgery.adapters.head_weights import HeadWeights, summed_by_key
-from polyhead.surgery.calibration.layer_capture import rows_of, weights_of
+from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
+from polyhead.surgery.calibration.layer_capture import attention_weights, unpadded_rows
 from polyhead.surgery.calibration.streams import Piece
-from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, descend
+from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, conjugate_gradients
 
 SAMPLE_BYTES = 192 << 20  # of what is kept of a text, whatever its length
 STEPS = 8  # of conjugate gradients, each time; more would fit the sample and not the text
@@ -46,15 +46,15 @@ def sample_attended(
     generator = torch.Generator().manual_seed(0)
     inputs, targets = [], []
     for piece in text:
-        seen, wanted = piece.look_at_attention(model, layer, lending=lending), piece.look(model, layer, lending=None)
+        seen, wanted = piece.capture_attention(model, layer, lending=lending), piece.look(model, layer, lending=None)
         if seen is None or wanted is None:
             continue
         x = seen.look.inputs["value"]  # [batch, keys, width], of which heads make [batch, queries, heads, width]
-        made = torch.einsum("bhnm,bmw->bnhw", weights_of(seen.attended).to(x.dtype), x)
-        rows = rows_of(model, layer, piece.batch, made.flatten(2))
+        made = torch.einsum("bhnm,bmw->bnhw", attention_weights(seen.attended).to(x.dtype), x)
+        rows = unpadded_rows(model, layer, piece.batch, made.flatten(2))
         chosen = (torch.rand(len(rows), generator=generator) < share).to(rows.device)
         inputs.append(rows[chosen].unflatten(1, made.shape[2:]).float())
-        targets.append(rows_of(model, layer, piece.batch, wanted.written)[chosen].float())
+        targets.append(unpadded_rows(model, layer, piece.batch, wanted.written)[chosen].float())
     return AttendedInputs(torch.cat(inputs), torch.cat(targets))
 
 
@@ -111,7 +111,7 @@ class _Alternating:
     def solve_value(self, value: Tensor, output: Tensor) -> Tensor:
         """Better value matrices by conjugate gradients from these, in the metric of inputs and outputs."""
         before = self._before(output)
-        return descend(
+        return conjugate_gradients(
             value,
             [self.targets - self._written(value, output)],
             change=lambda direction: [self._written(direction, output)],
@@ -130,7 +130,7 @@ class _Alternating:
         return self._summed(by_head)
 
     def _summed(self, by_head: Tensor) -> Tensor:
-        return summed_by_key(by_head, self.key_heads, len(self.value))
+        return sum_over_readers(by_head, self.key_heads, len(self.value))
 
     def _before(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """The inverses of both sides of the system as if heads had nothing to do with each other."""

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyhead.surgery.adapters.head_weights import HeadWeights, summed_by_key
+from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
 from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
 from polyhead.surgery.calibration.key_transforms import KeyForm
-from polyhead.surgery.calibration.moments import NOTHING, root
+from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY, root
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries
-from polyhead.surgery.kv_sharing.align import EditOfGroups, aligned
+from polyhead.surgery.kv_sharing.align import EditGroups, aligned
 
 
 @EDITS.register("share_keys")
 @dataclass(frozen=True)
-class ShareKeys(EditOfGroups):
+class ShareKeys(EditGroups):
     """Make each group of KV heads one that serves all its queries as well as can be; queries and outputs are refitted.
 
     Query heads are put into the order of the groups, so that groups of one size are what a config can say. Without text
@@ -38,10 +38,10 @@ class ShareKeys(EditOfGroups):
     def change(self, heads: HeadWeights) -> HeadWeights:
         pooled = GroupQueries(self.layer, self.groups).change(heads)  # refuses groups that are not of these heads
         shared = pooled if heads.key.is_meta else share(heads, self.groups, self.form)
-        return in_order_of_groups(shared)
+        return sort_by_group(shared)
 
 
-def in_order_of_groups(heads: HeadWeights) -> HeadWeights:
+def sort_by_group(heads: HeadWeights) -> HeadWeights:
     """Query heads in the order of the KV heads they read."""
     return heads.select(sorted(range(heads.num_heads), key=lambda head: heads.key_heads[head]))
 
@@ -53,7 +53,7 @@ def share(
     form.check(heads.layout)
     inputs = (InputMoments.white(heads) if inputs is None else inputs).to(heads.key.device)
     if form.norm != "none":
-        heads = _of_one_length(aligned(heads, groups, form, inputs), inputs.key)
+        heads = _equalise_norms(aligned(heads, groups, form, inputs), inputs.key)
     place = {key: index for index, group in enumerate(groups) for key in group}
     query, key = _shared_keys(heads, groups, form, inputs)
     value, output = _shared_values(heads, groups, inputs)
@@ -80,13 +80,13 @@ def key_factors(heads: HeadWeights, inputs: InputMoments) -> tuple[Tensor, Tenso
     """Keys [kv_heads, dim, width + 1], and what their queries weigh the channels by, [kv_heads, dim, dim]."""
     query = with_bias(heads.query, heads.query_bias)
     weighing = query @ inputs.query @ query.mT
-    return with_bias(heads.key, heads.key_bias), summed_by_key(weighing, heads.key_heads, len(heads.key))
+    return with_bias(heads.key, heads.key_bias), sum_over_readers(weighing, heads.key_heads, len(heads.key))
 
 
 def value_factors(heads: HeadWeights) -> tuple[Tensor, Tensor]:
     """Values and what output matrices weigh their channels by, as `key_factors`."""
     output = heads.output.to(torch.float64)
-    weighing = summed_by_key(output @ output.mT, heads.key_heads, len(heads.key))
+    weighing = sum_over_readers(output @ output.mT, heads.key_heads, len(heads.key))
     return with_bias(heads.value, heads.value_bias), weighing
 
 
@@ -154,7 +154,7 @@ def shared_rows(rows: Tensor, weighing: Tensor, moments: Tensor) -> tuple[Tensor
     stacked = (roots.mT @ rows).flatten(0, 1)
     energy, vectors = torch.linalg.eigh(stacked @ moments @ stacked.T)
     energy, vectors = energy[-dim:].flip(0), vectors[:, -dim:].flip(1)
-    there = energy > NOTHING * energy[0].clamp_min(torch.finfo(torch.float64).tiny)
+    there = energy > MIN_RELATIVE_ENERGY * energy[0].clamp_min(torch.finfo(torch.float64).tiny)
     # Both sides of the product get the same size, so that neither is hard to round.
     size = torch.where(there, energy, 1.0).pow(-0.5)
     balance = torch.where(there, energy / heads, 0.0).pow(0.25)
@@ -183,7 +183,7 @@ def _shared_pairs(pairs: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tens
     return rows * balance[:, None], (factors.conj() / balance[:, None]).T
 
 
-def _of_one_length(heads: HeadWeights, moments: Tensor) -> HeadWeights:
+def _equalise_norms(heads: HeadWeights, moments: Tensor) -> HeadWeights:
     """Keys of one mean length: a norm makes them so, and a mean of keys weighs each alike then."""
     keys = with_bias(heads.key, heads.key_bias)
     sizes = torch.einsum("hdi,ij,hdj->h", keys, moments, keys).clamp_min(torch.finfo(torch.float64).tiny).sqrt()

@@ -58,7 +58,7 @@ def configs_of(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from configs_of(inner, f"{path}.{name}" if path else name)
 
 
-def ask_for(path: str, config: Any, heads: int, kv_heads: int, head_dim: int) -> tuple[ConfigChange, ...]:
+def head_count_changes(path: str, config: Any, heads: int, kv_heads: int, head_dim: int) -> tuple[ConfigChange, ...]:
     """What a config must say so that its layers have these heads."""
     values = dict(zip(NAMES, (heads, kv_heads, head_dim), strict=True))
     changes = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, key_map_of
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.native.configs import ConfigChange, ask_for, config_at, configs_of
+from polyhead.surgery.native.configs import ConfigChange, config_at, configs_of, head_count_changes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ def config_changes(
     """
     if not is_transformers_model(model):
         return ()
-    requested = _requested_by_layers(model, layers, layouts)
+    requested = _needed_changes(model, layers, layouts)
     if isinstance(requested, str) or not requested:
         return ()
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
@@ -60,7 +60,7 @@ def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> NativeFit
             if layer.layout.key_heads is None:
                 return NativeFit(
                     rule=f"native {type(layer.module).__name__} has a KV head for every head, and {layer.path} "
-                    f"has {_in_words(layer.layout)}"
+                    f"has {_describe(layer.layout)}"
                 )
             return NativeFit(
                 rule=f"native attention reads KV heads in even groups and in their order, and {layer.path} reads "
@@ -69,7 +69,7 @@ def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> NativeFit
     as_it_is = fit_native(model, (), layouts)
     if as_it_is.built is not None:
         return as_it_is
-    requested = _requested_by_layers(model, layers, {})
+    requested = _needed_changes(model, layers, {})
     if isinstance(requested, str):
         return NativeFit(rule=requested)
     return fit_native(model, requested, layouts) if requested else as_it_is
@@ -100,8 +100,8 @@ def fit_native(
             return NativeFit(rule=f"{type(layer.module).__name__} of its config cannot run: {layer.refusals[0]}")
         if layer.layout != layout:
             return NativeFit(
-                rule=f"a config of {type(model).__name__} makes {_in_words(layer.layout)} where {path} has "
-                f"{_in_words(layout)}"
+                rule=f"a config of {type(model).__name__} makes {_describe(layer.layout)} where {path} has "
+                f"{_describe(layout)}"
             )
     for name, shape in wanted.items():
         if found[name] != shape:
@@ -144,7 +144,7 @@ def is_transformers_model(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
-def _requested_by_layers(
+def _needed_changes(
     model: Any, layers: Sequence[AttentionLayer], layouts: Mapping[str, HeadLayout]
 ) -> tuple[ConfigChange, ...] | str:
     """What each config must say so that its readers have these heads, those they have by default; or why none can."""
@@ -167,10 +167,10 @@ def _requested_by_layers(
             return f"no config says which KV heads {mapped[0]} reads"
         if len(layouts) and all(layer.layout == kept[layer.path] for layer in readers):
             continue
-        changes += ask_for(path, config, *next(iter(sizes)))
+        changes += head_count_changes(path, config, *next(iter(sizes)))
     return tuple(changes)
 
 
-def _in_words(layout: HeadLayout) -> str:
+def _describe(layout: HeadLayout) -> str:
     heads = "head" if layout.num_heads == 1 else "heads"
     return f"{layout.num_heads} {heads} of {layout.head_dim} channels over {layout.num_kv_heads} KV heads"

@@ -14,12 +14,12 @@ from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
-from polyhead.surgery.native.configs import ConfigChange, ask_for, configs_of
+from polyhead.surgery.native.configs import ConfigChange, configs_of, head_count_changes
 from polyhead.surgery.native.fitting import NativeFit, build_native
 
 Places = tuple[int | None, ...]
-_BY_HEAD = ("query", "output", "query_bias")
-_BY_KEY_HEAD = ("key", "value", "key_bias", "value_bias")
+_PER_HEAD = ("query", "output", "query_bias")
+_PER_KV_HEAD = ("key", "value", "key_bias", "value_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ class Padding:
             return torch.stack([x.new_zeros(x.shape[1:]) if place is None else x[place] for place in places])
 
         size = len(self.heads) // len(self.key_heads)
-        parts: dict[str, Any] = {name: spread(x, self.heads) for name, x in _held(heads, _BY_HEAD)}
-        parts |= {name: spread(x, self.key_heads) for name, x in _held(heads, _BY_KEY_HEAD)}
+        parts: dict[str, Any] = {name: spread(x, self.heads) for name, x in _present(heads, _PER_HEAD)}
+        parts |= {name: spread(x, self.key_heads) for name, x in _present(heads, _PER_KV_HEAD)}
         key_heads = tuple(place // size for place in range(len(self.heads)))
         made_of = tuple(() if place is None else heads.made_of[place] for place in self.heads)
         return replace(heads, **parts, key_heads=key_heads, origins=self.heads, made_of=made_of)
 
-    def take_out(self, padded: HeadWeights, layout: HeadLayout) -> HeadWeights:
+    def unpad(self, padded: HeadWeights, layout: HeadLayout) -> HeadWeights:
         """The heads of the layer that was padded, bit for bit."""
         heads = [self.heads.index(head) for head in range(layout.num_heads)]
         keys = [self.key_heads.index(key) for key in range(layout.num_kv_heads)]
-        parts: dict[str, Any] = {name: x[heads] for name, x in _held(padded, _BY_HEAD)}
-        parts |= {name: x[keys] for name, x in _held(padded, _BY_KEY_HEAD)}
+        parts: dict[str, Any] = {name: x[heads] for name, x in _present(padded, _PER_HEAD)}
+        parts |= {name: x[keys] for name, x in _present(padded, _PER_KV_HEAD)}
         key_heads = tuple(layout.key_head(head) for head in range(layout.num_heads))
         made_of = tuple((head,) for head in range(layout.num_heads))
         return replace(padded, **parts, key_heads=key_heads, origins=tuple(range(layout.num_heads)), made_of=made_of)
@@ -131,7 +131,7 @@ def fit_padded(model: Any, layers: Sequence[AttentionLayer]) -> PaddedFit:
         if not known or len(known) < len(readers) or len({layout.head_dim for layout in known}) > 1:
             continue
         for heads, kv_heads in _candidates(known, config, grow=best.built is None):
-            requested = ask_for(path, config, heads, kv_heads, known[0].head_dim)
+            requested = head_count_changes(path, config, heads, kv_heads, known[0].head_dim)
             found = _attempt(model, layers, (*best.changes, *requested))
             if found.built is not None:
                 best = found
@@ -189,6 +189,6 @@ def _counted(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
-def _held(heads: HeadWeights, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+def _present(heads: HeadWeights, names: Sequence[str]) -> list[tuple[str, Tensor]]:
     """Those that there are: some biases may be none."""
     return [(name, x) for name in names if (x := getattr(heads, name)) is not None]

@@ -16,7 +16,7 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.surgery.adapters.head_weights import HeadWeights
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.compensation.least_squares import RIDGE, Problem, check_moments, check_ridge, output_of
+from polyhead.surgery.compensation.least_squares import RIDGE, Problem, check_moments, check_ridge, output_projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def pruning_order(
     if problem.scale == 0:  # heads that write nothing can go in any order
         return PruningOrder(tuple(range(len(blocks) - 1)), (0.0,) * (len(blocks) - 1))
     inverse = torch.cholesky_inverse(problem.factor(problem.channels(range(heads.num_heads))))
-    matrix = weighed(problem.matrix, root)
+    matrix = in_metric(problem.matrix, root)
     places = [problem.channels(block) for block in blocks]
     left, gone, losses, lost = list(range(len(blocks))), [], [], 0.0
     readers = [heads.key_heads.count(key) for key in range(heads.key.shape[0])]
@@ -111,7 +111,7 @@ def energies(moments: OutputMoments, heads: HeadWeights, *, root: Tensor | None 
     """[heads, heads]: the mean over tokens of the product of what two heads write."""
     check_moments(moments, heads, "the layer")
     _, products = moments.compute(centred=False)
-    matrix = weighed(output_of(heads)[0], root)
+    matrix = in_metric(output_projection(heads)[0], root)
     count = heads.num_heads
     by_head = matrix.unflatten(0, (count, -1))
     pairs = products.unflatten(0, (count, -1)).unflatten(2, (count, -1))  # [heads, channels, heads, channels]
@@ -158,7 +158,7 @@ def choose_heads(
     return {path: chosen[path] for path in orders if path in chosen}
 
 
-def weighed(matrix: Tensor, root: Tensor | None) -> Tensor:
+def in_metric(matrix: Tensor, root: Tensor | None) -> Tensor:
     """What is written, in the metric that `root` gives it."""
     if root is None:
         return matrix.clone()

@@ -22,12 +22,12 @@ from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.native.fitting import config_changes
 from polyhead.surgery.selection.budgets import SEEDS, Choice, Gone, Losses, Searched, Target, Trials
 from polyhead.surgery.selection.measurements import Evidence, Weighting
-from polyhead.surgery.selection.orders import pruning_order, weighed
+from polyhead.surgery.selection.orders import in_metric, pruning_order
 from polyhead.surgery.selection.quality import Quality
 from polyhead.surgery.selection.search import TRIES, RankedSet, refined_sets
 
-MOST_SETS = 512  # that are all compared; of more, one head goes after the other
-MOST_LAYOUTS = 12  # that a curve has points of
+MAX_SETS = 512  # that are all compared; of more, one head goes after the other
+MAX_LAYOUTS = 12  # that a curve has points of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ def ranked_sets(
         )
     problem = Problem.of(moments, heads, ridge)
     sets = math.comb(len(groups), num_kv_heads) * math.prod(math.comb(len(group), size) for group in groups)
-    if problem.scale == 0 or sets > MOST_SETS:
-        return [RankedSet(0.0, _one_after_the_other(moments, heads, groups, size, num_kv_heads, ridge, root))]
+    if problem.scale == 0 or sets > MAX_SETS:
+        return [RankedSet(0.0, _greedy_set(moments, heads, groups, size, num_kv_heads, ridge, root))]
     inverse = torch.cholesky_inverse(problem.factor(problem.channels(range(heads.num_heads))))
-    matrix = weighed(problem.matrix, root)
+    matrix = in_metric(problem.matrix, root)
 
     def cost(gone: Sequence[int]) -> float:
         at = problem.channels(gone)
@@ -81,7 +81,7 @@ def ranked_sets(
     return sorted((RankedSet(cost(gone) if gone else 0.0, gone) for gone in found), key=lambda x: x.cost)
 
 
-def _one_after_the_other(
+def _greedy_set(
     moments: OutputMoments,
     heads: HeadWeights,
     groups: list[list[int]],
@@ -127,7 +127,7 @@ def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
         for readers in range(1, most_readers + 1)
         if any(keys * readers < own.num_heads for own in heads.values())
     ]
-    found = [x for x in options if fits_native(model, {path: first_to_go(own, x) for path, own in groups.items()})]
+    found = [x for x in options if fits_native(model, {path: any_heads_for(own, x) for path, own in groups.items()})]
     if not found:
         raise OptionError(
             "uniform, every layer is left with as many heads as a native config can say, got a "
@@ -137,7 +137,7 @@ def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
     return tuple(sorted(found, key=lambda x: (-x.num_heads, -x.num_kv_heads)))
 
 
-def first_to_go(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
+def any_heads_for(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
     """Heads that go for a layout, whichever: all but the first readers of the first KV heads."""
     each = layout.num_heads // layout.num_kv_heads
     kept = [head for group in groups[: layout.num_kv_heads] for head in group[:each]]
@@ -197,7 +197,7 @@ class UniformShrinker(Trials):
 
     def _reached(self, target: Target) -> UniformLayout:
         groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
-        sizes = {x: self.size({path: first_to_go(own, x) for path, own in groups.items()}) for x in self.layouts}
+        sizes = {x: self.size({path: any_heads_for(own, x) for path, own in groups.items()}) for x in self.layouts}
         for layout, size in sizes.items():
             if size.reaches(target) and fits_native(self.model, self.gone(layout)):
                 return layout
@@ -238,7 +238,7 @@ class UniformShrinker(Trials):
 
     def choices(self, *, seeds: Sequence[int] = SEEDS) -> list[Choice]:
         """The heads that go for each layout, for the curve; for some of them, evenly, where they are many."""
-        count = min(len(self.layouts), MOST_LAYOUTS)
+        count = min(len(self.layouts), MAX_LAYOUTS)
         some = [self.layouts[place * (len(self.layouts) - 1) // max(count - 1, 1)] for place in range(count)]
         return [Choice(self.gone(x), tuple(self._random(x, seed) for seed in seeds), str(x)) for x in some]
 
@@ -254,7 +254,7 @@ class UniformShrinker(Trials):
         found = {}
         for path, heads in self.evidence.heads.items():
             groups = [heads.readers[key] for key in _drawn(len(heads.readers), generator)]
-            gone = first_to_go([[own[place] for place in _drawn(len(own), generator)] for own in groups], layout)
+            gone = any_heads_for([[own[place] for place in _drawn(len(own), generator)] for own in groups], layout)
             if gone:
                 found[path] = gone
         return found

@@ -44,7 +44,7 @@ def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike
         if _holds(folder, place):
             raise OptionError(f"{words} is never replaced, nor a folder that holds it, got {folder}; name another one")
     if not empty:
-        _check_own(folder, folder)
+        _check_written_by_polyhead(folder, folder)
 
 
 def check_not_source(folder: Path, source: str | os.PathLike[str]) -> None:
@@ -81,26 +81,26 @@ def written_whole(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         for parent, _, files in os.walk(beside):
             for name in files:
                 os.chmod(os.path.join(parent, name), readable)
-                _bring_to_disk(os.path.join(parent, name))
-            _bring_to_disk(parent)
+                _fsync(os.path.join(parent, name))
+            _fsync(parent)
         check_free(folder, replace=replace)
         if folder.is_dir() and any(folder.iterdir()):
             _exchange(beside, folder)
             try:
-                _check_own(beside, folder)  # again: nobody writes to it by this name any more
-                _bring_to_disk(folder.parent)
+                _check_written_by_polyhead(beside, folder)  # again: nobody writes to it by this name any more
+                _fsync(folder.parent)
             except BaseException:
                 _exchange(beside, folder)
                 raise
         else:
             os.rename(beside, folder)
-            _bring_to_disk(folder.parent)
+            _fsync(folder.parent)
     finally:
         if beside.is_dir():
             if beside.stat().st_ino == made:
                 shutil.rmtree(beside, ignore_errors=True)
             else:
-                _remove_own(beside)
+                _remove_written_files(beside)
 
 
 def _list_files(folder: Path) -> None:
@@ -110,7 +110,7 @@ def _list_files(folder: Path) -> None:
     (folder / FILES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _check_own(folder: Path, name: Path) -> None:
+def _check_written_by_polyhead(folder: Path, name: Path) -> None:
     """Check that a folder holds the files that were written to it and nothing else; `name` is what it is called."""
     rule = "only a folder that polyhead wrote, and with nothing else in it, is replaced"
     todo = "name another one, or remove it yourself"
@@ -145,7 +145,7 @@ def _listed(folder: Path, name: Path, rule: str, todo: str) -> dict[str, int]:
     return files
 
 
-def _remove_own(folder: Path) -> None:
+def _remove_written_files(folder: Path) -> None:
     """Delete the files that were written to a folder, and what is empty then; never anything else."""
     listed = json.loads((folder / FILES).read_text(encoding="utf-8"))["files"]
     # What is found inside is looked up in the list, never the other way round: a name of the list may lead anywhere.
@@ -158,7 +158,7 @@ def _remove_own(folder: Path) -> None:
             os.rmdir(parent)
 
 
-def _bring_to_disk(path: str | Path) -> None:
+def _fsync(path: str | Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

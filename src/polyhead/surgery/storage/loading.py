@@ -60,8 +60,8 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
     if manifest is None:
         return None
     with quiet(progress=False), describe_failure(folder.name, str(folder), local=True):
-        model = _read_own(folder, manifest) if manifest.form == "uneven" else _read_native(folder, manifest)
-    _give_origins(model, folder, manifest)
+        model = _read_uneven(folder, manifest) if manifest.form == "uneven" else _read_native(folder, manifest)
+    _restore_origins(model, folder, manifest)
     model = model.eval()
     found = fingerprint(model)
     if found != manifest.fingerprint:
@@ -75,7 +75,7 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
     return model if dtype is None else _cast(model, dtype)
 
 
-def _give_origins(model: Any, folder: Path, manifest: Manifest) -> None:
+def _restore_origins(model: Any, folder: Path, manifest: Manifest) -> None:
     """Say on the layers which original heads theirs are: as the manifest does, or as follows from the record."""
     found = find_layers(model)
     layers = {layer.path: layer for layer in found}
@@ -104,13 +104,13 @@ def _read_native(folder: Path, manifest: Manifest) -> Any:
         if len(padding.heads) != padded.num_heads or set(range(layout.num_heads)) - set(padding.heads):
             raise CheckpointError(f"{MANIFEST} in {folder} places other heads than {path} has")
         layouts[path] = layout
-        parameters |= pack_heads(model, layer, padding.take_out(padded, layout))
+        parameters |= pack_heads(model, layer, padding.unpad(padded, layout))
     with committed(model, layers, Changes(parameters, layouts)):
         pass
     return model
 
 
-def _read_own(folder: Path, manifest: Manifest) -> Any:
+def _read_uneven(folder: Path, manifest: Manifest) -> Any:
     """A model of the native class, its layers given the heads that they are to have, then filled."""
     import transformers
 

@@ -22,7 +22,7 @@ MANIFEST = "polyhead.json"
 WEIGHTS = "polyhead.safetensors"
 RECORD = "polyhead-record.safetensors"
 FORMAT = 1
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Manifest:
             path,
             f"{MANIFEST} says how a saved model is read, and one that is damaged is refused",
             CheckpointError,
-            _MOST_BYTES,
+            _MAX_BYTES,
         )
         try:
             if found["format"] != FORMAT:

@@ -85,7 +85,9 @@ def save(
 
     def write() -> SavedModel:
         with quiet(progress=False), written_whole(folder, replace=replace) as beside:
-            _write_native(model, beside, made) if made.built is not None else _write_own(model, beside, made.manifest)
+            _write_native(model, beside, made) if made.built is not None else _write_uneven(
+                model, beside, made.manifest
+            )
             _read_back(model, beside)
             if record is not None:
                 _with_config(record, made.changes).save(beside / RECORD)
@@ -94,7 +96,7 @@ def save(
         num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         return SavedModel(folder, made.manifest.form, made.native, num_bytes)
 
-    with _failure_named(folder):
+    with _explain_write_errors(folder):
         try:
             return write()
         except CheckpointError as error:
@@ -105,7 +107,7 @@ def save(
 
 
 @contextmanager
-def _failure_named(folder: Path) -> Iterator[None]:
+def _explain_write_errors(folder: Path) -> Iterator[None]:
     """A full disk, and whatever else keeps a folder from being written; a library fails in its own way."""
     from safetensors import SafetensorError
 
@@ -122,7 +124,7 @@ def _failure_named(folder: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Made:
+class _Plan:
     """What is to be written: a native class on the meta device with the tensors that differ, or nothing but a model."""
 
     manifest: Manifest
@@ -132,7 +134,7 @@ class _Made:
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: Form | None) -> _Made:
+def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: Form | None) -> _Plan:
     layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
     origins = {layer.path: layer_origins(model, layer) for layer in layers if layer.layout is not None}
     origins = {path: one for path, one in origins.items() if not one.is_unedited}
@@ -144,7 +146,7 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
             raise OptionError(
                 f"padded, a model must fit into a native config, got one that does not: {padded.rule}; save it uneven"
             )
-        return _Made(
+        return _Plan(
             Manifest("padded", name, known, layouts, padded.paddings, origins=origins),
             f"plain transformers loads it as {name}{padded.in_words}",
             padded.built,
@@ -152,7 +154,7 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
             padded.tensors(model, layers),
         )
     if uniform.built is not None and form != "uneven":
-        return _Made(
+        return _Plan(
             Manifest("uniform", name, known, layouts, origins=origins),
             f"plain transformers loads it as {name}",
             uniform.built,
@@ -167,26 +169,26 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], known: str, form: 
     return _own(model, manifest, f": {uniform.rule}" if uniform.rule else ", in this form")
 
 
-def _own(model: nn.Module, manifest: Manifest, why: str) -> _Made:
-    return _Made(
+def _own(model: nn.Module, manifest: Manifest, why: str) -> _Plan:
+    return _Plan(
         dataclasses.replace(manifest, form="uneven", shared=_shared(model)),
         f"plain transformers does not load it{why}; polyhead.load does",
     )
 
 
-def _write_native(model: Any, folder: Path, made: _Made) -> None:
+def _write_native(model: Any, folder: Path, made: _Plan) -> None:
     """By the native class itself, so that names, shards and tied weights are as it wants them."""
     built = made.built
     built.load_state_dict({**model.state_dict(), **made.tensors}, strict=True, assign=True)
     built.tie_weights()
     if model.can_generate():
         built.generation_config = copy.deepcopy(model.generation_config)
-    _say_origins(built.config, made.manifest)
+    _write_origins(built.config, made.manifest)
     built.save_pretrained(folder)
     made.manifest.write(folder)
 
 
-def _write_own(model: Any, folder: Path, manifest: Manifest) -> None:
+def _write_uneven(model: Any, folder: Path, manifest: Manifest) -> None:
     from safetensors.torch import save_file
 
     tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
@@ -196,14 +198,14 @@ def _write_own(model: Any, folder: Path, manifest: Manifest) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [manifest.architecture]
     config.dtype = model.dtype
-    _say_origins(config, manifest)
+    _write_origins(config, manifest)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     manifest.write(folder)
 
 
-def _say_origins(config: Any, manifest: Manifest) -> None:
+def _write_origins(config: Any, manifest: Manifest) -> None:
     """Write the original heads into a config as its class has them, heads of zeros at their places."""
     origins = {path: HeadOrigins.unedited(layout.num_heads) for path, layout in manifest.layers.items()}
     origins |= dict(manifest.origins or {})

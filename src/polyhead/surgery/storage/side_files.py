@@ -26,7 +26,7 @@ _WEIGHTS = (
     ".ot",
 )
 _LARGE = 1 << 26  # bytes; what is larger is taken for weights under a name of its own
-_MOST_BYTES, _MOST_FILES = 1 << 30, 4096
+_MAX_BYTES, _MAX_FILES = 1 << 30, 4096
 _REWRITTEN = ("config.json", "generation_config.json", "polyhead.json", "model.safetensors.index.json", FILES)
 
 
@@ -78,9 +78,9 @@ class SideFiles:
                 if found.st_size > _LARGE:
                     continue
                 count, size = count + 1, size + found.st_size
-                if count > _MOST_FILES or size > _MOST_BYTES:
+                if count > _MAX_FILES or size > _MAX_BYTES:
                     raise CheckpointError(
-                        f"at most {_MOST_FILES:,} files and {_MOST_BYTES:,} bytes are copied beside a model's weights, "
+                        f"at most {_MAX_FILES:,} files and {_MAX_BYTES:,} bytes are copied beside a model's weights, "
                         f"got more in {self.folder}; move what does not belong to the model elsewhere"
                     )
                 yield inside / name, source
