@@ -30,14 +30,14 @@ def test_a_text_is_read_on_from_where_it_stopped_and_looks_the_same(name):
     hook = model.get_submodule(layers[0].output).register_forward_hook(lambda *_: ran.append(1))
     for which in (lending, None):
         for piece, plain in zip(pieces, uncached_pieces(batches), strict=True):
-            seen = piece.look(model, layers[1], lending=which)
+            seen = piece.capture(model, layers[1], lending=which)
             assert not ran  # the first block rests
-            expected = plain.look(model, layers[1], lending=which)
+            expected = plain.capture(model, layers[1], lending=which)
             torch.testing.assert_close(seen.heads, expected.heads, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(seen.written, expected.written, rtol=1e-9, atol=1e-9)
             ran.clear()
     hook.remove()
-    now, before = (pieces[0].look(model, layers[1], lending=which).heads for which in (lending, None))
+    now, before = (pieces[0].capture(model, layers[1], lending=which).heads for which in (lending, None))
     assert not torch.allclose(now, before)
     assert all("forward" not in vars(module) for module in model.modules())
 

@@ -69,7 +69,7 @@ def sample_logits(
 
 
 def _seen(heads: HeadWeights, form: KeyForm, looked: AttentionCapture) -> LogitSample:
-    attended, inputs = looked.attended, looked.look.inputs
+    attended, inputs = looked.attended, looked.capture.inputs
     weights = attention_weights(attended).float()
     if looked.real is not None:
         weights = weights * looked.real[:, None, :, None].to(weights)

@@ -46,10 +46,10 @@ def sample_attended(
     generator = torch.Generator().manual_seed(0)
     inputs, targets = [], []
     for piece in text:
-        seen, wanted = piece.capture_attention(model, layer, lending=lending), piece.look(model, layer, lending=None)
+        seen, wanted = piece.capture_attention(model, layer, lending=lending), piece.capture(model, layer, lending=None)
         if seen is None or wanted is None:
             continue
-        x = seen.look.inputs["value"]  # [batch, keys, width], of which heads make [batch, queries, heads, width]
+        x = seen.capture.inputs["value"]  # [batch, keys, width], of which heads make [batch, queries, heads, width]
         made = torch.einsum("bhnm,bmw->bnhw", attention_weights(seen.attended).to(x.dtype), x)
         rows = unpadded_rows(model, layer, piece.batch, made.flatten(2))
         chosen = (torch.rand(len(rows), generator=generator) < share).to(rows.device)
