@@ -177,7 +177,10 @@ def _layout(
     query_input = in_sizes["query"]
     key_input = in_sizes.get("key", query_input)
     if rest or not heads or kv_heads < 1 or query_input != width:
-        return f"its output projection has {output_inputs} inputs and {width} outputs, which are not heads of {head_dim} channels"
+        return (
+            f"its output projection has {output_inputs} inputs and {width} outputs, which do not split into heads of "
+            f"{head_dim} channels"
+        )
     try:
         layout = HeadLayout(
             width, heads, kv_heads, head_dim, head_dim, key_input, in_sizes.get("value", key_input), key_heads=key_heads

@@ -135,7 +135,7 @@ def take_shape(model: nn.Module, record: EditRecord) -> None:
     for name, shape in record.shapes.items():
         size = model.get_parameter(name).numel()
         if any(side < 0 for side in shape) or math.prod(shape) > 64 * size:
-            raise CheckpointError(f"a record must keep the size of {name}, {size:,}, in bounds, got {list(shape)[:8]}")
+            raise CheckpointError(f"a record must give {name} of {size:,} values a valid shape, got {list(shape)[:8]}")
     parameters = {name: model.get_parameter(name).new_zeros(shape) for name, shape in record.shapes.items()}
     layouts = {layer.path: layer.after for layer in record.layers}
     changes = Changes(parameters, layouts, record.config, origins_after(tuple(by_path.values()), record))
@@ -222,7 +222,7 @@ def _check_config(layers: Sequence[AttentionLayer], changes: Changes) -> None:
         if layer.reads_config and layout != layer.layout and not changes.config:
             raise OptionError(
                 f"{type(layer.module).__name__} reads the number of its heads from the config that all its layers "
-                "share, and no config describes the result of these edits; edit every layer alike, in groups of one size"
+                "share, and no config describes these edits; edit every layer alike, and in groups of one size"
             )
 
 

@@ -1,4 +1,4 @@
-"""Edits of a layer's heads as values: frozen, serialisable as JSON, each a function from heads to heads.
+"""Edits of a layer's heads as values: frozen, stored as JSON, each a function from heads to heads.
 
 An edit holds no weights. Several edits of one layer are applied in order: the second refers to the heads as the first
 left them.

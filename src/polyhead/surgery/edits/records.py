@@ -79,7 +79,7 @@ class EditRecord:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EditRecord:
-        """Read a record that `save` wrote; a damaged file is rejected here, or by `undo`, which checks the weights."""
+        """Read a record that `save` wrote; damage is detected here, or by `undo`, which checks the weights."""
         tensors, metadata = read_tensors(path, "an edit record is a whole safetensors file", CheckpointError)
         header = metadata.get(_KEY)
         if header is None:
@@ -88,7 +88,8 @@ class EditRecord:
             content = json.loads(header)
             if content["format"] != FORMAT:
                 raise CheckpointError(
-                    f"this version reads edit records of format {FORMAT}, got format {content['format']} in {str(path)!r}"
+                    f"this version reads edit records of format {FORMAT}, got format {content['format']} in "
+                    f"{str(path)!r}"
                 )
             return cls._of(content, tensors)
 
