@@ -74,7 +74,10 @@ def layer_origins(model: nn.Module, layer: AttentionLayer) -> HeadOrigins:
 
 
 def linear_axis(linear: nn.Module, *, outputs: bool) -> int:
-    """Return the axis of a linear module's weight that indexes its outputs (or inputs); Conv1D swaps them."""
+    """Return the axis of a linear module's weight that indexes its outputs (or inputs).
+
+    Conv1D has them swapped.
+    """
     return int(is_conv1d(linear)) if outputs else 1 - int(is_conv1d(linear))
 
 

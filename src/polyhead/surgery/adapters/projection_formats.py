@@ -1,4 +1,4 @@
-"""How model families store Q/K/V/O projections: module names, and the row order of fused ones."""
+"""Storage formats of Q/K/V/O projections by model family: module names, and row order if fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detect the transform between a layer's projections and its logits: rotary positions, norms, or none.
+"""Detect the transform between projections and logits: rotary positions, norms, or none.
 
 Detected numerically, never by names: the outputs of the projections (or of the norms after them) are compared with
 the inputs of the attention. Pairs of channels rotated by one angle for all heads of a token are rotary position

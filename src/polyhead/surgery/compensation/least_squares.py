@@ -1,4 +1,4 @@
-"""Pruning with least-squares compensation: W_O of the remaining heads reconstructs the layer's output.
+"""Pruning with least-squares compensation: W_O of the remaining heads reconstructs the output.
 
 Closed form over the moments of calibration text. With X the concatenated outputs of all heads, T the target output
 (X W for the full output matrix W, unless `solve_in_order` sets another) and S the channels that remain, the new matrix

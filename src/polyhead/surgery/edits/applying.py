@@ -126,7 +126,7 @@ def undo(model: nn.Module, record: EditRecord) -> None:
 
 
 def take_shape(model: nn.Module, record: EditRecord) -> None:
-    """Give an unedited model the shapes of the edited one, filled with zeros, to load a shrunk checkpoint.
+    """Give an unedited model the shapes of the edited one, filled with zeros, for a shrunk checkpoint.
 
     Followed by `model.load_state_dict(...)` and `undo(model, record)`, this undoes edits in another process.
     """

@@ -71,10 +71,12 @@ def aligned(
 
 
 def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyForm) -> Tensor:
-    """Return the allowed map [dim, dim] of `rows` [dim, width] to the second moments of `towards`, nearest to it.
+    """Return the allowed map [dim, dim] of a head's rows [dim, width] onto another head's.
 
-    An optimal transport map restricted to the allowed blocks: C_t^½ Q C_t^-½ ... with Q from orthogonal Procrustes.
-    Plain least squares would shrink uncorrelated directions, and its inverse would blow them up elsewhere.
+    With C_s, C_t and C_ts the second and cross moments of both heads' outputs, each allowed block is C_t^½ Q C_s^-½, Q
+    the orthogonal Procrustes solution for C_t^-½ C_ts C_s^-½: the outputs get the target's moments and are as near to
+    it as such a map can bring them. Plain least squares would shrink uncorrelated directions, and its inverse would
+    blow them up elsewhere.
     """
     result = torch.eye(rows.shape[0], dtype=rows.dtype, device=rows.device)
     if form.norm == "layer":
@@ -94,11 +96,11 @@ def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyForm) -> Te
         if form.norm == "rms":  # a norm removes scales, so only rotations remain
             block_maps[tuple(channels)] = _nearest_orthogonal(cross_block)
         else:
-            (root, back), (_, inverse) = _root(target), _root(source)
-            block_maps[tuple(channels)] = root @ _nearest_orthogonal(back @ cross_block @ inverse) @ inverse
+            (root, inverse_root), (_, whiten) = _root(target), _root(source)
+            block_maps[tuple(channels)] = root @ _nearest_orthogonal(inverse_root @ cross_block @ whiten) @ whiten
     largest = max(float(torch.linalg.matrix_norm(block, 2)) for block in block_maps.values())
-    for place, block in block_maps.items():
-        index = torch.tensor(place, device=rows.device)
+    for channels, block in block_maps.items():
+        index = torch.tensor(channels, device=rows.device)
         left, sizes, right = torch.linalg.svd(block)
         if largest == 0:  # all rows are zero
             return result

@@ -1,4 +1,4 @@
-"""Preconditioned conjugate gradients for linear least squares whose normal matrix is too large to form."""
+"""Preconditioned conjugate gradients for least squares too large for a direct solver."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _best_product(
 
 
 def _root(rows: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """With X = C^½ rowsᵀ = P R, P orthonormal, return R and the matrix that maps `rows` to Pᵀ C^½."""
+    """With X = C^½ rowsᵀ = P R, P orthonormal, return R and the matrix B with B rows = Pᵀ C^-½."""
     energy, vectors = torch.linalg.eigh(rows.conj() @ moments.to(rows.dtype) @ rows.T)
     nonzero = energy > MIN_RELATIVE_ENERGY * energy[-1].clamp_min(torch.finfo(torch.float64).tiny)
     size = torch.where(nonzero, energy, 1.0).sqrt()

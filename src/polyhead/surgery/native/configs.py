@@ -16,7 +16,7 @@ MAX_VALUE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """A changed value of a model's config; `path` names a nested config, as in "text_config", or is empty."""
+    """A changed value of a model's config; `path` names a nested config, such as "text_config"."""
 
     path: str
     name: str

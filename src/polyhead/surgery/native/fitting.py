@@ -37,7 +37,7 @@ def config_changes(
     layouts: Mapping[str, HeadLayout],
     parameters: Mapping[str, Tensor],
 ) -> tuple[ConfigChange, ...]:
-    """Return the config changes that give the native class these heads; empty if no config describes them.
+    """Return the config changes that give the native class these heads; empty if none describes them.
 
     `layouts` are those of the edited layers by path and `parameters` their new weights by name. A config has one number
     of heads for all layers that read it, and many families derive the head width from it.
@@ -81,7 +81,7 @@ def fit_native(
     layouts: Mapping[str, HeadLayout],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> NativeFit:
-    """Compare the native class of a changed config with the model's tensors and the layouts of its layers.
+    """Compare the native class of a changed config with the model's tensors and head layouts.
 
     `shapes` overrides the shapes of tensors that will differ from the model's.
     """

@@ -1,4 +1,4 @@
-"""Budgets: a target size, the size of a model without some of its heads, and its quality at that size."""
+"""Budgets: a target size, and the size and quality of a model without some of its heads."""
 
 from __future__ import annotations
 
