@@ -168,14 +168,14 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     shown = invoke("shrink", place / "llama", "--target", "2x-cache", *options, "--preview").stdout
     assert "4 heads go, 2/1 heads/KV heads stay in every layer" in shown
     said = invoke("shrink", place / "llama", "--target", "4x-cache", *options, "--preview", code=2).stderr
-    assert "can be left with heads/KV heads 2/2, 2/1, 1/1, of which 1/1 leaves 25% of the heads, 50% of the" in said
+    assert "can have heads/KV heads 2/2, 2/1, 1/1, of which 1/1 leaves 25% of the heads, 50% of the" in said
 
 
 def test_a_family_that_has_no_fewer_heads_is_refused_before_its_text_is_read(place, tmp_path):
     (tmp_path / "unreadable.txt").write_bytes(b"\xff\xfe\x00\xd8")
     options = ["--target", "25%-heads", "--text", tmp_path / "unreadable.txt", "--form", "uniform", "--device", "cpu"]
     said = invoke("shrink", place / "bert", *options, "--preview", code=2).stderr
-    assert "got a BertModel, of which no config says fewer heads than it has; the forms for it are padded" in said
+    assert "got a BertModel, which has none; use the form padded" in said
 
 
 def test_options_say_what_they_do():
@@ -190,8 +190,8 @@ def test_options_say_what_they_do():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--target", "half"], "a target is a share of the heads that go"),
-        (["--target", "0.5x-cache"], "a target is a share of the heads that go"),
+        (["--target", "half"], "a target must be a share of heads to prune"),
+        (["--target", "0.5x-cache"], "a target must be a share of heads to prune"),
         (["--target", "30%-heads"], "text such as the model will read, got none; give some with --text FILE"),
         (["--target", "30%-heads", "--text", "T", "--metric", "charm"], "a metric is perplexity or fidelity"),
         (["--target", "30%-heads", "--text", "T", "--measured"], "--measured is for a target such as 1.2x-faster"),
@@ -199,9 +199,9 @@ def test_options_say_what_they_do():
             ["--target", "1.2x-faster", "--text", "T", "--measured", "--search"],
             "--search moves heads while a target that",
         ),
-        (["--target", "30%-heads", "--text", "T", "--form", "uniform", "--criterion", "plain"], "go by the criterion"),
+        (["--target", "30%-heads", "--text", "T", "--form", "uniform", "--criterion", "plain"], "pruning KV heads needs the criterion"),
         (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity is of a causal model"),
-        (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
+        (["--target", "99%-heads", "--text", "T"], "every layer keeps at least one head, which leaves 25% of the heads"),
         (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "five contexts at least"),
         (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "a criterion is one of compensated"),
     ],

@@ -17,7 +17,7 @@ FAMILIES = {family.name: family for family in models.FAMILIES}
 REFUSED = {
     "gpt_oss": "sinks of shape",
     "olmo2": r"q_norm \(\{'q_norm.weight': \[32\]\}\)",
-    "deepseek_v3": "no names and order that we know",
+    "deepseek_v3": "no known names and order",
     "llama4_text": "qk_norm",
     "t5": "relative_attention_bias",
 }

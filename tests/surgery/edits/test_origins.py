@@ -209,7 +209,7 @@ def test_origins_that_are_not_of_the_layers_heads_are_refused(tmp_path):
     manifest = json.loads((tmp_path / "model" / "polyhead.json").read_text())
     (path,) = manifest["origins"]
     for wrong, words in (
-        ({"heads": [[0], [2]], "total": 4}, "must be of all heads"),
+        ({"heads": [[0], [2]], "total": 4}, "must cover all heads"),
         ({"heads": [[0], [2], [2]], "total": 4}, "name each of the heads 0 to 3 once at most"),
         ({"heads": [[0], [2], [7]], "total": 4}, "name each of the heads"),
         ({"heads": 3, "total": 4}, "origins have heads"),

@@ -78,7 +78,7 @@ def test_a_damaged_record_is_refused_and_the_model_stays_edited(tmp_path):
     with pytest.raises(CheckpointError, match="a whole safetensors file, got"):
         EditRecord.load(path)
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    with pytest.raises(CheckpointError, match="it is damaged; the model is as it was"):
+    with pytest.raises(CheckpointError, match="the record is damaged; the model is unchanged"):
         undo(layer, EditRecord.load(path))
     assert fingerprint(layer) == record.after
     assert layer.layout.num_heads == 5

@@ -142,14 +142,14 @@ def test_our_layers_are_converted_and_padding_counts_nothing():
 @pytest.mark.parametrize(
     ("name", "count", "options", "words"),
     [
-        ("bert", 3, {}, "their number divides 4, got 3"),
-        ("bert", 0, {}, "their number divides 4, got 0"),
+        ("bert", 3, {}, "number of KV heads must divide 4, .*, got 3"),
+        ("bert", 0, {}, "number of KV heads must divide 4, .*, got 0"),
         ("bert", 4, {}, "every layer has 4 KV heads already"),
         ("bert", 2, {"grouping": "alike"}, "grouping must be one of similar, neighbours, got 'alike'"),
         ("bert", 2, {"rounds": -1}, "rounds must be an integer of at least 0, got -1"),
         ("bert", 2, {"ridge": -1.0}, "ridge must be a number of at least 0, got -1.0"),
         ("bert", 2, {"stack": "nowhere"}, r"stack must be one of .*encoder\.layer\.\*.*, got 'nowhere'"),
-        ("gpt2", 2, {}, "gives every head a KV head of its own, got 4 heads over 2"),
+        ("gpt2", 2, {}, "supports only one KV head per head, got 4 heads over 2"),
         ("gpt_oss", 1, {}, "cannot be edited: it has sinks"),
     ],
 )

@@ -40,7 +40,7 @@ def test_figures_of_a_model_stand_beside_those_of_the_whole(batches):
     assert fidelity.measure().error == pytest.approx(float(rows.std()) / len(rows) ** 0.5, rel=1e-3)
     assert fidelity.loss() == pytest.approx(1 - fidelity.measure().value)
     for kind in (Perplexity, Fidelity):
-        with pytest.raises(OptionError, match="measured on some text, got no batch"):
+        with pytest.raises(OptionError, match="needs some text, got no batch"):
             kind(model, [])
 
 

@@ -23,7 +23,7 @@ def test_targets_are_read_and_refused():
         "1.2 times fewer FLOPs",
     ]
     for text in ("30%", "0%-heads", "100%-heads", "1x-cache", "2x-smaller", "fast"):
-        with pytest.raises(OptionError, match="a target is a share of the heads"):
+        with pytest.raises(OptionError, match="a target must be a share of heads"):
             Target.parse(text)
     assert Size(0.7, 1.0, 0.9).reaches(Target("heads", 0.3))
     assert not Size(0.7, 1.0, 0.9).reaches(Target("cache", 1.1))
@@ -40,13 +40,13 @@ def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
         count = sum(map(len, gone.values()))
         assert shrinker.size(gone).reaches(target)
         assert not shrinker.size(shrinker.gone(count - 1)).reaches(target)
-    with pytest.raises(OptionError, match="a layer keeps a head at least, which leaves 25% of the heads"):
+    with pytest.raises(OptionError, match="every layer keeps at least one head, which leaves 25% of the heads"):
         shrinker.meet_target(Target("heads", 0.9))
     by_keys = Shrinker(evidence, by_key_heads=True)
     gone = by_keys.meet_target(Target("cache", 1.3))
     assert by_keys.size(gone).cache == 0.75
     assert {len(heads) for heads in gone.values()} == {2}
-    with pytest.raises(OptionError, match="KV heads go by the criterion repaired"):
+    with pytest.raises(OptionError, match="pruning KV heads needs the criterion compensated"):
         Shrinker(evidence, by_key_heads=True, criterion="plain")
 
 

@@ -186,7 +186,7 @@ def test_side_files_that_are_not_the_models_own_are_refused(kind, models, tmp_pa
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key.txt").write_text("PRIVATE KEY")
     path = models / "orig" / "README.md"
-    words = "are in its folder"
+    words = "must be in its folder"
     if kind == "key":
         path.symlink_to(secret)
     elif kind == "zero":
