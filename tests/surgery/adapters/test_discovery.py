@@ -1,4 +1,4 @@
-"""Layers found by structure, and those that are not known refused by name."""
+"""Layer discovery by structure, and the reasons for layers that cannot be edited."""
 
 from __future__ import annotations
 

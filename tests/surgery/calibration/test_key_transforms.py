@@ -1,4 +1,4 @@
-"""What stands between projections and logits, found by numbers; and refused where it is something else."""
+"""Key forms are detected numerically; other transforms raise."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_neither_turned_nor_the_same_is_refused():
 
 
 def _swap_turn(module: nn.Module, given: tuple, named: dict) -> tuple:
-    """Angles of which no two channels share one."""
+    """Rotation angles that no two channels share."""
     cos, sin = named["position_embeddings"]
     return given, {**named, "position_embeddings": (cos + torch.rand_like(cos), sin)}
 

@@ -1,4 +1,4 @@
-"""What W_O is given, summed: any split merged in any order, and no padding among it."""
+"""Output moments: any split merged in any order gives the same, without padding tokens."""
 
 from __future__ import annotations
 

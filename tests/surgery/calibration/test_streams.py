@@ -1,4 +1,4 @@
-"""A text read on from where it stopped, and from its beginning where that cannot be."""
+"""Cached block outputs give the same captures, and a full forward where they cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repair in closed form: held to least squares solved directly, on planted redundancy and in whole models."""
+"""Closed-form compensation against a direct solver, on planted redundancy and whole models."""
 
 from __future__ import annotations
 

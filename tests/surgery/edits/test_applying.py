@@ -1,4 +1,4 @@
-"""Applying edits, counting them before, undoing them after; and leaving a model alone whenever something is wrong."""
+"""Applying, previewing and undoing edits; any error leaves the model unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits as values: through JSON and back, and what they refuse."""
+"""Edits as values: JSON round trips and validation."""
 
 from __future__ import annotations
 

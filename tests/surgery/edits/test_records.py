@@ -1,4 +1,4 @@
-"""Edit records in files: undone in another process, whole or not there, and checked number by number."""
+"""Edit records in files: undone in another process, written atomically, and verified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer KV heads: closed forms held to direct decompositions, planted likeness found, and whole models converted."""
+"""Fewer KV heads: closed forms against direct decompositions, planted similarity, and whole models."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_encoder_and_a_decoder_are_converted_together_or_one_stack_of_them():
 
 
 class Stack(nn.Module):
-    """Two layers of ours, one after the other."""
+    """Two polyhead layers in sequence."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Heads fused into one: nearest of all heads of one rank, and without loss where they attend and write alike."""
+"""Fused heads: the best head of one rank, and lossless for equal QK and OV circuits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits as they were seen, computed again from the weights; and shared keys refitted to them."""
+"""Sampled logits are reproduced from the weights, and shared keys are refitted to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyForm, l
 
 
 def loss(heads: HeadWeights, form: KeyForm, seen: list[LogitSample]) -> float:
-    """By the formula, key by key: the divergence of weights that are off by these logits, to second order, twice."""
+    """Return twice the second-order KL divergence for these logit errors, by the formula."""
     total = 0.0
     for one in seen:
         off = again(heads, form, one) - one.logits
@@ -45,7 +45,7 @@ def loss(heads: HeadWeights, form: KeyForm, seen: list[LogitSample]) -> float:
 
 
 def again(heads: HeadWeights, form: KeyForm, one: LogitSample) -> Tensor:
-    """Logits of these heads, positions turned by hand."""
+    """Return the logits of these heads, with rotary positions applied by hand."""
     turned = []
     for x, turns, held in (
         (one.query_inputs, one.query_rotations, with_bias(heads.query, heads.query_bias)),

@@ -1,4 +1,4 @@
-"""What stands between projections and logits, found by numbers; and the maps of heads that change nothing."""
+"""Key forms are detected numerically, and the maps they allow leave the function unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FORMS = {
 
 
 class Turned:
-    """Heads mapped at random by what their form allows, keys and values; for `apply(..., compensation=...)`."""
+    """Maps keys and values by random allowed maps; for `apply(..., compensation=...)`."""
 
     def __init__(self, forms: dict[str, KeyForm]) -> None:
         self.forms = forms

@@ -1,4 +1,4 @@
-"""Criteria on models with planted heads: each finds the head that it is about, and all give orders of one kind."""
+"""Criteria on models with planted heads: each finds its head, and all return valid orders."""
 
 from __future__ import annotations
 

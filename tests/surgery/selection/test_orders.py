@@ -1,4 +1,4 @@
-"""Which heads go: orders held to losses solved anew, and what is chosen of a whole model held to all that could be."""
+"""Pruning orders against losses solved directly, and choices against exhaustive search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is worth: figures beside those of the whole, without padding, and the slope of likeness."""
+"""Quality measures relative to the unpruned model, without padding, and the probe's gradients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_padding_does_not_count_for_fidelity(name):
 
 
 def test_a_probe_has_the_curvature_of_likeness(batches):
-    """Its mean squared slope along an error is twice what fidelity loses by that error, for small ones."""
+    """The mean squared directional derivative is twice the loss of fidelity, for small errors."""
     model = build(FAMILIES["bert"])
     path = find_layers(model)[-1].path
     batch = batches[0]

@@ -1,4 +1,4 @@
-"""Budgets: read, reached with the fewest heads, and the whole curve beside its controls."""
+"""Budgets: parsed, met with the fewest heads, and the curve with its controls."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def test_sizes_are_those_that_edits_leave(batches):
 
 
 def misleading():
-    """The heads of the last layer look the heaviest by their weights, and write next to nothing.
+    """A model whose last layer has the largest weights but almost no output.
 
-    Their values read a channel with large weights that the norm before them takes away.
+    Its values read a channel with large weights that the preceding norm removes.
     """
     model = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8)
     last = model.model.layers[-1]
@@ -127,7 +127,7 @@ def test_a_search_finds_where_heads_matter_less():
     [("1.8x-faster", False), ("1.15x-cache", False), ("1.3x-cache", True), ("40%-heads", False)],
 )
 def test_a_search_keeps_to_its_target(text, by_key_heads):
-    """The loss is how many KV heads have no reader, so that a search would have them back at any price."""
+    """The loss is the number of KV heads without a reader, so an unconstrained search would restore them."""
     model, batches = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8), batches_of_tokens()
     shrinker = Shrinker(Evidence(model, batches, Judge(slope=language_slope)), by_key_heads=by_key_heads)
     target = Target.parse(text)

@@ -1,4 +1,4 @@
-"""Heads that go so that every layer ends alike: the cheapest of all such sets, and what a native class holds."""
+"""Uniform pruning: the cheapest of all sets, and the layouts that a native class supports."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_search_exchanges_heads_within_layers_while_that_helps():
 
 
 def test_a_search_of_sets_takes_what_measures_best_whatever_the_evidence_says():
-    """Two layers of two sets each, of which the evidence prefers the wrong one in the first."""
+    """Two layers of two sets each; the evidence prefers the wrong one in the first."""
     ranked = {"a": [RankedSet(1.0, (0,)), RankedSet(1.2, (1,))], "b": [RankedSet(1.0, (2,)), RankedSet(1.1, (3,))]}
     losses = {(0,): 3.0, (1,): 1.0, (2,): 1.0, (3,): 2.0}
 

@@ -1,4 +1,4 @@
-"""Loading what was saved: number for number, in any form and dtype, and never from a file that is damaged."""
+"""Loading saved models: bit for bit, in any form and dtype, and never from a damaged file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMS = ("uneven", "padded")
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Bystander]:
-    """Another process, from before any of these models was saved."""
+    """Another process, started before any of these models was saved."""
     build(FAMILIES["llama"])  # what it takes to import is imported for both
     made = Bystander()
     yield made
@@ -51,7 +51,7 @@ def elsewhere() -> Iterator[Bystander]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, elsewhere) -> Path:
-    """Edited models by family, in each form that is not uniform."""
+    """Edited models by family, in each form except uniform."""
     folder = tmp_path_factory.mktemp("saved")
     for name, edits in EDITS.items():
         build(FAMILIES[name], dtype=torch.float32).save_pretrained(folder / f"{name}-whole")
@@ -108,7 +108,7 @@ def test_another_dtype_changes_the_weights_and_nothing_else(place, form):
 
 
 def original_of(folder: Path) -> tuple[str, int]:
-    """Load and undo in a process where our attention is not registered with transformers."""
+    """Load and undo in a process where polyhead's attention is not registered with transformers."""
     for functions in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         functions._global_mapping.pop("polyhead", None)
     model = polyhead.load(folder)

@@ -1,4 +1,4 @@
-"""Only what was written here is ever replaced, and only regular files of the model's own folder are copied."""
+"""Only folders that polyhead wrote are replaced, and only the model's own regular files are copied."""
 
 from __future__ import annotations
 

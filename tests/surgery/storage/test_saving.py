@@ -1,4 +1,4 @@
-"""Saving: the form that is asked for or the rule that forbids it, all that belongs to a model, and whole or not."""
+"""Saving: the requested form or the rule that forbids it, all files of a model, atomically."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def test_a_model_that_was_not_edited_is_the_same_bit_for_bit(name, form, tmp_pat
     assert type(back) is type(model)
     assert fingerprint(back) == fingerprint(model)
     assert not back.training
-    assert _told(back.config.to_dict()) == _told(model.config.to_dict())
+    assert _without_writer_entries(back.config.to_dict()) == _without_writer_entries(model.config.to_dict())
     if form != "uneven":
         assert fingerprint(native(model, tmp_path / "model")) == fingerprint(model)
 
 
-def _told(config):
-    """A config without what whoever writes it adds."""
+def _without_writer_entries(config):
+    """Return a config without the entries that its writer adds."""
     added = ("architectures", "dtype", "transformers_version", "_name_or_path")
     plain = {name: value for name, value in config.items() if name not in added}
-    return {name: _told(value) if isinstance(value, dict) else value for name, value in plain.items()}
+    return {name: _without_writer_entries(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
 def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
@@ -252,7 +252,7 @@ def test_nothing_is_written_over_unless_told_and_never_over_the_origin(tmp_path)
 
 
 class Interruption(BaseException):
-    """Like a key that is pressed: no error, and nothing may catch it as one."""
+    """Like a keyboard interrupt: not an `Exception`, so nothing may catch it as one."""
 
 
 @pytest.mark.parametrize(("form", "replaced"), [("uniform", False), ("padded", False), ("uneven", True)])
