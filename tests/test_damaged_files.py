@@ -203,7 +203,7 @@ def test_a_config_is_changed_in_its_heads_alone():
         ("__dict__", "head_dim"),
         ("a.__x", "head_dim"),
     ):
-        with pytest.raises(OptionError, match="a change of a config is of num_attention_heads"):
+        with pytest.raises(OptionError, match="a config change must be of num_attention_heads"):
             ConfigChange(path, name, None, None)
 
 

@@ -95,7 +95,7 @@ def test_a_preview_counts_and_writes_nothing(place, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("bert", ["--kv-heads", 3], "their number divides 4, got 3"),
+        ("bert", ["--kv-heads", 3], "must divide 4, so that groups have one size, got 3"),
         ("llama", ["--kv-heads", 2], "every layer has 2 KV heads already"),
         ("t5", ["--kv-heads", 1], "cannot be edited"),
         ("bert", ["--kv-heads", 2, "--grouping", "random"], "grouping must be one of similar, neighbours"),

@@ -94,7 +94,7 @@ def test_a_cache_is_no_target_for_an_encoder(place):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--preview"]
     for name in ("bert", "masked"):
         result = invoke("shrink", place / name, "--target", "2x-cache", *options, code=2)
-        assert "a target of cache is for a model that generates" in result.stderr
+        assert "a cache target needs a model with a KV cache" in result.stderr
         assert "Choose heads" not in result.stderr  # refused before the text is read
     with pytest.raises(OptionError, match="keeps no cache"):
         check_target(Target("cache", 2.0), polyhead.load(place / "bert"))

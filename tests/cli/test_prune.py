@@ -45,7 +45,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     assert "without heads 0.1, 0.3, 1.0" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
     assert f"Saved to {tmp_path / 'pruned'}, " in shown
-    assert "uneven: plain transformers does not load it: a BertConfig says one number of heads" in shown
+    assert "uneven: plain transformers does not load it: a BertConfig has one number of heads" in shown
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the original" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
     invoke("prune", place / "bert", "--heads", "0.1,0.3,1.0", "--no-repair", "--output", tmp_path / "plain")
@@ -119,7 +119,7 @@ def test_every_criterion_can_be_asked_for(place, criterion):
     assert (len(seeds) > 1) == (criterion == "random")
     if criterion in ("gradient", "taylor"):
         said = invoke("prune", place / "bert", *options, code=2).stderr
-        assert "likeness to the whole model is flat there" in said
+        assert "similarity to the unpruned model has none there" in said
     else:
         assert taken("bert").count(".") == 3
 
@@ -172,7 +172,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
     assert {file.name: file.read_bytes() for file in (place / "bert").iterdir()} == before
     invoke("prune", place / "bert", *options, "--output", tmp_path / "one")
     assert (
-        "which holds files; name another one"
+        "which holds files; choose another one"
         in invoke("prune", place / "bert", *options, "--output", tmp_path / "one", code=2).stderr
     )
     invoke("prune", place / "bert", "--heads", "0.1,0.2", "--no-repair", "--output", tmp_path / "one", "--replace")
@@ -188,13 +188,13 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
     [
         (["--heads", "0.4"], "this layer has heads 0 to 3, got [4]"),
         (["--heads", "2.0"], "has layers 0 to 1, got layer 2"),
-        (["--heads", "0.0,0.1,0.2,0.3"], "a layer must keep a head, got all 4 heads of layer 0"),
+        (["--heads", "0.0,0.1,0.2,0.3"], "a layer must keep at least one head, got all 4 heads of layer 0"),
         (["--heads", "0.0,0.0"], "a head is named once"),
         (["--heads", "0-1"], "a head is written LAYER.HEAD, as in 3.7; got '0-1'"),
         (["--share", "30"], "a percentage between 0% and 100%, e.g. 30%; got '30'"),
         (["--share", "100%"], "e.g. 30%; got '100%'"),
         (["--share", "3%"], "--share must be at least one head, got 3.0% of 8 heads"),
-        (["--share", "99%"], "0 to 6 heads can go, one staying in each, got 8"),
+        (["--share", "99%"], "count must be 0 to 6, so that each layer keeps a head, got 8"),
         ([], "specify either --heads or --share; got both or neither"),
         (["--heads", "0.1", "--share", "30%"], "got both or neither"),
         (["--share", "30%", "--criterion", "luck"], "--criterion must be one of compensated, plain, ablation"),
@@ -203,7 +203,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
             "stack must be one of encoder.layer.*.attention.self, got 'decoder'",
         ),
         (["--heads", "0.1", "--form", "flat"], "must be one of uniform, uneven, padded; got 'flat'"),
-        (["--heads", "0.1", "--form", "uniform"], "uniform, a model must be one that a native config describes"),
+        (["--heads", "0.1", "--form", "uniform"], "the uniform form needs a native config that describes the model"),
         (["--heads", "0.1", "--text", "{empty}"], "calibration needs some text"),
         (["--heads", "0.1", "--text", "{short}"], "must have at least as many tokens as the heads of"),
         (["--share", "30%", "--text", "{short}"], "must have at least as many tokens as the heads of"),

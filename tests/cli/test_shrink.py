@@ -182,14 +182,14 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     shown = invoke("shrink", place / "llama", "--target", "2x-cache", *options, "--preview").stdout
     assert "4 heads go, 2/1 heads/KV heads stay in every layer" in shown
     said = invoke("shrink", place / "llama", "--target", "4x-cache", *options, "--preview", code=2).stderr
-    assert "can be left with heads/KV heads 2/2, 2/1, 1/1, of which 1/1 leaves 25% of the heads, 50% of the" in said
+    assert "can have heads/KV heads 2/2, 2/1, 1/1, of which 1/1 leaves 25% of the heads, 50% of the" in said
 
 
 def test_a_family_that_has_no_fewer_heads_is_refused_before_its_text_is_read(place, tmp_path):
     (tmp_path / "unreadable.txt").write_bytes(b"\xff\xfe\x00\xd8")
     options = ["--target", "25%-heads", "--text", tmp_path / "unreadable.txt", "--form", "uniform", "--device", "cpu"]
     said = invoke("shrink", place / "bert", *options, "--preview", code=2).stderr
-    assert "got a BertModel, of which no config says fewer heads than it has; the forms for it are padded" in said
+    assert "got a BertModel, which has none; use the form padded" in said
 
 
 def test_options_say_what_they_do():
@@ -204,8 +204,8 @@ def test_options_say_what_they_do():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--target", "half"], "a target is a share of the heads that go"),
-        (["--target", "0.5x-cache"], "a target is a share of the heads that go"),
+        (["--target", "half"], "a target must be a share of heads to prune"),
+        (["--target", "0.5x-cache"], "a target must be a share of heads to prune"),
         (["--target", "30%-heads"], "--text is required: text like the model's inputs"),
         (["--target", "30%-heads", "--text", "T", "--metric", "charm"], "--metric must be perplexity or fidelity"),
         (["--target", "30%-heads", "--text", "T", "--measured"], "--measured needs a target such as 1.2x-faster"),
@@ -214,9 +214,12 @@ def test_options_say_what_they_do():
             "--search needs a target that is counted",
         ),
         (["--target", "30%-heads", "--text", "T", "--form", "uniform", "--criterion", "plain"], "go by the criterion"),
-        (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity needs a causal model"),
-        (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
-        (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "at least five contexts"),
+        (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity is of a causal model"),
+        (
+            ["--target", "99%-heads", "--text", "T"],
+            "every layer keeps at least one head, which leaves 25% of the heads",
+        ),
+        (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "five contexts at least"),
         (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "a criterion is one of compensated"),
     ],
 )

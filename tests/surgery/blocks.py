@@ -1,4 +1,4 @@
-"""One layer of ours as a model, text for it, and what it loses with some of its heads."""
+"""A polyhead layer as a model, text for it, and its loss without some heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyhead.surgery.compensation.least_squares import Problem
 
 
 class Block(nn.Module):
-    """A layer under a name, called as models are."""
+    """A named layer, called like a model."""
 
     def __init__(self, layer: MultiHeadAttention) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ def text(width: int = 35, count: int = 4) -> list[dict[str, torch.Tensor]]:
 
 
 def outputs_of_heads(model: Block, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """What W_O is given, [tokens, channels]."""
+    """Return the input of W_O, [tokens, channels]."""
     seen = []
     hook = model.attention.out_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, 1)))
     with torch.no_grad():
@@ -50,14 +50,14 @@ def grouped(heads: int = 6, kv_heads: int = 3) -> Block:
 
 
 def loss_without(problem: Problem, gone, root=None) -> float:
-    """The mean square of what is missing after repair, solved anew, in a metric."""
+    """Return the mean square error after compensation, solved directly, in a metric."""
     count = len(problem.mean) // problem.head_width
     kept = [head for head in range(count) if head not in gone]
     return loss_with(problem, kept, problem.solve(kept)[0], root)
 
 
 def loss_with(problem: Problem, kept, matrix: torch.Tensor, root=None) -> float:
-    """The mean square of what is missing where these heads write with this matrix and no other writes."""
+    """Return the mean square error if only these heads write, with this output matrix."""
     off = problem.matrix.clone()
     off[problem.channels(kept)] -= matrix
     seen = off if root is None else off @ root

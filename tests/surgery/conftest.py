@@ -1,4 +1,4 @@
-"""What the tests of surgery share: a short text."""
+"""Shared fixture of the surgery tests: a short text."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.integrations.huggingface import models
 
 @pytest.fixture(scope="session")
 def batches() -> list[dict[str, Tensor]]:
-    """Six batches of random tokens, as any small model reads them."""
+    """Six batches of random tokens for any small model."""
     return [{"input_ids": models.tokens(seed=seed)} for seed in range(6)]

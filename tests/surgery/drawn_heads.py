@@ -1,4 +1,4 @@
-"""Heads and inputs drawn at random, what they multiply to, and every map that their form allows."""
+"""Random heads and inputs, their QK products, and random maps that a key form allows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def root(moments: Tensor) -> Tensor:
 
 
 def products(heads: HeadWeights) -> Tensor:
-    """Of queries and keys, biases included: [heads, width + 1, width + 1]."""
+    """Return the products of queries and keys, biases included: [heads, width + 1, width + 1]."""
     query, key = with_bias(heads.query, heads.query_bias), with_bias(heads.key, heads.key_bias)
     return query.mT @ key[list(heads.key_heads)]
 
@@ -49,7 +49,7 @@ def conditioned(dim: int, seed: int, condition: float = 30.0) -> Tensor:
 
 
 def allowed_map(form: KeyForm, dim: int, seed: int) -> Tensor:
-    """A map with every freedom that a form has."""
+    """Return a random map with every degree of freedom that a form has."""
     found, drawn = torch.zeros(dim, dim, dtype=torch.float64), conditioned(dim, seed, 5.0)
     for channels, is_pair in blocks(form, dim):
         at = torch.tensor(channels)

@@ -1,4 +1,4 @@
-"""Heads switched off at the input of W_O, the oracle of pruning; and what a model gives, in one tensor."""
+"""Heads masked at the input of W_O, the oracle of pruning; and model outputs as one tensor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FAMILIES = {family.name: family for family in models.FAMILIES}
 REFUSED = {
     "gpt_oss": "sinks of shape",
     "olmo2": r"q_norm \(\{'q_norm.weight': \[32\]\}\)",
-    "deepseek_v3": "no names and order that we know",
+    "deepseek_v3": "no known names and order",
     "llama4_text": "qk_norm",
     "t5": "relative_attention_bias",
 }
-# Their own code rounds queries and keys to float32 where it turns them, whatever the model's dtype.
+# Their own code applies rotary positions in float32, whatever the model's dtype.
 ROUNDED = ("cohere", "modernbert")
 EDITABLE = sorted(set(FAMILIES) - set(REFUSED))
 
 
 def build(family: models.Family, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A small random model whose biases and norms are random too: fresh ones could be mixed up unseen."""
+    """Build a small random model with random biases and norms, so that swapped ones are detected."""
     model = models.build(family, seed=seed, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -46,20 +46,20 @@ def decoder(
     name: str = "llama",
     dtype: torch.dtype = torch.float64,
 ) -> nn.Module:
-    """A decoder of a family with so many heads of this width."""
+    """Build a decoder of a family with these head counts and widths."""
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": hidden, "head_dim": head_dim}
     return build(models.Family(name, "decoder", {**FAMILIES[name].options, **sizes}), dtype=dtype)
 
 
 def batches_of_tokens(count: int = 6, length: int = 13) -> list[dict[str, Tensor]]:
-    """A text of random tokens, four rows a batch."""
+    """Return random tokens, four rows per batch."""
     generator = torch.Generator().manual_seed(3)
     return [{"input_ids": torch.randint(3, 61, (4, length), generator=generator)} for _ in range(count)]
 
 
 @contextmanager
 def switched_off(model: nn.Module, heads: Mapping[str, Sequence[int]]) -> Iterator[None]:
-    """Heads by the path of their layer, multiplied by 0 where W_O reads them."""
+    """Multiply heads, by layer path, by 0 at the input of W_O."""
     with ExitStack() as undo:
         for layer in find_layers(model):
             if layer.path in heads:
@@ -81,7 +81,7 @@ def _gate(layer: AttentionLayer, heads: Sequence[int]) -> Any:
 
 @torch.no_grad()
 def result_of(model: nn.Module, family: models.Family) -> Tensor:
-    """Logits, or the last hidden state."""
+    """Return the logits, or the last hidden state."""
     output = model(**models.inputs(family))
     if family.kind == "clip":
         return torch.cat((output.text_embeds.flatten(), output.image_embeds.flatten()))
@@ -90,7 +90,7 @@ def result_of(model: nn.Module, family: models.Family) -> Tensor:
 
 @torch.no_grad()
 def generated(model: nn.Module, family: models.Family) -> Tensor:
-    """The scores of four tokens, each computed with a cache of those before it."""
+    """Return the scores of four tokens generated with a KV cache."""
     given = {name: x for name, x in models.inputs(family).items() if name != "decoder_input_ids"}
     output = model.generate(
         **given,
@@ -105,7 +105,7 @@ def generated(model: nn.Module, family: models.Family) -> Tensor:
 
 
 def some_heads(layer: AttentionLayer) -> tuple[int, ...]:
-    """Heads to prune: of grouped layers a whole group, so that groups stay even; of others two that are apart."""
+    """Return heads to prune: a whole group of grouped layers, else two that are not adjacent."""
     layout = layer.layout
     if layout.num_kv_heads < layout.num_heads:
         return tuple(head for head in range(layout.num_heads) if layout.key_head(head) == 0)

@@ -1,4 +1,4 @@
-"""The benchmark of merging: it finds planted groups, and says what each way loses on text that it did not read."""
+"""The merging benchmark finds planted groups and reports the held-out loss of each method."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY = 61
 
 
 def planted(place: list[int], key_heads: int, *, turned: bool = False) -> Any:
-    """A small causal model; head i of its last layer does what head place[i] did, perhaps in other bases."""
+    """A small causal model; head i of its last layer computes what head place[i] did, in any basis."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=48,

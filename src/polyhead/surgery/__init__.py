@@ -1,4 +1,4 @@
-"""Changing the heads of a trained model: described, counted, made and undone."""
+"""Edit the heads of a trained model: describe, preview, apply and undo."""
 
 from polyhead.geometry import HeadOrigins
 from polyhead.surgery.adapters.attention_layer import AttentionLayer

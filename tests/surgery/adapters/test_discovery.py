@@ -1,4 +1,4 @@
-"""Layers found by structure, and those that are not known refused by name."""
+"""Layer discovery by structure, and the reasons for layers that cannot be edited."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.surgery.gated import FAMILIES, build, switched_off
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: MultiHeadAttention(12, 4, sinks=True), "sinks, a parameter by head"),
-        (lambda: MultiHeadAttention(12, 4, output_gate="head"), "a gate_proj by head"),
-        (lambda: MultiHeadAttention(12, 4, positions=ALiBi(4)), "every head a bias of its own"),
-        (lambda: polyhead.layers.variants.GroupedHeads(12, 4, num_groups=2), "GroupedHeads arranges its heads"),
+        (lambda: MultiHeadAttention(12, 4, sinks=True), "sinks, a per-head parameter"),
+        (lambda: MultiHeadAttention(12, 4, output_gate="head"), "a per-head gate_proj"),
+        (lambda: MultiHeadAttention(12, 4, positions=ALiBi(4)), "positions with a per-head bias"),
+        (lambda: polyhead.layers.variants.GroupedHeads(12, 4, num_groups=2), "GroupedHeads is a subclass"),
         (lambda: nn.MultiheadAttention(12, 4), "from_torch"),
         (lambda: nn.Linear(12, 4), "got a model without either"),
     ],

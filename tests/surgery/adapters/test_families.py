@@ -1,4 +1,4 @@
-"""On every family: heads that are physically gone are heads that were switched off, and come back bit for bit."""
+"""Every model family: pruned heads equal masked heads, and undo restores them bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READ = ["gpt2", "llama", "opt", "phi3", "gpt_neox", "bert", "distilbert", "moder
 
 @pytest.mark.parametrize("name", READ)
 def test_structure_says_what_numbers_say(name):
-    """The anatomy goes by names and order; the wiring watches numbers pass. They find the same matrices."""
+    """Discovery uses names and order, observation uses activations; both find the same matrices."""
     family = FAMILIES[name]
     model = build(family)
     wirings = {site.name: x for site, x in find_projections(model, lambda: model(**models.inputs(family))).items()}

@@ -1,4 +1,4 @@
-"""A model's name changes with any bit of it."""
+"""A model's fingerprint changes with any bit of it."""
 
 from __future__ import annotations
 

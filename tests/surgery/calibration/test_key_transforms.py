@@ -1,4 +1,4 @@
-"""What stands between projections and logits, found by numbers; and refused where it is something else."""
+"""Key forms are detected numerically; other transforms raise."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_what_is_neither_turned_nor_the_same_is_refused():
 
 
 def _swap_turn(module: nn.Module, given: tuple, named: dict) -> tuple:
-    """Angles of which no two channels share one."""
+    """Rotation angles that no two channels share."""
     cos, sin = named["position_embeddings"]
     return given, {**named, "position_embeddings": (cos + torch.rand_like(cos), sin)}
 
 
 def test_one_token_shows_no_turn_and_alibi_no_layer():
     layer = MultiHeadAttention(12, 3)
-    with pytest.raises(OptionError, match="from the second token on, got 1 token"):
+    with pytest.raises(OptionError, match="at least two tokens, got 1 token"):
         find_key_forms(layer, {"query": torch.randn(2, 1, 12)})
     assert (
         find_key_forms(
@@ -79,5 +79,5 @@ def test_a_form_of_other_heads_is_refused():
     layer = MultiHeadAttention(12, 3)
     with pytest.raises(OptionError, match="rotary_dim 8 and 0 classes for heads of 4 channels"):
         apply(layer, [AlignHeads(0, ((0, 1, 2),), KeyForm("half", 8))])
-    with pytest.raises(OptionError, match=r"every one of the 3 KV heads stands in a group, got none with \[2\]"):
+    with pytest.raises(OptionError, match=r"every one of the 3 KV heads must be in a group, got none with \[2\]"):
         apply(layer, [AlignHeads(0, ((0, 1),))])

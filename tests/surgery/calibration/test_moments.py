@@ -1,4 +1,4 @@
-"""What W_O is given, summed: any split merged in any order, and no padding among it."""
+"""Output moments: any split merged in any order gives the same, without padding tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_moments_of_any_split_merged_in_any_order_are_those_of_one_pass(seed):
     assert merged.count == whole.count == 97
     torch.testing.assert_close(merged.total, whole.total)
     torch.testing.assert_close(merged.products, whole.products)
-    with pytest.raises(ShapeError, match="got 13 channels and 7"):
+    with pytest.raises(ShapeError, match="got 13 and 7 channels"):
         whole.merge(OutputMoments.empty(7))
 
 

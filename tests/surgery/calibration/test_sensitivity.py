@@ -1,4 +1,4 @@
-"""What a loss in a layer's output costs the model, held to gradients taken by hand and to the loss itself."""
+"""Loss sensitivities, against gradients computed by hand and the loss itself."""
 
 from __future__ import annotations
 

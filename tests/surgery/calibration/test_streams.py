@@ -1,4 +1,4 @@
-"""A text read on from where it stopped, and from its beginning where that cannot be."""
+"""Cached block outputs give the same captures, and a full forward where they cannot be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import polyhead.integrations.huggingface
 from polyhead.surgery import find_layers, read_heads
 from polyhead.surgery.adapters.head_weights import pack_heads
 from polyhead.surgery.calibration import streams
-from polyhead.surgery.calibration.streams import Streams, pieces_of
+from polyhead.surgery.calibration.streams import Streams, uncached_pieces
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, batches_of_tokens, build
 
@@ -29,15 +29,15 @@ def test_a_text_is_read_on_from_where_it_stopped_and_looks_the_same(name):
     ran = []
     hook = model.get_submodule(layers[0].output).register_forward_hook(lambda *_: ran.append(1))
     for which in (lending, None):
-        for piece, plain in zip(pieces, pieces_of(batches), strict=True):
-            seen = piece.look(model, layers[1], lending=which)
+        for piece, plain in zip(pieces, uncached_pieces(batches), strict=True):
+            seen = piece.capture(model, layers[1], lending=which)
             assert not ran  # the first block rests
-            expected = plain.look(model, layers[1], lending=which)
+            expected = plain.capture(model, layers[1], lending=which)
             torch.testing.assert_close(seen.heads, expected.heads, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(seen.written, expected.written, rtol=1e-9, atol=1e-9)
             ran.clear()
     hook.remove()
-    now, before = (pieces[0].look(model, layers[1], lending=which).heads for which in (lending, None))
+    now, before = (pieces[0].capture(model, layers[1], lending=which).heads for which in (lending, None))
     assert not torch.allclose(now, before)
     assert all("forward" not in vars(module) for module in model.modules())
 
@@ -46,7 +46,7 @@ def test_a_text_too_long_to_keep_and_a_model_that_cannot_be_entered_run_from_the
     model = build(FAMILIES["bert"])
     layer = find_layers(model)[1]
     assert Streams(model, batches_of_tokens()).before(layer, {})[0].now is not None
-    monkeypatch.setattr(streams, "KEPT_BYTES", 10)
+    monkeypatch.setattr(streams, "MAX_CACHE_BYTES", 10)
     assert Streams(model, batches_of_tokens()).before(layer, {})[0].now is None
     monkeypatch.undo()
     # What a block gives is not what the next is given.

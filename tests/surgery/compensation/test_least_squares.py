@@ -1,4 +1,4 @@
-"""Repair in closed form: held to least squares solved directly, on planted redundancy and in whole models."""
+"""Closed-form compensation against a direct solver, on planted redundancy and whole models."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ def test_moments_of_another_model_of_the_same_shape_are_refused():
         for parameter in other.parameters():
             parameter.normal_()
     before = fingerprint(model)
-    with pytest.raises(OptionError, match="with another output matrix than attention; gather them from this model"):
+    with pytest.raises(OptionError, match="with another output matrix than attention; collect them from this model"):
         apply(model, [PruneHeads(0, (1,))], compensation=OutputCompensation(collect_moments(other, text())))
     assert fingerprint(model) == before
-    with pytest.raises(OptionError, match="merged, got moments of layers with other output matrices"):
+    with pytest.raises(OptionError, match="of one layer, got layers with different output matrices"):
         collect_moments(model, text())["attention"].merge(collect_moments(other, text())["attention"])
     rounded = block()
     rounded.load_state_dict({name: x.bfloat16().double() for name, x in model.state_dict().items()})
@@ -132,7 +132,7 @@ def test_bad_ridges_and_missing_moments_are_refused():
             OutputCompensation({}, ridge=ridge)
     with pytest.raises(OptionError, match="moments of every edited layer, got none of 'attention'"):
         apply(model, [PruneHeads(0, (1,))], compensation=OutputCompensation({}))
-    with pytest.raises(OptionError, match="whose heads are known, got \\['nowhere'\\]"):
+    with pytest.raises(OptionError, match="with a known head layout, got \\['nowhere'\\]"):
         collect_moments(model, text(), paths=["nowhere"])
 
 
@@ -142,7 +142,7 @@ def test_dead_heads_make_a_singular_system_that_a_ridge_cures():
         model.attention.v_proj.weight[7:14] = 0
         model.attention.v_proj.bias[7:14] = 0
     moments, before = collect_moments(model, batches), fingerprint(model)
-    with pytest.raises(OptionError, match="a singular system with ridge 0; give more text or a larger ridge"):
+    with pytest.raises(OptionError, match="a singular system with ridge 0; pass more text or a larger ridge"):
         apply(model, [PruneHeads(0, (3,))], compensation=OutputCompensation(moments, ridge=0))
     assert fingerprint(model) == before
     heads = read_heads(model, find_layers(model)[0])
@@ -151,7 +151,7 @@ def test_dead_heads_make_a_singular_system_that_a_ridge_cures():
     assert pruning_order(moments["attention"], heads).heads[0] == 1  # the dead one
     apply(model, [PruneHeads(0, (3,))], compensation=OutputCompensation(moments))
     assert model.attention.out_proj.weight.isfinite().all()
-    with pytest.raises(OptionError, match="computed of some tokens, got none"):
+    with pytest.raises(OptionError, match="at least one token, got none"):
         OutputMoments.empty(7).compute(centred=True)
 
 

@@ -1,4 +1,4 @@
-"""A model as if heads were gone, held to the model without them."""
+"""A masked trial computes the same as the pruned model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repair layer by layer: each aim held to what can be computed by hand, and a failure takes everything back."""
+"""Layer-by-layer compensation: each aim against a direct solution, and failures restore the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.surgery.gated import FAMILIES, build
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_whole_models_are_repaired_at_once_and_in_order(name):
-    """Both ways bring a model nearer to what it gave than pruning alone, on the text that they were calibrated on."""
+    """Both ways approximate the original better than pruning alone, on the calibration text."""
     family = FAMILIES[name]
     model = build(family)
     model.set_attn_implementation("sdpa")
@@ -82,14 +82,14 @@ def test_a_failure_in_the_middle_of_an_order_takes_everything_back(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt_neox"])
 @pytest.mark.parametrize("aim", AIMS)
 def test_each_layer_goes_on_where_the_last_stopped_and_finds_the_same(batches, monkeypatch, name, aim):
-    """The first block runs once more for the second layer, but for one row; read from the beginning all is the same."""
+    """Caching runs the first block for only one more row, and gives the same as a full forward."""
     model = build(FAMILIES[name])
     layers = find_layers(model)
     gone, ran, found = {layer.path: (0, 1) for layer in layers}, [], []
     model.get_submodule(layers[0].output).register_forward_pre_hook(lambda _, given: ran.append(len(given[0])))
-    for kept_bytes in (streams.KEPT_BYTES, 0):
+    for kept_bytes in (streams.MAX_CACHE_BYTES, 0):
         ran.clear()
-        monkeypatch.setattr(streams, "KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr(streams, "MAX_CACHE_BYTES", kept_bytes)
         found.append((solve_in_order(model, gone, lambda: batches, aim=aim), sum(ran)))
     (ours, rows), (plain, _) = found
     sides, text = 1 if aim == "layer" else 2, sum(len(batch["input_ids"]) for batch in batches)
@@ -100,7 +100,7 @@ def test_each_layer_goes_on_where_the_last_stopped_and_finds_the_same(batches, m
 
 
 def stream_behind(model, path: str, batch) -> torch.Tensor:
-    """What the second norm of a block of Llama is given."""
+    """Return the input of the second norm of a Llama block."""
     seen = []
     norm = model.get_submodule(path.replace("self_attn", "post_attention_layernorm"))
     hook = norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
@@ -111,7 +111,7 @@ def stream_behind(model, path: str, batch) -> torch.Tensor:
 
 
 def test_in_order_each_aim_is_least_squares_for_what_it_aims_at(batches):
-    """The last layer's matrix, solved directly from rows, and for the stream what is left is smallest."""
+    """The last matrix equals the direct solution, and for "stream" the remaining error is smallest."""
     model = build(FAMILIES["llama"])
     model.set_attn_implementation("sdpa")
     layers = {layer.path: layer for layer in find_layers(model)}

@@ -1,4 +1,4 @@
-"""Applying edits, counting them before, undoing them after; and leaving a model alone whenever something is wrong."""
+"""Applying, previewing and undoing edits; any error leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_uneven_groups_run_on_our_attention_and_are_refused_by_others(pruned):
     assert layers[0].module.polyhead_key_heads == uneven
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        with pytest.raises(OptionError, match=f"known to polyhead's attention alone, got '{implementation}'"):
+        with pytest.raises(OptionError, match=f"which only polyhead's attention supports, got '{implementation}'"):
             result_of(model, family)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
     torch.testing.assert_close(result_of(model, family), expected, rtol=1e-9, atol=1e-9)
@@ -123,14 +123,14 @@ def test_encoders_with_fewer_key_heads_run_on_our_attention():
 def test_modules_without_room_for_fewer_key_heads_refuse_them(name):
     model = build(FAMILIES[name])
     before = fingerprint(model)
-    with pytest.raises(OptionError, match="gives every head a KV head of its own, got 4 heads over 2"):
+    with pytest.raises(OptionError, match="supports only one KV head per head, got 4 heads over 2"):
         apply(model, [GroupQueries(0, ((0, 1), (2, 3)))])
     assert fingerprint(model) == before
 
 
 def test_several_stacks_must_be_told_apart():
     model = build(FAMILIES["bart"])
-    with pytest.raises(OptionError, match=r"several stacks of layers, say which: stack is one of model\.encoder"):
+    with pytest.raises(OptionError, match=r"several stacks of layers, pass stack as one of model\.encoder"):
         apply(model, [PruneHeads(0, (0,))])
 
 

@@ -1,4 +1,4 @@
-"""Edits as values: through JSON and back, and what they refuse."""
+"""Edits as values: JSON round trips and validation."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def test_edits_go_through_json_unchanged():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: PruneHeads(0, ()), "names at least one head, got none"),
-        (lambda: PruneHeads(0, (1, 2, 1)), r"named once, got \[1\] more than once"),
-        (lambda: PruneHeads(0, (-1,)), r"from 0 on, got \[-1\]"),
-        (lambda: PruneHeads(0, "12"), "by their numbers, got '12'"),
+        (lambda: PruneHeads(0, ()), "must name at least one head, got none"),
+        (lambda: PruneHeads(0, (1, 2, 1)), r"must be distinct, got \[1\] more than once"),
+        (lambda: PruneHeads(0, (-1,)), r"indices of at least 0, got \[-1\]"),
+        (lambda: PruneHeads(0, "12"), "a sequence of indices, got '12'"),
         (lambda: PruneHeads(-1, (0,)), "layer must be an integer of at least 0, got -1"),
         (lambda: PruneHeads(0, (0,), stack=3), "stack must be the name of a stack of layers, got 3"),
         (lambda: MergeHeads(0, (1,)), r"at least two heads, got \[1\]"),
-        (lambda: GroupQueries(0, ((0, 1), (1, 2))), r"named once, got \[1\]"),
+        (lambda: GroupQueries(0, ((0, 1), (1, 2))), r"must be distinct, got \[1\]"),
         (lambda: GroupQueries(0, 2), "KV heads of each group, got 2"),
         (lambda: ReviveHeads(0, 0), "count must be an integer of at least 1, got 0"),
-        (lambda: edits_from_json("[]"), "must be an edit to make, got none"),
+        (lambda: edits_from_json("[]"), "at least one edit, got none"),
         (lambda: edits_from_json('[{"kind": "prune", "layer": 1}]'), "of kind 'prune' needs heads"),
         (lambda: edits_from_json('[{"kind": "shave", "layer": 1}]'), "got 'shave'"),
         (lambda: edits_from_json("{"), "a JSON list, got '{'"),
@@ -70,13 +70,13 @@ def test_a_bad_edit_says_why(make, words):
     ("edits", "words"),
     [
         ([PruneHeads(0, (5,))], r"heads 0 to 4, got \[5\]"),
-        ([PruneHeads(0, (0, 1, 2, 3, 4))], "must keep a head, got all 5 heads of layer 0"),
+        ([PruneHeads(0, (0, 1, 2, 3, 4))], "must keep at least one head, got all 5 heads of layer 0"),
         ([PruneHeads(0, (4,)), PruneHeads(0, (4,))], r"heads 0 to 3, got \[4\]"),
         ([PruneHeads(1, (0,))], "has layers 0 to 0, got layer 1"),
         ([PruneHeads(0, (0,), stack="decoder")], "stack must be one of .*, got 'decoder'"),
         ([ReorderHeads(0, (1, 0))], r"each of the 5 heads once, got none of \[2, 3, 4\]"),
-        ([GroupQueries(0, ((0, 1), (2, 3)))], r"every one of the 5 KV heads stands in a group, got none with \[4\]"),
-        ([], "must be an edit to make, got none"),
+        ([GroupQueries(0, ((0, 1), (2, 3)))], r"every one of the 5 KV heads must be in a group, got none with \[4\]"),
+        ([], "at least one edit, got none"),
         ("prune", "a sequence of PruneHeads"),
     ],
 )
@@ -116,7 +116,7 @@ def test_merging_a_planted_duplicate_changes_nothing(grouped):
 
 def test_heads_that_share_key_heads_with_others_are_not_merged_across_them():
     layer = layer_of(4, num_kv_heads=2)
-    with pytest.raises(OptionError, match=r"which read KV heads \[0, 1\] beside other heads"):
+    with pytest.raises(OptionError, match=r"which read KV heads \[0, 1\] shared with other heads"):
         apply(layer, [MergeHeads(0, (0, 2))])
 
 

@@ -1,4 +1,4 @@
-"""Heads are known by what they were before any edit: in the model, in its files, and after undoing."""
+"""Head origins follow every edit: in the model, in its files, and after undoing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def origins(model: nn.Module) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def statistics(model: nn.Module) -> dict[str, list[float]]:
-    """What is seen of each head of the first layer, whose input no edit changes, by its original number."""
+    """Return per-head statistics of the first layer, whose input no edit changes, by original head."""
     with torch.no_grad(), polyhead.observe(model) as session:
         model(input_ids=IDS)
     rows = [row for row in session.profile.rows() if row["layer"] == 0]
@@ -67,7 +67,7 @@ def statistics(model: nn.Module) -> dict[str, list[float]]:
 
 
 def test_the_issues_sequence_head_by_head():
-    """Of the first layer the other heads are untouched, so that each has the numbers it had, under another number."""
+    """The other heads of the first layer are untouched, so their statistics are the same, renumbered."""
     model = small()
     before = statistics(model)
     apply(model, [PruneHeads(0, (1,)), PruneHeads(1, (3,))])
@@ -154,7 +154,7 @@ def test_every_form_of_file_keeps_it(form, kv_heads, edits, tmp_path):
 
 
 def test_stock_transformers_carries_it_on(tmp_path):
-    """Loaded, trained and saved by transformers alone, and by a class of another prefix: the config has it."""
+    """The config keeps origins when transformers alone, or another class, loads and saves the model."""
     model = small("llama", **LLAMA, num_key_value_heads=6)
     apply(model, [PruneHeads(0, (1, 4)), PruneHeads(1, (0, 2))])
     known = origins(model)
@@ -192,7 +192,7 @@ def test_a_folder_of_before_says_it_by_its_record(record, tmp_path):
 
 
 def _as_before(folder) -> None:
-    """Take out of a folder what earlier versions did not write."""
+    """Remove from a folder what earlier versions did not write."""
     manifest = json.loads((folder / "polyhead.json").read_text())
     del manifest["origins"], manifest["digest"]
     manifest["digest"] = _digest(manifest)
@@ -209,7 +209,7 @@ def test_origins_that_are_not_of_the_layers_heads_are_refused(tmp_path):
     manifest = json.loads((tmp_path / "model" / "polyhead.json").read_text())
     (path,) = manifest["origins"]
     for wrong, words in (
-        ({"heads": [[0], [2]], "total": 4}, "must be of all heads"),
+        ({"heads": [[0], [2]], "total": 4}, "must cover all heads"),
         ({"heads": [[0], [2], [2]], "total": 4}, "use each head of 0 to 3 at most once"),
         ({"heads": [[0], [2], [7]], "total": 4}, "use each head of"),
         ({"heads": 3, "total": 4}, "origins must have heads"),
@@ -238,7 +238,7 @@ def test_a_record_in_another_process_gives_shapes_and_origins(tmp_path):
 
 
 def test_conversion_to_groups_says_where_it_put_the_query_heads():
-    """Heads are reordered by group, which no count of heads gives away."""
+    """Heads are reordered by group, which their count alone does not show."""
     model = small("llama", **LLAMA, num_key_value_heads=6)
     wanted = read_heads(model, find_layers(model)[0])
     record = convert_groups(model, 2, lambda: [{"input_ids": IDS + shift} for shift in range(0, 60, 4)])
@@ -253,7 +253,7 @@ def test_conversion_to_groups_says_where_it_put_the_query_heads():
 
 @pytest.mark.parametrize("seed", range(25))
 def test_any_edits_in_any_order_agree_with_the_weights(seed):
-    """Every head writes into a channel of its own, so that the channels of a head tell which heads it is made of."""
+    """Every head writes into its own channel, so the channels of a head identify what it was made from."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     count = 7

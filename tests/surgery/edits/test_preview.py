@@ -1,4 +1,4 @@
-"""What edits would leave, counted, held to what they leave."""
+"""Previewed counts equal those of the edited model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edit records in files: undone in another process, whole or not there, and checked number by number."""
+"""Edit records in files: undone in another process, written atomically, and verified."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_damaged_record_is_refused_and_the_model_stays_edited(tmp_path):
     with pytest.raises(CheckpointError, match="a whole safetensors file, got"):
         EditRecord.load(path)
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    with pytest.raises(CheckpointError, match="it is damaged; the model is as it was"):
+    with pytest.raises(CheckpointError, match="the record is damaged; the model is unchanged"):
         undo(layer, EditRecord.load(path))
     assert fingerprint(layer) == record.after
     assert layer.layout.num_heads == 5

@@ -1,4 +1,4 @@
-"""Heads brought near to each other: nothing changes but their distance."""
+"""Aligned heads: only their distance changes, not the function."""
 
 from __future__ import annotations
 

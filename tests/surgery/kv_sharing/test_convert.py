@@ -1,4 +1,4 @@
-"""Fewer KV heads: closed forms held to direct decompositions, planted likeness found, and whole models converted."""
+"""Fewer KV heads: closed forms against direct decompositions, planted similarity, and whole models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polyhead.surgery import (
     undo,
 )
 from polyhead.surgery.calibration.input_moments import collect_inputs
-from polyhead.surgery.calibration.streams import pieces_of
+from polyhead.surgery.calibration.streams import uncached_pieces
 from polyhead.surgery.kv_sharing.grouping import neighbours
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, batches_of_tokens, build, generated, result_of
@@ -109,7 +109,7 @@ def test_an_encoder_and_a_decoder_are_converted_together_or_one_stack_of_them():
 
 
 class Stack(nn.Module):
-    """Two layers of ours, one after the other."""
+    """Two polyhead layers in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ def test_our_layers_are_converted_and_padding_counts_nothing():
     padded = torch.cat((x, torch.full((3, 5, 24), 100.0, dtype=torch.float64)), 1)
     mask = torch.cat((torch.ones(3, 40), torch.zeros(3, 5)), 1)
     (first, _) = find_layers(model)
-    plain = collect_inputs(model, first, pieces_of([{"x": x}]))
-    masked = collect_inputs(model, first, pieces_of([{"x": padded, "attention_mask": mask}]))
+    plain = collect_inputs(model, first, uncached_pieces([{"x": x}]))
+    masked = collect_inputs(model, first, uncached_pieces([{"x": padded, "attention_mask": mask}]))
     torch.testing.assert_close(plain.key, masked.key)
     assert (plain.tokens, masked.tokens) == (120, 120)
     whole = model(x)
@@ -142,14 +142,14 @@ def test_our_layers_are_converted_and_padding_counts_nothing():
 @pytest.mark.parametrize(
     ("name", "count", "options", "words"),
     [
-        ("bert", 3, {}, "their number divides 4, got 3"),
-        ("bert", 0, {}, "their number divides 4, got 0"),
+        ("bert", 3, {}, "number of KV heads must divide 4, .*, got 3"),
+        ("bert", 0, {}, "number of KV heads must divide 4, .*, got 0"),
         ("bert", 4, {}, "every layer has 4 KV heads already"),
         ("bert", 2, {"grouping": "alike"}, "grouping must be one of similar, neighbours, got 'alike'"),
         ("bert", 2, {"rounds": -1}, "rounds must be an integer of at least 0, got -1"),
         ("bert", 2, {"ridge": -1.0}, "ridge must be a number of at least 0, got -1.0"),
         ("bert", 2, {"stack": "nowhere"}, r"stack must be one of .*encoder\.layer\.\*.*, got 'nowhere'"),
-        ("gpt2", 2, {}, "gives every head a KV head of its own, got 4 heads over 2"),
+        ("gpt2", 2, {}, "supports only one KV head per head, got 4 heads over 2"),
         ("gpt_oss", 1, {}, "cannot be edited: it has sinks"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Heads fused into one: nearest of all heads of one rank, and without loss where they attend and write alike."""
+"""Fused heads: the best head of one rank, and lossless for equal QK and OV circuits."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by
 
 def test_what_cannot_be_fused_is_refused():
     layer = MultiHeadAttention(12, 4, qk_norm="rms")
-    with pytest.raises(OptionError, match="norms between them do not keep, got a layer with a rms norm"):
+    with pytest.raises(OptionError, match="a norm of both prevents, got a layer with a rms norm"):
         apply(layer, [FuseHeads(0, (0, 1), KeyForm("none", 0, "rms", (0, 0, 0)))])
     with pytest.raises(OptionError, match="heads 0 to 3, got"):
         apply(layer, [FuseHeads(0, (0, 9))])

@@ -1,4 +1,4 @@
-"""Which KV heads share: planted likeness is found, and no other groups lose less."""
+"""Groups of KV heads: planted similarity is found, and no other grouping loses less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits as they were seen, computed again from the weights; and shared keys refitted to them."""
+"""Sampled logits are reproduced from the weights, and shared keys are refitted to them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 import polyhead.integrations.huggingface
 from polyhead.surgery import HeadWeights, KeyForm, find_key_forms, find_layers, read_heads, share
 from polyhead.surgery.calibration.input_moments import with_bias
-from polyhead.surgery.calibration.streams import pieces_of
+from polyhead.surgery.calibration.streams import uncached_pieces
 from polyhead.surgery.kv_sharing import refine_logits as module
-from polyhead.surgery.kv_sharing.refine_logits import SeenLogits, refined_logits, see_logits
+from polyhead.surgery.kv_sharing.refine_logits import LogitSample, refined_logits, sample_logits
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
 
-def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyForm, list[SeenLogits]]:
+def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyForm, list[LogitSample]]:
     family = FAMILIES[name]
     model = build(family)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
@@ -27,11 +27,15 @@ def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyForm, l
     layer = find_layers(model)[1]
     forms = find_key_forms(model, given)
     heads = read_heads(model, layer)
-    return heads, forms[layer.path], see_logits(model, layer, heads, forms[layer.path], pieces_of([given, given]), {})
+    return (
+        heads,
+        forms[layer.path],
+        sample_logits(model, layer, heads, forms[layer.path], uncached_pieces([given, given]), {}),
+    )
 
 
-def loss(heads: HeadWeights, form: KeyForm, seen: list[SeenLogits]) -> float:
-    """By the formula, key by key: the divergence of weights that are off by these logits, to second order, twice."""
+def loss(heads: HeadWeights, form: KeyForm, seen: list[LogitSample]) -> float:
+    """Return twice the second-order KL divergence for these logit errors, by the formula."""
     total = 0.0
     for one in seen:
         off = again(heads, form, one) - one.logits
@@ -40,12 +44,12 @@ def loss(heads: HeadWeights, form: KeyForm, seen: list[SeenLogits]) -> float:
     return total
 
 
-def again(heads: HeadWeights, form: KeyForm, one: SeenLogits) -> Tensor:
-    """Logits of these heads, positions turned by hand."""
+def again(heads: HeadWeights, form: KeyForm, one: LogitSample) -> Tensor:
+    """Return the logits of these heads, with rotary positions applied by hand."""
     turned = []
     for x, turns, held in (
-        (one.query_inputs, one.query_turns, with_bias(heads.query, heads.query_bias)),
-        (one.key_inputs, one.key_turns, with_bias(heads.key, heads.key_bias)[list(heads.key_heads)]),
+        (one.query_inputs, one.query_rotations, with_bias(heads.query, heads.query_bias)),
+        (one.key_inputs, one.key_rotations, with_bias(heads.key, heads.key_bias)[list(heads.key_heads)]),
     ):
         made = torch.einsum("bni,hdi->bhnd", x.double(), held)
         for number, (first, second) in enumerate(form.pairs):

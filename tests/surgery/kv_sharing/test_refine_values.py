@@ -1,4 +1,4 @@
-"""Shared values refitted: nearer to what is asked than any output matrix alone."""
+"""Refitted shared values approximate the target better than any output matrix alone."""
 
 from __future__ import annotations
 

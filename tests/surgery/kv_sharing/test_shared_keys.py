@@ -1,4 +1,4 @@
-"""Keys and values that a group shares, held to direct decompositions."""
+"""Shared keys and values against direct decompositions."""
 
 from __future__ import annotations
 

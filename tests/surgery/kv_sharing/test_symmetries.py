@@ -1,4 +1,4 @@
-"""What stands between projections and logits, found by numbers; and the maps of heads that change nothing."""
+"""Key forms are detected numerically, and the maps they allow leave the function unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FORMS = {
 
 
 class Turned:
-    """Heads mapped at random by what their form allows, keys and values; for `apply(..., compensation=...)`."""
+    """Maps keys and values by random allowed maps; for `apply(..., compensation=...)`."""
 
     def __init__(self, forms: dict[str, KeyForm]) -> None:
         self.forms = forms
@@ -108,14 +108,14 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
     heads = read_heads(layer, find_layers(layer)[0])
     turn = torch.eye(10, dtype=torch.float64)
     turn[[2, 5], [2, 5]], turn[2, 5], turn[5, 2] = 0.6, -0.8, 0.8  # a pair with weights 3 and 4
-    with pytest.raises(OptionError, match="turns alone, of channels that the norm weights alike"):
+    with pytest.raises(OptionError, match="rotations alone, of channels of equal norm weight"):
         change_key_basis(heads, turn.expand(3, 10, 10), form)
 
 
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        (KeyForm("half", 4), "one turn and one scale for each pair"),
+        (KeyForm("half", 4), "one rotation and one scale per rotary pair"),
         (KeyForm("none", 0, "rms", (0,) * 4), "turns alone"),
         (KeyForm("none", 0, "layer"), "nothing at all"),
     ],
@@ -133,9 +133,9 @@ def test_maps_of_a_bad_condition_or_shape_are_refused():
     layer = MultiHeadAttention(12, 3)
     heads = read_heads(layer, find_layers(layer)[0])
     maps = torch.diag(torch.tensor([1.0, 2, 3, 1.01 * CONDITION])).expand(3, 4, 4)
-    with pytest.raises(OptionError, match="a condition of at most 100, got 101"):
+    with pytest.raises(OptionError, match="a condition number of at most 100, got 101"):
         change_value_basis(heads, maps)
-    with pytest.raises(OptionError, match="a condition of at most 100, got inf"):
+    with pytest.raises(OptionError, match="a condition number of at most 100, got inf"):
         change_key_basis(heads, torch.zeros(3, 4, 4), KeyForm())
     with pytest.raises(ShapeError, match=r"maps must be \[3 KV heads, 4, 4\], got \[4, 4\]"):
         change_value_basis(heads, torch.eye(4))

@@ -1,4 +1,4 @@
-"""A config follows an edit where a native model can be built of it, and nowhere else."""
+"""A config follows an edit exactly where a native model can be built from it."""
 
 from __future__ import annotations
 

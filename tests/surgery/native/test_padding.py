@@ -1,4 +1,4 @@
-"""Where heads stand in a larger layer."""
+"""Placement of heads in a padded layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criteria on models with planted heads: each finds the head that it is about, and all give orders of one kind."""
+"""Criteria on models with planted heads: each finds its head, and all return valid orders."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ def test_magnitudes_do_not_change_with_the_coordinates_between_value_and_output(
 
 def test_a_judge_that_cannot_say_is_told_of(evidence):
     silent = Evidence(evidence.model, evidence.batches, Judge())
-    with pytest.raises(OptionError, match="a criterion is one of compensated, plain"):
+    with pytest.raises(OptionError, match="criterion must be one of compensated, plain"):
         orders_by("charm", silent)
-    with pytest.raises(OptionError, match="a judge without such a loss"):
+    with pytest.raises(OptionError, match="a judge without ablated"):
         orders_by("ablation", silent)
-    with pytest.raises(OptionError, match="likeness to the whole model is flat there"):
+    with pytest.raises(OptionError, match="similarity to the unpruned model has none there"):
         orders_by("taylor", silent)
     with pytest.raises(OptionError, match="a judge without slope"):
         orders_by("plain", silent, weighting="layer")

@@ -1,4 +1,4 @@
-"""Which heads go: orders held to losses solved anew, and what is chosen of a whole model held to all that could be."""
+"""Pruning orders against losses solved directly, and choices against exhaustive search."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_heads_of_a_model_are_chosen_where_they_cost_least():
     assert choose_heads(orders, 3) == {"a": (2,), "b": (1, 3)}
     assert choose_heads(orders, 2, weights={"a": 9.0, "b": 1.0}) == {"b": (1, 3)}
     assert choose_heads(orders, 5) == {"a": (0, 2), "b": (0, 1, 3)}
-    with pytest.raises(OptionError, match="0 to 5 heads can go, one staying in each, got 6"):
+    with pytest.raises(OptionError, match="count must be 0 to 5, so that each layer keeps a head, got 6"):
         choose_heads(orders, 6)
-    with pytest.raises(OptionError, match="weights are given for each layer"):
+    with pytest.raises(OptionError, match="weights must have one entry per layer"):
         choose_heads(orders, 1, weights={"a": 1.0})

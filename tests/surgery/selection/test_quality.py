@@ -1,4 +1,4 @@
-"""What a model is worth: figures beside those of the whole, without padding, and the slope of likeness."""
+"""Quality measures relative to the unpruned model, without padding, and the probe's gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_figures_of_a_model_stand_beside_those_of_the_whole(batches):
     assert fidelity.measure().error == pytest.approx(float(rows.std()) / len(rows) ** 0.5, rel=1e-3)
     assert fidelity.loss() == pytest.approx(1 - fidelity.measure().value)
     for kind in (Perplexity, Fidelity):
-        with pytest.raises(OptionError, match="measured on some text, got no batch"):
+        with pytest.raises(OptionError, match="needs some text, got no batch"):
             kind(model, [])
 
 
@@ -60,7 +60,7 @@ def test_padding_does_not_count_for_fidelity(name):
 
 
 def test_a_probe_has_the_curvature_of_likeness(batches):
-    """Its mean squared slope along an error is twice what fidelity loses by that error, for small ones."""
+    """The mean squared directional derivative is twice the loss of fidelity, for small errors."""
     model = build(FAMILIES["bert"])
     path = find_layers(model)[-1].path
     batch = batches[0]

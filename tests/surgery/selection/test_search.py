@@ -1,4 +1,4 @@
-"""Moving heads between layers, budgets and repair in order: held to what can be computed by hand."""
+"""Moves between layers, budgets and sequential compensation, against results computed by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def outputs_of(path: str, taken: int) -> Outputs:
 
 
 def loss(outputs) -> float:
-    """Layers by themselves, but for a and c, which are bad together."""
+    """Independent layers, except that a and c are bad together."""
     own = sum(LOSSES[path][len(x.heads) - 1] for path, x in outputs.items())
     return 7.0 + own + (3.0 if "a" in outputs and "c" in outputs else 0.0)
 

@@ -1,4 +1,4 @@
-"""Budgets: read, reached with the fewest heads, and the whole curve beside its controls."""
+"""Budgets: parsed, met with the fewest heads, and the curve with its controls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_targets_are_read_and_refused():
         "1.2 times fewer FLOPs",
     ]
     for text in ("30%", "0%-heads", "100%-heads", "1x-cache", "2x-smaller", "fast"):
-        with pytest.raises(OptionError, match="a target is a share of the heads"):
+        with pytest.raises(OptionError, match="a target must be a share of heads"):
             Target.parse(text)
     assert Size(0.7, 1.0, 0.9).reaches(Target("heads", 0.3))
     assert not Size(0.7, 1.0, 0.9).reaches(Target("cache", 1.1))
@@ -40,13 +40,13 @@ def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
         count = sum(map(len, gone.values()))
         assert shrinker.size(gone).reaches(target)
         assert not shrinker.size(shrinker.gone(count - 1)).reaches(target)
-    with pytest.raises(OptionError, match="a layer keeps a head at least, which leaves 25% of the heads"):
+    with pytest.raises(OptionError, match="every layer keeps at least one head, which leaves 25% of the heads"):
         shrinker.meet_target(Target("heads", 0.9))
     by_keys = Shrinker(evidence, by_key_heads=True)
     gone = by_keys.meet_target(Target("cache", 1.3))
     assert by_keys.size(gone).cache == 0.75
     assert {len(heads) for heads in gone.values()} == {2}
-    with pytest.raises(OptionError, match="KV heads go by the criterion repaired"):
+    with pytest.raises(OptionError, match="pruning KV heads needs the criterion compensated"):
         Shrinker(evidence, by_key_heads=True, criterion="plain")
 
 
@@ -89,9 +89,9 @@ def test_sizes_are_those_that_edits_leave(batches):
 
 
 def misleading():
-    """The heads of the last layer look the heaviest by their weights, and write next to nothing.
+    """A model whose last layer has the largest weights but almost no output.
 
-    Their values read a channel with large weights that the norm before them takes away.
+    Its values read a channel with large weights that the preceding norm removes.
     """
     model = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8)
     last = model.model.layers[-1]
@@ -127,7 +127,7 @@ def test_a_search_finds_where_heads_matter_less():
     [("1.8x-faster", False), ("1.15x-cache", False), ("1.3x-cache", True), ("40%-heads", False)],
 )
 def test_a_search_keeps_to_its_target(text, by_key_heads):
-    """The loss is how many KV heads have no reader, so that a search would have them back at any price."""
+    """The loss is the number of KV heads without a reader, so an unconstrained search would restore them."""
     model, batches = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8), batches_of_tokens()
     shrinker = Shrinker(Evidence(model, batches, Judge(slope=language_slope)), by_key_heads=by_key_heads)
     target = Target.parse(text)

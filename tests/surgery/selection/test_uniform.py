@@ -1,4 +1,4 @@
-"""Heads that go so that every layer ends alike: the cheapest of all such sets, and what a native class holds."""
+"""Uniform pruning: the cheapest of all sets, and the layouts that a native class supports."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_heads_that_go_are_the_cheapest_of_all_sets_in_equal_groups(heads_left, 
 
 
 def test_heads_of_many_sets_go_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(uniform, "MOST_SETS", 0)
+    monkeypatch.setattr(uniform, "MAX_SETS", 0)
     moments, heads = of_layer(grouped(), text())
     for left, keys in ((3, 3), (4, 2), (2, 2)):
         gone = ranked_sets(moments, heads, left, keys)[0].heads
         counts = [sum(heads.key_heads[head] == key for head in range(6) if head not in gone) for key in range(3)]
         assert sorted(counts) == [0] * (3 - keys) + [left // keys] * keys
-    with pytest.raises(OptionError, match=r"6 heads over 3 KV heads can end with fewer of both.*got 5 over 3"):
+    with pytest.raises(OptionError, match=r"6 heads over 3 KV heads can be reduced to fewer of both.*got 5 over 3"):
         ranked_sets(moments, heads, 5, 3)
 
 
@@ -86,7 +86,7 @@ def test_layouts_are_those_that_a_stock_class_holds():
     uneven = decoder(6, 3, 48, 8)
     apply(uneven, [PruneHeads(0, (0,))])
     assert [str(x) for x in uniform_layouts(uneven)] == ["3/3", "2/2", "1/1"]
-    with pytest.raises(OptionError, match=r"got a BertModel, of which no config says fewer heads.*padded.*and uneven"):
+    with pytest.raises(OptionError, match=r"got a BertModel, which has none.*padded.*or uneven"):
         uniform_layouts(build(FAMILIES["bert"]))
 
 
@@ -104,7 +104,7 @@ def test_the_largest_layout_that_reaches_a_target_is_taken():
         assert fits_native(shrinker.model, gone)
         sets = uniform_sets(shrinker.evidence, *layout, "token")
         assert gone == {path: own[0].heads for path, own in sets.items()}
-    with pytest.raises(OptionError, match=r"can be left with heads/KV heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
+    with pytest.raises(OptionError, match=r"can have heads/KV heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
         shrinker.meet_target(Target("cache", 4.0))
     assert [sum(map(len, gone.values())) for gone in shrinker.stages()] == [4, 6, 8, 8, 10]
 
@@ -120,7 +120,7 @@ def test_the_curve_of_layouts_has_its_controls(monkeypatch):
     points = shrinker.curve(quality, choices)
     assert [point.layout for point in points] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
     assert [point.gone for point in points] == [4, 6, 8, 8, 10]
-    monkeypatch.setattr(uniform, "MOST_LAYOUTS", 3)
+    monkeypatch.setattr(uniform, "MAX_LAYOUTS", 3)
     assert [choice.layout for choice in shrinker.choices()] == ["4/2", "2/2", "1/1"]
 
 
@@ -150,7 +150,7 @@ def test_a_search_exchanges_heads_within_layers_while_that_helps():
 
 
 def test_a_search_of_sets_takes_what_measures_best_whatever_the_evidence_says():
-    """Two layers of two sets each, of which the evidence prefers the wrong one in the first."""
+    """Two layers of two sets each; the evidence prefers the wrong one in the first."""
     ranked = {"a": [RankedSet(1.0, (0,)), RankedSet(1.2, (1,))], "b": [RankedSet(1.0, (2,)), RankedSet(1.1, (3,))]}
     losses = {(0,): 3.0, (1,): 1.0, (2,): 1.0, (3,): 2.0}
 

@@ -1,4 +1,4 @@
-"""What becomes of each family after each kind of edit: found by saving, loading and comparing what the models give.
+"""Forms that load each family after each kind of edit, found by saving, loading and comparing outputs.
 
 python -m tests.surgery.storage.saved_forms writes the table into docs/surgery.md.
 """
@@ -45,7 +45,7 @@ def prune_unevenly(layer: AttentionLayer) -> list[HeadEdit]:
 
 
 def merge_in_pairs(layer: AttentionLayer) -> list[HeadEdit]:
-    """Neighbours, which read one KV head where keys are grouped; the second pair has moved up when its turn comes."""
+    """Merge neighbours, which share a KV head in grouped layers; the second pair has moved up by then."""
     pairs = layer.layout.num_heads // 2
     return [MergeHeads(layer.number, (first, first + 1), stack=layer.stack) for first in range(pairs)]
 
@@ -74,7 +74,7 @@ EDITS: Mapping[str, Callable[[AttentionLayer], list[HeadEdit]]] = {
 
 
 def forms_of(family: models.Family, folder: Path, edits: Sequence[str] = tuple(EDITS)) -> list[str]:
-    """One word for each edit: what can load the edited model. "no" where the edit itself is refused."""
+    """Return one word per edit: what loads the edited model, "no" if the edit itself raises."""
     if family.name in REFUSED:
         return ["no"] * len(edits)
     # Read from files first: some tables are computed anew by whoever reads them, in float32.
@@ -94,7 +94,7 @@ def forms_of(family: models.Family, folder: Path, edits: Sequence[str] = tuple(E
 
 
 def loaded_by(model: nn.Module, family: models.Family, folder: Path) -> str:
-    """The plainest that loads it: plain transformers as it is, or padded, or polyhead alone; each was tried."""
+    """Return the plainest loader that works: native, padded, or polyhead alone; each is tried."""
     expected = result_of(ready(model), family)
     for form, word in (("uniform", "native"), ("padded", "padded")):
         try:
@@ -114,7 +114,7 @@ def loaded_by(model: nn.Module, family: models.Family, folder: Path) -> str:
 
 
 def ready(model: nn.Module, name: str | None = None) -> nn.Module:
-    """On an attention that computes in float64 throughout, and experts that can."""
+    """Use an attention, and experts, that compute in float64 throughout."""
     model.set_attn_implementation(register() if name is None else name)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
@@ -122,7 +122,7 @@ def ready(model: nn.Module, name: str | None = None) -> nn.Module:
 
 
 def render(rows: Mapping[str, Sequence[str]], version: str) -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines = [f"transformers {version}:", "", f"| family | {' | '.join(EDITS)} |", "|---" * (len(EDITS) + 1) + "|"]
     return "\n".join([*lines, *(line(name, words) for name, words in rows.items())])
 

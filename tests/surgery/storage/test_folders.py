@@ -1,4 +1,4 @@
-"""A folder is there whole or not at all, also where the system cannot exchange two in one step."""
+"""Folders are written atomically, also where the system has no atomic exchange."""
 
 from __future__ import annotations
 

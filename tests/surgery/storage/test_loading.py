@@ -1,4 +1,4 @@
-"""Loading what was saved: number for number, in any form and dtype, and never from a file that is damaged."""
+"""Loading saved models: bit for bit, in any form and dtype, and never from a damaged file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMS = ("uneven", "padded")
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Bystander]:
-    """Another process, from before any of these models was saved."""
+    """Another process, started before any of these models was saved."""
     build(FAMILIES["llama"])  # what it takes to import is imported for both
     made = Bystander()
     yield made
@@ -51,7 +51,7 @@ def elsewhere() -> Iterator[Bystander]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, elsewhere) -> Path:
-    """Edited models by family, in each form that is not uniform."""
+    """Edited models by family, in each form except uniform."""
     folder = tmp_path_factory.mktemp("saved")
     for name, edits in EDITS.items():
         build(FAMILIES[name], dtype=torch.float32).save_pretrained(folder / f"{name}-whole")
@@ -108,7 +108,7 @@ def test_another_dtype_changes_the_weights_and_nothing_else(place, form):
 
 
 def original_of(folder: Path) -> tuple[str, int]:
-    """Load and undo in a process where our attention is not registered with transformers."""
+    """Load and undo in a process where polyhead's attention is not registered with transformers."""
     for functions in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         functions._global_mapping.pop("polyhead", None)
     model = polyhead.load(folder)
@@ -167,7 +167,7 @@ def test_weights_of_another_model_are_refused(place, tmp_path):
     file = folder / "polyhead.safetensors"
     own = load_file(file)
     save_file(load_file(place / "gpt2-uneven" / "polyhead.safetensors"), file)
-    with pytest.raises(CheckpointError, match=r"must hold what polyhead\.json and config\.json say, got .* missing"):
+    with pytest.raises(CheckpointError, match=r"must match polyhead\.json and config\.json, got .* missing"):
         polyhead.load(folder)
     name = "model.layers.0.self_attn.q_proj.weight"
     save_file({**own, name: own[name][:-1].contiguous()}, file)
@@ -184,9 +184,9 @@ def test_weights_of_another_model_are_refused(place, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda x: x.pop("layers"), "one that is damaged .*KeyError"),
+        (lambda x: x.pop("layers"), "a damaged one .*KeyError"),
         (lambda x: x.update(format=99), "reads polyhead.json of format 1, got 99"),
-        (lambda x: x.update(form="flat"), "one of the forms uniform, uneven, padded, got 'flat'"),
+        (lambda x: x.update(form="flat"), "a form of uniform, uneven, padded, got 'flat'"),
         (lambda x: x.update(architecture="NoSuchModel"), "no model class 'NoSuchModel' in transformers"),
         (lambda x: x["layers"].update({"layers.7": {"embed_dim": 32, "num_heads": 4}}), "no such layer"),
         (lambda x: x["layers"]["model.layers.0.self_attn"].update(num_heads=0), "one that is damaged"),
@@ -212,7 +212,7 @@ def test_a_map_that_was_changed_is_refused_although_every_tensor_fits(place, tmp
     assert found["layers"]["model.layers.0.self_attn"]["key_heads"] == [0, 1, 1]
     found["layers"]["model.layers.0.self_attn"]["key_heads"] = [0, 0, 1]
     (folder / "polyhead.json").write_text(json.dumps(found))
-    with pytest.raises(CheckpointError, match=r"must be as it was written, got one in .* that was changed"):
+    with pytest.raises(CheckpointError, match=r"must be unmodified, got one in .* that was changed"):
         polyhead.load(folder)
 
 
@@ -225,12 +225,12 @@ def test_a_padding_that_places_other_heads_is_refused(place, tmp_path):
         del found["digest"]
         found["paddings"][path] = wrong
         (folder / "polyhead.json").write_text(json.dumps({**found, "digest": manifest._digest(found)}))
-        with pytest.raises(CheckpointError, match=r"places other heads|lists heads and key_heads"):
+        with pytest.raises(CheckpointError, match=r"pads other heads|must list heads and key_heads"):
             polyhead.load(folder)
 
 
 def test_a_folder_that_is_none_and_one_without_a_model_are_refused(tmp_path):
-    with pytest.raises(OptionError, match=r"from the folder it was saved to, got .*which is none"):
+    with pytest.raises(OptionError, match=r"from the folder it was saved to, got .*which is no folder"):
         polyhead.load(tmp_path / "nowhere")
     with pytest.raises(OptionError, match=r"must (hold|contain) a config\.json"):
         polyhead.load(tmp_path)

@@ -1,4 +1,4 @@
-"""Only what was written here is ever replaced, and only regular files of the model's own folder are copied."""
+"""Only folders that polyhead wrote are replaced, and only the model's own regular files are copied."""
 
 from __future__ import annotations
 
@@ -142,14 +142,14 @@ def test_a_replaced_folder_comes_back_when_the_last_step_fails(original, tmp_pat
     save(model, tmp_path / "out")
     before = tree(tmp_path / "out")
     apply(model, [PruneHeads(0, (1,))])
-    true = folders._bring_to_disk
+    true = folders._fsync
 
     def full(path):
         if Path(path) == tmp_path:
             raise OSError(28, "No space left on device")
         true(path)
 
-    monkeypatch.setattr(folders, "_bring_to_disk", full)
+    monkeypatch.setattr(folders, "_fsync", full)
     for renameat2 in (True, False):
         if not renameat2:
             monkeypatch.setattr(folders.ctypes, "CDLL", lambda name: object())
@@ -186,7 +186,7 @@ def test_side_files_that_are_not_the_models_own_are_refused(kind, models, tmp_pa
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key.txt").write_text("PRIVATE KEY")
     path = models / "orig" / "README.md"
-    words = "are in its folder"
+    words = "must be in its folder"
     if kind == "key":
         path.symlink_to(secret)
     elif kind == "zero":
@@ -230,7 +230,7 @@ def test_links_within_the_folder_and_into_the_hubs_blobs_are_followed(original, 
 
 
 def test_the_bytes_beside_a_model_are_bounded(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(side_files, "_MOST_BYTES", 10_000)
+    monkeypatch.setattr(side_files, "_MAX_BYTES", 10_000)
     (models / "orig" / "diary.txt").write_bytes(b"x" * 20_000)
     with pytest.raises(CheckpointError, match="at most 4,096 files and 10,000 bytes are copied"):
         SideFiles(models / "orig").save_pretrained(tmp_path / "out")

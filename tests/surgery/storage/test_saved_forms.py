@@ -1,4 +1,4 @@
-"""The table of docs/surgery.md, family by family: what loads an edited model, each entry tried."""
+"""The table of docs/surgery.md, family by family: each entry is tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.surgery.storage.saved_forms import EDITS, END, PAGE, START, forms_of
 
 
 def listed() -> tuple[str, dict[str, str]]:
-    """The version that the page speaks of, and its rows."""
+    """Return the transformers version of the page, and its rows."""
     page = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
     rows = [row for row in page.splitlines() if row.startswith("| ")]
     return page.split()[1].rstrip(":"), {row.split(" | ")[0].removeprefix("| "): row for row in rows[1:]}
@@ -21,7 +21,7 @@ def listed() -> tuple[str, dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_page_says_what_loads_an_edited_model(name, tmp_path):
-    """Of one edit a family, every edit in its turn; the script that writes the page tries all of them."""
+    """One edit per family, all edits in turn; the script that writes the page tries all of them."""
     version, rows = listed()
     place = list(FAMILIES).index(name) % len(EDITS)
     found = forms_of(FAMILIES[name], tmp_path, list(EDITS)[place : place + 1])
@@ -41,7 +41,7 @@ def test_the_page_lists_every_family_and_every_word_is_used():
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(REFUSED) - {"clip"}))
 def test_no_family_builds_layers_of_different_heads_from_a_config_by_layer(name):
-    """Should one begin to, then `save` can write uneven heads for plain transformers."""
+    """If one starts to, `save` can write uneven heads for plain transformers."""
     family = FAMILIES[name]
     by_layer = {0: {"num_attention_heads": 2, "num_key_value_heads": 1}}
     try:

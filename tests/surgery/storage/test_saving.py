@@ -1,4 +1,4 @@
-"""Saving: the form that is asked for or the rule that forbids it, all that belongs to a model, and whole or not."""
+"""Saving: the requested form or the rule that forbids it, all files of a model, atomically."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def test_a_model_that_was_not_edited_is_the_same_bit_for_bit(name, form, tmp_pat
     assert type(back) is type(model)
     assert fingerprint(back) == fingerprint(model)
     assert not back.training
-    assert _told(back.config.to_dict()) == _told(model.config.to_dict())
+    assert _without_writer_entries(back.config.to_dict()) == _without_writer_entries(model.config.to_dict())
     if form != "uneven":
         assert fingerprint(native(model, tmp_path / "model")) == fingerprint(model)
 
 
-def _told(config):
-    """A config without what whoever writes it adds."""
+def _without_writer_entries(config):
+    """Return a config without the entries that its writer adds."""
     added = ("architectures", "dtype", "transformers_version", "_name_or_path")
     plain = {name: value for name, value in config.items() if name not in added}
-    return {name: _told(value) if isinstance(value, dict) else value for name, value in plain.items()}
+    return {name: _without_writer_entries(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
 def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
@@ -77,7 +77,7 @@ def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
     uneven = save(model, tmp_path / "uneven")
     assert uneven.form == "uneven"
     assert uneven.native == (
-        "plain transformers does not load it: a LlamaConfig says one number of heads for all its layers, and there are "
+        "plain transformers does not load it: a LlamaConfig has one number of heads for all its layers, but there are "
         "4 over 2 KV heads in model.layers.0.self_attn, 6 over 3 KV heads in model.layers.1.self_attn; "
         "polyhead.load does"
     )
@@ -92,21 +92,21 @@ def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
     [
         # Its config takes 3 heads while it lives and refuses them when it is read again.
         ("llama", [ReorderHeads(0, (2, 3, 0, 1)), PruneHeads(0, (0,)), PruneHeads(1, (0,))], r"reads \[0, 1, 1\]"),
-        ("bert", [PruneHeads(layer, (0, 1)) for layer in range(2)], "makes 2 heads of 16 channels .* has 2 heads of 8"),
+        ("bert", [PruneHeads(layer, (0, 1)) for layer in range(2)], "gives 2 heads of 16 channels .* has 2 heads of 8"),
         ("bert", [PruneHeads(layer, (0,)) for layer in range(2)], r"cannot be built: .*multiple of"),
         (
             "bert",
             [GroupQueries(1, ((0, 1), (2, 3)))],
-            "has a KV head for every head, and .* has 4 heads of 8 .* over 2 KV heads",
+            "has one KV head per head, but .* has 4 heads of 8 .* over 2 KV heads",
         ),
-        ("gpt2", [PruneHeads(0, (0,))], "one number of heads for all its layers, and there are 3"),
+        ("gpt2", [PruneHeads(0, (0,))], "one number of heads for all its layers, but there are 3"),
         ("llama", [PruneHeads(0, (0, 1))], "2 over 1 KV heads in .*, 4 over 2 KV heads"),
     ],
 )
 def test_a_uniform_form_that_cannot_be_is_refused_by_its_rule(name, edits, words, tmp_path):
     model = build(FAMILIES[name], dtype=torch.float32)
     apply(model, edits)
-    with pytest.raises(OptionError, match=f"uniform, a model must be one that a native config describes.*{words}"):
+    with pytest.raises(OptionError, match=f"the uniform form needs a native config that describes the model.*{words}"):
         save(model, tmp_path / "model", form="uniform")
     assert list(tmp_path.iterdir()) == []
 
@@ -159,7 +159,7 @@ def test_padding_takes_the_smallest_stock_shape_there_is_room_in(tmp_path):
 def test_grown_heads_find_no_room_where_the_width_is_tied_to_them(tmp_path):
     model = build(FAMILIES["bert"], dtype=torch.float32)
     apply(model, [ReviveHeads(0, 1)])
-    with pytest.raises(OptionError, match=r"has room for 4 heads of 8 channels over 4 KV heads, and .* has 5 of 8"):
+    with pytest.raises(OptionError, match=r"holds 4 heads of 8 channels over 4 KV heads, but .* has 5 of 8"):
         save(model, tmp_path / "model", form="padded")
 
 
@@ -215,14 +215,14 @@ def test_a_table_that_its_class_computes_anew_is_kept_where_it_was_changed(tmp_p
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     model = llama()
-    with pytest.raises(OptionError, match="one of the forms uniform, uneven, padded, got 'flat'"):
+    with pytest.raises(OptionError, match="form must be one of uniform, uneven, padded, got 'flat'"):
         save(model, tmp_path / "model", form="flat")
-    with pytest.raises(OptionError, match=r"models of transformers are saved, got MultiHeadAttention.*config_of"):
+    with pytest.raises(OptionError, match=r"only transformers models can be saved, got MultiHeadAttention.*config_of"):
         save(MultiHeadAttention(12, 4), tmp_path / "model")
     own = type("Own", (type(model),), {})(model.config)
-    with pytest.raises(OptionError, match="transformers' own classes are saved, got Own"):
+    with pytest.raises(OptionError, match="transformers' own classes can be saved, got Own"):
         save(own, tmp_path / "model")
-    with pytest.raises(OptionError, match=r"got .* without any, on the meta device"):
+    with pytest.raises(OptionError, match=r"must have weights, got .* on the meta device"):
         save(llama().to("meta"), tmp_path / "model")
     record = apply(llama(), [PruneHeads(0, (1,))])
     with pytest.raises(OptionError, match=f"of fingerprint {record.after}, got one of {fingerprint(model)}"):
@@ -236,7 +236,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
 def test_nothing_is_written_over_unless_told_and_never_over_the_origin(tmp_path):
     model = llama()
     save(model, tmp_path / "one")
-    with pytest.raises(OptionError, match="which holds files; name another one"):
+    with pytest.raises(OptionError, match="which holds files; choose another one"):
         save(model, tmp_path / "one")
     (tmp_path / "empty").mkdir()
     save(model, tmp_path / "empty")
@@ -252,7 +252,7 @@ def test_nothing_is_written_over_unless_told_and_never_over_the_origin(tmp_path)
 
 
 class Interruption(BaseException):
-    """Like a key that is pressed: no error, and nothing may catch it as one."""
+    """Like a keyboard interrupt: not an `Exception`, so nothing may catch it as one."""
 
 
 @pytest.mark.parametrize(("form", "replaced"), [("uniform", False), ("padded", False), ("uneven", True)])

@@ -1,1 +1,1 @@
-"""Where a model's heads live, and their weights as values."""
+"""Attention layers of a model and the weights of their heads."""

@@ -1,4 +1,4 @@
-"""One attention layer as a value: its heads, the modules that hold them, and the sizes that these keep."""
+"""An attention layer as a value: its head layout, projection modules and size attributes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polyhead.surgery.adapters.projection_formats import GROUP_SIZES, HEADS_WIDT
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """One attention layer: its heads, and the modules that hold them, as paths from the model.
+    """An attention layer: its head layout and its projection modules, as paths from the model.
 
-    Layers whose paths differ in numbers alone are one `stack`, and `number` counts them there. `refusals` say why the
-    heads of this one cannot be edited; its layout is None then.
+    Layers whose paths differ only in numbers form one `stack`, and `number` is the index within it. `refusals` are the
+    reasons why the heads of this layer cannot be edited; `layout` is None then.
     """
 
     path: str
@@ -28,8 +28,8 @@ class AttentionLayer:
     layout: HeadLayout | None = None
     sources: tuple[Source, ...] = ()
     output: str = ""
-    can_group: bool = True  # whether its code has room for fewer KV heads than heads
-    reads_config: bool = False  # whether its code looks into the config for the number of its heads
+    can_group: bool = True  # whether its forward supports fewer KV heads than heads
+    reads_config: bool = False  # whether its forward reads the number of heads from the config
     refusals: tuple[str, ...] = ()
 
     @property
@@ -38,27 +38,27 @@ class AttentionLayer:
 
     @property
     def site(self) -> str:
-        """The name under which its attention is observed."""
+        """Name under which this layer's attention is observed."""
         return self.path or type(self.module).__name__
 
 
 def choose_layer(layers: tuple[AttentionLayer, ...], number: int, stack: str | None) -> AttentionLayer:
-    """The layer that an edit speaks of; refused where there is none, several, or one whose heads are not known."""
+    """Return the layer an edit refers to; raises if it is missing, ambiguous or not editable."""
     if not layers:
         raise OptionError(
-            "heads are edited in layers of polyhead.MultiHeadAttention and in models of transformers whose attention "
-            "goes through its attention interface, got a model without either"
+            "heads can be edited in polyhead.MultiHeadAttention layers and in transformers models that use its "
+            "attention interface, got a model without either"
         )
     stacks = list(dict.fromkeys(layer.stack for layer in layers))
     editable = list(dict.fromkeys(layer.stack for layer in layers if not layer.refusals)) or stacks
     if stack is None and len(editable) > 1:
-        raise OptionError(f"this model has several stacks of layers, say which: stack is one of {', '.join(editable)}")
+        raise OptionError(f"this model has several stacks of layers, pass stack as one of {', '.join(editable)}")
     if stack is not None and stack not in stacks:
         raise OptionError(f"stack must be one of {', '.join(stacks)}, got {stack!r}")
-    found = [layer for layer in layers if layer.stack == (editable[0] if stack is None else stack)]
-    if number >= len(found):
-        raise OptionError(f"{found[0].stack!r} has layers 0 to {len(found) - 1}, got layer {number}")
-    layer = found[number]
+    stack_layers = [layer for layer in layers if layer.stack == (editable[0] if stack is None else stack)]
+    if number >= len(stack_layers):
+        raise OptionError(f"{stack_layers[0].stack!r} has layers 0 to {len(stack_layers) - 1}, got layer {number}")
+    layer = stack_layers[number]
     if layer.refusals:
         raise OptionError(
             f"the heads of {layer.path!r} ({type(layer.module).__name__}) cannot be edited: {'; '.join(layer.refusals)}"
@@ -67,24 +67,27 @@ def choose_layer(layers: tuple[AttentionLayer, ...], number: int, stack: str | N
 
 
 def layer_origins(model: nn.Module, layer: AttentionLayer) -> HeadOrigins:
-    """The original heads of a layer whose heads are known, edited or not."""
+    """Return the original heads of a layer with a known layout, edited or not."""
     assert layer.layout is not None
     count = layer.layout.num_heads
     return origins_of(model, layer.path, layer.module, count) or HeadOrigins.unedited(count)
 
 
 def linear_axis(linear: nn.Module, *, outputs: bool) -> int:
-    """The axis of a linear module's weight on which its outputs (or its inputs) lie; Conv1D has them swapped."""
+    """Return the axis of a linear module's weight that indexes its outputs (or inputs).
+
+    Conv1D has them swapped.
+    """
     return int(is_conv1d(linear)) if outputs else 1 - int(is_conv1d(linear))
 
 
 def is_conv1d(linear: nn.Module) -> bool:
-    """Whether this is the linear layer of GPT-2, whose weight is the other way round."""
+    """Return whether this is GPT-2's `Conv1D`, whose weight is the transpose of `nn.Linear`'s."""
     return type(linear).__name__ == "Conv1D" and type(linear).__module__ == "transformers.pytorch_utils"
 
 
 def sizes_of(layer: AttentionLayer, layout: HeadLayout) -> dict[str, int]:
-    """The sizes that a module of transformers keeps, under the names it has, for heads of this layout."""
+    """Return the size attributes that a transformers module has, by name, for this layout."""
     values = dict.fromkeys(NUM_HEADS, layout.num_heads)
     values |= dict.fromkeys(NUM_KEY_HEADS, layout.num_kv_heads)
     values |= dict.fromkeys(GROUP_SIZES, layout.num_heads // layout.num_kv_heads)
@@ -93,7 +96,7 @@ def sizes_of(layer: AttentionLayer, layout: HeadLayout) -> dict[str, int]:
 
 
 def key_map_of(layer: AttentionLayer, layout: HeadLayout) -> tuple[int, ...] | None:
-    """Which KV head each head reads, where a module of transformers cannot tell by its group size."""
+    """Return each query head's KV head, or None if a transformers module derives it from its group size."""
     if layout.key_heads is not None:
         return layout.key_heads
     if layout.num_heads == layout.num_kv_heads or any(hasattr(layer.module, name) for name in GROUP_SIZES):

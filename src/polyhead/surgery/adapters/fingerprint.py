@@ -1,4 +1,4 @@
-"""The check that edits are made in the model that they were meant for."""
+"""Check that edits are applied to the model they were made for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from polyhead.sources.fingerprint import fingerprint
 __all__ = ["check_expected", "fingerprint"]
 
 
-def check_expected(expect: str | None, found: str) -> None:
-    """That edits are made in the model that they were meant for, where that was said."""
-    if expect is not None and expect != found:
-        raise OptionError(f"these edits are for the model with fingerprint {expect}, got one with {found}")
+def check_expected(expect: str | None, actual: str) -> None:
+    """Raise `OptionError` if the model's fingerprint is not the expected one; None accepts any."""
+    if expect is not None and expect != actual:
+        raise OptionError(f"these edits are for the model with fingerprint {expect}, got one with {actual}")

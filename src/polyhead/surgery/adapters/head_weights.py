@@ -1,4 +1,4 @@
-"""The weights of one layer's heads as a value: read from a model, changed by edits, packed for the model again."""
+"""Weights of one layer's heads as a value: read from a model, edited, packed back into parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadWeights:
-    """Every matrix of every head. A query is query[head] @ x + query_bias[head]; a head writes output[head].T @ value.
+    """Weights of every head of a layer.
 
-    `origins` says which head of the unedited layer each one is, number for number in what it gives; None for one that
-    was changed or is new. `made_of` lists those that each one is made of, changed or not, as
-    `HeadOrigins.heads` does.
+    A query is query[head] @ x + query_bias[head]; a head writes output[head].T @ value. `origins` gives, for each head,
+    the head of the unedited layer whose output it reproduces exactly, or None if it was changed or is new. `made_of`
+    lists the original heads each head was made from, as in `HeadOrigins.heads`.
     """
 
     query: Tensor  # [heads, head_dim, embed_dim]
@@ -35,7 +35,7 @@ class HeadWeights:
 
     @classmethod
     def blank(cls, layout: HeadLayout) -> HeadWeights:
-        """Heads of a layout on the meta device, without biases: enough to follow edits by."""
+        """Return heads of this layout on the meta device, without biases; enough to trace edits."""
 
         def rows(count: int, dim: int, width: int) -> Tensor:
             return torch.empty(count, dim, width, device="meta")
@@ -77,11 +77,11 @@ class HeadWeights:
 
     @property
     def readers(self) -> list[list[int]]:
-        """The query heads that read each KV head."""
-        return [[head for head, own in enumerate(self.key_heads) if own == key] for key in range(self.key.shape[0])]
+        """Query heads that read each KV head."""
+        return [[head for head, kv in enumerate(self.key_heads) if kv == key] for key in range(self.key.shape[0])]
 
     def select(self, heads: Sequence[int]) -> HeadWeights:
-        """These query heads in this order, with the KV heads they read, those in the order of their first readers."""
+        """Return these query heads in this order, and the KV heads they read in order of their first reader."""
         read = list(dict.fromkeys(self.key_heads[head] for head in heads))
         chosen = replace(
             self,
@@ -94,39 +94,39 @@ class HeadWeights:
         return chosen.with_keys(read, tuple(read.index(self.key_heads[head]) for head in heads))
 
     def with_keys(self, keys: Sequence[int], key_heads: tuple[int, ...]) -> HeadWeights:
-        """These KV heads in this order, one of them perhaps several times, and who reads which."""
-        at = list(keys)
+        """Return the given KV heads in this order, possibly repeated, with a new query-to-KV-head map."""
+        index = list(keys)
         return replace(
             self,
-            key=self.key[at],
-            value=self.value[at],
-            key_bias=None if self.key_bias is None else self.key_bias[at],
-            value_bias=None if self.value_bias is None else self.value_bias[at],
+            key=self.key[index],
+            value=self.value[index],
+            key_bias=None if self.key_bias is None else self.key_bias[index],
+            value_bias=None if self.value_bias is None else self.value_bias[index],
             key_heads=key_heads,
         )
 
 
 def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | str | None = None) -> HeadWeights:
-    """The weights of a layer's heads, copied; on "meta" their shapes alone."""
+    """Copy the weights of a layer's heads; `device="meta"` returns shapes only."""
     layout = layer.layout
     assert layout is not None
-    found: dict[str, Tensor | None] = {}
+    parts: dict[str, Tensor | None] = {}
     for source in layer.sources:
         linear = model.get_submodule(source.path)
         weight, bias = _parameters(linear, device)
         by_row = weight if linear_axis(linear, outputs=True) == 0 else weight.T
         for part, rows in source.rows(layout).items():
             rows = rows.to(weight.device)
-            found[part] = by_row[rows]
-            found[f"{part}_bias"] = None if bias is None else bias[rows]
+            parts[part] = by_row[rows]
+            parts[f"{part}_bias"] = None if bias is None else bias[rows]
     linear = model.get_submodule(layer.output)
     weight, bias = _parameters(linear, device)
     by_row = weight if linear_axis(linear, outputs=False) == 0 else weight.T
-    found["output"] = by_row.reshape(layout.num_heads, layout.value_dim, -1).clone()
-    found["output_bias"] = None if bias is None else bias.clone()
+    parts["output"] = by_row.reshape(layout.num_heads, layout.value_dim, -1).clone()
+    parts["output_bias"] = None if bias is None else bias.clone()
     heads = range(layout.num_heads)
     return HeadWeights(
-        **found,  # type: ignore[arg-type]
+        **parts,  # type: ignore[arg-type]
         key_heads=tuple(layout.key_head(i) for i in heads),
         origins=tuple(heads),
         made_of=tuple((i,) for i in heads),
@@ -134,18 +134,18 @@ def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | s
 
 
 def pack_heads(model: nn.Module, layer: AttentionLayer, heads: HeadWeights) -> dict[str, Tensor]:
-    """The parameters, by their names in the model, that hold these heads; the model is not touched."""
+    """Return the parameters that hold these heads, by their names in the model; the model is unchanged."""
     packed: dict[str, Tensor] = {}
     for source in layer.sources:
         linear = model.get_submodule(source.path)
-        # Where each row of the packed matrix comes from, among the rows of all parts one after the other.
-        places = torch.cat([rows.flatten() for rows in source.rows(heads.layout).values()]).argsort()
+        # The index of each packed row in the concatenation of all parts.
+        row_order = torch.cat([rows.flatten() for rows in source.rows(heads.layout).values()]).argsort()
         rows = torch.cat([getattr(heads, part).flatten(0, 1) for part in source.holds])
-        places = places.to(rows.device)
-        packed[f"{source.path}.weight"] = oriented(rows[places], linear_axis(linear, outputs=True))
+        row_order = row_order.to(rows.device)
+        packed[f"{source.path}.weight"] = oriented(rows[row_order], linear_axis(linear, outputs=True))
         if linear.bias is not None:
             biases = torch.cat([getattr(heads, f"{part}_bias").flatten() for part in source.holds])
-            packed[f"{source.path}.bias"] = biases[places]
+            packed[f"{source.path}.bias"] = biases[row_order]
     linear = model.get_submodule(layer.output)
     packed[f"{layer.output}.weight"] = oriented(heads.output.flatten(0, 1), linear_axis(linear, outputs=False))
     if heads.output_bias is not None:
@@ -154,16 +154,16 @@ def pack_heads(model: nn.Module, layer: AttentionLayer, heads: HeadWeights) -> d
 
 
 def with_row(x: Tensor, index: int, row: Tensor) -> Tensor:
-    """A copy of x with another row at this place."""
+    """Return a copy of x with one row replaced."""
     changed = x.clone()
     changed[index] = row.to(x.dtype)
     return changed
 
 
-def summed_by_key(by_head: Tensor, key_heads: Sequence[int], count: int) -> Tensor:
-    """Sums of what there is for each query head, [heads, ...], over the readers of each of `count` KV heads."""
-    found = by_head.new_zeros(count, *by_head.shape[1:])
-    return found.index_add(0, torch.tensor(key_heads, device=found.device), by_head)
+def sum_over_readers(by_head: Tensor, key_heads: Sequence[int], count: int) -> Tensor:
+    """Sum per-query-head values [heads, ...] over the readers of each of `count` KV heads."""
+    sums = by_head.new_zeros(count, *by_head.shape[1:])
+    return sums.index_add(0, torch.tensor(key_heads, device=sums.device), by_head)
 
 
 def _parameters(linear: nn.Module, device: torch.device | str | None) -> tuple[Tensor, Tensor | None]:
@@ -173,5 +173,5 @@ def _parameters(linear: nn.Module, device: torch.device | str | None) -> tuple[T
 
 
 def oriented(rows: Tensor, axis: int) -> Tensor:
-    """Rows as a linear module keeps them whose weight has them on this axis."""
+    """Return rows laid out for a linear module whose weight has them on this axis."""
     return (rows if axis == 0 else rows.T).contiguous()

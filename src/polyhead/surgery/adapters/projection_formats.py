@@ -1,4 +1,4 @@
-"""The forms in which families keep the projections of their heads: names, and the order of the rows in fused ones."""
+"""Storage formats of Q/K/V/O projections by model family: module names, and row order if fused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PARTS: tuple[Part, ...] = ("query", "key", "value")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A linear module that makes queries, keys or values, and in which order their rows lie in it.
+    """A linear module that produces queries, keys or values, and the order of their rows in it.
 
-    Rows of several parts are side by side, all queries first; or head by head, as GPT-NeoX has them.
+    Fused parts are concatenated, all query rows first; or interleaved head by head (`by_head`), as in GPT-NeoX.
     """
 
     path: str
@@ -26,20 +26,20 @@ class Source:
     by_head: bool = False
 
     def rows(self, layout: HeadLayout) -> dict[Part, Tensor]:
-        """Which rows each head has, [heads, dim] for each part."""
+        """Return the row indices of each head, [heads, dim] for each part."""
         sizes = {part: size_of(part, layout) for part in self.holds}
         if self.by_head:
             width = sum(dim for _, dim in sizes.values())
-            found, start = {}, 0
+            rows, start = {}, 0
             for part, (heads, dim) in sizes.items():
-                found[part] = torch.arange(heads)[:, None] * width + start + torch.arange(dim)
+                rows[part] = torch.arange(heads)[:, None] * width + start + torch.arange(dim)
                 start += dim
-            return found
-        found, start = {}, 0
+            return rows
+        rows, start = {}, 0
         for part, (heads, dim) in sizes.items():
-            found[part] = start + torch.arange(heads * dim).view(heads, dim)
+            rows[part] = start + torch.arange(heads * dim).view(heads, dim)
             start += heads * dim
-        return found
+        return rows
 
 
 def size_of(part: Part, layout: HeadLayout) -> tuple[int, int]:
@@ -48,32 +48,34 @@ def size_of(part: Part, layout: HeadLayout) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The names under which a family keeps its projections; fused ones only where the order of their rows is known."""
+class ProjectionFormat:
+    """Projection names of a model family; fused formats only where their row order is known."""
 
     sources: tuple[Source, ...]
     outputs: tuple[str, ...]
     families: tuple[str, ...] = ()
-    equal: bool = False  # whether queries, keys and values are cut apart as equal parts
+    equal: bool = False  # whether queries, keys and values are split into equal parts
 
 
 def separate(query: str, key: str, value: str) -> tuple[Source, ...]:
     return Source(query, ("query",)), Source(key, ("key",)), Source(value, ("value",))
 
 
-FORMS = (
-    Form(separate("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense", "Wo")),
-    Form(separate("q_lin", "k_lin", "v_lin"), ("out_lin",)),
-    Form(separate("query", "key", "value"), ("^.output.dense",)),
-    Form(separate("q", "k", "v"), ("o",)),
-    Form((Source("q_attn", ("query",)), Source("c_attn", ("key", "value"))), ("c_proj",), ("gpt2",), equal=True),
-    Form((Source("c_attn", PARTS),), ("c_proj",), ("gpt2",), equal=True),
-    Form((Source("qkv_proj", PARTS),), ("o_proj",), ("phi3",)),
-    Form((Source("Wqkv", PARTS),), ("Wo",), ("modernbert",), equal=True),
-    Form((Source("query_key_value", PARTS, by_head=True),), ("dense",), ("gpt_neox",), equal=True),
+PROJECTION_FORMATS = (
+    ProjectionFormat(separate("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense", "Wo")),
+    ProjectionFormat(separate("q_lin", "k_lin", "v_lin"), ("out_lin",)),
+    ProjectionFormat(separate("query", "key", "value"), ("^.output.dense",)),
+    ProjectionFormat(separate("q", "k", "v"), ("o",)),
+    ProjectionFormat(
+        (Source("q_attn", ("query",)), Source("c_attn", ("key", "value"))), ("c_proj",), ("gpt2",), equal=True
+    ),
+    ProjectionFormat((Source("c_attn", PARTS),), ("c_proj",), ("gpt2",), equal=True),
+    ProjectionFormat((Source("qkv_proj", PARTS),), ("o_proj",), ("phi3",)),
+    ProjectionFormat((Source("Wqkv", PARTS),), ("Wo",), ("modernbert",), equal=True),
+    ProjectionFormat((Source("query_key_value", PARTS, by_head=True),), ("dense",), ("gpt_neox",), equal=True),
 )
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
-# What an attention module may be given without any of it being by head.
+# Arguments of an attention module's forward that are known not to be per head.
 ARGUMENTS = frozenset(
     (
         "self",
@@ -96,9 +98,9 @@ ARGUMENTS = frozenset(
         "kwargs",
     )
 )
-# The model's width by its names. A module that shapes its heads by it cannot have fewer of them.
+# Names of the model width. A module that reshapes its heads by it cannot have fewer of them.
 MODEL_WIDTHS = frozenset(("embed_dim", "hidden_size", "d_model", "dim"))
-# The sizes of a layer's heads by the names that modules of transformers keep them under.
+# Attribute names under which transformers modules keep the sizes of their heads.
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 NUM_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 GROUP_SIZES = ("num_key_value_groups",)

@@ -1,1 +1,1 @@
-"""What a model shows of its layers while it reads a text."""
+"""Activations, moments and gradients of attention layers on calibration text."""

@@ -1,8 +1,8 @@
-"""What stands between a layer's projections and its logits: positions that turn channels in pairs, norms, or nothing.
+"""Detect the transform between projections and logits: rotary positions, norms, or none.
 
-Found by watching numbers pass and never by names: what the projections (or the norms after them) gave is held against
-what the attention was given. Pairs of channels that turned by one angle for all heads of a token are rotary positions,
-in one of two pairings; whatever is neither that nor the same is refused.
+Detected numerically, never by names: the outputs of the projections (or of the norms after them) are compared with
+the inputs of the attention. Pairs of channels rotated by one angle for all heads of a token are rotary position
+embeddings (RoPE, Su et al. 2021), in one of two pairings; anything else that changes the values is rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.projection_formats import NORMS
-from polyhead.surgery.calibration.layer_capture import Caught
+from polyhead.surgery.calibration.layer_capture import AttentionRecorder
 from polyhead.surgery.calibration.temporary import evaluating
 
 Pairing = Literal["none", "half", "interleaved"]
@@ -34,11 +34,11 @@ KEY_FORMS: Registry[KeyForm] = Registry("a key form")
 @KEY_FORMS.register("key_form")
 @dataclass(frozen=True, slots=True)
 class KeyForm:
-    """How queries and keys get from their projections to the logits.
+    """Transform of queries and keys between their projections and the logits.
 
-    The first `rotary_dim` channels turn in pairs: "half" pairs channel i with i + rotary_dim / 2, "interleaved" 2 i
-    with 2 i + 1. Where there is a norm, `classes` has a number for each channel, and channels of one number have the
-    same weights in the norms of queries and keys.
+    The first `rotary_dim` channels are rotated in pairs: "half" pairs channel i with i + rotary_dim / 2 (Llama),
+    "interleaved" 2 i with 2 i + 1 (GPT-J). With an RMS norm, `classes` labels the channels; channels of one class have
+    the same weights in the norms of queries and keys.
 
     >>> KeyForm("half", 4).pairs
     ((0, 2), (1, 3))
@@ -52,122 +52,124 @@ class KeyForm:
     def __post_init__(self) -> None:
         if self.pairing not in ("none", "half", "interleaved") or self.norm not in ("none", "rms", "layer"):
             raise OptionError(
-                "channels are paired none, half or interleaved and normed none, rms or layer, got "
+                "pairing must be none, half or interleaved and norm must be none, rms or layer, got "
                 f"{self.pairing!r} and {self.norm!r}"
             )
         if isinstance(self.rotary_dim, bool) or not isinstance(self.rotary_dim, int) or self.rotary_dim % 2:
-            raise OptionError(f"rotary_dim is an even number of channels, got {self.rotary_dim!r}")
+            raise OptionError(f"rotary_dim must be an even integer, got {self.rotary_dim!r}")
         if (self.pairing == "none") != (self.rotary_dim == 0) or self.rotary_dim < 0:
-            raise OptionError(f"pairing {self.pairing!r} does not go with a rotary_dim of {self.rotary_dim}")
+            raise OptionError(f"pairing {self.pairing!r} cannot have a rotary_dim of {self.rotary_dim}")
         object.__setattr__(self, "classes", tuple(self.classes))
         if (self.norm == "rms") != bool(self.classes):
-            raise OptionError(f"classes of channels are given for an rms norm, got {self.norm!r} and {self.classes}")
+            raise OptionError(f"classes must be passed for an rms norm only, got {self.norm!r} and {self.classes}")
 
     @property
     def halves(self) -> tuple[list[int], list[int]]:
-        """The channels that turn: the first of every pair, and the second."""
-        return [one for one, _ in self.pairs], [two for _, two in self.pairs]
+        """Rotated channels: the first of every pair, and the second."""
+        return [first for first, _ in self.pairs], [second for _, second in self.pairs]
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The channels that turn together."""
+        """Pairs of channels that are rotated together."""
         half = self.rotary_dim // 2
         if self.pairing == "interleaved":
             return tuple((2 * i, 2 * i + 1) for i in range(half))
         return tuple((i, i + half) for i in range(half))
 
     def check(self, layout: HeadLayout) -> None:
-        """That heads of this layout can have this form."""
+        """Raise `OptionError` if heads of this layout cannot have this form."""
         if self.rotary_dim > layout.head_dim or (self.classes and len(self.classes) != layout.head_dim):
             raise OptionError(
-                f"a form is of heads of one width, got rotary_dim {self.rotary_dim} and {len(self.classes)} classes "
-                f"for heads of {layout.head_dim} channels"
+                f"a key form must match the head width, got rotary_dim {self.rotary_dim} and {len(self.classes)} "
+                f"classes for heads of {layout.head_dim} channels"
             )
 
 
 def find_key_forms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, KeyForm]:
-    """The form of every attention layer whose heads can be edited and that this call of the model passes, by path.
+    """Detect the key form of every editable attention layer that this call reaches, by path.
 
     Args:
-        batch: what the model is called with, as `model(**batch)`: a few tokens, more than one of them.
+        batch: keyword arguments of the model, as `model(**batch)`: a few tokens, at least two.
     """
     layers = [layer for layer in find_layers(model) if not layer.refusals]
-    noted, caught = _Noted(), [Caught(layer.site) for layer in layers]
-    watching = observe(model, statistics=False, collect=caught)
-    with evaluating(model), torch.no_grad(), noted.listening(model, layers), watching:
+    projections, recorders = _ProjectionRecorder(), [AttentionRecorder(layer.site) for layer in layers]
+    observing = observe(model, statistics=False, collect=recorders)
+    with evaluating(model), torch.no_grad(), projections.recording(model, layers), observing:
         model(**batch)
-    seen = zip(layers, caught, strict=True)
-    return {layer.path: _form_of(layer, noted, x.attended) for layer, x in seen if x.attended is not None}
+    recorded = zip(layers, recorders, strict=True)
+    return {layer.path: _form_of(layer, projections, x.attended) for layer, x in recorded if x.attended is not None}
 
 
 @dataclass(eq=False)
-class _Noted:
-    """What each layer projected and normed in its first call."""
+class _ProjectionRecorder:
+    """Records each layer's projected and normed queries and keys in its first call."""
 
-    made: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by path: "query", "key" [batch, n, heads, dim]
+    projected: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # path -> part -> [batch, n, heads, dim]
     normed: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     norms: dict[str, dict[str, nn.Module]] = field(default_factory=dict)
 
     @contextmanager
-    def listening(self, model: nn.Module, layers: Sequence[AttentionLayer]) -> Iterator[None]:
+    def recording(self, model: nn.Module, layers: Sequence[AttentionLayer]) -> Iterator[None]:
         with ExitStack() as undo:
             for layer in layers:
                 assert layer.layout is not None
                 for source in layer.sources:
                     for part, rows in source.rows(layer.layout).items():
                         if part != "value":
-                            hook = _keep(self.made.setdefault(layer.path, {}), part, rows)
+                            hook = _record_hook(self.projected.setdefault(layer.path, {}), part, rows)
                             undo.callback(model.get_submodule(source.path).register_forward_hook(hook).remove)
                 for name, child in layer.module.named_children():
                     if name in NORMS:
                         part = "query" if name.startswith("q") else "key"
                         self.norms.setdefault(layer.path, {})[part] = child
-                        hook = _keep(self.normed.setdefault(layer.path, {}), part)
+                        hook = _record_hook(self.normed.setdefault(layer.path, {}), part)
                         undo.callback(child.register_forward_hook(hook).remove)
             yield
 
 
-def _keep(into: dict[str, Tensor], part: str, rows: Tensor | None = None) -> Any:
-    def note(module: nn.Module, given: object, gave: Tensor) -> None:
-        if part not in into:
-            into[part] = gave.detach() if rows is None else gave.detach()[..., rows.to(gave.device)]
+def _record_hook(store: dict[str, Tensor], part: str, rows: Tensor | None = None) -> Any:
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        if part not in store:
+            store[part] = output.detach() if rows is None else output.detach()[..., rows.to(output.device)]
 
-    return note
+    return hook
 
 
-def _form_of(layer: AttentionLayer, noted: _Noted, attended: Attended) -> KeyForm:
+def _form_of(layer: AttentionLayer, projections: _ProjectionRecorder, attended: Attended) -> KeyForm:
     layout, path = layer.layout, layer.path
     assert layout is not None
     tokens = attended.query.shape[2]
     if tokens < 2 or attended.key.shape[2] < 2:
-        raise OptionError(f"how positions turn queries and keys shows from the second token on, got {tokens} token")
-    norm, classes = _norm_of(layer, noted.norms.get(path, {}))
-    stages = noted.made[path] if norm == "none" else noted.normed[path]
+        raise OptionError(f"detecting rotary positions needs at least two tokens, got {tokens} token")
+    norm, classes = _norm_of(layer, projections.norms.get(path, {}))
+    stages = projections.projected[path] if norm == "none" else projections.normed[path]
     if set(stages) != {"query", "key"}:
-        found = sorted(stages)
-        raise OptionError(f"queries and keys of {path!r} are normed alike or not at all, got a norm of {found}")
-    held: list[tuple[Tensor, Tensor]] = []
-    for part, given in (("query", attended.query), ("key", attended.key)):
-        before = _by_head(stages[part], given, layout if part == "key" else None)
+        normed = sorted(stages)
+        raise OptionError(f"{path!r} must norm both queries and keys or neither, got a norm of {normed}")
+    before_after: list[tuple[Tensor, Tensor]] = []
+    for part, after in (("query", attended.query), ("key", attended.key)):
+        before = _by_head(stages[part], after, layout if part == "key" else None)
         if before is None:
             raise OptionError(
-                f"what {path!r} projects must be what its attention is given, got {part} of {list(stages[part].shape)} "
-                f"and then {list(given.shape)}"
+                f"the projections of {path!r} must have the shape of its attention inputs, got {part} of "
+                f"{list(stages[part].shape)} and then {list(after.shape)}"
             )
-        held.append((before, given.double()))
-    exact = attended.key.dtype in (torch.float32, torch.float64)
-    tolerance = 1e-4 if exact else 3e-2
-    for pairing, rotary_dim in _candidates(layout.head_dim, _moved(*held[1]) if exact else layout.head_dim):
-        if _explains(held, pairing, rotary_dim) <= tolerance:
+        before_after.append((before, after.double()))
+    full_precision = attended.key.dtype in (torch.float32, torch.float64)
+    tolerance = 1e-4 if full_precision else 3e-2
+    for pairing, rotary_dim in _candidates(
+        layout.head_dim, _last_changed(*before_after[1]) if full_precision else layout.head_dim
+    ):
+        if _rotation_error(before_after, pairing, rotary_dim) <= tolerance:
             return KeyForm(pairing, rotary_dim, norm, classes)
     raise OptionError(
-        f"between the projections of {path!r} and its logits there must be nothing but positions that turn channels in "
-        "pairs, half-split or interleaved, and norms before them; got queries and keys that are changed in another way"
+        f"between the projections of {path!r} and its logits there may only be norms followed by rotary positions, "
+        "half-split or interleaved; got queries and keys that are changed in another way"
     )
 
 
 def _norm_of(layer: AttentionLayer, norms: Mapping[str, nn.Module]) -> tuple[Norm, tuple[int, ...]]:
-    """Which norm there is, by what it does to a vector with one sign changed; and which channels it weights alike."""
+    """Classify the norm by its response to one flipped sign, and label channels of equal norm weight."""
     assert layer.layout is not None
     if not norms:
         return "none", ()
@@ -181,71 +183,74 @@ def _norm_of(layer: AttentionLayer, norms: Mapping[str, nn.Module]) -> tuple[Nor
         signs[0] = -1
         with torch.no_grad():
             plain, flipped = module(x), module(x * signs)
-            level = module(torch.ones_like(x)).flatten()
+            weight = module(torch.ones_like(x)).flatten()
         if not torch.allclose(flipped, plain * signs, rtol=1e-4, atol=1e-5):
             return "layer", ()
-        weights.append(level.double().cpu())
-    seen: dict[tuple[float, ...], int] = {}
+        weights.append(weight.double().cpu())
+    classes: dict[tuple[float, ...], int] = {}
     columns = torch.stack(weights, 1).tolist()
-    return "rms", tuple(seen.setdefault(tuple(column), len(seen)) for column in columns)
+    return "rms", tuple(classes.setdefault(tuple(column), len(classes)) for column in columns)
 
 
-def _by_head(stage: Tensor, given: Tensor, keys: HeadLayout | None) -> Tensor | None:
-    """A stage as [batch, heads, tokens, dim] like what the attention was given; whichever order lies nearer."""
-    if stage.ndim == 3:  # a norm that is given all heads' rows at once
-        stage = stage.unflatten(0, (given.shape[0], -1)) if stage.shape[0] != given.shape[0] else stage
+def _by_head(stage: Tensor, attended: Tensor, keys: HeadLayout | None) -> Tensor | None:
+    """Return a stage as [batch, heads, tokens, dim], in the axis order nearest to the attention's input."""
+    if stage.ndim == 3:  # a norm over the rows of all heads at once
+        stage = stage.unflatten(0, (attended.shape[0], -1)) if stage.shape[0] != attended.shape[0] else stage
     if stage.ndim != 4:
         return None
     orders = [stage.transpose(1, 2), stage]
-    if keys is not None and given.shape[1] != keys.num_kv_heads:  # who watches sees a KV head for every query head
+    if (
+        keys is not None and attended.shape[1] != keys.num_kv_heads
+    ):  # observers receive KV heads repeated per query head
         readers = [keys.key_head(head) for head in range(keys.num_heads)]
         orders = [x[:, readers] for x in orders if x.shape[1] == keys.num_kv_heads]
-    fitting = [x.double() for x in orders if x.shape == given.shape]
-    return min(fitting, key=lambda x: float((x - given).norm()), default=None)
+    fitting = [x.double() for x in orders if x.shape == attended.shape]
+    return min(fitting, key=lambda x: float((x - attended).norm()), default=None)
 
 
-def _moved(before: Tensor, after: Tensor) -> int:
-    """How many channels are turned: those up to the last one of which a bit is changed."""
+def _last_changed(before: Tensor, after: Tensor) -> int:
+    """Return the number of leading channels up to the last one that changed in any bit."""
     changed = (before != after).flatten(0, -2).any(0).nonzero()
     return 0 if not len(changed) else int(changed[-1]) + 1
 
 
-def _candidates(head_dim: int, moved: int) -> Iterator[tuple[Pairing, int]]:
+def _candidates(head_dim: int, num_changed: int) -> Iterator[tuple[Pairing, int]]:
     yield "none", 0
     for rotary_dim in range(head_dim - head_dim % 2, 0, -2):
         yield "half", rotary_dim
-        # Neighbours that do not turn would pass for pairs of any number; halves are told apart by who is whose partner.
-        if rotary_dim <= moved + moved % 2:
+        # Unrotated neighbours would pass as interleaved pairs of any number; half-split pairs differ by their partners.
+        if rotary_dim <= num_changed + num_changed % 2:
             yield "interleaved", rotary_dim
 
 
-def _explains(held: list[tuple[Tensor, Tensor]], pairing: Pairing, rotary_dim: int) -> float:
-    """How far what was given is from the best turn, one for each token and pair and for queries and keys alike.
+def _rotation_error(before_after: list[tuple[Tensor, Tensor]], pairing: Pairing, rotary_dim: int) -> float:
+    """Return the relative error of the best rotation per token and pair, shared by queries and keys.
 
-    As a share of its size. Scales are left out of it: some families scale their queries, some what they turn.
+    Scales are factored out: some families scale their queries, some the rotated vectors.
     """
-    off = 0.0
-    for before, after in held:
-        was, now = _of_one_size(before[..., rotary_dim:], after[..., rotary_dim:])
-        off = max(off, _distance(was, now))
+    error = 0.0
+    for before, after in before_after:
+        source, target = _with_equal_norm(before[..., rotary_dim:], after[..., rotary_dim:])
+        error = max(error, _distance(source, target))
     if pairing == "none":
-        return off
+        return error
     first, second = KeyForm(pairing, rotary_dim).halves
-    turned = [
-        _of_one_size(*(torch.complex(x[..., first], x[..., second]) for x in (before, after))) for before, after in held
+    pairs = [
+        _with_equal_norm(*(torch.complex(x[..., first], x[..., second]) for x in (before, after)))
+        for before, after in before_after
     ]
-    along = [(was.conj() * now).sum(1, keepdim=True) for was, now in turned]
-    if along[0].shape == along[1].shape:  # queries and keys of one token stand at one place
-        along = [along[0] + along[1]] * 2
-    for (was, now), one in zip(turned, along, strict=True):
-        turn = one / one.abs().clamp_min(torch.finfo(torch.float64).tiny)
-        off = max(off, _distance(turn * was, now))
-    return off
+    correlations = [(source.conj() * target).sum(1, keepdim=True) for source, target in pairs]
+    if correlations[0].shape == correlations[1].shape:  # queries and keys of one token share a position
+        correlations = [correlations[0] + correlations[1]] * 2
+    for (source, target), correlation in zip(pairs, correlations, strict=True):
+        rotation = correlation / correlation.abs().clamp_min(torch.finfo(torch.float64).tiny)
+        error = max(error, _distance(rotation * source, target))
+    return error
 
 
-def _of_one_size(was: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    return was, now * (was.norm() / now.norm().clamp_min(torch.finfo(torch.float64).tiny))
+def _with_equal_norm(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return source, target * (source.norm() / target.norm().clamp_min(torch.finfo(torch.float64).tiny))
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / one.norm().clamp_min(torch.finfo(torch.float64).tiny))
+def _distance(reference: Tensor, other: Tensor) -> float:
+    return float((reference - other).norm() / reference.norm().clamp_min(torch.finfo(torch.float64).tiny))

@@ -1,4 +1,4 @@
-"""One attention layer watched in a running model, as far as its W_O."""
+"""Capture the activations of one attention layer in a running model, up to its W_O."""
 
 from __future__ import annotations
 
@@ -18,96 +18,104 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.projection_formats import Part
 
 
-class Enough(Exception):
-    """Ends a forward behind what is looked at."""
+class StopForward(Exception):
+    """Raised in a hook to end a forward pass early."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCapture:
-    """What passed through one layer in one call, each [batch, tokens, channels]."""
+    """Activations of one layer in one call, each [batch, tokens, channels]."""
 
     inputs: Mapping[Part, Tensor]  # of the projections
-    heads: Tensor  # what W_O was given
-    written: Tensor  # what it gave
-    stream: Tensor | None  # what the block around the layer was given
+    heads: Tensor  # input of W_O: the concatenated head outputs
+    written: Tensor  # output of W_O
+    stream: Tensor | None  # input of the block around the layer: the residual stream
 
 
-def look_at(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> LayerCapture | None:
-    """Call the model and stop behind the layer; None where it is not called."""
+def capture_layer(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> LayerCapture | None:
+    """Run the model up to a layer's W_O and return its activations; None if the layer is not called."""
     inputs: dict[Part, Tensor] = {}
     streams: list[Tensor] = []
-    looks: list[LayerCapture] = []
+    captures: list[LayerCapture] = []
 
-    def keep(parts: tuple[Part, ...]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            inputs.update(dict.fromkeys(parts, given[0].detach()))
+    def record_input(parts: tuple[Part, ...]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs.update(dict.fromkeys(parts, args[0].detach()))
 
-        return note
+        return hook
 
-    def end(module: nn.Module, given: tuple[Tensor, ...], gave: Tensor) -> None:
+    def end(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         stream = streams[-1].detach() if streams else None
-        looks.append(LayerCapture(dict(inputs), given[0].detach(), gave.detach(), stream))
-        raise Enough
+        captures.append(LayerCapture(dict(inputs), args[0].detach(), output.detach(), stream))
+        raise StopForward
 
-    with ExitStack() as undo, torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
         for source in layer.sources:
-            undo.callback(model.get_submodule(source.path).register_forward_pre_hook(keep(source.holds)).remove)
-        note_stream(model, layer, streams, undo)
-        undo.callback(model.get_submodule(layer.output).register_forward_hook(end).remove)
-        with suppress(Enough):
+            hooks.callback(
+                model.get_submodule(source.path).register_forward_pre_hook(record_input(source.holds)).remove
+            )
+        record_stream(model, layer, streams, hooks)
+        hooks.callback(model.get_submodule(layer.output).register_forward_hook(end).remove)
+        with suppress(StopForward):
             model(**batch)
-    return looks[0] if looks else None
+    return captures[0] if captures else None
 
 
-def note_stream(model: nn.Module, layer: AttentionLayer, streams: list[Tensor], undo: ExitStack) -> None:
-    """Add to a list what the block around a layer is given, at every call until this is undone."""
+def record_stream(model: nn.Module, layer: AttentionLayer, streams: list[Tensor], undo: ExitStack) -> None:
+    """Append the input of the block around a layer to `streams` at every call, until `undo` closes."""
 
-    def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found = next((x for x in (*given, *named.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
-        if found is not None:
-            streams.append(found)
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stream = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if stream is not None:
+            streams.append(stream)
 
     block = model.get_submodule(layer.path.rpartition(".")[0])
-    undo.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
+    undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
 @dataclass(eq=False)
-class Caught:
-    """Notes the first attention of one layer: `observe(model, collect=[caught])`."""
+class AttentionRecorder:
+    """Collector of the first attention call of one layer: `observe(model, collect=[recorder])`."""
 
-    name: str  # of the layer, `AttentionLayer.site`
+    name: str  # `AttentionLayer.site` of the layer
     attended: Attended | None = None
     real: Tensor | None = None  # [batch or 1, queries], False for padding
 
-    def empty(self, site: AttentionSite, device: torch.device) -> Caught | None:
+    def empty(self, site: AttentionSite, device: torch.device) -> AttentionRecorder | None:
         return self if site.name == self.name else None
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Caught:
+    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> AttentionRecorder:
         if self.attended is None:
             self.attended, self.real = attended, real
         return self
 
-    def merge(self, other: Caught) -> Caught:
+    def merge(self, other: AttentionRecorder) -> AttentionRecorder:
         return self
 
     def state(self) -> dict[str, Tensor]:
         return {}
 
-    def with_state(self, state: Mapping[str, Tensor]) -> Caught:
+    def with_state(self, state: Mapping[str, Tensor]) -> AttentionRecorder:
         return self
 
 
-def weights_of(seen: Attended) -> Tensor:
-    """How much every query attends to every key, [batch, heads, queries, keys]."""
-    found = attention(
-        seen.query, seen.key, seen.value, mask=seen.mask, scale=seen.scale, softcap=seen.softcap, weights=True
+def attention_weights(attended: Attended) -> Tensor:
+    """Return the attention weights [batch, heads, queries, keys]."""
+    weights = attention(
+        attended.query,
+        attended.key,
+        attended.value,
+        mask=attended.mask,
+        scale=attended.scale,
+        softcap=attended.softcap,
+        weights=True,
     ).weights
-    assert found is not None
-    return found
+    assert weights is not None
+    return weights
 
 
-def real_tokens(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], rows: Tensor) -> Tensor | None:
-    """Which tokens are no padding, [batch, tokens]; None for all."""
+def non_padding_mask(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], rows: Tensor) -> Tensor | None:
+    """Return the mask of non-padding tokens, [batch, tokens]; None if there is no padding mask."""
     in_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder" in layer.path
     mask = batch.get("decoder_attention_mask" if in_decoder else "attention_mask")
     if not isinstance(mask, Tensor) or tuple(mask.shape) != tuple(rows.shape[:-1]):
@@ -115,9 +123,9 @@ def real_tokens(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any
     return mask.to(rows.device) != 0
 
 
-def rows_of(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], x: Tensor) -> Tensor:
-    """The rows of x [batch, tokens, channels] that are no padding, [rows, channels]."""
-    real = real_tokens(model, layer, batch, x)
+def unpadded_rows(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], x: Tensor) -> Tensor:
+    """Return the non-padding rows of x [batch, tokens, channels] as [rows, channels]."""
+    real = non_padding_mask(model, layer, batch, x)
     mask = batch.get("attention_mask")
     if real is None and isinstance(mask, Tensor) and tuple(mask.shape) == tuple(x.shape[:-1]):
         real = mask.to(x.device) != 0  # the source of a cross-attention

@@ -1,6 +1,6 @@
-"""What the heads of a layer write side by side, as far as repair needs it: sums over tokens, in float64.
+"""Moments of a layer's concatenated head outputs, the input of W_O: sums over tokens in float64.
 
-Memory is the square of a layer's width and does not grow with the text. Sums are values with three verbs, so that any
+Memory is quadratic in the layer width and independent of the text length. The sums are mergeable accumulators: any
 split of a corpus, merged in any order, equals one pass.
 """
 
@@ -18,20 +18,20 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.layer_capture import real_tokens
+from polyhead.surgery.calibration.layer_capture import non_padding_mask
 from polyhead.surgery.calibration.temporary import evaluating
 
-NOTHING = 1e-12  # of the largest: a direction of this energy is none
+MIN_RELATIVE_ENERGY = 1e-12  # eigenvalues below this share of the largest are treated as zero
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputMoments:
-    """Sums over the tokens that a layer's W_O was given: how many, of the heads' outputs, of their products."""
+    """Number of tokens, sum and sum of outer products of the inputs of a layer's W_O."""
 
     count: int
     total: Tensor  # [channels]
     products: Tensor  # [channels, channels]
-    signature: Tensor | None = None  # [channels], `output_signature` of the layer that they were gathered from
+    signature: Tensor | None = None  # [channels], `output_signature` of the layer they were collected from
 
     @classmethod
     def empty(
@@ -41,24 +41,26 @@ class OutputMoments:
         return cls(0, zeros[0].clone(), zeros, signature)
 
     def update(self, rows: Tensor) -> OutputMoments:
-        """With these rows, [tokens, channels]."""
+        """Return the moments with these rows, [tokens, channels], added."""
         rows = rows.detach().to(torch.float64)
         total, products = self.total + rows.sum(0), self.products + rows.T @ rows
         return replace(self, count=self.count + rows.shape[0], total=total, products=products)
 
     def merge(self, other: OutputMoments) -> OutputMoments:
         if other.total.shape != self.total.shape:
-            raise ShapeError(f"moments of one layer are merged, got {len(self.total)} channels and {len(other.total)}")
+            raise ShapeError(
+                f"merged moments must be of one layer, got {len(self.total)} and {len(other.total)} channels"
+            )
         if not same_layer(self.signature, other.signature):
-            raise OptionError("moments of one layer are merged, got moments of layers with other output matrices")
+            raise OptionError("merged moments must be of one layer, got layers with different output matrices")
         total, products = other.total.to(self.total.device), other.products.to(self.products.device)
         signature = other.signature if self.signature is None else self.signature
         return OutputMoments(self.count + other.count, self.total + total, self.products + products, signature)
 
     def compute(self, *, centred: bool) -> tuple[Tensor, Tensor]:
-        """The mean of the heads' outputs and the mean of their products, on the CPU; of those without the mean."""
+        """Return the mean and the (centred) second moment of the head outputs, on the CPU."""
         if not self.count:
-            raise OptionError("moments are computed of some tokens, got none; is the calibration text empty?")
+            raise OptionError("moments need at least one token, got none; is the calibration text empty?")
         mean, products = self.total.cpu() / self.count, self.products.cpu() / self.count
         return mean, products - torch.outer(mean, mean) if centred else products
 
@@ -67,49 +69,49 @@ class OutputMoments:
 def collect_moments(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, paths: Sequence[str] | None = None
 ) -> dict[str, OutputMoments]:
-    """The moments of every attention layer, by path, over calibration text.
+    """Collect the output moments of every attention layer over calibration text, by path.
 
     Args:
-        batches: what the model is called with, as `model(**batch)`; tokens that its attention mask hides are left out.
-        paths: only of these layers.
+        batches: keyword arguments of the model, as `model(**batch)`; tokens masked by its attention mask are excluded.
+        paths: layers to collect; all editable ones by default.
     """
     layers = [layer for layer in find_layers(model) if not layer.refusals and (paths is None or layer.path in paths)]
     unknown = set(paths or ()) - {layer.path for layer in layers}
     if unknown:
-        raise OptionError(f"moments are gathered of attention layers whose heads are known, got {sorted(unknown)}")
+        raise OptionError(f"paths must name attention layers with a known head layout, got {sorted(unknown)}")
     collected: dict[str, OutputMoments] = {}
     current: Mapping[str, Any] = {}
 
-    def listen(layer: AttentionLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            rows = given[0].detach()
-            real = real_tokens(model, layer, current, rows)
-            rows = rows.flatten(0, -2) if real is None else rows[real]
-            held = collected.get(layer.path)
-            if held is None:
+    def record_hook(layer: AttentionLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows = args[0].detach()
+            mask = non_padding_mask(model, layer, current, rows)
+            rows = rows.flatten(0, -2) if mask is None else rows[mask]
+            moments = collected.get(layer.path)
+            if moments is None:
                 signature = output_signature(read_heads(model, layer).output)
-                held = OutputMoments.empty(rows.shape[-1], rows.device, signature)
-            collected[layer.path] = held.update(rows)
+                moments = OutputMoments.empty(rows.shape[-1], rows.device, signature)
+            collected[layer.path] = moments.update(rows)
 
-        return note
+        return hook
 
-    with evaluating(model), ExitStack() as undo:
+    with evaluating(model), ExitStack() as hooks:
         for layer in layers:
-            undo.callback(model.get_submodule(layer.output).register_forward_pre_hook(listen(layer)).remove)
+            hooks.callback(model.get_submodule(layer.output).register_forward_pre_hook(record_hook(layer)).remove)
         for batch in batches:
             current = batch
             model(**batch)
     if not collected:
         raise OptionError(
-            "calibration needs some text, got no batch, or batches that no attention layer was called for"
+            "calibration needs some text, got no batch, or batches for which no attention layer was called"
         )
     return collected
 
 
 def output_signature(output: Tensor) -> Tensor:
-    """W_O, [heads, value_dim, embed_dim], times fixed random signs: [channels], in float64 on the CPU.
+    """Return W_O [heads, value_dim, embed_dim] times fixed random signs: [channels], float64 on the CPU.
 
-    Enough to tell layers apart, and nearly the same in another dtype.
+    Distinguishes layers, and is nearly the same in another dtype.
     """
     matrix = output.detach().flatten(0, 1).to("cpu", torch.float64)
     signs = torch.randint(2, (matrix.shape[1],), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -117,13 +119,13 @@ def output_signature(output: Tensor) -> Tensor:
 
 
 def same_layer(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two signatures differ by rounding alone; one that is not known may be that of any layer."""
+    """Return whether two signatures differ by rounding alone; a missing signature matches any layer."""
     if first is None or second is None:
         return True
     return first.shape == second.shape and bool((first - second).norm() <= 0.05 * first.norm())
 
 
 def root(symmetric: Tensor) -> Tensor:
-    """Matrices R with R Rᵀ = the given ones."""
+    """Return R with R Rᵀ equal to a symmetric positive semi-definite matrix (batched)."""
     values, vectors = torch.linalg.eigh(symmetric)
     return vectors * values.clamp_min(0.0).sqrt()[..., None, :]

@@ -1,4 +1,4 @@
-"""How much a loss in each layer's output matters to the model: gradients of its loss by what the layer writes."""
+"""Sensitivity of the loss to errors in each layer's output: gradients of the loss by that output."""
 
 from __future__ import annotations
 
@@ -22,127 +22,128 @@ Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
 def loss_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, float]:
-    """A weight for each attention layer, by path, for `choose_heads(orders, count, weights=...)`.
+    """Return a weight for each attention layer, by path, for `choose_heads(orders, count, weights=...)`.
 
-    It is the mean over tokens and channels of the squared gradient of the loss by what the layer writes: to second
-    order, and as if errors pointed in no direction of their own, a mean square error there times this weight is what
-    the model loses. Padding, whose gradient is zero, counts as tokens in every layer alike.
+    The weight is the mean over tokens and channels of the squared gradient of the loss by the layer's output: to second
+    order, with the empirical Fisher information for the Hessian, and for errors without a preferred direction, the mean
+    square error of the output times this weight is the increase of the loss. Padding tokens, whose gradient is zero,
+    count equally in every layer.
 
     Args:
-        loss: of a batch, summed over what it predicts; it calls the model itself, as `loss(model, batch)`.
+        loss: `loss(model, batch)`, which calls the model and returns the loss summed over its predictions.
     """
     squares: dict[str, float] = {}
-    numbers: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for path, _, gradient in _gradients(model, batches, loss):
         squares[path] = squares.get(path, 0.0) + float(gradient.double().square().sum())
-        numbers[path] = numbers.get(path, 0) + gradient.numel()
-    return {path: squares[path] / numbers[path] for path in squares}
+        counts[path] = counts.get(path, 0) + gradient.numel()
+    return {path: squares[path] / counts[path] for path in squares}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sensitivity:
-    """The mean over tokens of products of the gradient by what a layer writes: the Fisher information there.
+    """Empirical Fisher information of a layer's output: the mean outer product G of its gradient.
 
-    An error e in what the layer writes costs eᵀ G e, up to a factor that all layers share.
+    An error e in the output costs eᵀ G e, up to a factor shared by all layers.
     """
 
     products: Tensor  # [embed_dim, embed_dim], float64
 
     @property
     def weight(self) -> float:
-        """As if errors pointed in no direction of their own."""
+        """Mean cost of an error without a preferred direction."""
         return float(self.products.diagonal().mean())
 
     def root(self) -> Tensor:
-        """R with R Rᵀ = G."""
+        """Return R with R Rᵀ = G."""
         return root(self.products)
 
 
 def loss_sensitivities(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, Sensitivity]:
-    """What an error in each direction of what a layer writes costs, by path; arguments as of `loss_weights`."""
+    """Return the Fisher information of each layer's output, by path; arguments as in `loss_weights`."""
     products: dict[str, Tensor] = {}
-    numbers: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for path, _, gradient in _gradients(model, batches, loss):
         rows = gradient.flatten(0, -2).double()
         products[path] = products.get(path, 0.0) + rows.T @ rows
-        numbers[path] = numbers.get(path, 0) + len(rows)
-    return {path: Sensitivity(x / numbers[path]) for path, x in products.items()}
+        counts[path] = counts.get(path, 0) + len(rows)
+    return {path: Sensitivity(x / counts[path]) for path, x in products.items()}
 
 
 def weighed_moments(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, OutputMoments]:
-    """The moments of `collect_moments` where each token counts by its squared gradient, 1 on average; by path.
+    """Collect the moments of `collect_moments`, tokens weighted by their squared gradients, 1 on average.
 
-    Repair over these makes up first for what is missing where the model is sensitive to it. Padding has no gradient
-    and counts for nothing; other arguments are as of `loss_weights`.
+    Compensation over these moments favours tokens to which the loss is sensitive. Padding tokens have no gradient, and
+    so no weight; arguments are as in `loss_weights`.
     """
     layers = {layer.path: layer for layer in find_layers(model)}
     sums: dict[str, OutputMoments] = {}
     weights: dict[str, float] = {}
-    for path, given, gradient in _gradients(model, batches, loss):
-        own = gradient.double().square().sum(-1).flatten()
-        held = sums.get(path)
-        if held is None:
+    for path, head_outputs, gradient in _gradients(model, batches, loss):
+        token_weight = gradient.double().square().sum(-1).flatten()
+        moments = sums.get(path)
+        if moments is None:
             signature = output_signature(read_heads(model, layers[path]).output)
-            held = OutputMoments.empty(given.shape[-1], given.device, signature)
-        rows = given.flatten(0, -2).double()
-        products = held.products + rows.T @ (rows * own[:, None])
-        count = held.count + int((own > 0).sum())
-        sums[path] = replace(held, count=count, total=held.total + own @ rows, products=products)
-        weights[path] = weights.get(path, 0.0) + float(own.sum())
-    return {path: _scaled(held, weights[path]) for path, held in sums.items()}
+            moments = OutputMoments.empty(head_outputs.shape[-1], head_outputs.device, signature)
+        rows = head_outputs.flatten(0, -2).double()
+        products = moments.products + rows.T @ (rows * token_weight[:, None])
+        count = moments.count + int((token_weight > 0).sum())
+        sums[path] = replace(moments, count=count, total=moments.total + token_weight @ rows, products=products)
+        weights[path] = weights.get(path, 0.0) + float(token_weight.sum())
+    return {path: _scaled(moments, weights[path]) for path, moments in sums.items()}
 
 
 def token_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, list[Tensor]]:
-    """How much each token counts in `weighed_moments`: by path, a tensor for each batch, 1 on average over all."""
-    found: dict[str, list[Tensor]] = {}
+    """Return the token weights of `weighed_moments`: by path, one tensor per batch, 1 on average."""
+    by_path: dict[str, list[Tensor]] = {}
     for path, _, gradient in _gradients(model, batches, loss):
-        found.setdefault(path, []).append(gradient.double().square().sum(-1))
-    for path, weights in found.items():
+        by_path.setdefault(path, []).append(gradient.double().square().sum(-1))
+    for path, weights in by_path.items():
         count, total = (
-            sum(float(own) for own in x) for x in ([(w > 0).sum() for w in weights], [w.sum() for w in weights])
+            sum(float(weight) for weight in x) for x in ([(w > 0).sum() for w in weights], [w.sum() for w in weights])
         )
-        found[path] = [own * (count / total if total else 0.0) for own in weights]
-    return found
+        by_path[path] = [weight * (count / total if total else 0.0) for weight in weights]
+    return by_path
 
 
-def _scaled(held: OutputMoments, weight: float) -> OutputMoments:
-    """Where the weights have this sum, as if their mean were 1."""
-    factor = held.count / weight if weight else 0.0
-    return replace(held, total=held.total * factor, products=held.products * factor)
+def _scaled(moments: OutputMoments, weight: float) -> OutputMoments:
+    """Rescale weighted sums as if the weights, which have this sum, had mean 1."""
+    factor = moments.count / weight if weight else 0.0
+    return replace(moments, total=moments.total * factor, products=moments.products * factor)
 
 
 def _gradients(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What each layer's W_O is given, and the gradient of each batch's loss by what it makes of that."""
+    """Yield, per layer and batch, the input of W_O and the gradient of the loss by its output."""
     layers = [layer for layer in find_layers(model) if not layer.refusals]
     probes: list[tuple[str, Tensor, Tensor]] = []
-    seen = False
+    any_batch = False
 
-    def listen(layer: AttentionLayer) -> Callable[..., Tensor]:
-        def add_probe(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def probe_hook(layer: AttentionLayer) -> Callable[..., Tensor]:
+        def add_probe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             probe = torch.zeros_like(output, requires_grad=True)
-            probes.append((layer.path, given[0].detach(), probe))
+            probes.append((layer.path, args[0].detach(), probe))
             return output + probe
 
         return add_probe
 
-    with evaluating(model), ExitStack() as undo:
+    with evaluating(model), ExitStack() as hooks:
         for layer in layers:
-            undo.callback(model.get_submodule(layer.output).register_forward_hook(listen(layer)).remove)
+            hooks.callback(model.get_submodule(layer.output).register_forward_hook(probe_hook(layer)).remove)
         for batch in batches:
             probes.clear()
             with torch.enable_grad(), without_cudnn():
                 value = loss(model, batch)
             if not probes or value.numel() != 1 or not value.requires_grad:
                 raise OptionError(
-                    "a loss calls the model and gives one number with a gradient, got "
+                    "a loss must call the model and return one number with a gradient, got "
                     + ("a loss that calls no attention layer" if not probes else f"a tensor {list(value.shape)}")
                 )
-            with without_cudnn():  # checkpointed activations are computed again
+            with without_cudnn():  # checkpointed activations are recomputed here
                 gradients = torch.autograd.grad(value, [probe for _, _, probe in probes], allow_unused=True)
-            for (path, given, probe), gradient in zip(probes, gradients, strict=True):
-                yield path, given, torch.zeros_like(probe) if gradient is None else gradient
-            seen = True
-    if not seen:
-        raise OptionError("weights are measured on some text, got no batch")
+            for (path, head_outputs, probe), gradient in zip(probes, gradients, strict=True):
+                yield path, head_outputs, torch.zeros_like(probe) if gradient is None else gradient
+            any_batch = True
+    if not any_batch:
+        raise OptionError("measuring weights needs some text, got no batch")

@@ -1,8 +1,8 @@
-"""A text that a model reads layer by layer, each time from where it stopped: what blocks gave is kept, and they rest.
+"""Calibration text with cached block outputs, so that each layer's pass starts at its own block.
 
-Converting layer k calls the model several times, and all blocks before it would compute the same again; with what the
-last of them gave at hand they need not run. Whether a model can be entered so is tried on the first batch of each
-block, by comparing; where it cannot, it runs from its beginning.
+Converting layer k runs the model several times, and all blocks before it would repeat their work; with the cached
+output of the last of them they can be skipped. Whether a model can be entered this way is checked numerically on the
+first batch at each block; otherwise it runs from the start.
 """
 
 from __future__ import annotations
@@ -18,190 +18,197 @@ from torch import Tensor, nn
 from polyhead.observation import observe
 from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
-from polyhead.surgery.calibration.layer_capture import Caught, Enough, LayerCapture, look_at
+from polyhead.surgery.calibration.layer_capture import AttentionRecorder, LayerCapture, StopForward, capture_layer
 from polyhead.surgery.calibration.temporary import lent
 
-KEPT_BYTES = 2 << 30  # of what blocks gave; a longer text is read from its beginning each time
+MAX_CACHE_BYTES = 2 << 30  # of cached block outputs; for a longer text the model runs from the start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rest:
-    """Blocks that need not run, and what the last of them gave."""
+class CachedBlocks:
+    """Blocks that can be skipped, and the cached output of the last of them."""
 
     blocks: tuple[nn.Module, ...]
-    gave: Tensor
+    output: Tensor
     in_tuple: bool
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
-        with ExitStack() as back:
+    def skipping(self) -> Iterator[None]:
+        """Replace the forwards of these blocks so that the last returns the cached output."""
+        with ExitStack() as stack:
             for number, block in enumerate(self.blocks):
                 is_last = number == len(self.blocks) - 1
-                back.callback(_put_back, block, vars(block).get("forward"))
-                block.forward = _hand_on(self.gave if is_last else None, self.in_tuple)
+                stack.callback(_restore_forward, block, vars(block).get("forward"))
+                block.forward = _constant_forward(self.output if is_last else None, self.in_tuple)
             yield
 
 
-def _put_back(block: nn.Module, forward: Any) -> None:
-    """The forward of a block's class again, or one of its own that it had."""
+def _restore_forward(block: nn.Module, forward: Any) -> None:
+    """Restore a block's class forward, or the instance attribute it had."""
     del block.forward
     if forward is not None:
         block.forward = forward
 
 
-def _hand_on(gave: Tensor | None, in_tuple: bool) -> Any:
-    def forward(*given: Any, **named: Any) -> Any:
-        found = gave if gave is not None else given[0] if given else named["hidden_states"]
-        return (found,) if in_tuple else found
+def _constant_forward(output: Tensor | None, in_tuple: bool) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        result = output if output is not None else args[0] if args else kwargs["hidden_states"]
+        return (result,) if in_tuple else result
 
     return forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCapture:
-    """What passed through one layer in one call, and how its heads attended there."""
+    """Activations and attention of one layer in one call."""
 
-    look: LayerCapture
+    capture: LayerCapture
     attended: Attended
     real: Tensor | None  # [batch or 1, queries], False for padding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One batch of a text, and where it can be entered: in the model with parameters lent, and as it was."""
+    """One calibration batch with its cached blocks.
+
+    `now` are those of the model with lent parameters, `before` those of the original model.
+    """
 
     batch: Mapping[str, Any]
-    now: Rest | None = None
-    before: Rest | None = None
+    now: CachedBlocks | None = None
+    before: CachedBlocks | None = None
 
-    def look(
+    def capture(
         self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
     ) -> LayerCapture | None:
-        """At a layer of the model with these parameters lent; None for the model as it was."""
-        rest = self.before if lending is None else self.now
-        with ExitStack() as back:
+        """Capture a layer of the model with `lending` parameters swapped in, or of the original if None."""
+        cached = self.before if lending is None else self.now
+        with ExitStack() as stack:
             if lending is not None:
-                back.enter_context(lent(model, lending))
-            if rest is not None:
-                back.enter_context(rest.resting())
-            return look_at(model, layer, self.batch)
+                stack.enter_context(lent(model, lending))
+            if cached is not None:
+                stack.enter_context(cached.skipping())
+            return capture_layer(model, layer, self.batch)
 
     def first_row(self) -> Piece:
-        """Its first row alone, where every tensor of the batch has one of each."""
+        """Return the first row alone, if every tensor of the batch has the same number of rows."""
         tensors = [x for x in self.batch.values() if isinstance(x, Tensor)]
-        rests = [rest for rest in (self.now, self.before) if rest is not None]
-        if len({len(x) if x.ndim else 0 for x in (*tensors, *(rest.gave for rest in rests))}) != 1:
+        caches = [cached for cached in (self.now, self.before) if cached is not None]
+        if len({len(x) if x.ndim else 0 for x in (*tensors, *(cached.output for cached in caches))}) != 1:
             return self
         batch = {name: x[:1] if isinstance(x, Tensor) else x for name, x in self.batch.items()}
-        now, before = (rest and replace(rest, gave=rest.gave[:1]) for rest in (self.now, self.before))
+        now, before = (cached and replace(cached, output=cached.output[:1]) for cached in (self.now, self.before))
         return Piece(batch, now, before)
 
-    def look_at_attention(
+    def capture_attention(
         self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
     ) -> AttentionCapture | None:
-        """The same with how its heads attended; None where it is not called, or not seen to attend."""
-        caught = Caught(layer.site)
-        with observe(model, layers=[layer.site], statistics=False, collect=[caught]):
-            look = self.look(model, layer, lending=lending)
-        if look is None or caught.attended is None:
+        """Capture a layer and its attention; None if it is not called or its attention is not observed."""
+        recorder = AttentionRecorder(layer.site)
+        with observe(model, layers=[layer.site], statistics=False, collect=[recorder]):
+            capture = self.capture(model, layer, lending=lending)
+        if capture is None or recorder.attended is None:
             return None
-        return AttentionCapture(look, caught.attended, caught.real)
+        return AttentionCapture(capture, recorder.attended, recorder.real)
 
 
 @dataclass(eq=False)
 class Streams:
-    """The batches of a text as they stand before a layer.
+    """Calibration batches with cached inputs of the current layer's block.
 
-    Where nobody looks at the model as it was (`before=None` is what pieces then have), it is not run.
+    Layers are requested in order by `before`. With `needs_original=False` the original model is never run and
+    `Piece.before` is None.
     """
 
     model: nn.Module
     batches: Sequence[Mapping[str, Any]]
-    looks_before: bool = True
-    _place: tuple[str, int] = ("", 0)  # the list of blocks, and how many of them rest
-    _kept: list[tuple[Tensor, ...]] = field(default_factory=list)  # of each batch: lent, and as it was
+    needs_original: bool = True
+    _place: tuple[str, int] = ("", 0)  # path of the block list, and how many of its blocks are cached
+    _cached: list[tuple[Tensor, ...]] = field(default_factory=list)  # per batch: edited, and original
     _in_tuple: bool = False
 
     def before(self, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> list[Piece]:
-        """Every batch, entered at the block of this layer if that gives what the whole model gives."""
-        plain = pieces_of(self.batches)
-        found = _block_of(self.model, layer)
-        if found is None or found[1] == 0 or not plain:
-            self._place, self._kept = ("", 0), []
+        """Return every batch, entered at this layer's block if that reproduces the full forward."""
+        plain = uncached_pieces(self.batches)
+        block = _block_of(self.model, layer)
+        if block is None or block[1] == 0 or not plain:
+            self._place, self._cached = ("", 0), []
             return plain
-        path, number = found
+        path, number = block
         if self._place[0] != path:
-            self._place, self._kept = (path, 0), []
+            self._place, self._cached = (path, 0), []
         if self._place[1] < number and not self._advance(path, number, lending):
-            self._place, self._kept = ("", 0), []
+            self._place, self._cached = ("", 0), []
             return plain
         blocks = tuple(self.model.get_submodule(path).children())[:number]
         pieces = [
-            Piece(batch, *(Rest(blocks, gave, self._in_tuple) for gave in kept))
-            for batch, kept in zip(self.batches, self._kept, strict=True)
+            Piece(batch, *(CachedBlocks(blocks, output, self._in_tuple) for output in outputs))
+            for batch, outputs in zip(self.batches, self._cached, strict=True)
         ]
         return pieces if self._agrees(pieces[0].first_row(), plain[0].first_row(), layer, lending) else plain
 
     def _advance(self, path: str, number: int, lending: Mapping[str, Tensor]) -> bool:
-        """Keep what block number - 1 gives; False where that is nothing that can be handed on."""
+        """Cache the output of block number - 1; False if it is not a single tensor or too large."""
         blocks = tuple(self.model.get_submodule(path).children())
-        resting, kept, size = self._place[1], [], 0
-        for place, batch in enumerate(self.batches):
+        num_cached, cached_outputs, size = self._place[1], [], 0
+        for index, batch in enumerate(self.batches):
             outputs = []
             for side, parameters in enumerate(self._sides(lending)):
-                with ExitStack() as back:
-                    back.enter_context(lent(self.model, parameters or {}))
-                    if resting:
-                        rest = Rest(blocks[:resting], self._kept[place][side], self._in_tuple)
-                        back.enter_context(rest.resting())
-                    outputs.append(_gave(self.model, blocks[number - 1], batch))
-            found = [output for output in outputs if output is not None]
-            if len(found) < len(outputs):
+                with ExitStack() as stack:
+                    stack.enter_context(lent(self.model, parameters or {}))
+                    if num_cached:
+                        cached = CachedBlocks(blocks[:num_cached], self._cached[index][side], self._in_tuple)
+                        stack.enter_context(cached.skipping())
+                    outputs.append(_block_output(self.model, blocks[number - 1], batch))
+            results = [output for output in outputs if output is not None]
+            if len(results) < len(outputs):
                 return False
-            kept.append(tuple(gave for gave, _ in found))
-            size += sum(gave.nbytes for gave, _ in found)
-            self._in_tuple = found[0][1]
-            if size > KEPT_BYTES:
+            cached_outputs.append(tuple(output for output, _ in results))
+            size += sum(output.nbytes for output, _ in results)
+            self._in_tuple = results[0][1]
+            if size > MAX_CACHE_BYTES:
                 return False
-        self._place, self._kept = (path, number), kept
+        self._place, self._cached = (path, number), cached_outputs
         return True
 
     def _sides(self, lending: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor] | None, ...]:
-        return (lending, None) if self.looks_before else (lending,)
+        return (lending, None) if self.needs_original else (lending,)
 
     def _agrees(self, piece: Piece, plain: Piece, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> bool:
         for parameters in self._sides(lending):
-            one, other = (x.look(self.model, layer, lending=parameters) for x in (piece, plain))
-            if one is None or other is None or one.heads.shape != other.heads.shape:
+            actual, expected = (x.capture(self.model, layer, lending=parameters) for x in (piece, plain))
+            if actual is None or expected is None or actual.heads.shape != expected.heads.shape:
                 return False
-            if not torch.allclose(one.heads, other.heads, rtol=1e-4, atol=1e-5 * float(other.heads.abs().max())):
+            if not torch.allclose(
+                actual.heads, expected.heads, rtol=1e-4, atol=1e-5 * float(expected.heads.abs().max())
+            ):
                 return False
         return True
 
 
 @torch.no_grad()
-def _gave(model: nn.Module, block: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, bool] | None:
-    """What a block gives in one call, and whether in a tuple; None where it is no tensor alone."""
-    found: list[Any] = []
+def _block_output(model: nn.Module, block: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, bool] | None:
+    """Return a block's output tensor and whether it came in a tuple; None if it is not a single tensor."""
+    outputs: list[Any] = []
 
-    def end(module: nn.Module, given: object, gave: Any) -> None:
-        found.append(gave)
-        raise Enough
+    def end(module: nn.Module, args: object, output: Any) -> None:
+        outputs.append(output)
+        raise StopForward
 
     hook = block.register_forward_hook(end)
     try:
-        with suppress(Enough):
+        with suppress(StopForward):
             model(**batch)
     finally:
         hook.remove()
-    gave = found[0] if found else None
-    in_tuple = isinstance(gave, tuple) and len(gave) == 1
-    tensor = gave[0] if isinstance(gave, tuple) and in_tuple else gave
+    output = outputs[0] if outputs else None
+    in_tuple = isinstance(output, tuple) and len(output) == 1
+    tensor = output[0] if isinstance(output, tuple) and in_tuple else output
     return (tensor.detach(), in_tuple) if isinstance(tensor, Tensor) else None
 
 
 def _block_of(model: nn.Module, layer: AttentionLayer) -> tuple[str, int] | None:
-    """The list of blocks that a layer lies in, by path, and the number of its block."""
+    """Return the path of the module list that contains a layer, and the index of its block."""
     parts = layer.path.split(".")
     for place, part in enumerate(parts):
         path = ".".join(parts[:place])
@@ -210,6 +217,6 @@ def _block_of(model: nn.Module, layer: AttentionLayer) -> tuple[str, int] | None
     return None
 
 
-def pieces_of(batches: Iterable[Mapping[str, Any]]) -> list[Piece]:
-    """Batches that are read from the beginning."""
+def uncached_pieces(batches: Iterable[Mapping[str, Any]]) -> list[Piece]:
+    """Wrap batches that are run from the start."""
     return [Piece(batch) for batch in batches]

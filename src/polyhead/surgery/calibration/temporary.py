@@ -1,4 +1,4 @@
-"""A model for a while as it is not: with other weights, or in evaluation mode; then as it was."""
+"""Context managers that change a model temporarily: its parameters, or its training mode."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 @contextmanager
 def lent(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within, the model computes with these parameters, of the shapes that it has; then with its own again."""
-    with ExitStack() as back:
+    """Swap in parameters of the same shapes within the context; restored on exit, also on errors."""
+    with ExitStack() as stack:
         for name, value in parameters.items():
-            held = model.get_parameter(name)
-            back.callback(setattr, held, "data", held.data)
-            held.data = value.to(held.device, held.dtype)
+            parameter = model.get_parameter(name)
+            stack.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = value.to(parameter.device, parameter.dtype)
         yield
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within, the model is in evaluation mode; then as it was, training or not."""
+    """Put the model into evaluation mode within the context."""
     was_training = model.training
     model.eval()
     try:

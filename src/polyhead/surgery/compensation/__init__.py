@@ -1,1 +1,1 @@
-"""What is written by the heads that stay, solved for what the whole layer wrote."""
+"""Least-squares compensation: W_O of the remaining heads is solved to reconstruct the layer's output."""

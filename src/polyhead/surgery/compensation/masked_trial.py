@@ -1,7 +1,7 @@
-"""A model as if heads were gone, for a moment: their rows of W_O are zero, and no other weight is touched.
+"""Evaluate a model as if heads were pruned, by swapping W_O with their rows zeroed.
 
-It computes what the model computes whose heads were taken out (tests hold one to the other), costs nothing to set up or
-to take back, and leaves every shape as it was: what a search can try by the hundred.
+Equivalent to the pruned model (tested), needs no setup and leaves every shape unchanged, so that a search can evaluate
+hundreds of candidates.
 """
 
 from __future__ import annotations
@@ -15,72 +15,74 @@ from torch import Tensor, nn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.head_weights import HeadWeights, oriented, read_heads
 from polyhead.surgery.calibration.temporary import lent
-from polyhead.surgery.compensation.least_squares import Problem, heads_that_stay, output_of, with_output
+from polyhead.surgery.compensation.least_squares import Problem, output_projection, remaining_heads, with_output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """W_O of one layer without some of its heads: of those that stay, with the bias that goes with it."""
+    """W_O of one layer's remaining heads, with its bias."""
 
-    heads: tuple[int, ...]  # that stay, in their order
+    heads: tuple[int, ...]  # the remaining heads, in order
     matrix: Tensor  # [their channels, embed_dim]
     bias: Tensor  # [embed_dim], zero where the layer has none
 
     @classmethod
-    def plain(cls, heads: HeadWeights, gone: Sequence[int]) -> Outputs:
-        """The matrices that stay as they are."""
-        matrix, bias = output_of(heads)
-        kept = tuple(head for head in range(heads.num_heads) if head not in gone)
-        return cls(kept, matrix.unflatten(0, (heads.num_heads, -1))[list(kept)].flatten(0, 1), bias)
+    def plain(cls, heads: HeadWeights, pruned: Sequence[int]) -> Outputs:
+        """Keep the rows of the remaining heads unchanged."""
+        matrix, bias = output_projection(heads)
+        remaining = tuple(head for head in range(heads.num_heads) if head not in pruned)
+        return cls(remaining, matrix.unflatten(0, (heads.num_heads, -1))[list(remaining)].flatten(0, 1), bias)
 
     @classmethod
-    def solved(cls, problem: Problem, gone: Sequence[int]) -> Outputs:
-        """The matrices that repair gives."""
-        kept = tuple(head for head in range(len(problem.mean) // problem.head_width) if head not in gone)
-        return cls(kept, *problem.solve(kept))
+    def solved(cls, problem: Problem, pruned: Sequence[int]) -> Outputs:
+        """Compensate the remaining heads by least squares."""
+        remaining = tuple(head for head in range(len(problem.mean) // problem.head_width) if head not in pruned)
+        return cls(remaining, *problem.solve(remaining))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenOutputs:
-    """Writes what was solved before; for `apply(model, edits, compensation=GivenOutputs(outputs))`."""
+    """Writes precomputed outputs: `apply(model, edits, compensation=GivenOutputs(outputs))`."""
 
     outputs: Mapping[str, Outputs]
 
     def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights:
-        found, kept = self.outputs[path], heads_that_stay(path, after)
-        blocks = found.matrix.unflatten(0, (len(found.heads), -1))
-        ordered = blocks[[found.heads.index(head) for head in kept]].flatten(0, 1)
-        return with_output(after, ordered, found.bias)
+        outputs, remaining = self.outputs[path], remaining_heads(path, after)
+        blocks = outputs.matrix.unflatten(0, (len(outputs.heads), -1))
+        ordered = blocks[[outputs.heads.index(head) for head in remaining]].flatten(0, 1)
+        return with_output(after, ordered, outputs.bias)
 
 
-def lent_outputs(
+def output_parameters(
     model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
 ) -> dict[str, Tensor]:
-    """The parameters with which the model writes these outputs, of the shapes that it has; for `lent`."""
+    """Return the parameters, in the model's shapes, that realise these outputs; for `lent`."""
     lending: dict[str, Tensor] = {}
-    for path, found in outputs.items():
+    for path, layer_outputs in outputs.items():
         layer = layers[path]
         linear = model.get_submodule(layer.output)
         weight = linear.get_parameter("weight")
         assert layer.layout is not None
-        blocks = found.matrix.new_zeros(layer.layout.num_heads, layer.layout.value_dim, found.matrix.shape[1])
-        blocks[list(found.heads)] = found.matrix.unflatten(0, (len(found.heads), -1))
+        blocks = layer_outputs.matrix.new_zeros(
+            layer.layout.num_heads, layer.layout.value_dim, layer_outputs.matrix.shape[1]
+        )
+        blocks[list(layer_outputs.heads)] = layer_outputs.matrix.unflatten(0, (len(layer_outputs.heads), -1))
         rows = blocks.flatten(0, 1).to(weight.device, weight.dtype)
         lending[f"{layer.output}.weight"] = oriented(rows, linear_axis(linear, outputs=False))
         if isinstance(linear.bias, Tensor):
-            lending[f"{layer.output}.bias"] = found.bias
+            lending[f"{layer.output}.bias"] = layer_outputs.bias
     return lending
 
 
 @contextmanager
 def as_if(model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]) -> Iterator[None]:
-    """Within, the model computes with these outputs; afterwards it is as it was, bit for bit."""
-    with lent(model, lent_outputs(model, layers, outputs)):
+    """Run the model with these outputs within the context; restored bit for bit on exit."""
+    with lent(model, output_parameters(model, layers, outputs)):
         yield
 
 
 def plain_outputs(
     model: nn.Module, layers: Mapping[str, AttentionLayer], gone: Mapping[str, Sequence[int]]
 ) -> dict[str, Outputs]:
-    """Of heads that are taken out without repair."""
+    """Return the outputs of layers without these heads, not compensated."""
     return {path: Outputs.plain(read_heads(model, layers[path]), heads) for path, heads in gone.items() if len(heads)}

@@ -1,8 +1,8 @@
-"""Repair layer by layer, each calibrated on what the edited layers before it feed it.
+"""Layer-by-layer compensation, each layer calibrated on the outputs of the edited layers before it.
 
-What a layer should write is one of three things. "layer": what its whole output matrix would write on its present
-input. "output": what it wrote in the unedited model. "stream": what brings the stream behind it to where it was in the
-unedited model, so that a layer makes up for what those before it lost.
+The target of a layer (`aim`) is one of three. "layer": the output of its full output matrix on its present input.
+"output": its output in the unedited model. "stream": the output that restores the residual stream after it to that of
+the unedited model, so that a layer compensates for the losses of those before it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.fingerprint import check_expected, fingerprint
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.layer_capture import Enough, note_stream, real_tokens
+from polyhead.surgery.calibration.layer_capture import StopForward, non_padding_mask, record_stream
 from polyhead.surgery.calibration.streams import Piece, Streams
 from polyhead.surgery.calibration.temporary import evaluating
-from polyhead.surgery.compensation.least_squares import RIDGE, check_ridge, heads_that_stay
-from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, lent_outputs
+from polyhead.surgery.compensation.least_squares import RIDGE, check_ridge, remaining_heads
+from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, output_parameters
 from polyhead.surgery.compensation.targets import TargetMoments
 from polyhead.surgery.edits.applying import apply, changed, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
@@ -44,22 +44,25 @@ def apply_in_order(
     expect: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EditRecord:
-    """Edit layer by layer, each repaired on what the edited layers before it feed it; one record undoes all.
+    """Edit and compensate layer by layer, each on the outputs of the edited layers before it.
 
     Args:
-        batches: gives the calibration text as `collect_moments` takes it; each layer goes on where the last stopped.
-        aim: what a layer should write, as this module begins with.
+        batches: returns the calibration text as `collect_moments` takes it.
+        aim: the target output of a layer: "layer", "output" or "stream", as described in this module.
         ridge, expect: as in `OutputCompensation` and `apply`.
-        progress: called after each layer with how many are done and how many there are.
+        progress: called after each layer with the number of layers done and their total.
+
+    Returns:
+        One record that undoes all edits.
     """
     if expect is not None:
         check_expected(expect, fingerprint(model))
-    gone = {}
-    for layer, own in edits_by_layer(find_layers(model), checked_edits(edits)):
+    pruned = {}
+    for layer, layer_edits in edits_by_layer(find_layers(model), checked_edits(edits)):
         heads = read_heads(model, layer, device="meta")
-        kept = heads_that_stay(layer.path, changed(layer, heads, own))
-        gone[layer.path] = tuple(head for head in range(heads.num_heads) if head not in kept)
-    outputs = solve_in_order(model, gone, batches, aim=aim, ridge=ridge, progress=progress)
+        remaining = remaining_heads(layer.path, changed(layer, heads, layer_edits))
+        pruned[layer.path] = tuple(head for head in range(heads.num_heads) if head not in remaining)
+    outputs = solve_in_order(model, pruned, batches, aim=aim, ridge=ridge, progress=progress)
     return apply(model, edits, compensation=GivenOutputs(outputs))
 
 
@@ -74,9 +77,9 @@ def solve_in_order(
     weights: Mapping[str, Sequence[Tensor]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Outputs]:
-    """The output matrices of layers without some heads, by path, for `as_if` or `GivenOutputs`; the model stays.
+    """Solve W_O of pruned layers, by path, for `as_if` or `GivenOutputs`; the model is unchanged.
 
-    `weights` say how much each token of each batch counts, by path, as `token_weights` gives them.
+    `gone` are the pruned heads by path; `weights` are token weights by path and batch, as `token_weights` returns them.
     """
     check_ridge(ridge)
     if aim not in AIMS:
@@ -84,15 +87,15 @@ def solve_in_order(
     layers = {layer.path: layer for layer in find_layers(model)}
     solved: dict[str, Outputs] = {}
     edited = [path for path in layers if path in gone]
-    streams = Streams(model, list(batches()), looks_before=aim != "layer")
+    streams = Streams(model, list(batches()), needs_original=aim != "layer")
     with evaluating(model):
-        for place, path in enumerate(edited):
-            layer, lending = layers[path], lent_outputs(model, layers, solved)
+        for index, path in enumerate(edited):
+            layer, lending = layers[path], output_parameters(model, layers, solved)
             heads, text = read_heads(model, layer), streams.before(layer, lending)
             moments = _collect(model, layer, text, lending, aim, None if weights is None else weights[path])
             solved[path] = Outputs.solved(moments.problem(heads, ridge, path), gone[path])
             if progress is not None:
-                progress(place + 1, len(edited))
+                progress(index + 1, len(edited))
     return solved
 
 
@@ -104,62 +107,64 @@ def _collect(
     aim: Aim,
     weights: Sequence[Tensor] | None,
 ) -> TargetMoments:
-    held: TargetMoments | None = None
+    moments: TargetMoments | None = None
     has_stream: bool | None = None
     for number, piece in enumerate(text):
         batch = piece.batch
-        now = piece.look(model, layer, lending=lending)
-        before = now if aim == "layer" else piece.look(model, layer, lending=None)
-        if now is None or before is None:
+        current = piece.capture(model, layer, lending=lending)
+        original = current if aim == "layer" else piece.capture(model, layer, lending=None)
+        if current is None or original is None:
             continue
         if has_stream is None:
             has_stream = aim == "stream" and adds_to_stream(model, layer, piece)
-        target = before.written
-        if has_stream and before.stream is not None and now.stream is not None:
-            target = target + before.stream - now.stream
-        real = real_tokens(model, layer, batch, now.heads)
-        rows, target = (x.flatten(0, -2) if real is None else x[real] for x in (now.heads, target))
-        if held is None:
-            held = TargetMoments.empty(rows.shape[-1], target.shape[-1], rows.device)
-        counts = None if weights is None else weights[number]
-        counts = counts if counts is None else counts.flatten() if real is None else counts[real]
-        held = held.update(rows, target, counts)
-    if held is None:
-        raise OptionError(
-            "calibration needs some text, got no batch, or batches that no attention layer was called for"
+        target = original.written
+        if has_stream and original.stream is not None and current.stream is not None:
+            target = target + original.stream - current.stream
+        mask = non_padding_mask(model, layer, batch, current.heads)
+        rows, target = (x.flatten(0, -2) if mask is None else x[mask] for x in (current.heads, target))
+        if moments is None:
+            moments = TargetMoments.empty(rows.shape[-1], target.shape[-1], rows.device)
+        token_weights = None if weights is None else weights[number]
+        token_weights = (
+            token_weights if token_weights is None else token_weights.flatten() if mask is None else token_weights[mask]
         )
-    return held
+        moments = moments.update(rows, target, token_weights)
+    if moments is None:
+        raise OptionError(
+            "calibration needs some text, got no batch, or batches for which no attention layer was called"
+        )
+    return moments
 
 
 @torch.no_grad()
 def adds_to_stream(model: nn.Module, layer: AttentionLayer, piece: Piece) -> bool:
-    """Whether what a layer writes is added to what its block was given: seen by a module that is given their sum."""
+    """Return whether a layer's output is added to its block's input: some module then receives their sum."""
     streams: list[Tensor] = []
     written: list[Tensor] = []
-    found: list[bool] = []
+    matches: list[bool] = []
 
-    def compare(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if not streams or not written or not given or not isinstance(given[0], Tensor):
+    def compare(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not streams or not written or not args or not isinstance(args[0], Tensor):
             return
-        stream, added, x = streams[-1], written[-1], given[0]
+        stream, added, x = streams[-1], written[-1], args[0]
         if stream.shape == added.shape == x.shape:
-            off = (x - (stream + added)).abs().max()
-            found.append(bool(off <= 1e-3 * added.abs().max()))
+            error = (x - (stream + added)).abs().max()
+            matches.append(bool(error <= 1e-3 * added.abs().max()))
 
-    def end(module: nn.Module, given: object, gave: object) -> None:
-        raise Enough
+    def end(module: nn.Module, args: object, output: object) -> None:
+        raise StopForward
 
     block = model.get_submodule(layer.path.rpartition(".")[0])
-    with ExitStack() as undo:
+    with ExitStack() as hooks:
         if piece.before is not None:
-            undo.enter_context(piece.before.resting())
-        undo.callback(block.register_forward_hook(end).remove)
-        note_stream(model, layer, streams, undo)
+            hooks.enter_context(piece.before.skipping())
+        hooks.callback(block.register_forward_hook(end).remove)
+        record_stream(model, layer, streams, hooks)
         linear = model.get_submodule(layer.output)
-        undo.callback(linear.register_forward_hook(lambda _, __, y: written.append(y)).remove)
+        hooks.callback(linear.register_forward_hook(lambda _, __, y: written.append(y)).remove)
         for module in block.modules():
             if module is not block and module is not linear:
-                undo.callback(module.register_forward_pre_hook(compare).remove)
-        with suppress(Enough):
+                hooks.callback(module.register_forward_pre_hook(compare).remove)
+        with suppress(StopForward):
             model(**piece.batch)
-    return any(found)
+    return any(matches)

@@ -1,4 +1,4 @@
-"""What a layer's heads give beside what the layer should write: sums over tokens, which a problem is made of."""
+"""Moments of a layer's head outputs and targets, from which a least-squares problem is built."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.layer_capture import rows_of
+from polyhead.surgery.calibration.layer_capture import unpadded_rows
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece
-from polyhead.surgery.compensation.least_squares import Problem, check_moments, output_of
+from polyhead.surgery.compensation.least_squares import Problem, check_moments, output_projection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetMoments:
-    """What a layer's heads give, beside what the layer should write: sums over tokens."""
+    """Sums over tokens of head outputs, target outputs and their products."""
 
     outputs: OutputMoments
-    total: Tensor  # [embed_dim], of what should be written
+    total: Tensor  # [embed_dim], sum of the targets
     cross: Tensor  # [channels, embed_dim]
 
     @classmethod
@@ -31,9 +31,9 @@ class TargetMoments:
         return cls(OutputMoments.empty(channels, device), zeros[0].clone(), zeros)
 
     def update(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> TargetMoments:
-        """With these rows, [tokens, channels], and what should be written there, [tokens, embed_dim].
+        """Return the moments with rows [tokens, channels] and targets [tokens, embed_dim] added.
 
-        `weights`, [tokens], say how much each counts.
+        `weights`, [tokens], are the token weights.
         """
         rows, targets = rows.to(torch.float64), targets.to(torch.float64)
         if weights is not None:
@@ -44,11 +44,12 @@ class TargetMoments:
         return TargetMoments(self.outputs.update(rows), self.total + targets.sum(0), self.cross + rows.T @ targets)
 
     def problem(self, heads: HeadWeights, ridge: float, path: str) -> Problem:
+        """Return the least-squares problem for these heads."""
         check_moments(self.outputs, heads, path)
         centred = heads.output_bias is not None
         mean, products = (x.to(self.total.device) for x in self.outputs.compute(centred=centred))
         target_mean, cross = self.total / self.outputs.count, self.cross / self.outputs.count
-        matrix, bias = (x.to(mean.device) for x in output_of(heads))
+        matrix, bias = (x.to(mean.device) for x in output_projection(heads))
         cross = cross - torch.outer(mean, target_mean) if centred else cross
         return Problem(products, mean, matrix, cross, target_mean, bias, heads.output.shape[1], ridge, centred)
 
@@ -59,16 +60,16 @@ def collect_targets(
     text: Iterable[Piece],
     now: Mapping[str, Tensor],
 ) -> TargetMoments:
-    """What heads give in the model with parameters lent, beside what the layer wrote in the model as it was."""
-    held: TargetMoments | None = None
+    """Collect a layer's head outputs with parameters `now`, and its original outputs as targets."""
+    moments: TargetMoments | None = None
     for piece in text:
-        given, wanted = (piece.look(model, layer, lending=lending) for lending in (now, None))
-        if given is None or wanted is None:
+        current, original = (piece.capture(model, layer, lending=lending) for lending in (now, None))
+        if current is None or original is None:
             continue
-        rows, targets = (rows_of(model, layer, piece.batch, x) for x in (given.heads, wanted.written))
-        if held is None:
-            held = TargetMoments.empty(rows.shape[-1], targets.shape[-1], rows.device)
-        held = held.update(rows, targets)
-    if held is None:
-        raise OptionError("calibration needs some text, got no batch, or batches that the layer was not called for")
-    return held
+        rows, targets = (unpadded_rows(model, layer, piece.batch, x) for x in (current.heads, original.written))
+        if moments is None:
+            moments = TargetMoments.empty(rows.shape[-1], targets.shape[-1], rows.device)
+        moments = moments.update(rows, targets)
+    if moments is None:
+        raise OptionError("calibration needs some text, got no batch, or batches for which the layer was not called")
+    return moments

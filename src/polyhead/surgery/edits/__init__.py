@@ -1,1 +1,1 @@
-"""Edits of heads as values: counted, made and undone."""
+"""Edits of heads as values: previewed, applied and undone."""

@@ -1,4 +1,4 @@
-"""Making edits in a model and taking them back: all of them or none, and bit for bit."""
+"""Apply edits to a model and undo them: all or nothing, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from polyhead.surgery.native.configs import ConfigChange, config_at
 from polyhead.surgery.native.fitting import config_changes, is_transformers_model
 
 
-class Repairs(Protocol):
-    """Who changes the output matrices of an edited layer so that less is lost."""
+class Compensation(Protocol):
+    """Changes the output matrices of an edited layer to compensate for removed heads."""
 
     def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """All that is to be different in a model: parameters by name, layouts and origins by layer, and the config."""
+    """All changes to a model: parameters by name, layouts and origins by layer, and config values."""
 
     parameters: Mapping[str, Tensor]
     layouts: Mapping[str, HeadLayout]
@@ -52,18 +52,17 @@ class Changes:
 
 
 def apply(
-    model: nn.Module, edits: Sequence[HeadEdit], *, expect: str | None = None, compensation: Repairs | None = None
+    model: nn.Module, edits: Sequence[HeadEdit], *, expect: str | None = None, compensation: Compensation | None = None
 ) -> EditRecord:
-    """Make edits in a model, in their order; what comes back undoes them all.
+    """Apply edits to a model in order and return a record that undoes them all.
 
-    If anything is refused, the model is as it was. Parameters that change are replaced by new ones, so that an
-    optimizer is to be made after the surgery. Where the groups of a grouped layer become uneven, a model of
-    transformers runs on polyhead's attention alone:
-    `model.set_attn_implementation(polyhead.integrations.huggingface.register())`.
+    If an edit is rejected, the model is unchanged. Changed parameters are replaced by new ones, so create the optimizer
+    after the surgery. Where the groups of a grouped layer become uneven, a transformers model needs polyhead's
+    attention: `model.set_attn_implementation(polyhead.integrations.huggingface.register())`.
 
     Args:
-        expect: the `fingerprint` of the model that the edits were made for; another model is refused.
-        repair: changes what the remaining heads write, as `OutputCompensation` does.
+        expect: the `fingerprint` of the model that the edits were made for; raises for any other model.
+        compensation: changes the outputs of the remaining heads, as `OutputCompensation` does.
 
     >>> model = MultiHeadAttention(12, 4)
     >>> from polyhead.surgery import PruneHeads
@@ -79,12 +78,12 @@ def apply(
     check_expected(expect, before)
     layers = find_layers(model)
     parameters, layouts, origins = {}, {}, {}
-    for layer, own in edits_by_layer(layers, edits):
-        first = read_heads(model, layer)
-        heads = changed(layer, first, own)
+    for layer, layer_edits in edits_by_layer(layers, edits):
+        original = read_heads(model, layer)
+        heads = changed(layer, original, layer_edits)
         origins[layer.path] = layer_origins(model, layer).then(heads.made_of)
         if compensation is not None:
-            heads = compensation(layer.path, first, heads)
+            heads = compensation(layer.path, original, heads)
         layouts[layer.path] = heads.layout
         for name, tensor in pack_heads(model, layer, heads).items():
             if not torch.equal(tensor, model.get_parameter(name)):
@@ -105,90 +104,90 @@ def apply(
 
 
 def undo(model: nn.Module, record: EditRecord) -> None:
-    """Give back what edits took, bit for bit: to the model that was edited, or to one with its shrunk checkpoint."""
+    """Undo edits bit for bit, in the edited model or in one loaded from its shrunk checkpoint."""
     by_path = _layers_of(model, record, edited=True)
-    found = fingerprint(model)
-    if found != record.after:
+    actual = fingerprint(model)
+    if actual != record.after:
         raise CheckpointError(
-            f"this record undoes the edits of the model with fingerprint {record.after}, got one with {found}; "
-            "weights that were trained or edited since cannot be taken back"
+            f"this record undoes the edits of the model with fingerprint {record.after}, got one with {actual}; "
+            "edits cannot be undone after the weights were trained or edited again"
         )
     back = [ConfigChange(x.path, x.name, x.after, x.before, x.was_there) for x in record.config]
     layouts = {layer.path: layer.before for layer in record.layers}
     origins = {layer.path: layer.origins for layer in record.layers}
     _check_names(model, record.tensors)
-    with _damage_told(), committed(model, by_path, Changes(record.tensors, layouts, back, origins)):
-        found = fingerprint(model)
-        if found != record.before:
+    with _as_checkpoint_error(), committed(model, by_path, Changes(record.tensors, layouts, back, origins)):
+        actual = fingerprint(model)
+        if actual != record.before:
             raise CheckpointError(
-                f"the tensors of this record would make a model with fingerprint {found} instead of {record.before}: "
-                "it is damaged; the model is as it was"
+                f"the tensors of this record would give a model with fingerprint {actual} instead of {record.before}: "
+                "the record is damaged; the model is unchanged"
             )
 
 
 def take_shape(model: nn.Module, record: EditRecord) -> None:
-    """Give a model that was not edited the shapes of the edited one, zeros in them, for a shrunk checkpoint to fill.
+    """Give an unedited model the shapes of the edited one, filled with zeros, for a shrunk checkpoint.
 
-    With `model.load_state_dict(...)` and `undo(model, record)` after it, edits are undone in another process.
+    Followed by `model.load_state_dict(...)` and `undo(model, record)`, this undoes edits in another process.
     """
     by_path = _layers_of(model, record, edited=False)
     _check_names(model, record.shapes)
     for name, shape in record.shapes.items():
         size = model.get_parameter(name).numel()
         if any(side < 0 for side in shape) or math.prod(shape) > 64 * size:
-            raise CheckpointError(f"a record gives {name} of {size:,} numbers another shape, got {list(shape)[:8]}")
+            raise CheckpointError(f"a record must give {name} of {size:,} values a valid shape, got {list(shape)[:8]}")
     parameters = {name: model.get_parameter(name).new_zeros(shape) for name, shape in record.shapes.items()}
     layouts = {layer.path: layer.after for layer in record.layers}
     changes = Changes(parameters, layouts, record.config, origins_after(tuple(by_path.values()), record))
-    with _damage_told(), committed(model, by_path, changes):
+    with _as_checkpoint_error(), committed(model, by_path, changes):
         pass
 
 
 def edits_by_layer(
     layers: tuple[AttentionLayer, ...], edits: Sequence[HeadEdit]
 ) -> list[tuple[AttentionLayer, list[HeadEdit]]]:
-    """Each layer that is edited, with its edits in their order."""
-    found: dict[str, tuple[AttentionLayer, list[HeadEdit]]] = {}
+    """Return each edited layer with its edits in order."""
+    by_layer: dict[str, tuple[AttentionLayer, list[HeadEdit]]] = {}
     for edit in edits:
         layer = choose_layer(layers, edit.layer, edit.stack)
-        found.setdefault(layer.path, (layer, []))[1].append(edit)
-    return list(found.values())
+        by_layer.setdefault(layer.path, (layer, []))[1].append(edit)
+    return list(by_layer.values())
 
 
 def changed(layer: AttentionLayer, heads: HeadWeights, edits: Sequence[HeadEdit]) -> HeadWeights:
-    """The heads of a layer after its edits; refused where its module has no room for them."""
+    """Return a layer's heads after its edits; raises if its module does not support them."""
     for edit in edits:
         heads = edit.change(heads)
     layout = heads.layout
     if layout.num_kv_heads != layout.num_heads and not layer.can_group:
         raise OptionError(
-            f"{layer.path!r} ({type(layer.module).__name__}) gives every head a KV head of its own, got "
+            f"{layer.path!r} ({type(layer.module).__name__}) supports only one KV head per head, got "
             f"{layout.num_heads} heads over {layout.num_kv_heads}"
         )
     return heads
 
 
 def origins_after(layers: tuple[AttentionLayer, ...], record: EditRecord) -> dict[str, HeadOrigins]:
-    """The original heads of each edited layer after the edits of a record, from these alone."""
-    began = {layer.path: layer for layer in record.layers}
-    found = {}
-    for layer, own in edits_by_layer(layers, record.edits):
-        if layer.path not in began:
-            raise CheckpointError(f"the edits of this record speak of {layer.path!r}, got a record without this layer")
-        heads = HeadWeights.blank(began[layer.path].before)
-        for edit in own:
+    """Return the original heads of each edited layer after a record's edits, without reading weights."""
+    layer_records = {layer.path: layer for layer in record.layers}
+    origins = {}
+    for layer, layer_edits in edits_by_layer(layers, record.edits):
+        if layer.path not in layer_records:
+            raise CheckpointError(f"the edits of this record refer to {layer.path!r}, got a record without this layer")
+        heads = HeadWeights.blank(layer_records[layer.path].before)
+        for edit in layer_edits:
             heads = edit.change(heads)
-        found[layer.path] = began[layer.path].origins.then(heads.made_of)
-    return found
+        origins[layer.path] = layer_records[layer.path].origins.then(heads.made_of)
+    return origins
 
 
 @contextmanager
 def committed(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: Changes) -> Iterator[None]:
-    """Write the changes; if the body, or the writing itself, raises, the model is as it was."""
+    """Write the changes; if the body or the writing raises, the model is restored."""
     with ExitStack() as back:
         for path in changes.layouts:
             if isinstance(module := layers[path].module, MultiHeadAttention):
-                back.callback(_lay_out, module)
+                back.callback(_repack_projections, module)
         for name, tensor in changes.parameters.items():
             _put_parameter(model, name, tensor, back)
         for path, layout in changes.layouts.items():
@@ -199,20 +198,20 @@ def committed(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: C
         _set_origins(model, layers, changes.origins, back)
         for change in changes.config:
             config = config_at(model.config, change.path)
-            # What was not there before an edit is taken away when it is undone.
-            gone = not change.was_there and change.after is None
-            _set(config, change.name, None if gone else change.after, back, remove=gone)
+            # A value that an edit added is deleted when the edit is undone.
+            removed = not change.was_there and change.after is None
+            _set(config, change.name, None if removed else change.after, back, remove=removed)
         yield
         back.pop_all()
 
 
-def refuse_other_attention(module: nn.Module, given: object) -> None:
-    """Run before a module whose groups are uneven: only polyhead's attention knows them."""
+def require_polyhead_attention(module: nn.Module, args: object) -> None:
+    """Forward pre-hook of modules with uneven groups, which only polyhead's attention supports."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name != NAME:
         raise OptionError(
-            f"the query heads of this layer read KV heads {getattr(module, KEY_HEADS)}, which is known to polyhead's "
-            f"attention alone, got {name!r}; call model.set_attn_implementation("
+            f"the query heads of this layer read KV heads {getattr(module, KEY_HEADS)}, which only polyhead's "
+            f"attention supports, got {name!r}; call model.set_attn_implementation("
             "polyhead.integrations.huggingface.register())"
         )
 
@@ -223,41 +222,42 @@ def _check_config(layers: Sequence[AttentionLayer], changes: Changes) -> None:
         if layer.reads_config and layout != layer.layout and not changes.config:
             raise OptionError(
                 f"{type(layer.module).__name__} reads the number of its heads from the config that all its layers "
-                "share, and no config says what these edits make; edit every layer alike, and in groups of one size"
+                "share, and no config describes these edits; edit every layer alike, and in groups of one size"
             )
 
 
 def _layers_of(model: nn.Module, record: EditRecord, *, edited: bool) -> dict[str, AttentionLayer]:
-    """The layers of a model, held against those that a record speaks of."""
+    """Return the layers of a model by path, checked against those of a record."""
     by_path = {layer.path: layer for layer in find_layers(model)}
-    for one in record.layers:
-        expected, layer = one.after if edited else one.before, by_path.get(one.path)
+    for layer_record in record.layers:
+        expected, layer = layer_record.after if edited else layer_record.before, by_path.get(layer_record.path)
         if layer is None or layer.layout != expected:
-            found = "no such layer" if layer is None else f"{layer.layout}" if layer.layout else layer.refusals[0]
+            actual = "no such layer" if layer is None else f"{layer.layout}" if layer.layout else layer.refusals[0]
             raise CheckpointError(
-                f"this record speaks of a model whose {one.path!r} has {expected}, got {found}"
+                f"this record is of a model whose {layer_record.path!r} has {expected}, got {actual}"
                 + ("; give it the shapes of the edited model first, with take_shape" if edited else "")
             )
     return by_path
 
 
 def _check_names(model: nn.Module, names: Mapping[str, Any]) -> None:
-    own = dict(model.named_parameters())
-    unknown = sorted(name for name in names if name not in own)
+    parameters = dict(model.named_parameters())
+    unknown = sorted(name for name in names if name not in parameters)
     if unknown:
-        raise CheckpointError(f"a record speaks of parameters of its model, got {unknown[0]!r}, which is none of this")
+        raise CheckpointError(f"a record must name parameters of this model, got {unknown[0]!r}")
 
 
 @contextmanager
-def _damage_told() -> Iterator[None]:
-    """A record whose parts do not fit each other breaks in many ways; the model is as it was in all of them."""
+def _as_checkpoint_error() -> Iterator[None]:
+    """Turn the various errors of an inconsistent record into `CheckpointError`; the model is unchanged."""
     try:
         yield
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, PolyheadError):
             raise
         raise CheckpointError(
-            f"the parts of a record fit each other, got one that does not: {in_one_line(error)}; the model is as it was"
+            f"the parts of a record must fit each other, got one that does not: {in_one_line(error)}; the model is "
+            "unchanged"
         ) from error
 
 
@@ -293,14 +293,14 @@ def _put_parameter(model: nn.Module, name: str, tensor: Tensor, back: ExitStack)
 def _set_origins(
     model: Any, layers: Mapping[str, AttentionLayer], origins: Mapping[str, HeadOrigins], back: ExitStack
 ) -> None:
-    """Origins of edited layers on their modules, and of all layers in the config; an unedited layer has none."""
+    """Set the origins on edited modules and those of all layers in the config; unedited layers have none."""
     if not origins:
         return
-    known = {layer.path: layer_origins(model, layer) for layer in layers.values() if layer.layout is not None}
-    for path, found in origins.items():
-        _set(layers[path].module, ATTRIBUTE, found, back, remove=found.is_unedited)
+    current = {layer.path: layer_origins(model, layer) for layer in layers.values() if layer.layout is not None}
+    for path, layer_origin in origins.items():
+        _set(layers[path].module, ATTRIBUTE, layer_origin, back, remove=layer_origin.is_unedited)
     if is_transformers_model(model):
-        entry = config_entry({**known, **origins})
+        entry = config_entry({**current, **origins})
         _set(model.config, IN_CONFIG, entry, back, remove=entry is None)
 
 
@@ -310,11 +310,11 @@ def _set_ours(layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> Non
     options = {**vars(MultiHeadConfig.of(module)), **dict.fromkeys(("key_heads", "num_kv_heads")), **layout.to_dict()}
     built = MultiHeadConfig(**options).build(device="meta")
     _set(module, "layout", built.layout, back)
-    _lay_out(module)
+    _repack_projections(module)
 
 
-def _lay_out(module: MultiHeadAttention) -> None:
-    """Projections that were replaced are laid side by side again, as after any move."""
+def _repack_projections(module: MultiHeadAttention) -> None:
+    """Lay replaced projections out contiguously again, as after any `_apply`."""
     unchanged: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
     module._apply(unchanged)
 
@@ -325,13 +325,13 @@ def _set_transformers(layer: AttentionLayer, layout: HeadLayout, back: ExitStack
         _set(module, name, size, back)
     key_heads = key_map_of(layer, layout)
     hooks = dict(module._forward_pre_hooks)
-    guarded = [number for number, hook in hooks.items() if hook is refuse_other_attention]
+    guarded = [number for number, hook in hooks.items() if hook is require_polyhead_attention]
     if key_heads is not None:
         _set(module, KEY_HEADS, key_heads, back)
         if not guarded:
-            back.callback(module.register_forward_pre_hook(refuse_other_attention).remove)
+            back.callback(module.register_forward_pre_hook(require_polyhead_attention).remove)
         return
     _set(module, KEY_HEADS, None, back, remove=True)
     for number in guarded:
         del module._forward_pre_hooks[number]
-        back.callback(module._forward_pre_hooks.__setitem__, number, refuse_other_attention)
+        back.callback(module._forward_pre_hooks.__setitem__, number, require_polyhead_attention)

@@ -1,4 +1,4 @@
-"""What edits would change in a model, counted before a weight is touched."""
+"""Count what edits would change in a model, without touching a weight."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from polyhead.surgery.native.fitting import is_transformers_model
 
 @dataclass(frozen=True, slots=True)
 class HeadCounts:
-    """Heads and what they cost: parameters of their projections, FLOPs of one call, bytes a token leaves in a cache.
+    """Head counts and costs: parameters of the projections, FLOPs of one call, KV cache bytes per token.
 
-    Heads of an encoder leave nothing in a cache.
+    Heads of an encoder have no cache.
     """
 
     heads: int = 0
@@ -40,7 +40,7 @@ class HeadCounts:
 
 @dataclass(frozen=True, slots=True)
 class LayerPreview:
-    """One attention layer of the model, before and after."""
+    """Counts of one attention layer, before and after the edits."""
 
     path: str
     before: HeadCounts
@@ -49,7 +49,7 @@ class LayerPreview:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Every attention layer whose heads are known, edited or not; `before` and `after` are their sums."""
+    """Counts of every editable attention layer; `before` and `after` are their sums."""
 
     layers: tuple[LayerPreview, ...]
 
@@ -63,11 +63,11 @@ class Preview:
 
 
 def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | None = None) -> Preview:
-    """Count what `apply(model, edits)` would leave; refused where that would be refused for its heads.
+    """Count heads, parameters and FLOPs before and after `apply(model, edits)`; raises as `apply` would.
 
     Args:
-        work: the call that FLOPs are counted for, 512 tokens by default. A cross-attention is counted with a source as
-            long as its queries.
+        work: the call whose FLOPs are counted, 512 tokens by default. Cross-attention is counted with a source as long
+            as its queries.
 
     >>> from polyhead.layers import MultiHeadAttention
     >>> from polyhead.surgery import PruneHeads
@@ -78,8 +78,8 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
     work = Workload.forward(512) if work is None else work
     layers = find_layers(model)
     uncached = uncached_layers(model, layers)
-    edited = {layer.path: own for layer, own in edits_by_layer(layers, checked_edits(edits))}
-    found = []
+    edited = {layer.path: layer_edits for layer, layer_edits in edits_by_layer(layers, checked_edits(edits))}
+    previews = []
     for layer in layers:
         if layer.refusals:
             continue
@@ -88,12 +88,12 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
         counts = (_count(layer, x, work) for x in (heads, after))
         if layer.path in uncached:
             counts = (dataclasses.replace(x, cache_bytes_per_token=0) for x in counts)
-        found.append(LayerPreview(layer.path, *counts))
-    return Preview(tuple(found))
+        previews.append(LayerPreview(layer.path, *counts))
+    return Preview(tuple(previews))
 
 
 def uncached_layers(model: nn.Module, layers: Sequence[AttentionLayer]) -> frozenset[str]:
-    """The paths of the layers of a model of transformers that keep no keys for later tokens: those of an encoder."""
+    """Return the paths of a transformers model's layers that keep no KV cache: those of an encoder."""
     if not is_transformers_model(model):
         return frozenset()
     kind = kind_of(model)
@@ -108,7 +108,7 @@ def _count(layer: AttentionLayer, heads: HeadWeights, work: Workload) -> HeadCou
     causal = layer.module.mask is not None if layer.is_ours else bool(getattr(layer.module, "is_causal", False))
     dtype: torch.dtype = heads.query.dtype
     cost = estimate_cost(MultiHeadConfig(**layout.to_dict(), causal=causal), work, dtype=dtype)
-    # Biases are counted where they are: some families have them in some of the projections alone.
+    # Count actual biases: in some families only some of the projections have one.
     return HeadCounts(
         layout.num_heads, layout.num_kv_heads, heads.num_parameters, cost.forward.total, cost.cache_bytes_per_token
     )

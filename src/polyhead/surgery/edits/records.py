@@ -1,4 +1,4 @@
-"""What an edit did to a model, as a value and as a file: enough to undo it, in this process or another."""
+"""Record of applied edits, as a value and as a file: enough to undo them, in this process or another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEY = "polyhead.edit_record"
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """The heads of one edited layer, before and after; `origins` are those of its heads before."""
+    """Layouts of one edited layer before and after; `origins` are those of its heads before the edit."""
 
     path: str
     before: HeadLayout
@@ -35,10 +35,10 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EditRecord:
-    """Edits that were made, the fingerprints of the model before and after, and the tensors as they were before.
+    """Applied edits, the model's fingerprints before and after, and the tensors as they were before.
 
-    `tensors` holds the parameters that were cut or overwritten, whole and on the CPU, and no other; `shapes` are theirs
-    after the edit.
+    `tensors` contains the parameters that were cut or overwritten, in full and on the CPU, and no others; `shapes` are
+    their shapes after the edit.
     """
 
     edits: tuple[HeadEdit, ...]
@@ -51,11 +51,11 @@ class EditRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors that are kept."""
+        """Bytes of the stored tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file in one step: whoever reads the path finds the old file or the new one, whole."""
+        """Write a safetensors file atomically: a reader sees the complete old or new file."""
         from safetensors.torch import save as serialise
 
         header = {
@@ -79,43 +79,44 @@ class EditRecord:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EditRecord:
-        """The record that `save` wrote; a damaged file is refused, here or by `undo`, which checks every number."""
+        """Read a record that `save` wrote; damage is detected here, or by `undo`, which checks the weights."""
         tensors, metadata = read_tensors(path, "an edit record is a whole safetensors file", CheckpointError)
         header = metadata.get(_KEY)
         if header is None:
-            raise CheckpointError(
-                f"an edit record is a file that EditRecord.save wrote, got {str(path)!r}, another one"
-            )
+            raise CheckpointError(f"an edit record must be a file that EditRecord.save wrote, got {str(path)!r}")
         with refusing(path, "an edit record is read as EditRecord.save wrote it", CheckpointError):
-            found = json.loads(header)
-            if found["format"] != FORMAT:
+            content = json.loads(header)
+            if content["format"] != FORMAT:
                 raise CheckpointError(
-                    f"this version reads edit records of format {FORMAT}, got format {found['format']} in {str(path)!r}"
+                    f"this version reads edit records of format {FORMAT}, got format {content['format']} in "
+                    f"{str(path)!r}"
                 )
-            return cls._of(found, tensors)
+            return cls._of(content, tensors)
 
     @classmethod
-    def _of(cls, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> EditRecord:
+    def _of(cls, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> EditRecord:
         return cls(
-            edits=edits_from_json(json.dumps(found["edits"])),
-            before=as_type(found["before"], str, "before"),
-            after=as_type(found["after"], str, "after"),
-            layers=tuple(_read_layer(one) for one in found["layers"]),
-            config=tuple(build(ConfigChange, change) for change in found["config"]),
+            edits=edits_from_json(json.dumps(content["edits"])),
+            before=as_type(content["before"], str, "before"),
+            after=as_type(content["after"], str, "after"),
+            layers=tuple(_read_layer(layer) for layer in content["layers"]),
+            config=tuple(build(ConfigChange, change) for change in content["config"]),
             tensors=tensors,
-            shapes=as_type(found["shapes"], Mapping[str, tuple[int, ...]], "shapes"),
+            shapes=as_type(content["shapes"], Mapping[str, tuple[int, ...]], "shapes"),
         )
 
 
-def _read_layer(found: dict[str, Any]) -> LayerRecord:
-    before, after = (HeadLayout.from_dict(found[name]) for name in ("before", "after"))
-    # Records of before heads had origins are of models that nobody had edited.
-    origins = HeadOrigins.from_dict(found["origins"]) if "origins" in found else HeadOrigins.unedited(before.num_heads)
-    return LayerRecord(as_type(found["path"], str, "path"), before, after, origins)
+def _read_layer(content: dict[str, Any]) -> LayerRecord:
+    before, after = (HeadLayout.from_dict(content[name]) for name in ("before", "after"))
+    # Records written before origins were stored are of models that had not been edited.
+    origins = (
+        HeadOrigins.from_dict(content["origins"]) if "origins" in content else HeadOrigins.unedited(before.num_heads)
+    )
+    return LayerRecord(as_type(content["path"], str, "path"), before, after, origins)
 
 
 def join_records(first: EditRecord, second: EditRecord) -> EditRecord:
-    """What undoes the second edits and then the first.
+    """Join two consecutive records into one that undoes both.
 
     >>> from polyhead.layers import MultiHeadAttention
     >>> from polyhead.surgery import PruneHeads, apply, undo
@@ -127,13 +128,13 @@ def join_records(first: EditRecord, second: EditRecord) -> EditRecord:
     """
     if second.before != first.after:
         raise OptionError(
-            "records are joined of edits that followed each other, got one that ended with the model of fingerprint "
+            "joined records must be of consecutive edits, got one that ended with the model of fingerprint "
             f"{first.after} and one that began with {second.before}"
         )
     layers = {layer.path: layer for layer in first.layers}
     for layer in second.layers:
-        began = layers.get(layer.path, layer)
-        layers[layer.path] = LayerRecord(layer.path, began.before, layer.after, began.origins)
+        earlier = layers.get(layer.path, layer)
+        layers[layer.path] = LayerRecord(layer.path, earlier.before, layer.after, earlier.origins)
     return EditRecord(
         edits=(*first.edits, *second.edits),
         before=first.before,

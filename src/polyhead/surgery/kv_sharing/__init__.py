@@ -1,1 +1,1 @@
-"""Heads brought together: one KV head for several, one head of two."""
+"""Fewer KV heads for a trained model, and heads fused into one."""

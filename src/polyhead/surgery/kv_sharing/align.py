@@ -1,7 +1,7 @@
-"""Bringing the heads of a group as near to each other as the exact symmetries let them come; the model stays the same.
+"""Align the heads of a group by the exact symmetries of attention; the function is unchanged.
 
-Keys are mapped so that they vary as those of the first head of their group do and lie as near to them as a turn brings
-them, over the inputs they are made of; values likewise. The maps are limited to what `symmetries` allows.
+Keys are whitened and recoloured to the second moments of the group's first head, then rotated onto it by orthogonal
+Procrustes, over the inputs they are computed from; values likewise. The maps are limited to what `symmetries` allows.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from polyhead.surgery.adapters.head_weights import HeadWeights
 from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
 from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyForm
-from polyhead.surgery.calibration.moments import NOTHING
+from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries, HeadEdit
 from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key_basis, change_value_basis, pair_part
 
 
 @dataclass(frozen=True)
-class EditOfGroups(HeadEdit):
-    """A change to groups of KV heads; `form` is what stands between keys and logits, as `find_key_forms` finds it."""
+class EditGroups(HeadEdit):
+    """An edit of groups of KV heads; `form` is the key form of the layer, from `find_key_forms`."""
 
     groups: tuple[tuple[int, ...], ...]
     form: KeyForm = field(default=KeyForm(), metadata={"kinds": KEY_FORMS})
@@ -34,24 +34,24 @@ class EditOfGroups(HeadEdit):
 
 @EDITS.register("align")
 @dataclass(frozen=True)
-class AlignHeads(EditOfGroups):
-    """Turn the key and value heads of each group towards its first, and queries and outputs back: nothing changes.
+class AlignHeads(EditGroups):
+    """Align the KV heads of each group with its first, and compensate in queries and outputs exactly.
 
-    Without text heads are compared by their weights; `aligned` takes the moments of a text.
+    Heads are compared by their weights alone; `aligned` takes the input moments of calibration text.
 
     >>> AlignHeads(layer=0, groups=((0, 1), (2, 3))).groups
     ((0, 1), (2, 3))
     """
 
     def change(self, heads: HeadWeights) -> HeadWeights:
-        GroupQueries(self.layer, self.groups).change(heads)  # refuses groups that are not of these heads
+        GroupQueries(self.layer, self.groups).change(heads)  # validates the groups
         return heads if heads.key.is_meta else aligned(heads, self.groups, self.form)
 
 
 def aligned(
     heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyForm, inputs: InputMoments | None = None
 ) -> HeadWeights:
-    """Heads that compute the same, those of a group as near to each other as can be."""
+    """Return equivalent heads, those of a group as near to each other as the symmetries allow."""
     form.check(heads.layout)
     inputs = InputMoments.white(heads) if inputs is None else inputs
     inputs = inputs.to(heads.key.device)
@@ -63,56 +63,61 @@ def aligned(
         for other in others:
             key_maps[other] = key_map(keys[other], keys[first], inputs.key, form)
             value_maps[other] = key_map(values[other], values[first], inputs.value, KeyForm())
-    turned = change_value_basis(change_key_basis(heads, key_maps, form), value_maps)
-    moved = {head for _, *others in groups for head in others}
-    # What a head gives to W_O is mapped where its values are.
-    origins = (None if key in moved else x for key, x in zip(heads.key_heads, heads.origins, strict=True))
-    return replace(turned, origins=tuple(origins))
+    mapped = change_value_basis(change_key_basis(heads, key_maps, form), value_maps)
+    changed_keys = {head for _, *others in groups for head in others}
+    # The inputs of W_O change with the basis of the values.
+    origins = (None if key in changed_keys else x for key, x in zip(heads.key_heads, heads.origins, strict=True))
+    return replace(mapped, origins=tuple(origins))
 
 
 def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyForm) -> Tensor:
-    """The allowed map [dim, dim] that makes one head's rows [dim, width] vary as another's, and the nearest such.
+    """Return the allowed map [dim, dim] of a head's rows [dim, width] onto another head's.
 
-    Least squares alone would shrink what has nothing in common, and the inverse would blow it up elsewhere.
+    With C_s, C_t and C_ts the second and cross moments of both heads' outputs, each allowed block is C_t^½ Q C_s^-½, Q
+    the orthogonal Procrustes solution for C_t^-½ C_ts C_s^-½: the outputs get the target's moments and are as near to
+    it as such a map can bring them. Plain least squares would shrink uncorrelated directions, and its inverse would
+    blow them up elsewhere.
     """
-    found = torch.eye(rows.shape[0], dtype=rows.dtype, device=rows.device)
+    result = torch.eye(rows.shape[0], dtype=rows.dtype, device=rows.device)
     if form.norm == "layer":
-        return found
-    own, theirs, cross = (x @ moments @ y.T for x, y in ((rows, rows), (towards, towards), (towards, rows)))
-    wanted: dict[tuple[int, ...], Tensor] = {}
-    for channels, is_pair in blocks(form, len(found)):
-        at = torch.tensor(channels, device=rows.device)
-        mine, other, between = (x[at][:, at] for x in (own, theirs, cross))
-        turns_pair = channels[0] < form.rotary_dim
-        if turns_pair:  # where a norm weights its channels unlike, both change their signs or none
-            identity = torch.eye(2, dtype=mine.dtype, device=mine.device)
-            between = pair_part(between) if is_pair else between.diagonal().sum() * identity
-            mine, other = (x.diagonal().mean() * identity for x in (mine, other))
-        if form.norm == "rms":  # a norm takes scales out, so that only turns are left
-            wanted[tuple(channels)] = _turn(between)
+        return result
+    source_moments, target_moments, cross = (
+        x @ moments @ y.T for x, y in ((rows, rows), (towards, towards), (towards, rows))
+    )
+    block_maps: dict[tuple[int, ...], Tensor] = {}
+    for channels, is_pair in blocks(form, len(result)):
+        index = torch.tensor(channels, device=rows.device)
+        source, target, cross_block = (x[index][:, index] for x in (source_moments, target_moments, cross))
+        is_rotary = channels[0] < form.rotary_dim
+        if is_rotary:  # if a norm weights the two channels differently, only a common sign is allowed
+            identity = torch.eye(2, dtype=source.dtype, device=source.device)
+            cross_block = pair_part(cross_block) if is_pair else cross_block.diagonal().sum() * identity
+            source, target = (x.diagonal().mean() * identity for x in (source, target))
+        if form.norm == "rms":  # a norm removes scales, so only rotations remain
+            block_maps[tuple(channels)] = _nearest_orthogonal(cross_block)
         else:
-            (root, back), (_, inverse) = _root(other), _root(mine)
-            wanted[tuple(channels)] = root @ _turn(back @ between @ inverse) @ inverse
-    largest = max(float(torch.linalg.matrix_norm(block, 2)) for block in wanted.values())
-    for place, block in wanted.items():
-        at = torch.tensor(place, device=rows.device)
+            (root, inverse_root), (_, whiten) = _root(target), _root(source)
+            block_maps[tuple(channels)] = root @ _nearest_orthogonal(inverse_root @ cross_block @ whiten) @ whiten
+    largest = max(float(torch.linalg.matrix_norm(block, 2)) for block in block_maps.values())
+    for channels, block in block_maps.items():
+        index = torch.tensor(channels, device=rows.device)
         left, sizes, right = torch.linalg.svd(block)
-        if largest == 0:  # nothing to be brought anywhere
-            return found
-        found[at[:, None], at] = left @ torch.diag(sizes.clamp_min(largest / CONDITION)) @ right
-    return found
+        if largest == 0:  # all rows are zero
+            return result
+        result[index[:, None], index] = left @ torch.diag(sizes.clamp_min(largest / CONDITION)) @ right
+    return result
 
 
-def _turn(wanted: Tensor) -> Tensor:
-    """The orthogonal matrix nearest to one; none where there is nothing."""
-    left, sizes, right = torch.linalg.svd(wanted)
-    return left @ right if float(sizes[0]) > 0 else torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)
+def _nearest_orthogonal(matrix: Tensor) -> Tensor:
+    """Solve orthogonal Procrustes: the orthogonal matrix nearest to this one; the identity for zero."""
+    left, sizes, right = torch.linalg.svd(matrix)
+    return left @ right if float(sizes[0]) > 0 else torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _root(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """The symmetric root and its inverse, as far as there is one."""
+    """Return the symmetric square root and its pseudo-inverse."""
     values, vectors = torch.linalg.eigh(symmetric)
-    there = values > NOTHING * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
-    size = torch.where(there, values, 1.0).sqrt() * there
-    back = torch.where(there, values, 1.0).rsqrt() * there
-    return (vectors * size) @ vectors.T, (vectors * back) @ vectors.T
+    nonzero = values > MIN_RELATIVE_ENERGY * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
+    root = torch.where(nonzero, values, 1.0).sqrt() * nonzero
+    inverse_root = torch.where(nonzero, values, 1.0).rsqrt() * nonzero
+    return (vectors * root) @ vectors.T, (vectors * inverse_root) @ vectors.T

@@ -1,4 +1,4 @@
-"""Linear least squares by conjugate gradients, for systems that are as large as the matrix squared."""
+"""Preconditioned conjugate gradients for least squares too large for a direct solver."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from torch import Tensor
 TINY = torch.finfo(torch.float32).tiny
 
 
-def descend(
-    matrix: Tensor,
-    off: list[Tensor],
+def conjugate_gradients(
+    solution: Tensor,
+    residual: list[Tensor],
     *,
-    change: Callable[[Tensor], list[Tensor]],
+    forward: Callable[[Tensor], list[Tensor]],
     energy: Callable[[list[Tensor]], Tensor],
-    gradient: Callable[[list[Tensor]], Tensor],
-    scaled: Callable[[Tensor], Tensor],
+    adjoint: Callable[[list[Tensor]], Tensor],
+    precondition: Callable[[Tensor], Tensor],
     steps: int,
 ) -> Tensor:
-    """A matrix with which less is off, after so many steps from this one.
+    """Refine a least-squares solution by CGLS (Hestenes & Stiefel 1952) with a preconditioner.
 
     Args:
-        off: what is missing with the matrix as it is, batch by batch.
-        change: what of it a matrix brings; linear.
-        energy: the square of such a change, as heavy as each number counts.
-        gradient: where the energy of what is off falls.
-        scaled: a gradient in the metric that steps are taken in.
+        solution: the initial iterate.
+        residual: targets minus `forward(solution)`, batch by batch.
+        forward: the linear operator A.
+        energy: the (weighted) squared norm of an output of A.
+        adjoint: Aᵀ with the weights of `energy`: the negative gradient of half the energy of a residual.
+        precondition: multiplies a gradient by the inverse of the preconditioner.
+        steps: number of iterations.
     """
-    falling = gradient(off)
-    step = scaled(falling)
-    direction, size = step, (falling * step).sum()
+    gradient = adjoint(residual)
+    preconditioned = precondition(gradient)
+    direction, rho = preconditioned, (gradient * preconditioned).sum()
     for _ in range(steps):
-        brought = change(direction)
-        length = size / energy(brought).clamp_min(TINY)
-        matrix = matrix + length * direction
-        off = [x - length * y for x, y in zip(off, brought, strict=True)]
-        falling = gradient(off)
-        step = scaled(falling)
-        new = (falling * step).sum()
-        direction, size = step + new / size.clamp_min(TINY) * direction, new
-    return matrix
+        image = forward(direction)
+        alpha = rho / energy(image).clamp_min(TINY)
+        solution = solution + alpha * direction
+        residual = [r - alpha * a for r, a in zip(residual, image, strict=True)]
+        gradient = adjoint(residual)
+        preconditioned = precondition(gradient)
+        new_rho = (gradient * preconditioned).sum()
+        direction, rho = preconditioned + new_rho / rho.clamp_min(TINY) * direction, new_rho
+    return solution

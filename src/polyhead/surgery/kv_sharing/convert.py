@@ -1,9 +1,9 @@
-"""Fewer KV heads for a trained model, in closed form: grouped by likeness, shared, and W_O solved for what is lost.
+"""Convert a trained model to fewer KV heads in closed form: group, share, and solve W_O for the loss.
 
-Layer by layer, each on what the converted layers before it feed it: the moments of its inputs say which KV heads are
-alike and which keys and values serve a group best (`shared_keys`), on request both are refitted by alternating least
-squares on a sample of tokens (`refine_logits`, `refine_values`), and W_O is solved over the whole text for what the
-layer wrote in the model as it was. No gradient is taken and nothing is trained.
+Layer by layer, each on the outputs of the converted layers before it: the moments of its inputs determine which KV
+heads are similar and which keys and values serve a group best (`shared_keys`); optionally both are refitted by
+alternating least squares on a sample of tokens (`refine_logits`, `refine_values`); and W_O is solved over the full
+text for the layer's original output. Unlike GQA uptraining (Ainslie et al. 2023) nothing is trained.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from polyhead.surgery.compensation.targets import collect_targets
 from polyhead.surgery.edits.applying import apply, changed
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.kv_sharing.grouping import Groups, neighbours, similar_groups
-from polyhead.surgery.kv_sharing.refine_logits import refined_logits, see_logits
+from polyhead.surgery.kv_sharing.refine_logits import refined_logits, sample_logits
 from polyhead.surgery.kv_sharing.refine_values import refined, sample_attended
-from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, in_order_of_groups, share
+from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share, sort_by_group
 
 Grouping = Literal["similar", "neighbours"]
 GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
@@ -48,20 +48,20 @@ def convert_groups(
     rounds: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> EditRecord:
-    """Give every attention layer `num_kv_heads` KV heads, so that it writes what it wrote as nearly as can be.
+    """Convert every attention layer to `num_kv_heads` KV heads with the least error in its output.
 
-    Multi-head attention becomes grouped-query attention, or multi-query attention with 1. `undo(model, record)` takes
-    it back bit for bit; `record.edits` are the `ShareKeys` that say who shares with whom.
+    Multi-head attention becomes grouped-query attention, or multi-query attention with 1. `undo(model, record)` undoes
+    it bit for bit; `record.edits` are `ShareKeys` edits with the groups.
 
     Args:
-        batches: gives calibration text: what the model is called with, as `model(**batch)`. At least as many tokens as
-            a layer's heads have channels.
-        stack: only the layers of this stack; of all whose heads can be edited by default.
-        grouping: KV heads that are alike share, or neighbours.
-        ridge: how near W_O stays to what the shared values make of it, as in `OutputCompensation`.
-        rounds: of alternating least squares on a sample of the text, queries and keys to the logits that there were and
-            values to what was written; 0 leaves them as singular vectors make them.
-        progress: called after each layer with how many are done and how many there are.
+        batches: returns calibration text: keyword arguments of the model, as `model(**batch)`. At least as many tokens
+            as a layer's heads have channels.
+        stack: convert only the layers of this stack; by default all editable ones.
+        grouping: group "similar" KV heads, or "neighbours".
+        ridge: regularisation of W_O towards its value after sharing, as in `OutputCompensation`.
+        rounds: rounds of alternating least squares on a sample of the text, queries and keys fitted to the original
+            logits and values to the original output; 0 keeps the singular vectors.
+        progress: called after each layer with the number done and the total.
     """
     check_ridge(ridge)
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
@@ -75,24 +75,24 @@ def convert_groups(
     forms = find_key_forms(model, text[0])
     missing = [layer.path for layer in layers if layer.path not in forms]
     if missing:
-        raise OptionError(f"calibration text must pass every layer that is converted, got none through {missing[0]!r}")
-    found: dict[str, Converted] = {}
+        raise OptionError(f"calibration text must reach every converted layer, got none through {missing[0]!r}")
+    converted: dict[str, Converted] = {}
     streams = Streams(model, text)
     with evaluating(model):
-        for place, layer in enumerate(layers):
-            found[layer.path] = _convert(
-                model, layer, num_kv_heads, forms[layer.path], streams, found, grouping, ridge, rounds
+        for index, layer in enumerate(layers):
+            converted[layer.path] = _convert(
+                model, layer, num_kv_heads, forms[layer.path], streams, converted, grouping, ridge, rounds
             )
             if progress is not None:
-                progress(place + 1, len(layers))
+                progress(index + 1, len(layers))
     edits = [
-        ShareKeys(layer.number, found[layer.path].groups, forms[layer.path], stack=layer.stack) for layer in layers
+        ShareKeys(layer.number, converted[layer.path].groups, forms[layer.path], stack=layer.stack) for layer in layers
     ]
-    return apply(model, edits, compensation=_Given(found))
+    return apply(model, edits, compensation=_Precomputed(converted))
 
 
 def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = None) -> list[AttentionLayer]:
-    """The layers that would have fewer KV heads; refused where one of them cannot."""
+    """Return the layers that would get fewer KV heads; raises if one of them cannot."""
     layers = [layer for layer in find_layers(model) if stack is None or layer.stack == stack]
     if not layers:
         stacks = list(dict.fromkeys(layer.stack for layer in find_layers(model)))
@@ -102,21 +102,21 @@ def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = N
     refused = next((layer for layer in layers if layer.refusals), None)
     if refused is not None:
         raise OptionError(f"the heads of {refused.path!r} cannot be edited: {'; '.join(refused.refusals)}")
-    wanted = []
+    selected = []
     for layer in layers:
         assert layer.layout is not None
         edit = ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, num_kv_heads), stack=layer.stack)
         changed(layer, read_heads(model, layer, device="meta"), [edit])
         if layer.layout.num_kv_heads != num_kv_heads:
-            wanted.append(layer)
-    if not wanted:
-        raise OptionError(f"every layer has {num_kv_heads} KV heads already; give a smaller number")
-    return wanted
+            selected.append(layer)
+    if not selected:
+        raise OptionError(f"every layer has {num_kv_heads} KV heads already; choose a smaller number")
+    return selected
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Converted:
-    """A layer's heads with shared keys, query heads at their places; and the same in the shapes of the model."""
+    """A converted layer: heads with shared KV heads, and the equivalent parameters in the model's shapes."""
 
     groups: Groups
     heads: HeadWeights
@@ -129,20 +129,20 @@ class Converted:
 
 
 def spread(heads: HeadWeights, groups: Sequence[Sequence[int]], before: HeadWeights) -> HeadWeights:
-    """Shared keys and values once for every KV head that there was before: the same function in the old shapes."""
-    place = {key: index for index, group in enumerate(groups) for key in group}
-    at = [place[key] for key in range(len(place))]
-    return heads.with_keys(at, before.key_heads)
+    """Repeat shared KV heads for every original KV head: the same function in the old shapes."""
+    group_of = {key: index for index, group in enumerate(groups) for key in group}
+    index = [group_of[key] for key in range(len(group_of))]
+    return heads.with_keys(index, before.key_heads)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Given:
-    """Writes what was found, query heads in the order of their groups; for `apply(..., compensation=...)`."""
+class _Precomputed:
+    """Writes the converted heads, sorted by group; for `apply(..., compensation=...)`."""
 
-    found: Mapping[str, Converted]
+    converted: Mapping[str, Converted]
 
     def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights:
-        return in_order_of_groups(self.found[path].heads)
+        return sort_by_group(self.converted[path].heads)
 
 
 def _convert(
@@ -157,7 +157,7 @@ def _convert(
     rounds: int,
 ) -> Converted:
     heads = read_heads(model, layer)
-    lending = {name: x for one in done.values() for name, x in one.parameters.items()}
+    lending = {name: x for layer_done in done.values() for name, x in layer_done.parameters.items()}
     text = streams.before(layer, lending)
     inputs = collect_inputs(model, layer, text, lending)
     groups = (
@@ -165,13 +165,13 @@ def _convert(
     )
     shared = share(heads, groups, form, inputs)
     if rounds:
-        seen = see_logits(model, layer, heads, form, text, lending)
-        shared = refined_logits(shared, form, seen, rounds=rounds)
-        del seen
+        logits = sample_logits(model, layer, heads, form, text, lending)
+        shared = refined_logits(shared, form, logits, rounds=rounds)
+        del logits
     converted = Converted.of(model, layer, groups, shared)
     if rounds:
-        now = lending | dict(converted.parameters)
-        sample = sample_attended(model, layer, text, now, inputs.tokens)
+        current = lending | dict(converted.parameters)
+        sample = sample_attended(model, layer, text, current, inputs.tokens)
         shared = refined(shared, sample, ridge=ridge, rounds=rounds)
         converted = Converted.of(model, layer, groups, shared)
     moments = collect_targets(model, layer, text, lending | dict(converted.parameters))

@@ -1,8 +1,8 @@
-"""Several heads made one, in closed form: the one head whose logits and whose writing are nearest to theirs.
+"""Fuse several heads into one in closed form: the head nearest to their QK and OV circuits.
 
-A head attends by the product of its queries and keys, and writes by that of its values and outputs. The fused head has
-the mean of the first, each as heavy as its head writes, and the sum of the second, both cut to the rank of one head
-in the metric of the inputs, which is a singular value decomposition; under rotary positions one for each pair.
+A head attends by its QK circuit and writes by its OV circuit. The fused head has the mean of the former, weighted by
+the output energy of each head, and the sum of the latter, both truncated to the rank of one head by a singular value
+decomposition in the metric of the inputs (Eckart-Young); under rotary positions one for each pair of channels.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
 from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
 from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyForm
-from polyhead.surgery.calibration.moments import NOTHING
-from polyhead.surgery.edits.head_edits import EDITS, EditOfHeads, MergeHeads
+from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY
+from polyhead.surgery.edits.head_edits import EDITS, EditHeads, MergeHeads
 
 
 @EDITS.register("fuse")
 @dataclass(frozen=True)
-class FuseHeads(EditOfHeads):
-    """Make several heads one, at the place of the first, as near to all of them as one head can be.
+class FuseHeads(EditHeads):
+    """Fuse heads into one, at the position of the first, as near to all of them as one head can be.
 
-    Unlike `MergeHeads` it does not depend on the bases that heads are written in: heads that attend alike and write
-    alike through other matrices are fused without loss. Without text they are compared by their weights alone. Each
-    must be the only reader of its KV head; heads that read one and the same are merged by their mean.
+    Unlike `MergeHeads` this does not depend on the bases of the heads: heads with equal QK and OV circuits are fused
+    without loss, whatever their factors. Without calibration text they are compared by their weights alone. Each must
+    be the only reader of its KV head; heads that read the same KV head are merged by their mean.
 
     >>> FuseHeads(layer=5, heads=(2, 0))
     FuseHeads(layer=5, stack=None, heads=(0, 2), form=KeyForm(pairing='none', rotary_dim=0, norm='none', classes=()))
@@ -38,78 +38,81 @@ class FuseHeads(EditOfHeads):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        MergeHeads(self.layer, self.heads)  # refuses a head alone
+        MergeHeads(self.layer, self.heads)  # requires two heads or more
 
     def change(self, heads: HeadWeights) -> HeadWeights:
-        merged = MergeHeads(self.layer, self.heads).change(heads)  # refuses heads that are not there, or share keys
+        merged = MergeHeads(self.layer, self.heads).change(heads)  # checks heads and their KV heads
         return merged if heads.query.is_meta else fuse(heads, self.heads, self.form)
 
 
 def fuse(heads: HeadWeights, group: Sequence[int], form: KeyForm, inputs: InputMoments | None = None) -> HeadWeights:
-    """The heads with those of a group made one, where the first of them stood."""
+    """Return the heads with those of a group fused into the first of them."""
     if form.norm != "none":
         raise OptionError(
-            "heads are fused by the products of their queries and keys, which norms between them do not keep, got a "
-            f"layer with a {form.norm} norm of both; merge or prune heads there"
+            "fusing needs logits that are products of queries and keys, which a norm of both prevents, got a "
+            f"layer with a {form.norm} norm; merge or prune heads there"
         )
     form.check(heads.layout)
     inputs = (InputMoments.white(heads) if inputs is None else inputs).to(heads.key.device)
     merged = MergeHeads(0, tuple(group)).change(heads)
-    if len({heads.key_heads[head] for head in group}) == 1:  # one basis for all, and perhaps read by others
+    if len({heads.key_heads[head] for head in group}) == 1:  # they share a basis, and perhaps other readers
         return merged
-    at, chosen, keys = min(group), list(group), [heads.key_heads[head] for head in group]
-    query, key = with_bias(heads.query, heads.query_bias)[chosen], with_bias(heads.key, heads.key_bias)[keys]
-    value, output = with_bias(heads.value, heads.value_bias)[keys], heads.output[chosen].to(torch.float64)
-    of_values = inputs.value if heads.output_bias is None else centred(inputs.value)
-    weight = torch.einsum("hdi,ij,hej,hdo,heo->h", value, of_values, value, output, output)
+    first, indices, keys = min(group), list(group), [heads.key_heads[head] for head in group]
+    query, key = with_bias(heads.query, heads.query_bias)[indices], with_bias(heads.key, heads.key_bias)[keys]
+    value, output = with_bias(heads.value, heads.value_bias)[keys], heads.output[indices].to(torch.float64)
+    value_moments = inputs.value if heads.output_bias is None else centred(inputs.value)
+    weight = torch.einsum("hdi,ij,hej,hdo,heo->h", value, value_moments, value, output, output)
     weight = weight / weight.sum().clamp_min(torch.finfo(torch.float64).tiny)
     new_query, new_key = query.new_zeros(query.shape[1:]), key.new_zeros(key.shape[1:])
     rest = slice(form.rotary_dim, None)
     if form.rotary_dim < query.shape[1]:
-        heavy = (query[:, rest] * weight[:, None, None]).flatten(0, 1)
-        light, rank = key[:, rest].flatten(0, 1), query.shape[1] - form.rotary_dim
-        new_query[rest], new_key[rest] = _best_product(heavy, inputs.query, light, centred(inputs.key), rank)
-    for one, two in form.pairs:
-        pair = torch.complex(query[:, one], query[:, two]) * weight[:, None], torch.complex(key[:, one], key[:, two])
-        made = _best_product(pair[0].conj(), inputs.query, pair[1], inputs.key, 1)
-        new_query[one], new_query[two] = made[0][0].real, -made[0][0].imag
-        new_key[one], new_key[two] = made[1][0].real, made[1][0].imag
+        weighted = (query[:, rest] * weight[:, None, None]).flatten(0, 1)
+        keys_rest, rank = key[:, rest].flatten(0, 1), query.shape[1] - form.rotary_dim
+        new_query[rest], new_key[rest] = _best_product(weighted, inputs.query, keys_rest, centred(inputs.key), rank)
+    for i, j in form.pairs:
+        pair = torch.complex(query[:, i], query[:, j]) * weight[:, None], torch.complex(key[:, i], key[:, j])
+        factors = _best_product(pair[0].conj(), inputs.query, pair[1], inputs.key, 1)
+        new_query[i], new_query[j] = factors[0][0].real, -factors[0][0].imag
+        new_key[i], new_key[j] = factors[1][0].real, factors[1][0].imag
     identity = torch.eye(output.shape[2], dtype=torch.float64, device=output.device)
     new_value, new_output = _best_product(
-        value.flatten(0, 1), of_values, output.flatten(0, 1), identity, value.shape[1]
+        value.flatten(0, 1), value_moments, output.flatten(0, 1), identity, value.shape[1]
     )
-    kept = merged.key_heads[at]
-    found = replace(
+    kv_head = merged.key_heads[first]
+    fused = replace(
         merged,
-        query=with_row(merged.query, at, new_query[:, :-1]),
-        query_bias=None if merged.query_bias is None else with_row(merged.query_bias, at, new_query[:, -1]),
-        key=with_row(merged.key, kept, new_key[:, :-1]),
-        key_bias=None if merged.key_bias is None else with_row(merged.key_bias, kept, new_key[:, -1]),
-        value=with_row(merged.value, kept, new_value[:, :-1]),
-        value_bias=None if merged.value_bias is None else with_row(merged.value_bias, kept, new_value[:, -1]),
-        output=with_row(merged.output, at, new_output),
+        query=with_row(merged.query, first, new_query[:, :-1]),
+        query_bias=None if merged.query_bias is None else with_row(merged.query_bias, first, new_query[:, -1]),
+        key=with_row(merged.key, kv_head, new_key[:, :-1]),
+        key_bias=None if merged.key_bias is None else with_row(merged.key_bias, kv_head, new_key[:, -1]),
+        value=with_row(merged.value, kv_head, new_value[:, :-1]),
+        value_bias=None if merged.value_bias is None else with_row(merged.value_bias, kv_head, new_value[:, -1]),
+        output=with_row(merged.output, first, new_output),
     )
-    if found.output_bias is None:
-        return found
+    if fused.output_bias is None:
+        return fused
     mean = inputs.value[:, -1]
     missing = torch.einsum("hdi,i,hdo->o", value, mean, output) - new_output.T @ (new_value @ mean)
-    return replace(found, output_bias=(found.output_bias.double() + missing).to(found.output_bias.dtype))
+    return replace(fused, output_bias=(fused.output_bias.double() + missing).to(fused.output_bias.dtype))
 
 
 def _best_product(
     left: Tensor, left_moments: Tensor, right: Tensor, right_moments: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows [rank, width] of both sides whose product is nearest to leftᵀ right in these metrics; complex ones too."""
+    """Return rank-limited rows of both sides whose product is nearest to leftᵀ right; real or complex.
+
+    The rows are [rank, width]; nearness is in the metrics of the moments.
+    """
     (left_root, left_back), (right_root, right_back) = _root(left, left_moments), _root(right, right_moments)
-    turns, sizes, others = torch.linalg.svd(left_root @ right_root.mT)
-    size = sizes[:rank].sqrt()[:, None]
-    return size * (turns[:, :rank].T @ left_back @ left), size * (others[:rank] @ right_back @ right)
+    u, s, vh = torch.linalg.svd(left_root @ right_root.mT)
+    size = s[:rank].sqrt()[:, None]
+    return size * (u[:, :rank].T @ left_back @ left), size * (vh[:rank] @ right_back @ right)
 
 
 def _root(rows: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """With X = C^½ rowsᵀ = P R, P orthonormal: R, and what makes Pᵀ C^½ of rows again."""
+    """With X = C^½ rowsᵀ = P R, P orthonormal, return R and the matrix B with B rows = Pᵀ C^-½."""
     energy, vectors = torch.linalg.eigh(rows.conj() @ moments.to(rows.dtype) @ rows.T)
-    there = energy > NOTHING * energy[-1].clamp_min(torch.finfo(torch.float64).tiny)
-    size = torch.where(there, energy, 1.0).sqrt()
-    kept = there.to(size.dtype)
-    return (kept * size)[:, None] * vectors.conj().T, (kept / size)[:, None] * vectors.T
+    nonzero = energy > MIN_RELATIVE_ENERGY * energy[-1].clamp_min(torch.finfo(torch.float64).tiny)
+    size = torch.where(nonzero, energy, 1.0).sqrt()
+    keep = nonzero.to(size.dtype)
+    return (keep * size)[:, None] * vectors.conj().T, (keep / size)[:, None] * vectors.T

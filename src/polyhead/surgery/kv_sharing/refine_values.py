@@ -1,9 +1,9 @@
-"""Shared values refitted by alternating least squares, on a sample of tokens: each step is linear and solved as such.
+"""Refit shared values and outputs by alternating least squares on a sample of tokens.
 
-Head h writes z_h A B_h, z_h what its attention makes of the layer's inputs, A the value matrix that its group shares
-and B_h its own output matrix. With A given, B is one solution of least squares; with B given, A is another, found by
-conjugate gradients, since its system is as large as the matrix squared. What the heads of a layer attend to is alike,
-so that together they can write what each alone could not.
+Head h writes z_h A B_h, with z_h its attention-weighted inputs, A the value matrix its group shares and B_h its own
+output matrix. For fixed A, B is solved directly; for fixed B, A is solved by conjugate gradients, since its normal
+matrix has the size of A squared. The heads of a layer attend similarly, so together they can write what each alone
+could not.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
-from polyhead.surgery.adapters.head_weights import HeadWeights, summed_by_key
-from polyhead.surgery.calibration.layer_capture import rows_of, weights_of
+from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
+from polyhead.surgery.calibration.layer_capture import attention_weights, unpadded_rows
 from polyhead.surgery.calibration.streams import Piece
-from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, descend
+from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, conjugate_gradients
 
-SAMPLE_BYTES = 192 << 20  # of what is kept of a text, whatever its length
-STEPS = 8  # of conjugate gradients, each time; more would fit the sample and not the text
+SAMPLE_BYTES = 192 << 20  # independent of the text length
+STEPS = 8  # of conjugate gradients per solve; more would overfit the sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendedInputs:
-    """For a sample of tokens: what each head's attention makes of the layer's inputs, and what should be written."""
+    """Attention-weighted inputs of each head and target outputs of a layer, for a sample of tokens."""
 
     inputs: Tensor  # [tokens, heads, width]
     targets: Tensor  # [tokens, embed_dim]
@@ -39,27 +39,30 @@ def sample_attended(
     lending: Mapping[str, Tensor],
     tokens: int,
 ) -> AttendedInputs:
-    """A sample of a text that has so many tokens; heads attend as with the parameters that are lent."""
+    """Sample tokens of a text of `tokens` tokens, with attention under the `lending` parameters."""
     assert layer.layout is not None
     row_bytes = layer.layout.num_heads * layer.layout.value_input_dim * 4
     share = min(1.0, SAMPLE_BYTES / (tokens * row_bytes))
     generator = torch.Generator().manual_seed(0)
     inputs, targets = [], []
     for piece in text:
-        seen, wanted = piece.look_at_attention(model, layer, lending=lending), piece.look(model, layer, lending=None)
-        if seen is None or wanted is None:
+        current, original = (
+            piece.capture_attention(model, layer, lending=lending),
+            piece.capture(model, layer, lending=None),
+        )
+        if current is None or original is None:
             continue
-        x = seen.look.inputs["value"]  # [batch, keys, width], of which heads make [batch, queries, heads, width]
-        made = torch.einsum("bhnm,bmw->bnhw", weights_of(seen.attended).to(x.dtype), x)
-        rows = rows_of(model, layer, piece.batch, made.flatten(2))
+        x = current.capture.inputs["value"]  # [batch, keys, width]; attended below is [batch, queries, heads, width]
+        attended = torch.einsum("bhnm,bmw->bnhw", attention_weights(current.attended).to(x.dtype), x)
+        rows = unpadded_rows(model, layer, piece.batch, attended.flatten(2))
         chosen = (torch.rand(len(rows), generator=generator) < share).to(rows.device)
-        inputs.append(rows[chosen].unflatten(1, made.shape[2:]).float())
-        targets.append(rows_of(model, layer, piece.batch, wanted.written)[chosen].float())
+        inputs.append(rows[chosen].unflatten(1, attended.shape[2:]).float())
+        targets.append(unpadded_rows(model, layer, piece.batch, original.written)[chosen].float())
     return AttendedInputs(torch.cat(inputs), torch.cat(targets))
 
 
 def refined(heads: HeadWeights, sample: AttendedInputs, *, ridge: float, rounds: int) -> HeadWeights:
-    """Heads whose values and outputs together write what should be written, on this sample, nearer than before."""
+    """Return heads whose values and outputs fit the targets of this sample more closely."""
     problem = _Alternating.of(heads, sample, ridge)
     value, output = problem.value, problem.solve_output(problem.value)
     for _ in range(rounds):
@@ -79,7 +82,9 @@ def refined(heads: HeadWeights, sample: AttendedInputs, *, ridge: float, rounds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Alternating:
-    inputs: Tensor  # [heads, tokens, width], with a column of ones where values have a bias that counts
+    """Least squares of the layer's output for fixed values or fixed outputs."""
+
+    inputs: Tensor  # [heads, tokens, width], with a column of ones if the value bias is solved for
     targets: Tensor  # [tokens, embed_dim]
     value: Tensor  # [kv_heads, value_dim, width]
     output: Tensor  # [heads, value_dim, embed_dim]
@@ -90,7 +95,7 @@ class _Alternating:
     @classmethod
     def of(cls, heads: HeadWeights, sample: AttendedInputs, ridge: float) -> _Alternating:
         inputs, targets, value = sample.inputs.transpose(0, 1), sample.targets, heads.value.float()
-        # Where there is an output bias it takes the means, and a bias of values could say no more.
+        # An output bias absorbs the means, which makes the value bias redundant.
         has_bias = heads.value_bias is not None and heads.output_bias is None
         if heads.output_bias is not None:
             inputs, targets = inputs - inputs.mean(1, keepdim=True), targets - targets.mean(0)
@@ -100,41 +105,41 @@ class _Alternating:
         return cls(inputs, targets, value, heads.output.float(), heads.key_heads, ridge, has_bias)
 
     def solve_output(self, value: Tensor) -> Tensor:
-        """The best output matrices, near to what they were."""
-        made = (self.inputs @ value[list(self.key_heads)].mT).transpose(0, 1).flatten(1).double()
-        products = made.T @ made
+        """Solve for the output matrices, regularised towards the original ones."""
+        features = (self.inputs @ value[list(self.key_heads)].mT).transpose(0, 1).flatten(1).double()
+        products = features.T @ features
         weight = self.ridge * products.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
         system = products + weight * torch.eye(len(products), dtype=products.dtype, device=products.device)
-        wanted = made.T @ self.targets.double() + weight * self.output.flatten(0, 1).double()
-        return torch.linalg.solve(system, wanted).float().view(self.output.shape)
+        rhs = features.T @ self.targets.double() + weight * self.output.flatten(0, 1).double()
+        return torch.linalg.solve(system, rhs).float().view(self.output.shape)
 
     def solve_value(self, value: Tensor, output: Tensor) -> Tensor:
-        """Better value matrices by conjugate gradients from these, in the metric of inputs and outputs."""
-        before = self._before(output)
-        return descend(
+        """Improve the value matrices by conjugate gradients, preconditioned by inputs and outputs."""
+        inverses = self._preconditioner(output)
+        return conjugate_gradients(
             value,
             [self.targets - self._written(value, output)],
-            change=lambda direction: [self._written(direction, output)],
+            forward=lambda direction: [self._written(direction, output)],
             energy=lambda change: change[0].square().sum(),
-            gradient=lambda left: self._gradient(left[0], output),
-            scaled=lambda gradient: before[1] @ gradient @ before[0],
+            adjoint=lambda residual: self._gradient(residual[0], output),
+            precondition=lambda gradient: inverses[1] @ gradient @ inverses[0],
             steps=STEPS,
         )
 
     def _written(self, value: Tensor, output: Tensor) -> Tensor:
-        made = self.inputs @ value[list(self.key_heads)].mT
-        return made.transpose(0, 1).flatten(1) @ output.flatten(0, 1)
+        features = self.inputs @ value[list(self.key_heads)].mT
+        return features.transpose(0, 1).flatten(1) @ output.flatten(0, 1)
 
-    def _gradient(self, left: Tensor, output: Tensor) -> Tensor:
-        by_head = (left @ output.mT).mT @ self.inputs  # [heads, value_dim, width]
-        return self._summed(by_head)
+    def _gradient(self, residual: Tensor, output: Tensor) -> Tensor:
+        by_head = (residual @ output.mT).mT @ self.inputs  # [heads, value_dim, width]
+        return self._sum_over_readers(by_head)
 
-    def _summed(self, by_head: Tensor) -> Tensor:
-        return summed_by_key(by_head, self.key_heads, len(self.value))
+    def _sum_over_readers(self, by_head: Tensor) -> Tensor:
+        return sum_over_readers(by_head, self.key_heads, len(self.value))
 
-    def _before(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverses of both sides of the system as if heads had nothing to do with each other."""
-        sides = (self._summed(self.inputs.mT @ self.inputs), self._summed(output @ output.mT))
+    def _preconditioner(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inverses of both Kronecker factors of the normal matrix, ignoring cross-head terms."""
+        sides = (self._sum_over_readers(self.inputs.mT @ self.inputs), self._sum_over_readers(output @ output.mT))
         return _inverse(sides[0], self.ridge), _inverse(sides[1], 1e-6)
 
 
@@ -146,7 +151,7 @@ def _inverse(symmetric: Tensor, ridge: float) -> Tensor:
 
 
 def _balanced(value: Tensor, output: Tensor, heads: HeadWeights) -> tuple[Tensor, Tensor]:
-    """The same function with values whose channels are as long as the outputs that read them, in the mean."""
+    """Rescale value channels and outputs to equal mean norms; the function is unchanged."""
     sizes = torch.stack([output[readers].square().sum(-1).mean(0) for readers in heads.readers])
     scale = (sizes.sqrt() / value.norm(dim=-1).clamp_min(TINY)).clamp_min(TINY).sqrt()[..., None]
     return value * scale, output / scale[list(heads.key_heads)]

@@ -1,10 +1,10 @@
-"""Several KV heads made one, in closed form: the space that serves the logits of a whole group best, queries refitted.
+"""Share one KV head per group in closed form: the key space that preserves the group's logits best.
 
-With F_g = C^½ K_gᵀ L_g, C the moments of the inputs and L_g L_gᵀ what the queries of KV head g weigh its channels by,
-the best shared keys are the leading left singular vectors of all F_g side by side. They are combinations of the keys
-that are there, and the queries' new coordinates are a map of the old ones, so that all is solved in the channels of the
-group. Values are shared in the same way, weighed by the output matrices. Under rotary positions keys are shared pair
-by pair, one complex number for each head; under a norm they are aligned and averaged.
+With F_g = C^½ K_gᵀ L_g, C the moments of the inputs and L_g L_gᵀ the moments of the queries of KV head g, the best
+shared keys are the leading left singular vectors of the concatenated F_g. They are combinations of the existing keys,
+and the new queries are a linear map of the old ones, so everything is solved in the channels of the group. Values are
+shared in the same way, weighted by the output matrices. Under rotary positions keys are shared pair by pair, with one
+complex factor for each head; under a norm they are aligned and averaged.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyhead.surgery.adapters.head_weights import HeadWeights, summed_by_key
+from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
 from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
 from polyhead.surgery.calibration.key_transforms import KeyForm
-from polyhead.surgery.calibration.moments import NOTHING, root
+from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY, root
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries
-from polyhead.surgery.kv_sharing.align import EditOfGroups, aligned
+from polyhead.surgery.kv_sharing.align import EditGroups, aligned
 
 
 @EDITS.register("share_keys")
 @dataclass(frozen=True)
-class ShareKeys(EditOfGroups):
-    """Make each group of KV heads one that serves all its queries as well as can be; queries and outputs are refitted.
+class ShareKeys(EditGroups):
+    """Replace each group of KV heads by one that preserves logits and outputs best, refitting Q and O.
 
-    Query heads are put into the order of the groups, so that groups of one size are what a config can say. Without text
-    heads are compared by their weights alone; `convert_groups` takes a text, and solves W_O for what the layer wrote.
+    Query heads are sorted by group, so that a native config can describe groups of one size. Heads are compared by
+    their weights alone; `convert_groups` takes calibration text, and solves W_O for the layer's original output.
 
     >>> ShareKeys(layer=0, groups=((0, 2), (1, 3))).groups
     ((0, 2), (1, 3))
     """
 
     def change(self, heads: HeadWeights) -> HeadWeights:
-        pooled = GroupQueries(self.layer, self.groups).change(heads)  # refuses groups that are not of these heads
+        pooled = GroupQueries(self.layer, self.groups).change(heads)  # validates the groups
         shared = pooled if heads.key.is_meta else share(heads, self.groups, self.form)
-        return in_order_of_groups(shared)
+        return sort_by_group(shared)
 
 
-def in_order_of_groups(heads: HeadWeights) -> HeadWeights:
-    """Query heads in the order of the KV heads they read."""
+def sort_by_group(heads: HeadWeights) -> HeadWeights:
+    """Return query heads sorted by the KV head they read."""
     return heads.select(sorted(range(heads.num_heads), key=lambda head: heads.key_heads[head]))
 
 
 def share(
     heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyForm, inputs: InputMoments | None = None
 ) -> HeadWeights:
-    """The heads with one key and value head for each group; query heads keep their places."""
+    """Return heads with one KV head per group; query heads keep their positions."""
     form.check(heads.layout)
     inputs = (InputMoments.white(heads) if inputs is None else inputs).to(heads.key.device)
     if form.norm != "none":
-        heads = _of_one_length(aligned(heads, groups, form, inputs), inputs.key)
-    place = {key: index for index, group in enumerate(groups) for key in group}
+        heads = _equalise_norms(aligned(heads, groups, form, inputs), inputs.key)
+    group_of = {key: index for index, group in enumerate(groups) for key in group}
     query, key = _shared_keys(heads, groups, form, inputs)
     value, output = _shared_values(heads, groups, inputs)
-    alone = {group[0] for group in groups if len(group) == 1}
+    unshared = {group[0] for group in groups if len(group) == 1}
     shared = replace(
         heads,
         query=query[..., :-1].to(heads.query.dtype),
@@ -67,8 +67,8 @@ def share(
         value=value[..., :-1].to(heads.value.dtype),
         value_bias=None if heads.value_bias is None else value[..., -1].to(heads.value.dtype),
         output=output.to(heads.output.dtype),
-        key_heads=tuple(place[key] for key in heads.key_heads),
-        origins=tuple(x if key in alone else None for key, x in zip(heads.key_heads, heads.origins, strict=True)),
+        key_heads=tuple(group_of[key] for key in heads.key_heads),
+        origins=tuple(x if key in unshared else None for key, x in zip(heads.key_heads, heads.origins, strict=True)),
     )
     if heads.output_bias is None:
         return shared
@@ -77,21 +77,21 @@ def share(
 
 
 def key_factors(heads: HeadWeights, inputs: InputMoments) -> tuple[Tensor, Tensor]:
-    """Keys [kv_heads, dim, width + 1], and what their queries weigh the channels by, [kv_heads, dim, dim]."""
+    """Return keys [kv_heads, dim, width + 1] and the moments of their queries [kv_heads, dim, dim]."""
     query = with_bias(heads.query, heads.query_bias)
-    weighing = query @ inputs.query @ query.mT
-    return with_bias(heads.key, heads.key_bias), summed_by_key(weighing, heads.key_heads, len(heads.key))
+    query_moments = query @ inputs.query @ query.mT
+    return with_bias(heads.key, heads.key_bias), sum_over_readers(query_moments, heads.key_heads, len(heads.key))
 
 
 def value_factors(heads: HeadWeights) -> tuple[Tensor, Tensor]:
-    """Values and what output matrices weigh their channels by, as `key_factors`."""
+    """Return values and the Gram matrices of their output matrices, shaped as in `key_factors`."""
     output = heads.output.to(torch.float64)
-    weighing = summed_by_key(output @ output.mT, heads.key_heads, len(heads.key))
-    return with_bias(heads.value, heads.value_bias), weighing
+    output_grams = sum_over_readers(output @ output.mT, heads.key_heads, len(heads.key))
+    return with_bias(heads.value, heads.value_bias), output_grams
 
 
 def value_moments(heads: HeadWeights, inputs: InputMoments) -> Tensor:
-    """The moments that values are compared by: about the mean where an output bias can take it."""
+    """Return the moments by which values are compared: centred if an output bias absorbs the mean."""
     return inputs.value if heads.output_bias is None else centred(inputs.value)
 
 
@@ -99,92 +99,92 @@ def _shared_keys(
     heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyForm, inputs: InputMoments
 ) -> tuple[Tensor, Tensor]:
     query = with_bias(heads.query, heads.query_bias)
-    keys, weighing = key_factors(heads, inputs)
-    made = keys.new_zeros(len(groups), *keys.shape[1:])
+    keys, query_moments = key_factors(heads, inputs)
+    shared = keys.new_zeros(len(groups), *keys.shape[1:])
     if form.norm != "none":
         for index, group in enumerate(groups):
-            made[index] = keys[list(group)].mean(0)
-        return query, made
+            shared[index] = keys[list(group)].mean(0)
+        return query, shared
     first, second = form.halves
     for index, group in enumerate(groups):
-        chosen = list(group)
+        indices = list(group)
         readers = [head for head, key in enumerate(heads.key_heads) if key in group]
-        own = [chosen.index(heads.key_heads[head]) for head in readers]
-        if len(chosen) == 1:
-            made[index] = keys[chosen[0]]
+        member = [indices.index(heads.key_heads[head]) for head in readers]
+        if len(indices) == 1:
+            shared[index] = keys[indices[0]]
             continue
         rest = slice(form.rotary_dim, None)
-        if form.rotary_dim < keys.shape[1]:  # what is the same for every key changes no softmax
-            rows, maps = shared_rows(keys[chosen, rest], weighing[chosen, rest, rest], centred(inputs.key))
-            made[index, rest] = rows
-            query[readers, rest] = maps[own] @ query[readers, rest]
+        if form.rotary_dim < keys.shape[1]:  # the softmax is invariant to a constant over keys
+            rows, maps = shared_rows(keys[indices, rest], query_moments[indices, rest, rest], centred(inputs.key))
+            shared[index, rest] = rows
+            query[readers, rest] = maps[member] @ query[readers, rest]
         if form.rotary_dim:
-            pairs = torch.complex(keys[chosen][:, first], keys[chosen][:, second])
-            sizes = weighing[chosen].diagonal(dim1=1, dim2=2)
+            pairs = torch.complex(keys[indices][:, first], keys[indices][:, second])
+            sizes = query_moments[indices].diagonal(dim1=1, dim2=2)
             rows, factors = _shared_pairs(pairs, sizes[:, first] + sizes[:, second], inputs.key)
-            made[index, first], made[index, second] = rows.real, rows.imag
-            turned = torch.complex(query[readers][:, first], query[readers][:, second]) * factors[own][..., None]
-            for channels, part in ((first, turned.real), (second, turned.imag)):
+            shared[index, first], shared[index, second] = rows.real, rows.imag
+            rotated = torch.complex(query[readers][:, first], query[readers][:, second]) * factors[member][..., None]
+            for channels, part in ((first, rotated.real), (second, rotated.imag)):
                 query[torch.tensor(readers)[:, None], torch.tensor(channels)] = part
-    return query, made
+    return query, shared
 
 
 def _shared_values(heads: HeadWeights, groups: Sequence[Sequence[int]], inputs: InputMoments) -> tuple[Tensor, Tensor]:
-    values, weighing = value_factors(heads)
+    values, output_grams = value_factors(heads)
     output, moments = heads.output.to(torch.float64, copy=True), value_moments(heads, inputs)
-    made = values.new_zeros(len(groups), *values.shape[1:])
+    shared = values.new_zeros(len(groups), *values.shape[1:])
     for index, group in enumerate(groups):
-        chosen = list(group)
-        if len(chosen) == 1:
-            made[index] = values[chosen[0]]
+        indices = list(group)
+        if len(indices) == 1:
+            shared[index] = values[indices[0]]
             continue
         readers = [head for head, key in enumerate(heads.key_heads) if key in group]
-        made[index], maps = shared_rows(values[chosen], weighing[chosen], moments)
-        output[readers] = maps[[chosen.index(heads.key_heads[head]) for head in readers]] @ output[readers]
-    return made, output
+        shared[index], maps = shared_rows(values[indices], output_grams[indices], moments)
+        output[readers] = maps[[indices.index(heads.key_heads[head]) for head in readers]] @ output[readers]
+    return shared, output
 
 
-def shared_rows(rows: Tensor, weighing: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [dim, width] that serve all the given ones [heads, dim, width] best, and maps of what is multiplied by them.
+def shared_rows(rows: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [dim, width] that replace given ones [heads, dim, width] best, and their cofactor maps.
 
-    What a head multiplied its own rows by, y, becomes maps[head] @ y: y · (K x) is nearest to (map y) · (K' x).
+    A cofactor y of a head's own rows K becomes maps[head] @ y, so that (maps[head] y) · (K' x) is nearest to y · (K x).
     """
     heads, dim, _ = rows.shape
-    roots = root(weighing)
+    roots = root(weights)
     stacked = (roots.mT @ rows).flatten(0, 1)
     energy, vectors = torch.linalg.eigh(stacked @ moments @ stacked.T)
     energy, vectors = energy[-dim:].flip(0), vectors[:, -dim:].flip(1)
-    there = energy > NOTHING * energy[0].clamp_min(torch.finfo(torch.float64).tiny)
-    # Both sides of the product get the same size, so that neither is hard to round.
-    size = torch.where(there, energy, 1.0).pow(-0.5)
-    balance = torch.where(there, energy / heads, 0.0).pow(0.25)
-    found = (balance * size)[:, None] * (vectors.T @ stacked)
-    own = found @ moments @ found.T
-    maps = torch.linalg.pinv(own, hermitian=True) @ found @ moments @ rows.mT
-    return found, maps
+    nonzero = energy > MIN_RELATIVE_ENERGY * energy[0].clamp_min(torch.finfo(torch.float64).tiny)
+    # Both factors of the product get the same scale, which limits rounding errors.
+    size = torch.where(nonzero, energy, 1.0).pow(-0.5)
+    balance = torch.where(nonzero, energy / heads, 0.0).pow(0.25)
+    shared = (balance * size)[:, None] * (vectors.T @ stacked)
+    gram = shared @ moments @ shared.T
+    maps = torch.linalg.pinv(gram, hermitian=True) @ shared @ moments @ rows.mT
+    return shared, maps
 
 
 def _shared_pairs(pairs: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Complex rows [pairs, width] for given ones [heads, pairs, width], and a factor of the queries [heads, pairs]."""
+    """Return shared complex rows [pairs, width], and the factors of the queries [heads, pairs]."""
     by_pair = pairs.transpose(0, 1)  # [pairs, heads, width]
     moments = moments.to(pairs.dtype)
     products = by_pair.conj() @ moments @ by_pair.mT
     roots = weights.T.clamp_min(0).sqrt()
     energy, vectors = torch.linalg.eigh(roots[:, :, None] * products * roots[:, None, :])
-    leading = vectors[..., -1] * roots  # of each head in the shared row
+    leading = vectors[..., -1] * roots  # coefficient of each head in the shared row
     rows = (leading[:, None] @ by_pair)[:, 0]
-    own = torch.einsum("pi,ij,pj->p", rows.conj(), moments, rows).real
+    norms = torch.einsum("pi,ij,pj->p", rows.conj(), moments, rows).real
     cross = torch.einsum("pi,ij,phj->ph", rows.conj(), moments, by_pair)
     tiny = torch.finfo(torch.float64).tiny
-    factors = cross / own.clamp_min(tiny)[:, None]
-    # Queries and keys share what each pair weighs.
-    balance = (energy[:, -1].clamp_min(tiny) / pairs.shape[0]).pow(0.25) / own.clamp_min(tiny).sqrt()
-    balance = torch.where(own > tiny, balance, 1.0)
+    factors = cross / norms.clamp_min(tiny)[:, None]
+    # Queries and keys share the scale of each pair equally.
+    balance = (energy[:, -1].clamp_min(tiny) / pairs.shape[0]).pow(0.25) / norms.clamp_min(tiny).sqrt()
+    balance = torch.where(norms > tiny, balance, 1.0)
     return rows * balance[:, None], (factors.conj() / balance[:, None]).T
 
 
-def _of_one_length(heads: HeadWeights, moments: Tensor) -> HeadWeights:
-    """Keys of one mean length: a norm makes them so, and a mean of keys weighs each alike then."""
+def _equalise_norms(heads: HeadWeights, moments: Tensor) -> HeadWeights:
+    """Scale keys to one mean norm, so that a mean of keys weights each equally; a norm undoes it."""
     keys = with_bias(heads.key, heads.key_bias)
     sizes = torch.einsum("hdi,ij,hdj->h", keys, moments, keys).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
     scale = (sizes.mean() / sizes).to(heads.key.dtype)
@@ -193,6 +193,6 @@ def _of_one_length(heads: HeadWeights, moments: Tensor) -> HeadWeights:
 
 
 def _mean_output(heads: HeadWeights, inputs: InputMoments) -> Tensor:
-    """What the heads write in the mean, as if each attended to the mean of its inputs."""
+    """Return the heads' mean output if each attended uniformly to its inputs."""
     means = with_bias(heads.value, heads.value_bias) @ inputs.value[:, -1]
     return torch.einsum("hd,hde->e", means[list(heads.key_heads)], heads.output.to(torch.float64))

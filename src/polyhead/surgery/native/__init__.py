@@ -1,1 +1,1 @@
-"""What a class of transformers has room for: its config, and heads of zeros where that is not enough."""
+"""Native transformers configs for edited heads, and zero-padding where none describes them."""

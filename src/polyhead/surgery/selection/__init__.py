@@ -1,1 +1,1 @@
-"""Which heads can go, and what a model is worth without them."""
+"""Choose which heads to prune, and measure the quality of the model without them."""

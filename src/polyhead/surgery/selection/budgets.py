@@ -1,4 +1,4 @@
-"""Budgets: how small a model is to be, how small it is without some of its heads, and what it is worth then."""
+"""Budgets: a target size, and the size and quality of a model without some of its heads."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from polyhead.surgery.selection.measurements import Evidence, Weighting
 from polyhead.surgery.selection.quality import Quality, Worth
 
 Kind = Literal["heads", "cache", "faster"]
-Gone = dict[str, tuple[int, ...]]  # heads that go, by layer
+Gone = dict[str, tuple[int, ...]]  # pruned heads, by layer
 NO_CACHE = (
-    "a target of cache is for a model that generates, token by token, got {target} for one that keeps no cache, as an "
-    "encoder; name a share of its heads (30%-heads) or of its FLOPs (1.2x-faster)"
+    "a cache target needs a model with a KV cache, got {target} for a model without one, such as an encoder; "
+    "use a share of its heads (30%-heads) or of its FLOPs (1.2x-faster)"
 )
-SEEDS = (0, 1, 2)  # of the random heads that stand beside a curve
+SEEDS = (0, 1, 2)  # of the randomly pruned controls of a curve
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A budget: a share of heads that go, how many times smaller the cache is, or how many times fewer FLOPs.
+    """A budget: the share of heads to prune, or the factor by which to shrink the KV cache or the FLOPs.
 
     >>> Target.parse("30%-heads"), Target.parse("1.2x-faster")
     (Target(kind='heads', amount=0.3), Target(kind='faster', amount=1.2))
@@ -50,8 +50,8 @@ class Target:
         if times is not None and float(times[1]) > 1:
             return cls(times[2], float(times[1]))  # type: ignore[arg-type]
         raise OptionError(
-            "a target is a share of the heads that go (30%-heads), a cache so many times smaller (2x-cache), or a "
-            f"model of so many times fewer FLOPs (1.2x-faster), got {text!r}"
+            "a target must be a share of heads to prune (30%-heads), a factor of KV cache (2x-cache) or a factor of "
+            f"FLOPs (1.2x-faster), got {text!r}"
         )
 
     def __str__(self) -> str:
@@ -62,9 +62,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is left of a model, each as a share of the whole: heads, bytes that a token leaves in a cache, FLOPs.
+    """Remaining shares of a model: heads, KV cache bytes per token, FLOPs.
 
-    `cache` is None for a model that keeps no cache, as an encoder.
+    `cache` is None for a model without a KV cache, such as an encoder.
     """
 
     heads: float
@@ -72,12 +72,13 @@ class Size:
     flops: float
 
     def reaches(self, target: Target) -> bool:
+        """Return whether this size meets the target."""
         if target.kind == "heads":
             return self.heads <= 1 - target.amount + 1e-9
-        left = self.cache if target.kind == "cache" else self.flops
-        if left is None:
+        remaining = self.cache if target.kind == "cache" else self.flops
+        if remaining is None:
             raise OptionError(NO_CACHE.format(target=target))
-        return left * target.amount <= 1 + 1e-9
+        return remaining * target.amount <= 1 + 1e-9
 
     def __str__(self) -> str:
         cache = "" if self.cache is None else f", {self.cache:.0%} of the cache"
@@ -86,7 +87,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Heads that may go, and as many drawn at random, seed by seed; `layout` names what every layer is left with."""
+    """Heads to prune, and as many random ones for each seed; `layout` names the uniform layout, if any."""
 
     gone: Gone
     random: tuple[Gone, ...]
@@ -94,47 +95,47 @@ class Choice:
 
     @property
     def measurements(self) -> int:
-        """How many a point of the curve takes."""
+        """Number of quality measurements that this point of the curve takes."""
         return 2 + len(self.random)
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A model without so many heads: how large it is and what it is worth, and what the controls are worth."""
+    """A model with `gone` heads pruned: its size, its quality, and the quality of its controls."""
 
     gone: int
     size: Size
     compensated: Worth
     not_compensated: Worth
-    random: tuple[Worth, ...]  # as many heads drawn at random and repaired, seed by seed
-    layout: str | None = None  # heads/KV heads of every layer, where all end alike
+    random: tuple[Worth, ...]  # as many random heads pruned and compensated, for each seed
+    layout: str | None = None  # heads/KV heads of every layer, if uniform
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """The heads that a search ends with, those it began with, and what the model loses without either."""
+    """Result of a search: the heads to prune, the initial choice, and the loss with either."""
 
     gone: Gone
-    first: Gone  # what the evidence alone chooses
+    first: Gone  # initial choice, from the evidence alone
     loss: float
     first_loss: float
     measured: int
 
     @property
     def moved(self) -> int:
-        """How many heads go that would have stayed, or stay that would have gone, whichever are more."""
+        """Number of heads by which the result differs from the initial choice."""
         paths = {**self.gone, **self.first}
         sets = [(set(self.gone.get(path, ())), set(self.first.get(path, ()))) for path in paths]
-        return max(sum(len(now - before) for now, before in sets), sum(len(before - now) for now, before in sets))
+        return max(sum(len(last - first) for last, first in sets), sum(len(first - last) for last, first in sets))
 
 
 @dataclass(eq=False)
 class Losses:
-    """What a model loses with other outputs, measured again and again; `made` is how often."""
+    """Measures the loss of a model with other outputs; `made` counts the measurements."""
 
     trials: Trials
     quality: Quality
-    progress: Callable[[int], None] | None = None  # told after every measurement that one more was made
+    progress: Callable[[int], None] | None = None  # called with 1 after every measurement
     made: int = 0
 
     def __call__(self, outputs: Mapping[str, Outputs]) -> float:
@@ -147,10 +148,10 @@ class Losses:
 
 
 class Trials:
-    """One model and its evidence: how small it is without some of its heads, and what it is worth, repaired or not."""
+    """A model and its evidence: size and quality without some of its heads, compensated or not."""
 
     def __init__(self, evidence: Evidence, *, weighting: Weighting = "token", work: Workload | None = None) -> None:
-        """`work` is the call that FLOPs are counted for, 512 tokens by default."""
+        """Set up trials; `work` is the call whose FLOPs are counted, 512 tokens by default."""
         self.evidence = evidence
         self.model = evidence.model
         self.weighting = weighting
@@ -160,24 +161,25 @@ class Trials:
 
     def edits(self, gone: Mapping[str, Sequence[int]]) -> list[PruneHeads]:
         layers = self.evidence.layers
-        return [PruneHeads(layers[path].number, tuple(own), stack=layers[path].stack) for path, own in gone.items()]
+        return [PruneHeads(layers[path].number, tuple(heads), stack=layers[path].stack) for path, heads in gone.items()]
 
     def counted(self, gone: Mapping[str, Sequence[int]]) -> Preview:
+        """Preview the model without these heads."""
         return preview(self.model, self.edits(gone), work=self.work)
 
     def size(self, gone: Mapping[str, Sequence[int]]) -> Size:
-        """What is left, counted."""
-        wanted = {path: tuple(own) for path, own in gone.items() if len(own)}
-        if not wanted:
+        """Return the size of the model without these heads."""
+        pruned = {path: tuple(heads) for path, heads in gone.items() if len(heads)}
+        if not pruned:
             return Size(1.0, 1.0 if self._caches else None, 1.0)
-        # A search asks for many sizes, most of them of layers that it asked for before.
-        if unknown := {path: own for path, own in wanted.items() if (path, own) not in self._counts}:
+        # A search requests many sizes, mostly of layers that were counted before.
+        if unknown := {path: heads for path, heads in pruned.items() if (path, heads) not in self._counts}:
             for layer in self.counted(unknown).layers:
                 self._counts[layer.path, ()] = layer.before
                 if layer.path in unknown:
                     self._counts[layer.path, unknown[layer.path]] = layer.after
         before = [self._counts[path, ()] for path in self.evidence.layers]
-        after = [self._counts[path, wanted.get(path, ())] for path in self.evidence.layers]
+        after = [self._counts[path, pruned.get(path, ())] for path in self.evidence.layers]
         return Size(
             sum(x.heads for x in after) / sum(x.heads for x in before),
             sum(x.cache_bytes_per_token for x in after) / sum(x.cache_bytes_per_token for x in before)
@@ -187,41 +189,43 @@ class Trials:
         )
 
     def compensated(self, gone: Mapping[str, Sequence[int]]) -> dict[str, Outputs]:
-        """What layers write with when these heads are gone, solved on what the whole model feeds them."""
+        """Return the compensated outputs of layers without these heads, calibrated on the unpruned model."""
         evidence = self.evidence
         moments = evidence.moments_for(self.weighting)
         for path in gone:
             if path not in self._problems:
                 self._problems[path] = Problem.of(moments[path], evidence.heads[path], evidence.ridge, path)
-        return {path: Outputs.solved(self._problems[path], own) for path, own in gone.items() if len(own)}
+        return {path: Outputs.solved(self._problems[path], heads) for path, heads in gone.items() if len(heads)}
 
     def worth(self, gone: Mapping[str, Sequence[int]], quality: Quality) -> Worth:
-        """Of the model without these heads, repaired at once."""
+        """Measure the model without these heads, all layers compensated at once."""
         with as_if(self.model, self.evidence.layers, self.compensated(gone)):
             return quality.measure()
 
     def curve(
         self, quality: Quality, choices: Iterable[Choice], *, progress: Callable[[int], None] | None = None
     ) -> list[CurvePoint]:
-        """What the model is worth without these heads, repaired at once, beside the same heads not repaired and others.
+        """Measure each choice compensated, uncompensated, and with as many random heads pruned instead.
 
-        `progress` is told after every measurement that one more was made.
+        `progress` is called with 1 after every measurement.
         """
-        found = []
+        points = []
 
-        def told(worth: Worth) -> Worth:
+        def report(worth: Worth) -> Worth:
             if progress is not None:
                 progress(1)
             return worth
 
         for choice in choices:
-            compensated = told(self.worth(choice.gone, quality))
+            compensated = report(self.worth(choice.gone, quality))
             with as_if(self.model, self.evidence.layers, plain_outputs(self.model, self.evidence.layers, choice.gone)):
-                plain = told(quality.measure())
-            drawn = tuple(told(self.worth(gone, quality)) for gone in choice.random)
+                uncompensated = report(quality.measure())
+            controls = tuple(report(self.worth(gone, quality)) for gone in choice.random)
             count = sum(map(len, choice.gone.values()))
-            found.append(CurvePoint(count, self.size(choice.gone), compensated, plain, drawn, choice.layout))
-        return found
+            points.append(
+                CurvePoint(count, self.size(choice.gone), compensated, uncompensated, controls, choice.layout)
+            )
+        return points
 
     @cached_property
     def _caches(self) -> bool:
@@ -233,19 +237,19 @@ class Trials:
 
 
 def keeps_cache(model: nn.Module) -> bool:
-    """Whether some of a model's heads leave keys in a cache."""
+    """Return whether some of a model's layers keep a KV cache."""
     layers = [layer for layer in find_layers(model) if not layer.refusals]
     return len(uncached_layers(model, layers)) < len(layers)
 
 
 def check_target(target: Target, model: nn.Module) -> None:
-    """Refuse a target that a model has no figure for."""
+    """Raise `OptionError` for a cache target of a model without a KV cache."""
     if target.kind == "cache" and not keeps_cache(model):
         raise OptionError(NO_CACHE.format(target=target))
 
 
 def other_flops(model: nn.Module, work: Workload) -> int:
-    """FLOPs of all linear layers outside of attention, for one call."""
+    """Return the FLOPs of all linear layers outside attention, for one call."""
     attention = {source.path for layer in find_layers(model) for source in layer.sources}
     attention |= {layer.output for layer in find_layers(model)}
     count = sum(

@@ -1,19 +1,19 @@
-"""By what heads are chosen to go: one table of criteria, each an order of the heads of every layer.
+"""Pruning criteria: each ranks the heads of every layer by an importance score.
 
-| name | a head costs |
+| name | importance of a head |
 |---|---|
-| repaired | what the other heads of its layer cannot make up for, after repair |
-| plain | what it writes, with the heads that went before it |
-| ablation | what the loss gains when it alone is multiplied by 0 |
-| gradient | the mean of |dL/dgate| |
-| taylor | minus the mean of dL/dgate: what its removal adds to the loss if the loss is straight |
-| magnitude | the norm of W_V W_O, which does not change with the coordinates between them |
-| redundancy | 1 - the cosine of what it writes with what the head most like it writes |
-| random | a number drawn from the seed: the control |
+| compensated | reconstruction error of the layer without it, after compensation (Optimal Brain Surgeon) |
+| plain | reconstruction error of the layer without it and those pruned before it, uncompensated |
+| ablation | increase of the loss when the head's output is multiplied by 0 |
+| gradient | mean of |dL/dgate| at gate = 1 (Michel et al. 2019) |
+| taylor | minus the mean of dL/dgate: the signed first-order Taylor term (cf. Molchanov et al. 2017) |
+| magnitude | the norm of W_V W_O, which is independent of the basis between them |
+| redundancy | 1 - the cosine of its output with that of the most similar head |
+| random | a random number from the seed: the control |
 
-The first two measure errors in what a layer writes. `weighting` says what such an error costs the model: "none", the
-same in every layer; "layer", by the mean squared gradient there; "direction", by its Fisher information, direction by
-direction; "token", the same with every token counted by its own squared gradient.
+The first two measure errors in a layer's output. `weighting` sets the cost of such an error: "none", equal in every
+layer; "layer", by the layer's mean squared gradient; "direction", by its empirical Fisher information; "token", the
+same with every token weighted by its own squared gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Orders = dict[str, PruningOrder]
 
 @dataclass(frozen=True)
 class Criterion:
-    """A way to choose heads. `weighs` says whether it measures errors that `weighting` can weigh."""
+    """A pruning criterion. `weighs` is True if it measures errors to which `weighting` applies."""
 
     name: str
     order: Callable[[Evidence, Weighting, int], Orders]
@@ -42,12 +42,12 @@ class Criterion:
 
 
 def orders_by(criterion: str, evidence: Evidence, *, weighting: Weighting = "none", seed: int = 0) -> Orders:
-    """The heads of every layer in the order in which they can go, by path, for `choose_heads`.
+    """Return the pruning order of every layer, by path, for `choose_heads`.
 
-    `weighting` changes the criteria that measure errors alone, and `seed` the random one alone.
+    `weighting` affects only the criteria that measure errors, `seed` only the random one.
     """
     if criterion not in CRITERIA:
-        raise OptionError(f"a criterion is one of {', '.join(CRITERIA)}, got {criterion!r}")
+        raise OptionError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
     return CRITERIA[criterion].order(evidence, weighting, seed)
 
 
@@ -82,7 +82,7 @@ def _magnitude(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
 
 
 def magnitudes(heads: HeadWeights) -> list[float]:
-    """The norm of W_V W_O of every head."""
+    """Return the Frobenius norm of W_V W_O of every head."""
     value = heads.value.double()[list(heads.key_heads)]
     return [float((v.T @ o).norm()) for v, o in zip(value, heads.output.double(), strict=True)]
 
@@ -92,9 +92,9 @@ def _redundancy(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
 
 
 def redundancy_order(energy: Tensor) -> PruningOrder:
-    """Of the two heads that write what is most alike, the one that writes less goes, until one is left.
+    """Prune the smaller of the two heads with the most similar outputs, until one is left.
 
-    `energy` is [heads, heads], the mean product of what two heads write. A head that writes nothing goes first.
+    `energy` is [heads, heads], the mean product of the outputs of two heads. Heads with zero output are pruned first.
     """
     sizes = energy.diagonal().clamp_min(0).sqrt()
     alike = energy / torch.outer(sizes, sizes).clamp_min(torch.finfo(energy.dtype).tiny)

@@ -1,7 +1,8 @@
-"""What a long choice of heads has computed, kept piece by piece in a folder, so that it can go on from there.
+"""Journal of a long head selection: results stored in a folder, so that it can be resumed.
 
-The same command computes the same pieces in the same order. A piece that is kept is read instead; one that was being
-computed when the process ended is computed again, from its start. So the end is the same, bit for bit on a CPU.
+The same command computes the same results in the same order. A stored result is read instead of recomputed; one that
+was in progress when the process ended is computed again from its start. The outcome is identical, bit for bit on a
+CPU.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ NUMBERS = "journal.json"
 
 
 class Journal:
-    """Pieces by their names, in a folder; without one everything is computed and nothing is kept.
+    """Named results stored in a folder; without a folder everything is computed and nothing stored.
 
     Args:
-        folder: where they are kept; made where it is not there.
-        origin: what they are computed from, as JSON can say it. Another one is refused.
+        folder: created if it does not exist.
+        origin: JSON-serialisable inputs of the computation; a folder with another origin is rejected.
     """
 
     def __init__(self, folder: Path | None = None, origin: Mapping[str, Any] | None = None) -> None:
@@ -47,25 +48,25 @@ class Journal:
         sweep(folder, NUMBERS)
         path = folder / NUMBERS
         if path.exists():
-            self._numbers = self._opened(path)
+            self._numbers = self._read_numbers(path)
         elif any(folder.iterdir()):
-            raise OptionError(f"--resume names a new folder or that of a run, got {folder} with other files in it")
+            raise OptionError(f"--resume must name a new folder or that of a run, got {folder} with other files in it")
         else:
             self._write()
 
-    def _opened(self, path: Path) -> dict[str, list[list[float]]]:
+    def _read_numbers(self, path: Path) -> dict[str, list[list[float]]]:
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            form, origin, numbers = kept["format"], dict(kept["origin"]), dict(kept["numbers"])
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version, origin, numbers = content["format"], dict(content["origin"]), dict(content["numbers"])
             if origin.get("criterion") == "repaired":  # its earlier name
                 origin["criterion"] = "compensated"
-            found = {str(name): [[float(x) for x in row] for row in rows] for name, rows in numbers.items()}
+            parsed = {str(name): [[float(x) for x in row] for row in rows] for name, rows in numbers.items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise OptionError(f"{path} must be what a run wrote, got one that cannot be read: {error!r}") from None
-        if form != FORMAT:
-            raise OptionError(f"this version goes on with runs of format {FORMAT}, got {form!r} in {path}")
+            raise OptionError(f"{path} must be a file that a run wrote, got an unreadable one: {error!r}") from None
+        if version != FORMAT:
+            raise OptionError(f"this version resumes runs of format {FORMAT}, got {version!r} in {path}")
         check_origin(path, origin, self.origin)
-        return found
+        return parsed
 
     def _write(self) -> None:
         assert self.folder is not None
@@ -73,19 +74,19 @@ class Journal:
         write_whole(self.folder / NUMBERS, json.dumps(content).encode())
 
     def numbers(self, name: str, measure: Callable[[], Sequence[float]]) -> list[float]:
-        """The next numbers of this name: those that are kept, or measured and kept."""
-        rows, place = self._numbers.setdefault(name, []), self._read[name]
+        """Return the next numbers of this name: stored, or measured and stored."""
+        rows, index = self._numbers.setdefault(name, []), self._read[name]
         self._read[name] += 1
-        if place < len(rows):
-            return rows[place]
-        found = [float(x) for x in measure()]
-        rows.append(found)
+        if index < len(rows):
+            return rows[index]
+        row = [float(x) for x in measure()]
+        rows.append(row)
         if self.folder is not None:
             self._write()
-        return found
+        return row
 
     def tensors(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors of this name: those that are kept, or computed and kept."""
+        """Return the tensors of this name: stored, or computed and stored."""
         if self.folder is None:
             return compute()
         from safetensors import SafetensorError
@@ -97,34 +98,38 @@ class Journal:
             try:
                 return load_file(path)
             except (SafetensorError, OSError) as error:
-                raise OptionError(f"{path} must be what a run wrote, got one that cannot be read: {error}") from None
-        # As they will be read: the layout of a tensor can change the last bit of what is computed with it.
-        found = {key: x.detach().cpu().contiguous() for key, x in compute().items()}
-        write_whole(path, save(found))
-        return found
+                raise OptionError(f"{path} must be a file that a run wrote, got an unreadable one: {error}") from None
+        # Return them as they will be read: a tensor's memory layout can change the last bit of a result.
+        computed = {key: x.detach().cpu().contiguous() for key, x in compute().items()}
+        write_whole(path, save(computed))
+        return computed
 
     def outputs(self, name: str, compute: Callable[[], dict[str, Outputs]]) -> dict[str, Outputs]:
-        """The output matrices of this name, by layer."""
+        """Return the output matrices of this name, by layer."""
 
         def packed() -> dict[str, Tensor]:
             return {
                 f"{path}/{part}": x
-                for path, own in compute().items()
-                for part, x in (("heads", torch.tensor(own.heads)), ("matrix", own.matrix), ("bias", own.bias))
+                for path, layer_outputs in compute().items()
+                for part, x in (
+                    ("heads", torch.tensor(layer_outputs.heads)),
+                    ("matrix", layer_outputs.matrix),
+                    ("bias", layer_outputs.bias),
+                )
             }
 
         if self.folder is None:
             return compute()
-        kept = self.tensors(name, packed)
-        paths = dict.fromkeys(key.rpartition("/")[0] for key in kept)
+        stored = self.tensors(name, packed)
+        paths = dict.fromkeys(key.rpartition("/")[0] for key in stored)
         return {
-            path: Outputs(tuple(kept[f"{path}/heads"].tolist()), kept[f"{path}/matrix"], kept[f"{path}/bias"])
+            path: Outputs(tuple(stored[f"{path}/heads"].tolist()), stored[f"{path}/matrix"], stored[f"{path}/bias"])
             for path in paths
         }
 
 
 class KeptQuality:
-    """A quality whose measurements go through a journal, under a name of their own."""
+    """A quality whose measurements go through a journal, under the name of its role."""
 
     def __init__(self, quality: Quality, journal: Journal, role: str) -> None:
         self._quality = quality
@@ -145,63 +150,63 @@ class KeptQuality:
 
     def measure(self) -> Worth:
         def measured() -> tuple[float, float]:
-            found = self._quality.measure()
-            return found.value, found.error
+            quality = self._quality.measure()
+            return quality.value, quality.error
 
         return Worth(*self._journal.numbers(f"{self._role} measure", measured))
 
     def loss(self) -> float:
-        (found,) = self._journal.numbers(f"{self._role} loss", lambda: (self._quality.loss(),))
-        return found
+        (loss,) = self._journal.numbers(f"{self._role} loss", lambda: (self._quality.loss(),))
+        return loss
 
 
 class KeptEvidence(Evidence):
-    """Evidence whose parts go through a journal, with the state of the random numbers that a part has drawn."""
+    """Evidence whose parts go through a journal, with the state of the random generator they used."""
 
     journal: Journal
 
-    def _kept(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _stored(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         generator = getattr(self.judge.slope, "generator", None)
 
         def computed() -> dict[str, Tensor]:
-            found = compute()
-            return found if generator is None else {**found, "random/state": generator.get_state()}
+            result = compute()
+            return result if generator is None else {**result, "random/state": generator.get_state()}
 
-        kept = dict(self.journal.tensors(name, computed))
-        state = kept.pop("random/state", None)
+        stored = dict(self.journal.tensors(name, computed))
+        state = stored.pop("random/state", None)
         if generator is not None and state is not None:
             generator.set_state(state)
-        return kept
+        return stored
 
     def _moments(self, name: str, compute: Callable[[], dict[str, OutputMoments]]) -> dict[str, OutputMoments]:
         def packed() -> dict[str, Tensor]:
             return {
                 f"{path}/{part}": x
-                for path, own in compute().items()
+                for path, moments in compute().items()
                 for part, x in (
-                    ("count", torch.tensor(own.count, dtype=torch.float64)),
-                    ("total", own.total),
-                    ("products", own.products),
-                    ("signature", own.signature),
+                    ("count", torch.tensor(moments.count, dtype=torch.float64)),
+                    ("total", moments.total),
+                    ("products", moments.products),
+                    ("signature", moments.signature),
                 )
                 if x is not None
             }
 
-        kept = self._kept(name, packed)
+        stored = self._stored(name, packed)
         return {
             path: OutputMoments(
-                int(kept[f"{path}/count"]),
-                kept[f"{path}/total"],
-                kept[f"{path}/products"],
-                kept.get(f"{path}/signature"),
+                int(stored[f"{path}/count"]),
+                stored[f"{path}/total"],
+                stored[f"{path}/products"],
+                stored.get(f"{path}/signature"),
             )
-            for path in self._in_order(kept)
+            for path in self._in_order(stored)
         }
 
-    def _in_order(self, kept: Mapping[str, Tensor]) -> list[str]:
-        """The layers in the order of the model: a file lists its tensors in another one."""
-        there = {key.rpartition("/")[0] for key in kept}
-        return [path for path in self.layers if path in there]
+    def _in_order(self, stored: Mapping[str, Tensor]) -> list[str]:
+        """Return the layers in model order; a safetensors file lists its tensors in another."""
+        paths = {key.rpartition("/")[0] for key in stored}
+        return [path for path in self.layers if path in paths]
 
     @cached_property
     def moments(self) -> dict[str, OutputMoments]:
@@ -216,8 +221,8 @@ class KeptEvidence(Evidence):
         def packed() -> dict[str, Tensor]:
             return {f"{path}/products": x.products for path, x in super(KeptEvidence, self).sensitivities.items()}
 
-        kept = self._kept("sensitivities", packed)
-        return {path: Sensitivity(kept[f"{path}/products"]) for path in self._in_order(kept)}
+        stored = self._stored("sensitivities", packed)
+        return {path: Sensitivity(stored[f"{path}/products"]) for path in self._in_order(stored)}
 
     @cached_property
     def ablation(self) -> dict[str, list[float]]:
@@ -230,5 +235,5 @@ class KeptEvidence(Evidence):
         def packed() -> dict[str, Tensor]:
             return {f"{path}/scores": torch.tensor(x, dtype=torch.float64) for path, x in compute().items()}
 
-        kept = self._kept(name, packed)
-        return {path: kept[f"{path}/scores"].tolist() for path in self._in_order(kept)}
+        stored = self._stored(name, packed)
+        return {path: stored[f"{path}/scores"].tolist() for path in self._in_order(stored)}

@@ -1,4 +1,4 @@
-"""What a model shows when heads are to be chosen: moments, gradients and losses, each gathered when it is asked for."""
+"""Evidence for choosing heads: moments, gradients and losses of a model, each computed on first use."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Scored = str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses]
 
 @dataclass(frozen=True)
 class Judge:
-    """What a model is worth, as far as criteria ask: each is a loss, and None where there is none to ask.
+    """Objectives of a model for the criteria; None where one is not available.
 
-    `slope` is one number with a gradient for a batch, whose gradients say what errors cost. `ablated` and `gradient`
-    are losses as `polyhead.analysis.importance` takes them; `labelled` are the batches for `gradient` where it needs
+    `slope(model, batch)` returns one differentiable number, whose gradients weight the errors. `ablated` and `gradient`
+    are losses as `polyhead.analysis.importance` takes them; `labelled` are the batches for `gradient` if it needs
     others than the calibration text.
     """
 
@@ -40,12 +40,12 @@ class Judge:
     ablated: Scored | None = None
     gradient: Scored | None = None
     labelled: Sequence[Any] | None = None
-    slopes: int | None = None  # so many batches for gradients, all by default
-    ablations: int | None = None  # so many batches for ablation, all by default
+    slopes: int | None = None  # number of batches for gradients, all by default
+    ablations: int | None = None  # number of batches for ablation, all by default
 
 
 class Evidence:
-    """What criteria judge a model by; each part is gathered when it is first asked for, on the model as it is then."""
+    """Measurements that criteria use; each part is computed on first use, on the model as it is then."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], judge: Judge, *, ridge: float = RIDGE) -> None:
         self.model = model
@@ -56,10 +56,10 @@ class Evidence:
 
     @cached_property
     def layers(self) -> dict[str, AttentionLayer]:
-        found = {layer.path: layer for layer in find_layers(self.model) if not layer.refusals}
-        if not found:
-            raise OptionError("heads are chosen in attention layers whose heads are known, got a model without any")
-        return found
+        editable = {layer.path: layer for layer in find_layers(self.model) if not layer.refusals}
+        if not editable:
+            raise OptionError("choosing heads needs attention layers with a known head layout, got a model without any")
+        return editable
 
     @cached_property
     def heads(self) -> dict[str, HeadWeights]:
@@ -74,13 +74,13 @@ class Evidence:
         return weighed_moments(self.model, self.batches, self._slope)
 
     def moments_for(self, weighting: Weighting) -> dict[str, OutputMoments]:
-        """The moments that errors are measured, and repaired, over."""
+        """Return the moments over which errors are measured and compensated."""
         return self.weighed_moments if weighting == "token" else self.moments
 
     @property
     def _slope(self) -> Callable[[nn.Module, Batch], Tensor]:
         if self.judge.slope is None:
-            raise OptionError("what an error costs is weighed by the gradients of a loss, got a judge without slope")
+            raise OptionError("weighting errors needs the gradients of a loss, got a judge without slope")
         return self.judge.slope
 
     @cached_property
@@ -90,16 +90,16 @@ class Evidence:
     @cached_property
     def ablation(self) -> dict[str, list[float]]:
         if self.judge.ablated is None:
-            raise OptionError("ablation asks what the loss gains without a head, got a judge without such a loss")
-        found = ablate(self.model, _some(self.batches, self.judge.ablations), self.judge.ablated)
-        return self._by_layer(found, "ablation")
+            raise OptionError("ablation needs a loss to evaluate without each head, got a judge without ablated")
+        importance = ablate(self.model, _some(self.batches, self.judge.ablations), self.judge.ablated)
+        return self._by_layer(importance, "ablation")
 
     @cached_property
     def gradients(self) -> Importance:
         if self.judge.gradient is None:
             raise OptionError(
-                "gradient and taylor ask for the slope of a loss where the model is whole, got a judge without one: "
-                "likeness to the whole model is flat there; give labels, or choose by another criterion"
+                "gradient and taylor need the gradient of a loss at the unpruned model, got a judge without one: "
+                "similarity to the unpruned model has none there; pass labels, or choose another criterion"
             )
         batches = self.batches if self.judge.labelled is None else self.judge.labelled
         return gradient_scores(self.model, _some(batches, self.judge.slopes), self.judge.gradient, overlap=False)
@@ -108,28 +108,28 @@ class Evidence:
         return self._by_layer(self.gradients, measure)
 
     def root(self, path: str, weighting: Weighting) -> Tensor | None:
-        """What an error in the output of a layer costs, as `pruning_order` takes it."""
+        """Return a root of a layer's error metric, as `pruning_order` takes it; None for the identity."""
         if weighting not in WEIGHTINGS:
             raise OptionError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
         if weighting == "none":
             return None
-        found = self.sensitivities[path]
+        sensitivity = self.sensitivities[path]
         if weighting == "layer":
-            return torch.eye(len(found.products), dtype=torch.float64) * found.weight**0.5
+            return torch.eye(len(sensitivity.products), dtype=torch.float64) * sensitivity.weight**0.5
         if path not in self._roots:
-            self._roots[path] = found.root()
+            self._roots[path] = sensitivity.root()
         return self._roots[path]
 
-    def _by_layer(self, found: Importance, measure: str) -> dict[str, list[float]]:
+    def _by_layer(self, importance: Importance, measure: str) -> dict[str, list[float]]:
         scores: dict[str, list[float]] = {path: [0.0] * heads.num_heads for path, heads in self.heads.items()}
-        for site, head, score in zip(found.sites, found.heads, found[measure].tolist(), strict=True):
+        for site, head, score in zip(importance.sites, importance.heads, importance[measure].tolist(), strict=True):
             if site.name in scores:
                 scores[site.name][head] = score
         return scores
 
 
-def _some(batches: Sequence[Any], few: int | None) -> Sequence[Any]:
-    """A few batches, from all over the text."""
-    if few is None or few >= len(batches):
+def _some(batches: Sequence[Any], count: int | None) -> Sequence[Any]:
+    """Return a number of batches, evenly spread over the text."""
+    if count is None or count >= len(batches):
         return batches
-    return [batches[index * len(batches) // few] for index in range(few)]
+    return [batches[index * len(batches) // count] for index in range(count)]

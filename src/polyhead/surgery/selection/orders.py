@@ -1,8 +1,9 @@
-"""Which heads can go: one after the other, each time the one whose loss the remaining heads can best make up for.
+"""Greedy pruning orders: repeatedly prune the head that the remaining heads compensate best.
 
-Taking a block h of channels out of a least-squares problem costs tr(W_hᵀ (P_hh)⁻¹ W_h), P being the inverse of the
-system and W its solution; both are then brought down by a product with P_hh⁻¹. So every candidate is judged after
-repair, and nothing is solved anew.
+This is the Optimal Brain Surgeon (Hassibi & Stork 1993) for blocks of channels. With P the inverse of the regularised
+Hessian and W the current solution, removing the block h costs tr(W_hᵀ (P_hh)⁻¹ W_h), and both are updated by
+W -= P_:h (P_hh)⁻¹ W_h and P -= P_:h (P_hh)⁻¹ P_h:. So every candidate is judged after compensation without solving
+again.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.surgery.adapters.head_weights import HeadWeights
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.compensation.least_squares import RIDGE, Problem, check_moments, check_ridge, output_of
+from polyhead.surgery.compensation.least_squares import RIDGE, Problem, check_moments, check_ridge, output_projection
 
 
 @dataclass(frozen=True, slots=True)
 class PruningOrder:
-    """The heads of a layer in the order in which they can go, but for the last, which stays.
+    """Heads of a layer in the order in which they can be pruned, except the last, which remains.
 
-    `losses[i]` is what is lost when heads[: i + 1] are gone and the others are repaired: the mean square of what is
-    missing in the layer's output, in the units of that output, and the ridge's small part. Other criteria have losses
-    of their own, that grow by what each head costs.
+    `losses[i]` is the loss with heads[: i + 1] pruned and the others compensated: the mean square error of the layer's
+    output, in the units of that output, plus the small ridge term. Other criteria have their own losses, which
+    accumulate the score of each head.
     """
 
     heads: tuple[int, ...]
@@ -41,77 +42,80 @@ def pruning_order(
     together: Sequence[Sequence[int]] | None = None,
     least: int = 0,
 ) -> PruningOrder:
-    """The heads of one layer, by loss in repaired reconstruction.
+    """Order the heads of one layer by reconstruction error after compensation.
 
     Args:
-        root: what errors in each direction of the output cost, [embed_dim, any], as `Sensitivity.root` gives it: the
-            loss is then that of the error times this matrix.
-        together: heads that go at once, such as those that read one KV head; the order is then one of these groups.
-        least: so many readers of every KV head stay, so that groups which begin equal can end equal.
+        root: metric of output errors, [embed_dim, any], as `Sensitivity.root` returns it: the loss is that of the error
+            times this matrix.
+        together: groups of heads that are pruned together, such as the readers of one KV head; the order is then over
+            groups.
+        least: number of readers that every KV head keeps, so that equal groups can stay equal.
     """
     check_ridge(ridge)
     problem = Problem.of(moments, heads, ridge)
     blocks = [[head] for head in range(heads.num_heads)] if together is None else [list(block) for block in together]
-    if problem.scale == 0:  # heads that write nothing can go in any order
+    if problem.scale == 0:  # all outputs are zero, so any order will do
         return PruningOrder(tuple(range(len(blocks) - 1)), (0.0,) * (len(blocks) - 1))
     inverse = torch.cholesky_inverse(problem.factor(problem.channels(range(heads.num_heads))))
-    matrix = weighed(problem.matrix, root)
-    places = [problem.channels(block) for block in blocks]
-    left, gone, losses, lost = list(range(len(blocks))), [], [], 0.0
+    matrix = in_metric(problem.matrix, root)
+    block_channels = [problem.channels(block) for block in blocks]
+    remaining, pruned, losses, loss = list(range(len(blocks))), [], [], 0.0
     readers = [heads.key_heads.count(key) for key in range(heads.key.shape[0])]
-    while len(left) > 1:
-        free = [block for block in left if all(readers[heads.key_heads[head]] > least for head in blocks[block])]
-        if not free:
+    while len(remaining) > 1:
+        candidates = [
+            block for block in remaining if all(readers[heads.key_heads[head]] > least for head in blocks[block])
+        ]
+        if not candidates:
             break
-        costs = _costs(inverse, matrix, [places[block] for block in free])
-        cheapest = free[int(torch.tensor(costs).argmin())]
-        at = places[cheapest]
-        solved = torch.linalg.solve(inverse[at][:, at], torch.cat((matrix[at], inverse[at]), 1))
-        lost += costs[free.index(cheapest)]
-        matrix = matrix - inverse[:, at] @ solved[:, : matrix.shape[1]]
-        inverse = inverse - inverse[:, at] @ solved[:, matrix.shape[1] :]
-        left.remove(cheapest)
+        costs = _costs(inverse, matrix, [block_channels[block] for block in candidates])
+        cheapest = candidates[int(torch.tensor(costs).argmin())]
+        channels = block_channels[cheapest]
+        solved = torch.linalg.solve(inverse[channels][:, channels], torch.cat((matrix[channels], inverse[channels]), 1))
+        loss += costs[candidates.index(cheapest)]
+        matrix = matrix - inverse[:, channels] @ solved[:, : matrix.shape[1]]
+        inverse = inverse - inverse[:, channels] @ solved[:, matrix.shape[1] :]
+        remaining.remove(cheapest)
         for head in blocks[cheapest]:
             readers[heads.key_heads[head]] -= 1
-        gone.append(cheapest)
-        losses.append(lost)
-    return PruningOrder(tuple(gone), tuple(losses))
+        pruned.append(cheapest)
+        losses.append(loss)
+    return PruningOrder(tuple(pruned), tuple(losses))
 
 
 def _costs(inverse: Tensor, matrix: Tensor, blocks: Sequence[Tensor]) -> list[float]:
-    """What it costs to take out each of these blocks of channels; those of one size are solved at once."""
+    """Return the cost of removing each block of channels; blocks of one size are solved as a batch."""
     costs = [0.0] * len(blocks)
     for size in {len(block) for block in blocks}:
-        alike = [number for number, block in enumerate(blocks) if len(block) == size]
-        at = torch.stack([blocks[number] for number in alike])
-        rows = matrix[at]  # [blocks, channels, outputs]
-        solved = torch.linalg.solve(inverse[at[:, :, None], at[:, None, :]], rows)
-        for number, cost in zip(alike, (rows * solved).sum((1, 2)).tolist(), strict=True):
-            costs[number] = cost
+        indices = [index for index, block in enumerate(blocks) if len(block) == size]
+        channels = torch.stack([blocks[index] for index in indices])
+        rows = matrix[channels]  # [blocks, channels, outputs]
+        solved = torch.linalg.solve(inverse[channels[:, :, None], channels[:, None, :]], rows)
+        for index, cost in zip(indices, (rows * solved).sum((1, 2)).tolist(), strict=True):
+            costs[index] = cost
     return costs
 
 
 def plain_order(moments: OutputMoments, heads: HeadWeights, *, root: Tensor | None = None) -> PruningOrder:
-    """The heads of one layer by loss in reconstruction without repair: the mean square of what they write together."""
+    """Order heads by reconstruction error without compensation: the energy of the summed pruned outputs."""
     energy = energies(moments, heads, root=root)
-    left, lost = list(range(heads.num_heads)), 0.0
-    gone: list[int] = []
+    remaining, loss = list(range(heads.num_heads)), 0.0
+    pruned: list[int] = []
     losses: list[float] = []
-    while len(left) > 1:
-        steps = {head: float(energy[head, head] + 2 * energy[head, gone].sum()) for head in left}
-        cheapest = min(left, key=lambda head: steps[head])
-        lost += steps[cheapest]
-        left.remove(cheapest)
-        gone.append(cheapest)
-        losses.append(lost)
-    return PruningOrder(tuple(gone), tuple(losses))
+    while len(remaining) > 1:
+        increments = {head: float(energy[head, head] + 2 * energy[head, pruned].sum()) for head in remaining}
+        cheapest = min(remaining, key=lambda head: increments[head])
+        loss += increments[cheapest]
+        remaining.remove(cheapest)
+        pruned.append(cheapest)
+        losses.append(loss)
+    return PruningOrder(tuple(pruned), tuple(losses))
 
 
 def energies(moments: OutputMoments, heads: HeadWeights, *, root: Tensor | None = None) -> Tensor:
-    """[heads, heads]: the mean over tokens of the product of what two heads write."""
+    """Return [heads, heads], the mean over tokens of the inner product of two heads' outputs."""
     check_moments(moments, heads, "the layer")
     _, products = moments.compute(centred=False)
-    matrix = weighed(output_of(heads)[0], root)
+    matrix = in_metric(output_projection(heads)[0], root)
     count = heads.num_heads
     by_head = matrix.unflatten(0, (count, -1))
     pairs = products.unflatten(0, (count, -1)).unflatten(2, (count, -1))  # [heads, channels, heads, channels]
@@ -119,7 +123,7 @@ def energies(moments: OutputMoments, heads: HeadWeights, *, root: Tensor | None 
 
 
 def order_by_score(scores: Sequence[float]) -> PruningOrder:
-    """The heads of one layer by a score of each, least first; a loss is the sum of the scores of what is gone."""
+    """Order heads by ascending score; losses are the cumulative sums of the scores."""
     ranked = sorted(range(len(scores)), key=lambda head: scores[head])[: len(scores) - 1]
     losses = torch.tensor([scores[head] for head in ranked], dtype=torch.float64).cumsum(0)
     return PruningOrder(tuple(ranked), tuple(losses.tolist()))
@@ -128,38 +132,38 @@ def order_by_score(scores: Sequence[float]) -> PruningOrder:
 def choose_heads(
     orders: Mapping[str, PruningOrder], count: int, *, weights: Mapping[str, float] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """`count` heads of a whole model, by layer: those beginnings of the orders whose losses have the least sum.
+    """Choose `count` heads of a model, by layer: the prefixes of the orders with the least total loss.
 
-    `weights` say how much a loss of each layer matters to the model, 1 for every one by default.
+    Solved exactly by dynamic programming over layers. `weights` scale the losses of each layer, 1 by default.
     """
     possible = sum(len(order.heads) for order in orders.values())
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= possible:
-        raise OptionError(f"of these layers 0 to {possible} heads can go, one staying in each, got {count!r}")
+        raise OptionError(f"count must be 0 to {possible}, so that each layer keeps a head, got {count!r}")
     if weights is not None and set(weights) != set(orders):
-        raise OptionError(f"weights are given for each layer, got {sorted(weights)} for layers {sorted(orders)}")
-    # least[k]: the smallest sum with k heads gone from the layers so far; taken: how many of each layer that takes.
-    least = torch.full((count + 1,), torch.inf, dtype=torch.float64)
-    least[0] = 0.0
-    taken = []
+        raise OptionError(f"weights must have one entry per layer, got {sorted(weights)} for layers {sorted(orders)}")
+    # min_loss[k]: least total loss with k heads pruned from the layers so far; num_pruned: the layer's share of k.
+    min_loss = torch.full((count + 1,), torch.inf, dtype=torch.float64)
+    min_loss[0] = 0.0
+    num_pruned = []
     for path, order in orders.items():
         losses = torch.tensor((0.0, *order.losses), dtype=torch.float64)
         losses = losses if weights is None else losses * weights[path]
         options = torch.full((len(losses), count + 1), torch.inf, dtype=torch.float64)
         for number in range(min(len(losses), count + 1)):
-            options[number, number:] = least[: count + 1 - number] + losses[number]
-        least, best = options.min(0)
-        taken.append(best)
-    left, chosen = count, {}
-    for (path, order), best in reversed(list(zip(orders.items(), taken, strict=True))):
-        number = int(best[left])
-        left -= number
+            options[number, number:] = min_loss[: count + 1 - number] + losses[number]
+        min_loss, best = options.min(0)
+        num_pruned.append(best)
+    remaining, chosen = count, {}
+    for (path, order), best in reversed(list(zip(orders.items(), num_pruned, strict=True))):
+        number = int(best[remaining])
+        remaining -= number
         if number:
             chosen[path] = tuple(sorted(order.heads[:number]))
     return {path: chosen[path] for path in orders if path in chosen}
 
 
-def weighed(matrix: Tensor, root: Tensor | None) -> Tensor:
-    """What is written, in the metric that `root` gives it."""
+def in_metric(matrix: Tensor, root: Tensor | None) -> Tensor:
+    """Return the matrix times `root`, so that squared norms are in that metric."""
     if root is None:
         return matrix.clone()
     if root.ndim != 2 or root.shape[0] != matrix.shape[1]:

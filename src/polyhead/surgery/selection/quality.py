@@ -1,4 +1,4 @@
-"""What a model is worth on a text, beside what the whole model was: perplexity, or likeness to it."""
+"""Quality of a model on a text, relative to the unpruned model: perplexity, or fidelity to it."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """A figure of a model, and the standard error, over rows, of how far it is from the whole model's."""
+    """A quality value, and the standard error over rows of its difference from the unpruned model's."""
 
     value: float
     error: float
 
 
 class Quality(Protocol):
-    """A figure of the model as it is at the call, held to that of the model as it was when this was made."""
+    """A quality of the model at the time of the call, relative to the model at construction."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def words(self) -> str:
-        """The name with what it measures."""
+        """Name with a description of what it measures."""
 
     @property
     def whole(self) -> float:
-        """The whole model's."""
+        """Value of the unpruned model."""
 
     def measure(self) -> Worth: ...
 
     def loss(self) -> float:
-        """The same as one number of which less is better."""
+        """Return the quality as one number, lower is better."""
 
 
 class Perplexity:
-    """Of the next token, by a causal model."""
+    """Next-token perplexity of a causal model."""
 
     name = "perplexity"
     words = "perplexity of the next token"
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
         if not len(batches):
-            raise OptionError("perplexity is measured on some text, got no batch")
+            raise OptionError("perplexity needs some text, got no batch")
         self.model = model
         self.batches = batches
         self._totals, self._weights = self._rows()
         if not float(self._weights.sum()):
-            raise OptionError("perplexity is measured on rows of two tokens or more, got none")
+            raise OptionError("perplexity needs rows of two tokens or more, got none")
 
     @property
     def whole(self) -> float:
@@ -68,11 +68,11 @@ class Perplexity:
     def measure(self) -> Worth:
         totals, weights = self._rows()
         mean = float(totals.sum() / weights.sum())
-        # The change of a mean over tokens, by rows that have different numbers of them.
-        off = totals - self._totals - float((totals - self._totals).sum() / weights.sum()) * weights
-        count = len(off)
-        spread = math.sqrt(float(off.square().sum()) * count / max(count - 1, 1)) / float(weights.sum())
-        return Worth(math.exp(mean), math.exp(mean) * spread)
+        # Ratio estimator: rows have different numbers of tokens.
+        residuals = totals - self._totals - float((totals - self._totals).sum() / weights.sum()) * weights
+        count = len(residuals)
+        error = math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / float(weights.sum())
+        return Worth(math.exp(mean), math.exp(mean) * error)
 
     def loss(self) -> float:
         totals, weights = self._rows()
@@ -80,21 +80,21 @@ class Perplexity:
 
     @torch.no_grad()
     def _rows(self) -> tuple[Tensor, Tensor]:
-        found = [Language().ask(self.model, batch)() for batch in self.batches]
-        totals, weights = ([getattr(x, name).double().cpu() for x in found] for name in ("totals", "weights"))
+        losses = [Language().ask(self.model, batch)() for batch in self.batches]
+        totals, weights = ([getattr(x, name).double().cpu() for x in losses] for name in ("totals", "weights"))
         return torch.cat(totals), torch.cat(weights)
 
 
 class Fidelity:
-    """The mean cosine between a token's final hidden state and that of the whole model; 1 is the same."""
+    """Mean cosine of final hidden states with those of the unpruned model; 1 is identical."""
 
     name = "fidelity"
-    words = "fidelity, the mean cosine of final hidden states to those of the whole model"
+    words = "fidelity, the mean cosine of final hidden states to those of the unpruned model"
     whole = 1.0
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
         if not len(batches):
-            raise OptionError("fidelity is measured on some text, got no batch")
+            raise OptionError("fidelity needs some text, got no batch")
         self.model = model
         self.batches = batches
         self._states = self._rows()
@@ -102,53 +102,56 @@ class Fidelity:
     def measure(self) -> Worth:
         cosines = [(a * b).sum(-1).double().cpu() for a, b in zip(self._rows(), self._states, strict=True)]
         mean = float(torch.cat(cosines).mean())
-        # Tokens of a row are not drawn apart from each other; rows are.
-        off = torch.cat([_sums(own - mean, batch) for own, batch in zip(cosines, self.batches, strict=True)])
-        count, tokens = len(off), sum(map(len, cosines))
-        spread = math.sqrt(float(off.square().sum()) * count / max(count - 1, 1)) / tokens
-        return Worth(mean, spread)
+        # Tokens of one row are not independent; rows are.
+        residuals = torch.cat(
+            [_sums(row_cosines - mean, batch) for row_cosines, batch in zip(cosines, self.batches, strict=True)]
+        )
+        count, tokens = len(residuals), sum(map(len, cosines))
+        error = math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / tokens
+        return Worth(mean, error)
 
     def loss(self) -> float:
         return 1 - self.measure().value
 
     @torch.no_grad()
     def _rows(self) -> list[Tensor]:
-        """Normalised states of real tokens, one tensor a batch."""
+        """Return the normalised states of non-padding tokens, one tensor per batch."""
         return [states(self.model, batch) for batch in self.batches]
 
 
 def _sums(tokens: Tensor, batch: Batch) -> Tensor:
-    """Of numbers of a batch's real tokens, the sum over each row."""
-    return torch.stack([own.sum() for own in tokens.split(Examples.of(batch).real.sum(1).tolist())])
+    """Sum values of a batch's non-padding tokens over each row."""
+    return torch.stack([row.sum() for row in tokens.split(Examples.of(batch).real.sum(1).tolist())])
 
 
 def states(model: nn.Module, batch: Batch) -> Tensor:
-    """The final hidden states of the tokens that are no padding, [tokens, width], each of length 1."""
+    """Return the normalised final hidden states of the non-padding tokens, [tokens, width]."""
     body = getattr(model, "base_model", model)
-    found = getattr(body(**batch), "last_hidden_state", None)
-    if not isinstance(found, Tensor):
+    hidden = getattr(body(**batch), "last_hidden_state", None)
+    if not isinstance(hidden, Tensor):
         raise OptionError(
-            f"fidelity reads the last hidden states, got {type(body).__name__}, which gives none; "
-            "measure perplexity, or give a model of transformers"
+            f"fidelity needs the last hidden states, got {type(body).__name__}, which returns none; "
+            "measure perplexity, or pass a transformers model"
         )
-    real = Examples.of(batch).real.to(found.device)
-    return F.normalize(found.float(), dim=-1)[real]
+    real = Examples.of(batch).real.to(hidden.device)
+    return F.normalize(hidden.float(), dim=-1)[real]
 
 
 class Probe:
-    """Final hidden states along random directions, summed: a slope for likeness, which is flat where a model is whole.
+    """Differentiable objective for fidelity, whose gradient is zero at the unpruned model.
 
-    Its squared gradients are, on average over directions, the curvature of 1 - cosine to the whole model.
+    Sums the final hidden states along random directions. The squared gradients are, in expectation over directions, the
+    curvature of 1 - cosine to the unpruned model.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        found = states(model, batch)
-        return (found * torch.randn(found.shape, generator=self.generator).to(found)).sum()
+        hidden = states(model, batch)
+        return (hidden * torch.randn(hidden.shape, generator=self.generator).to(hidden)).sum()
 
 
 def language_slope(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of the next token, summed over a batch."""
+    """Return the next-token loss, summed over a batch."""
     return Language().ask(model, batch)().totals.sum()

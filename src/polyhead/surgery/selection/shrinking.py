@@ -1,4 +1,4 @@
-"""Shrinking a model to a budget: which heads go, whatever number of them each layer is left with."""
+"""Shrink a model to a budget, with any number of remaining heads per layer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 class Shrinker(Trials):
-    """One model, its evidence, and its heads in the order in which they can go.
+    """A model, its evidence, and the pruning orders of its layers.
 
-    Heads go one by one or, for a smaller cache where several heads read one KV head, with all that read theirs.
+    Heads are pruned one by one or, for a smaller KV cache of grouped layers, with all readers of a KV head.
     """
 
     searches = "moved between layers"
@@ -37,19 +37,19 @@ class Shrinker(Trials):
         by_key_heads: bool = False,
         work: Workload | None = None,
     ) -> None:
-        """`work` is the call that FLOPs are counted for, 512 tokens by default."""
+        """Compute the pruning orders; `work` is the call whose FLOPs are counted, 512 tokens by default."""
         super().__init__(evidence, weighting=weighting, work=work)
         self.criterion = criterion
         self.by_key_heads = by_key_heads and any(
             len(set(heads.key_heads)) < heads.num_heads for heads in evidence.heads.values()
         )
         if self.by_key_heads and criterion != "compensated":
-            raise OptionError(f"KV heads go by the criterion repaired, with their readers, got {criterion!r}")
+            raise OptionError(f"pruning KV heads needs the criterion compensated, got {criterion!r}")
         self.orders = self._orders()
 
     @property
     def steps(self) -> int:
-        """How many heads, or KV heads with their readers, can go."""
+        """Number of heads, or KV heads with their readers, that can be pruned."""
         return sum(len(order.heads) for order in self.orders.values())
 
     def _orders(self) -> dict[str, PruningOrder]:
@@ -68,26 +68,26 @@ class Shrinker(Trials):
         }
 
     def gone(self, steps: int, orders: Mapping[str, PruningOrder] | None = None) -> Gone:
-        """The heads that go, by layer."""
+        """Return the heads to prune, by layer."""
         chosen = choose_heads(self.orders if orders is None else orders, steps)
-        return {path: self._heads(path, own) for path, own in chosen.items()}
+        return {path: self._heads(path, units) for path, units in chosen.items()}
 
     def _heads(self, path: str, units: Sequence[int]) -> tuple[int, ...]:
-        """The query heads that go with what an order consists of: themselves, or the readers of KV heads."""
+        """Return the query heads of an order's units: the units themselves, or the readers of KV heads."""
         if not self.by_key_heads:
             return tuple(sorted(units))
         readers = self.evidence.heads[path].readers
         return tuple(sorted(head for key in units for head in readers[key]))
 
     def meet_target(self, target: Target) -> Gone:
-        """The fewest heads that have to go for a target; refused where it cannot be reached."""
+        """Return the fewest heads to prune for a target; raises if it cannot be reached."""
         return self.gone(self._fewest(target, self.orders))
 
     def _fewest(self, target: Target, orders: Mapping[str, PruningOrder]) -> int:
-        least = self.size(self.gone(self.steps, orders))
-        if not least.reaches(target):
+        smallest = self.size(self.gone(self.steps, orders))
+        if not smallest.reaches(target):
             raise OptionError(
-                f"a layer keeps a head at least, which leaves {least} of this model, got a target of {target}"
+                f"every layer keeps at least one head, which leaves {smallest} of this model, got a target of {target}"
             )
         numbers = range(1, self.steps + 1)
         return numbers[
@@ -95,12 +95,12 @@ class Shrinker(Trials):
         ]
 
     def stages(self) -> list[Gone]:
-        """Ever more heads that go, in steps of a twentieth."""
+        """Return increasing sets of heads to prune, in steps of a twentieth."""
         stride = max(1, self.steps // 20)
         return [self.gone(steps) for steps in range(stride, self.steps + 1, stride)]
 
     def choices(self, *, shares: Sequence[float] = SHARES, seeds: Sequence[int] = SEEDS) -> list[Choice]:
-        """The heads that go at each of these shares, for the curve."""
+        """Return the heads to prune at each of these shares, for the curve."""
         sizes = sorted({round(share * self._units) for share in shares} & set(range(1, self.steps + 1)))
         random = [self._random(seed) for seed in seeds]
         return [Choice(self.gone(steps), tuple(self.gone(steps, orders) for orders in random)) for steps in sizes]
@@ -109,7 +109,7 @@ class Shrinker(Trials):
         return f"{sum(map(len, gone.values()))} heads go"
 
     def search_measurements(self, tries: int = TRIES) -> int:
-        """How many measurements a search takes at most: of the whole model, of every step, of two starts, of moves."""
+        """Return the maximum number of measurements: the unpruned model, every step, two starts, and moves."""
         return 1 + self.steps + 2 + tries
 
     def searched(
@@ -120,34 +120,34 @@ class Shrinker(Trials):
         tries: int = TRIES,
         progress: Callable[[int], None] | None = None,
     ) -> Searched:
-        """Heads for a target, how many of each layer chosen by what the whole model measures, repaired at once.
+        """Choose heads for a target, with the number per layer searched by the measured loss.
 
-        Each layer is measured without the beginnings of its order; then single heads, or KV heads with their readers,
-        move from layer to layer while that makes the model lose less and the target is still reached. On this quality
-        the model loses no more than with what `meet_target` gives.
+        Each layer is measured without the prefixes of its order; then single heads, or KV heads with their readers, are
+        moved between layers while that lowers the loss and the target is still met. All layers are compensated at once.
+        On this quality the loss is at most that of `meet_target`.
 
         Args:
-            quality: asked for its loss some hundred times, so that it should be of a few rows.
-            tries: so many measurements are made of moves at most.
-            progress: told after every measurement that one more was made.
+            quality: evaluated some hundred times, so it should be of a few rows.
+            tries: maximum number of measurements of moves.
+            progress: called with 1 after every measurement.
         """
         measure = Losses(self, quality, progress)
 
         def gone_of(counts: Mapping[str, int]) -> Gone:
-            return {path: self._heads(path, self.orders[path].heads[:taken]) for path, taken in counts.items() if taken}
+            return {path: self._heads(path, self.orders[path].heads[:count]) for path, count in counts.items() if count}
 
-        def outputs_of(path: str, taken: int) -> Outputs:
-            return self.compensated(gone_of({path: taken}))[path]
+        def outputs_of(path: str, count: int) -> Outputs:
+            return self.compensated(gone_of({path: count}))[path]
 
         def start(orders: Mapping[str, PruningOrder]) -> tuple[float, dict[str, int]]:
             chosen = choose_heads(orders, self._fewest(target, orders))
-            counts = {path: len(own) for path, own in chosen.items()}
+            counts = {path: len(heads) for path, heads in chosen.items()}
             return measure(self.compensated(gone_of(counts))), counts
 
         first_loss, first = start(self.orders)
         orders = measured_orders(self.orders, outputs_of, measure)
         loss, counts = start(orders)
-        found = refined(
+        best = refined(
             counts if loss < first_loss else first,
             orders,
             outputs_of,
@@ -155,12 +155,14 @@ class Shrinker(Trials):
             tries=tries,
             allowed=lambda moved: self.size(gone_of(moved)).reaches(target),
         )
-        return Searched(gone_of(found.counts), gone_of(first), found.loss, first_loss, measure.made)
+        return Searched(gone_of(best.counts), gone_of(first), best.loss, first_loss, measure.made)
 
     @property
     def _units(self) -> int:
         heads = self.evidence.heads.values()
-        return sum(len(set(own.key_heads)) if self.by_key_heads else own.num_heads for own in heads)
+        return sum(
+            len(set(layer_heads.key_heads)) if self.by_key_heads else layer_heads.num_heads for layer_heads in heads
+        )
 
     def _random(self, seed: int) -> dict[str, PruningOrder]:
         if not self.by_key_heads:

@@ -1,4 +1,4 @@
-"""Heads that can go so that every layer ends alike: as many heads and KV heads as a native class can be told."""
+"""Prune every layer to the same numbers of heads and KV heads, as a native class requires."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.native.fitting import config_changes
 from polyhead.surgery.selection.budgets import SEEDS, Choice, Gone, Losses, Searched, Target, Trials
 from polyhead.surgery.selection.measurements import Evidence, Weighting
-from polyhead.surgery.selection.orders import pruning_order, weighed
+from polyhead.surgery.selection.orders import in_metric, pruning_order
 from polyhead.surgery.selection.quality import Quality
 from polyhead.surgery.selection.search import TRIES, RankedSet, refined_sets
 
-MOST_SETS = 512  # that are all compared; of more, one head goes after the other
-MOST_LAYOUTS = 12  # that a curve has points of
+MAX_SETS = 512  # compared exhaustively; beyond that, heads are pruned greedily
+MAX_LAYOUTS = 12  # points of a curve
 
 
 @dataclass(frozen=True, slots=True)
 class UniformLayout:
-    """Heads and KV heads that every layer is left with, as in 6/3."""
+    """Heads and KV heads of every layer after pruning, as in 6/3."""
 
     num_heads: int
     num_kv_heads: int
@@ -50,38 +50,40 @@ def ranked_sets(
     ridge: float = RIDGE,
     root: Tensor | None = None,
 ) -> list[RankedSet]:
-    """Sets of heads that can go so that a layer ends with `num_heads` over `num_kv_heads`, in groups of one size.
+    """Rank sets of heads whose removal leaves `num_heads` over `num_kv_heads`, in groups of one size.
 
-    KV heads go whole, with all their readers; of those that stay, each loses equally many. The cheapest after repair
-    come first; where there are too many sets to compare, one is found head by head.
+    KV heads are removed with all their readers; each remaining one loses equally many readers. The cheapest sets after
+    compensation come first; where there are too many to compare, one is found greedily.
     """
     groups = heads.readers
     size = num_heads // num_kv_heads if num_kv_heads else 0
     if not 0 < num_kv_heads <= len(groups) or num_heads % num_kv_heads or size > min(map(len, groups)):
         raise OptionError(
-            f"a layer of {heads.num_heads} heads over {len(groups)} KV heads can end with fewer of both, in groups of "
-            f"one size, got {num_heads} over {num_kv_heads}"
+            f"a layer of {heads.num_heads} heads over {len(groups)} KV heads can be reduced to fewer of both, in "
+            f"groups of one size, got {num_heads} over {num_kv_heads}"
         )
     problem = Problem.of(moments, heads, ridge)
     sets = math.comb(len(groups), num_kv_heads) * math.prod(math.comb(len(group), size) for group in groups)
-    if problem.scale == 0 or sets > MOST_SETS:
-        return [RankedSet(0.0, _one_after_the_other(moments, heads, groups, size, num_kv_heads, ridge, root))]
+    if problem.scale == 0 or sets > MAX_SETS:
+        return [RankedSet(0.0, _greedy_set(moments, heads, groups, size, num_kv_heads, ridge, root))]
     inverse = torch.cholesky_inverse(problem.factor(problem.channels(range(heads.num_heads))))
-    matrix = weighed(problem.matrix, root)
+    matrix = in_metric(problem.matrix, root)
 
-    def cost(gone: Sequence[int]) -> float:
-        at = problem.channels(gone)
-        return float((matrix[at] * torch.linalg.solve(inverse[at][:, at], matrix[at])).sum())
+    def cost(pruned: Sequence[int]) -> float:
+        channels = problem.channels(pruned)
+        return float((matrix[channels] * torch.linalg.solve(inverse[channels][:, channels], matrix[channels])).sum())
 
-    found = [
-        tuple(head for head in range(heads.num_heads) if head not in {x for own in kept for x in own})
-        for stay in itertools.combinations(groups, num_kv_heads)
-        for kept in itertools.product(*(itertools.combinations(group, size) for group in stay))
+    candidates = [
+        tuple(
+            head for head in range(heads.num_heads) if head not in {x for group_heads in remaining for x in group_heads}
+        )
+        for kept_groups in itertools.combinations(groups, num_kv_heads)
+        for remaining in itertools.product(*(itertools.combinations(group, size) for group in kept_groups))
     ]
-    return sorted((RankedSet(cost(gone) if gone else 0.0, gone) for gone in found), key=lambda x: x.cost)
+    return sorted((RankedSet(cost(pruned) if pruned else 0.0, pruned) for pruned in candidates), key=lambda x: x.cost)
 
 
-def _one_after_the_other(
+def _greedy_set(
     moments: OutputMoments,
     heads: HeadWeights,
     groups: list[list[int]],
@@ -92,13 +94,13 @@ def _one_after_the_other(
 ) -> tuple[int, ...]:
     order = pruning_order(moments, heads, ridge=ridge, root=root, together=groups)
     dropped = order.heads[: len(groups) - num_kv_heads]
-    gone = [head for key in dropped for head in groups[key]]
+    pruned = [head for key in dropped for head in groups[key]]
     each = pruning_order(moments, heads, ridge=ridge, root=root, least=size)
-    return tuple(sorted({*gone, *(head for head in each.heads if head not in gone)}))
+    return tuple(sorted({*pruned, *(head for head in each.heads if head not in pruned)}))
 
 
 def fits_native(model: nn.Module, gone: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a native class of transformers has these shapes when these heads are gone; no weight is touched."""
+    """Return whether a native transformers class has the shapes of the model without these heads."""
     layers = find_layers(model)
     layouts: dict[str, HeadLayout] = {}
     parameters: dict[str, Tensor] = {}
@@ -113,41 +115,43 @@ def fits_native(model: nn.Module, gone: Mapping[str, Sequence[int]]) -> bool:
 
 
 def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
-    """Every layout with fewer heads that a native class can hold in all layers, found by trying; the largest first.
+    """Return every smaller layout that a native class can hold in all layers, largest first.
 
-    Refused where there is none.
+    Found by trying; raises if there is none.
     """
     heads = {layer.path: read_heads(model, layer, device="meta") for layer in find_layers(model) if not layer.refusals}
-    groups = {path: own.readers for path, own in heads.items()}
-    most_keys = min((len(own) for own in groups.values()), default=0)
-    most_readers = min((len(group) for own in groups.values() for group in own), default=0)
+    groups = {path: layer.readers for path, layer in heads.items()}
+    max_keys = min((len(layer) for layer in groups.values()), default=0)
+    max_readers = min((len(group) for layer in groups.values() for group in layer), default=0)
     options = [
         UniformLayout(keys * readers, keys)
-        for keys in range(1, most_keys + 1)
-        for readers in range(1, most_readers + 1)
-        if any(keys * readers < own.num_heads for own in heads.values())
+        for keys in range(1, max_keys + 1)
+        for readers in range(1, max_readers + 1)
+        if any(keys * readers < layer.num_heads for layer in heads.values())
     ]
-    found = [x for x in options if fits_native(model, {path: first_to_go(own, x) for path, own in groups.items()})]
-    if not found:
+    fitting = [
+        x for x in options if fits_native(model, {path: any_heads_for(layer, x) for path, layer in groups.items()})
+    ]
+    if not fitting:
         raise OptionError(
-            "uniform, every layer is left with as many heads as a native config can say, got a "
-            f"{type(model).__name__}, of which no config says fewer heads than it has; the forms for it are padded, "
-            "which plain transformers loads and which saves no time, and uneven, which polyhead.load loads"
+            "the uniform form needs a native config with fewer heads in every layer, got a "
+            f"{type(model).__name__}, which has none; use the form padded, which plain transformers loads but which "
+            "saves no time, or uneven, which polyhead.load loads"
         )
-    return tuple(sorted(found, key=lambda x: (-x.num_heads, -x.num_kv_heads)))
+    return tuple(sorted(fitting, key=lambda x: (-x.num_heads, -x.num_kv_heads)))
 
 
-def first_to_go(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
-    """Heads that go for a layout, whichever: all but the first readers of the first KV heads."""
-    each = layout.num_heads // layout.num_kv_heads
-    kept = [head for group in groups[: layout.num_kv_heads] for head in group[:each]]
-    return tuple(sorted(head for group in groups for head in group if head not in kept))
+def any_heads_for(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
+    """Return some heads to prune for a layout: all but the first readers of the first KV heads."""
+    readers_per_group = layout.num_heads // layout.num_kv_heads
+    remaining = [head for group in groups[: layout.num_kv_heads] for head in group[:readers_per_group]]
+    return tuple(sorted(head for group in groups for head in group if head not in remaining))
 
 
 def uniform_sets(
     evidence: Evidence, num_heads: int, num_kv_heads: int, weighting: Weighting
 ) -> dict[str, list[RankedSet]]:
-    """Of every layer the sets of heads that can go for a layout, the cheapest first."""
+    """Return, for every layer, the sets of heads to prune for a layout, cheapest first."""
     moments = evidence.moments_for(weighting)
     return {
         path: ranked_sets(
@@ -163,7 +167,7 @@ def uniform_sets(
 
 
 class UniformShrinker(Trials):
-    """One model, its evidence, and the layouts of all its layers that a native class can hold."""
+    """A model, its evidence, and the uniform layouts that a native class can hold."""
 
     searches = "exchanged within layers"
 
@@ -175,41 +179,43 @@ class UniformShrinker(Trials):
         layouts: Sequence[UniformLayout] | None = None,
         work: Workload | None = None,
     ) -> None:
-        """`layouts` are those to choose from, the largest first; all that there are by default."""
+        """Set up the layouts to choose from, largest first; by default all that a native class can hold."""
         super().__init__(evidence, weighting=weighting, work=work)
         self.layouts = uniform_layouts(self.model) if layouts is None else tuple(layouts)
         self._sets: dict[UniformLayout, dict[str, list[RankedSet]]] = {}
 
     def sets(self, layout: UniformLayout) -> dict[str, list[RankedSet]]:
-        """Of every layer the sets of heads that can go, the cheapest first."""
+        """Return, for every layer, the sets of heads to prune, cheapest first."""
         if layout not in self._sets:
             sizes = layout.num_heads, layout.num_kv_heads
             self._sets[layout] = uniform_sets(self.evidence, *sizes, self.weighting)
         return self._sets[layout]
 
     def gone(self, layout: UniformLayout) -> Gone:
-        """The heads that go, by layer."""
-        return {path: own[0].heads for path, own in self.sets(layout).items() if own[0].heads}
+        """Return the heads to prune, by layer."""
+        return {path: layer_sets[0].heads for path, layer_sets in self.sets(layout).items() if layer_sets[0].heads}
 
     def meet_target(self, target: Target) -> Gone:
-        """The heads that go for the largest layout that reaches a target; refused where none does."""
+        """Return the heads to prune for the largest layout that meets a target; raises if none does."""
         return self.gone(self._reached(target))
 
     def _reached(self, target: Target) -> UniformLayout:
         groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
-        sizes = {x: self.size({path: first_to_go(own, x) for path, own in groups.items()}) for x in self.layouts}
+        sizes = {
+            x: self.size({path: any_heads_for(readers, x) for path, readers in groups.items()}) for x in self.layouts
+        }
         for layout, size in sizes.items():
             if size.reaches(target) and fits_native(self.model, self.gone(layout)):
                 return layout
         smallest = self.layouts[-1]
         raise OptionError(
-            f"uniform, every layer of this {type(self.model).__name__} can be left with heads/KV heads "
+            f"in the uniform form, every layer of this {type(self.model).__name__} can have heads/KV heads "
             f"{', '.join(map(str, self.layouts))}, of which {smallest} leaves {sizes[smallest]}, got a target of "
-            f"{target}; ask for less, or let layers keep different numbers of heads"
+            f"{target}; choose a smaller target, or let layers keep different numbers of heads"
         )
 
     def search_measurements(self, tries: int = TRIES) -> int:
-        """How many measurements a search takes at most."""
+        """Return the maximum number of measurements of a search."""
         return tries
 
     def searched(
@@ -220,46 +226,48 @@ class UniformShrinker(Trials):
         tries: int = TRIES,
         progress: Callable[[int], None] | None = None,
     ) -> Searched:
-        """Heads for a target, which of each layer chosen by what the whole model measures, repaired at once.
+        """Choose heads for a target, with the set of each layer searched by the measured loss.
 
-        Layers keep their layout: of the sets that a layer could lose instead, those are tried that cost little more by
-        the evidence. On this quality the model loses no more than with what `meet_target` gives.
+        Layers keep their layout; alternative sets are tried in the order of their cost by the evidence. All layers are
+        compensated at once. On this quality the loss is at most that of `meet_target`.
         """
         layout, measure = self._reached(target), Losses(self, quality, progress)
-        found, loss, first_loss = refined_sets(
+        chosen, loss, first_loss = refined_sets(
             self.sets(layout), lambda path, heads: self.compensated({path: heads})[path], measure, tries=tries
         )
-        gone = {path: own for path, own in found.items() if own}
+        gone = {path: heads for path, heads in chosen.items() if heads}
         return Searched(gone, self.gone(layout), loss, first_loss, measure.made)
 
     def stages(self) -> list[Gone]:
-        """Ever more heads that go, layout by layout."""
+        """Return increasing sets of heads to prune, layout by layout."""
         return [self.gone(layout) for layout in self.layouts]
 
     def choices(self, *, seeds: Sequence[int] = SEEDS) -> list[Choice]:
-        """The heads that go for each layout, for the curve; for some of them, evenly, where they are many."""
-        count = min(len(self.layouts), MOST_LAYOUTS)
+        """Return the heads to prune for each layout, for the curve; evenly spaced layouts if there are many."""
+        count = min(len(self.layouts), MAX_LAYOUTS)
         some = [self.layouts[place * (len(self.layouts) - 1) // max(count - 1, 1)] for place in range(count)]
         return [Choice(self.gone(x), tuple(self._random(x, seed) for seed in seeds), str(x)) for x in some]
 
     def in_words(self, gone: Mapping[str, Sequence[int]]) -> str:
-        """How many heads go, and what every layer is left with."""
+        """Describe the number of pruned heads and the remaining layout."""
         path, heads = next(iter(self.evidence.heads.items()))
-        left = [head for head in range(heads.num_heads) if head not in gone.get(path, ())]
-        layout = UniformLayout(len(left), len({heads.key_heads[head] for head in left}))
+        remaining = [head for head in range(heads.num_heads) if head not in gone.get(path, ())]
+        layout = UniformLayout(len(remaining), len({heads.key_heads[head] for head in remaining}))
         return f"{sum(map(len, gone.values()))} heads go, {layout} heads/KV heads stay in every layer"
 
     def _random(self, layout: UniformLayout, seed: int) -> Gone:
         generator = torch.Generator().manual_seed(seed)
-        found = {}
+        by_layer = {}
         for path, heads in self.evidence.heads.items():
             groups = [heads.readers[key] for key in _drawn(len(heads.readers), generator)]
-            gone = first_to_go([[own[place] for place in _drawn(len(own), generator)] for own in groups], layout)
+            gone = any_heads_for(
+                [[readers[place] for place in _drawn(len(readers), generator)] for readers in groups], layout
+            )
             if gone:
-                found[path] = gone
-        return found
+                by_layer[path] = gone
+        return by_layer
 
 
 def _drawn(count: int, generator: torch.Generator) -> list[int]:
-    """Numbers below `count` in an order drawn at random."""
+    """Return a random permutation of the numbers below `count`."""
     return [int(x) for x in torch.randperm(count, generator=generator)]

@@ -1,1 +1,1 @@
-"""Edited models in folders: written whole and read again."""
+"""Folders of edited models: written atomically and read back."""

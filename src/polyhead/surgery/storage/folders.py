@@ -1,6 +1,6 @@
-"""A folder that is there whole or not at all: written beside its place, brought to the disk, then given its name.
+"""Atomic folders: written under a temporary name, flushed to disk, then renamed.
 
-A folder is replaced only where every file in it is one that was written here.
+A folder is replaced only if every file in it was written by polyhead.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 
 from polyhead.errors import CheckpointError, OptionError
 
-# Of Linux's renameat2: paths from here, and two names that change places in one step.
-_HERE, _EXCHANGE = -100, 2
+# AT_FDCWD and RENAME_EXCHANGE of Linux's renameat2, which swaps two names atomically.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
-FILES = "polyhead-files.json"  # the files that were written to the folder, with their sizes
+FILES = "polyhead-files.json"  # lists the files written to the folder, with their sizes
 
 
 def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike[str] | None = None) -> None:
-    """Check that a folder may be written there: none, an empty one, or one written here that is to be replaced.
+    """Check that a folder may be written: missing, empty, or written by polyhead with `replace`.
 
-    `source` is the model that is edited: neither its folder nor one that holds it is ever replaced, and neither are
-    the working directory, the home folder and those that hold them.
+    `source` is the model that is edited: neither its folder nor a parent of it is ever replaced, and neither are the
+    working directory, the home folder and their parents.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise OptionError(f"a model is written to a folder, got {folder}, which is a file or a link")
@@ -35,25 +35,25 @@ def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike
     empty = not any(folder.iterdir())
     if not empty and not replace:
         raise OptionError(
-            f"a model is written to a new folder, got {folder}, which holds files; name another one, or allow it to be "
-            "replaced (replace=True, or --replace on the command line)"
+            f"a model is written to a new folder, got {folder}, which holds files; choose another one, or allow it to "
+            "be replaced (replace=True, or --replace on the command line)"
         )
     if source is not None:
         check_not_source(folder, source)
     for place, words in ((Path.cwd(), "the working directory"), (Path(os.path.expanduser("~")), "the home folder")):
         if _holds(folder, place):
-            raise OptionError(f"{words} is never replaced, nor a folder that holds it, got {folder}; name another one")
+            raise OptionError(f"{words} is never replaced, nor a folder that holds it, got {folder}; choose another")
     if not empty:
-        _check_own(folder, folder)
+        _check_written_by_polyhead(folder, folder)
 
 
 def check_not_source(folder: Path, source: str | os.PathLike[str]) -> None:
-    """Check that a folder is neither the model that is edited nor a folder that holds it."""
+    """Check that a folder is neither the edited model's own folder nor a parent of it."""
     place = Path(source).expanduser() if os.fspath(source) else None
     if place is not None and place.exists() and folder.exists() and _holds(folder, place):
         raise OptionError(
-            f"an edited model is not written over the one it came from, got {folder}, which is or holds {source}; name "
-            "another folder"
+            f"an edited model is not written over the one it came from, got {folder}, which is or holds {source}; "
+            "choose another folder"
         )
 
 
@@ -63,57 +63,57 @@ def _holds(folder: Path, place: Path) -> bool:
 
 @contextmanager
 def written_whole(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into, which bears the name `folder` when the body has ended well and not before.
+    """Yield a temporary folder, renamed to `folder` if the body succeeds.
 
-    Whatever interrupts it, `folder` is as it was. What is replaced is moved aside, and deleted when all else is done.
+    If it is interrupted, `folder` is unchanged. A replaced folder is moved aside first, and deleted last.
     """
     check_free(folder, replace=replace)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
-    os.mkdir(beside)
-    made = beside.stat().st_ino
+    temporary = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
+    os.mkdir(temporary)
+    inode = temporary.stat().st_ino
     try:
-        yield beside
-        _list_files(beside)
-        # Some libraries write files that only their owner may read.
-        readable = beside.stat().st_mode & 0o666
-        for parent, _, files in os.walk(beside):
+        yield temporary
+        _list_files(temporary)
+        # Some libraries create files that only the owner can read.
+        readable = temporary.stat().st_mode & 0o666
+        for parent, _, files in os.walk(temporary):
             for name in files:
                 os.chmod(os.path.join(parent, name), readable)
-                _bring_to_disk(os.path.join(parent, name))
-            _bring_to_disk(parent)
+                _fsync(os.path.join(parent, name))
+            _fsync(parent)
         check_free(folder, replace=replace)
         if folder.is_dir() and any(folder.iterdir()):
-            _exchange(beside, folder)
+            _exchange(temporary, folder)
             try:
-                _check_own(beside, folder)  # again: nobody writes to it by this name any more
-                _bring_to_disk(folder.parent)
+                _check_written_by_polyhead(temporary, folder)  # again, now that nothing writes to it under its old name
+                _fsync(folder.parent)
             except BaseException:
-                _exchange(beside, folder)
+                _exchange(temporary, folder)
                 raise
         else:
-            os.rename(beside, folder)
-            _bring_to_disk(folder.parent)
+            os.rename(temporary, folder)
+            _fsync(folder.parent)
     finally:
-        if beside.is_dir():
-            if beside.stat().st_ino == made:
-                shutil.rmtree(beside, ignore_errors=True)
+        if temporary.is_dir():
+            if temporary.stat().st_ino == inode:
+                shutil.rmtree(temporary, ignore_errors=True)
             else:
-                _remove_own(beside)
+                _remove_written_files(temporary)
 
 
 def _list_files(folder: Path) -> None:
-    """Write down the files of a folder, so that it can be known again as one that was written here."""
+    """List the files of a folder in it, so that it can be recognised as written by polyhead."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     content = {"format": 1, "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}}
     (folder / FILES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _check_own(folder: Path, name: Path) -> None:
-    """Check that a folder holds the files that were written to it and nothing else; `name` is what it is called."""
+def _check_written_by_polyhead(folder: Path, name: Path) -> None:
+    """Check that a folder contains exactly the files written to it; `name` is the path for messages."""
     rule = "only a folder that polyhead wrote, and with nothing else in it, is replaced"
-    todo = "name another one, or remove it yourself"
+    todo = "choose another one, or remove it yourself"
     listed = _listed(folder, name, rule, todo)
     for parent, below, files in os.walk(folder):
         inside = Path(parent).relative_to(folder)
@@ -145,10 +145,10 @@ def _listed(folder: Path, name: Path, rule: str, todo: str) -> dict[str, int]:
     return files
 
 
-def _remove_own(folder: Path) -> None:
-    """Delete the files that were written to a folder, and what is empty then; never anything else."""
+def _remove_written_files(folder: Path) -> None:
+    """Delete the files written to a folder and the folders left empty; never anything else."""
     listed = json.loads((folder / FILES).read_text(encoding="utf-8"))["files"]
-    # What is found inside is looked up in the list, never the other way round: a name of the list may lead anywhere.
+    # Walk the folder and look names up in the list, never the reverse: a listed name may point anywhere.
     for parent, _, files in os.walk(folder, topdown=False):
         for entry in files:
             path = Path(parent) / entry
@@ -158,7 +158,7 @@ def _remove_own(folder: Path) -> None:
             os.rmdir(parent)
 
 
-def _bring_to_disk(path: str | Path) -> None:
+def _fsync(path: str | Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -167,9 +167,9 @@ def _bring_to_disk(path: str | Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Let two folders change their names: in one step where the system has one, else in steps that are taken back."""
+    """Swap the names of two folders: atomically where supported, else in steps that are rolled back."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
-    if swap is not None and swap(_HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE) == 0:
+    if swap is not None and swap(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
         return
     aside = old.with_name(f"{new.name}.old")
     try:

@@ -1,4 +1,4 @@
-"""Loading a model that `save` wrote, in any of its forms, number for number as it was; and any other folder's model."""
+"""Load a model that `save` wrote, in any form and bit for bit, or any other transformers folder."""
 
 from __future__ import annotations
 
@@ -31,65 +31,65 @@ from polyhead.surgery.storage.manifest import MANIFEST, RECORD, WEIGHTS, Manifes
 def load(
     folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The model in a folder, in evaluation mode: uniform, uneven or padded, or one that transformers saved.
+    """Load the model in a folder, in evaluation mode: uniform, uneven, padded or saved by transformers.
 
-    A padded model comes without its zero heads. What `save` wrote is checked number by number, and a damaged file, or
-    one that belongs to another model, is refused. Weights keep the dtype that they were saved in unless one is named.
-    A model whose groups are uneven runs on polyhead's attention.
+    A padded model is loaded without its zero heads. Models that `save` wrote are verified by their fingerprint: damaged
+    or foreign weights raise `CheckpointError`. Weights keep the saved dtype unless `dtype` is passed. A model with
+    uneven groups uses polyhead's attention.
     """
-    place = Path(folder).expanduser()
-    if not place.is_dir():
-        raise OptionError(f"a model is loaded from the folder it was saved to, got {place}, which is none")
-    model = load_saved(place, dtype)
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise OptionError(f"a model is loaded from the folder it was saved to, got {path}, which is no folder")
+    model = load_saved(path, dtype)
     if model is None:
-        with quiet(progress=False), describe_failure(place.name, str(place), local=True):
-            model = read_weights(place, dtype=dtype)
+        with quiet(progress=False), describe_failure(path.name, str(path), local=True):
+            model = read_weights(path, dtype=dtype)
     model = model.to(device).eval()
     return model
 
 
 def load_record(folder: str | os.PathLike[str]) -> EditRecord | None:
-    """What undoes the edits of the model in a folder; None where it was saved without a record."""
+    """Return the edit record in a model's folder; None if it was saved without one."""
     path = Path(folder).expanduser() / RECORD
     return EditRecord.load(path) if path.is_file() else None
 
 
 def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """The model that `save` wrote to a folder; None for a folder of another kind."""
+    """Return the model that `save` wrote to a folder; None for other folders."""
     manifest = Manifest.read(folder)
     if manifest is None:
         return None
     with quiet(progress=False), describe_failure(folder.name, str(folder), local=True):
-        model = _read_own(folder, manifest) if manifest.form == "uneven" else _read_native(folder, manifest)
-    _give_origins(model, folder, manifest)
+        model = _read_uneven(folder, manifest) if manifest.form == "uneven" else _read_native(folder, manifest)
+    _restore_origins(model, folder, manifest)
     model = model.eval()
-    found = fingerprint(model)
-    if found != manifest.fingerprint:
+    actual = fingerprint(model)
+    if actual != manifest.fingerprint:
         raise CheckpointError(
             f"the weights in {folder} must be those that were saved, with fingerprint {manifest.fingerprint}, got "
-            f"{found}: they are damaged or another's. If they were trained since, take {MANIFEST} away to load them as "
-            "any model"
+            f"{actual}: they are damaged or another model's. If they were trained since, remove {MANIFEST} to load "
+            "them as any model"
         )
     if any(key_map_of(layer, layer.layout) for layer in find_layers(model) if layer.layout is not None):
         model.set_attn_implementation(register())
     return model if dtype is None else _cast(model, dtype)
 
 
-def _give_origins(model: Any, folder: Path, manifest: Manifest) -> None:
-    """Say on the layers which original heads theirs are: as the manifest does, or as follows from the record."""
-    found = find_layers(model)
-    layers = {layer.path: layer for layer in found}
-    known = manifest.origins
-    if known is None:
+def _restore_origins(model: Any, folder: Path, manifest: Manifest) -> None:
+    """Set the original heads of each layer, from the manifest or else from the record's edits."""
+    model_layers = find_layers(model)
+    layers = {layer.path: layer for layer in model_layers}
+    head_origins = manifest.origins
+    if head_origins is None:
         record = load_record(folder)
-        known = {} if record is None else origins_after(found, record)
-    for path, origins in known.items():
+        head_origins = {} if record is None else origins_after(model_layers, record)
+    for path, origins in head_origins.items():
         layout = _known(layers, path, folder).layout
         if layout is None or len(origins.heads) != layout.num_heads:
-            raise CheckpointError(f"the origins of heads in {folder} must be of all heads of {path}, got {origins}")
-    if hasattr(model.config, IN_CONFIG):  # of a padded model it speaks of more heads than there are now
+            raise CheckpointError(f"the head origins in {folder} must cover all heads of {path}, got {origins}")
+    if hasattr(model.config, IN_CONFIG):  # a padded model's entry has more heads than the unpadded one
         delattr(model.config, IN_CONFIG)
-    with committed(model, layers, Changes({}, {}, origins=known)):
+    with committed(model, layers, Changes({}, {}, origins=head_origins)):
         pass
 
 
@@ -102,16 +102,16 @@ def _read_native(folder: Path, manifest: Manifest) -> Any:
         layer, layout = _known(layers, path, folder), manifest.layers[path]
         padded = read_heads(model, layer)
         if len(padding.heads) != padded.num_heads or set(range(layout.num_heads)) - set(padding.heads):
-            raise CheckpointError(f"{MANIFEST} in {folder} places other heads than {path} has")
+            raise CheckpointError(f"{MANIFEST} in {folder} pads other heads than {path} has")
         layouts[path] = layout
-        parameters |= pack_heads(model, layer, padding.take_out(padded, layout))
+        parameters |= pack_heads(model, layer, padding.unpad(padded, layout))
     with committed(model, layers, Changes(parameters, layouts)):
         pass
     return model
 
 
-def _read_own(folder: Path, manifest: Manifest) -> Any:
-    """A model of the native class, its layers given the heads that they are to have, then filled."""
+def _read_uneven(folder: Path, manifest: Manifest) -> Any:
+    """Build the native class, give its layers their layouts, and load the weights."""
     import transformers
 
     check_config(folder)
@@ -129,17 +129,17 @@ def _read_own(folder: Path, manifest: Manifest) -> Any:
         layer = _known(layers, path, folder)
         if layer.layout != layout:
             layouts[path] = layout
-            empty = pack_heads(model, layer, _empty_heads(read_heads(model, layer, device="meta"), layout))
-            for name, x in empty.items():
+            blank = pack_heads(model, layer, _empty_heads(read_heads(model, layer, device="meta"), layout))
+            for name, x in blank.items():
                 if name not in tensors or tensors[name].shape != x.shape:
                     raise _other_tensor(folder, name, tensors.get(name), x)
-            parameters |= {name: torch.empty(x.shape, dtype=x.dtype) for name, x in empty.items()}
+            parameters |= {name: torch.empty(x.shape, dtype=x.dtype) for name, x in blank.items()}
     with committed(model, layers, Changes(parameters, layouts)):
         pass
-    wanted = model.state_dict()
-    for name in sorted(set(wanted) | set(tensors)):
-        if name not in wanted or name not in tensors or wanted[name].shape != tensors[name].shape:
-            raise _other_tensor(folder, name, tensors.get(name), wanted.get(name))
+    expected = model.state_dict()
+    for name in sorted(set(expected) | set(tensors)):
+        if name not in expected or name not in tensors or expected[name].shape != tensors[name].shape:
+            raise _other_tensor(folder, name, tensors.get(name), expected.get(name))
     model.load_state_dict(tensors, strict=True, assign=True)
     model.tie_weights()
     if model.can_generate() and (folder / "generation_config.json").is_file():
@@ -147,23 +147,21 @@ def _read_own(folder: Path, manifest: Manifest) -> Any:
     return model
 
 
-def _other_tensor(folder: Path, name: str, found: Tensor | None, wanted: Tensor | None) -> CheckpointError:
+def _other_tensor(folder: Path, name: str, actual: Tensor | None, expected: Tensor | None) -> CheckpointError:
     return CheckpointError(
-        f"{WEIGHTS} in {folder} must hold what {MANIFEST} and config.json say, got {name} "
-        f"{'missing' if found is None else list(found.shape)} instead of "
-        f"{'nothing' if wanted is None else list(wanted.shape)}"
+        f"{WEIGHTS} in {folder} must match {MANIFEST} and config.json, got {name} "
+        f"{'missing' if actual is None else list(actual.shape)} instead of "
+        f"{'nothing' if expected is None else list(expected.shape)}"
     )
 
 
 def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     if not path.is_file():
-        raise CheckpointError(
-            f"an uneven model's folder holds its weights as {path.name}, got {path.parent} without it"
-        )
+        raise CheckpointError(f"the folder of an uneven model must contain {path.name}, got {path.parent} without it")
     tensors, _ = read_tensors(path, "weights must be whole .safetensors files", CheckpointError)
     for name, other in manifest.shared.items():
         if other not in tensors:
-            raise CheckpointError(f"{path.name} must hold {other}, which is {name} as well, got none")
+            raise CheckpointError(f"{path.name} must contain {other}, to which {name} is tied, got none")
         tensors[name] = tensors[other]
     return tensors
 
@@ -173,13 +171,13 @@ def _known(layers: dict[str, AttentionLayer], path: str, folder: Path) -> Attent
     if layer is None or layer.layout is None:
         why = "no such layer" if layer is None else layer.refusals[0]
         raise CheckpointError(
-            f"{MANIFEST} in {folder} speaks of the heads of {path}, got {why}; is it another model's?"
+            f"{MANIFEST} in {folder} describes the heads of {path}, got {why}; is it another model's?"
         )
     return layer
 
 
 def _empty_heads(heads: HeadWeights, layout: HeadLayout) -> HeadWeights:
-    """Heads of this layout without weights, with biases where these have them."""
+    """Return uninitialised heads of this layout, with biases where `heads` has them."""
     sizes = {
         "query": (layout.num_heads, layout.head_dim),
         "key": (layout.num_kv_heads, layout.head_dim),
@@ -188,15 +186,15 @@ def _empty_heads(heads: HeadWeights, layout: HeadLayout) -> HeadWeights:
     parts: dict[str, Any] = {"output": heads.output.new_empty(layout.num_heads, *heads.output.shape[1:])}
     for part, size in sizes.items():
         for name in (part, f"{part}_bias"):
-            held: Tensor | None = getattr(heads, name)
-            parts[name] = None if held is None else held.new_empty(*size, *held.shape[2:])
+            tensor: Tensor | None = getattr(heads, name)
+            parts[name] = None if tensor is None else tensor.new_empty(*size, *tensor.shape[2:])
     key_heads = tuple(layout.key_head(head) for head in range(layout.num_heads))
     made_of = tuple((head,) for head in range(layout.num_heads))
     return replace(heads, **parts, key_heads=key_heads, origins=(None,) * layout.num_heads, made_of=made_of)
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:
-    """The weights in another dtype; buffers that are no part of the state, such as frequencies, stay as they are."""
+    """Cast the weights; buffers outside the state dict, such as rotary frequencies, keep their dtype."""
     state = {name for name, _ in model.state_dict().items()}
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if name in state and x.is_floating_point():

@@ -1,4 +1,4 @@
-"""What a saved model's folder says of itself, in polyhead.json: its form, its heads, and a fingerprint of it all."""
+"""Manifest of a saved model's folder, polyhead.json: its form, its heads, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Form = Literal["uniform", "uneven", "padded"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 MANIFEST = "polyhead.json"
-# Not under the name that transformers looks for: it would read heads by a map as if they were in order.
+# Not a name that transformers reads: it would load heads with a KV map as if they were in order.
 WEIGHTS = "polyhead.safetensors"
 RECORD = "polyhead-record.safetensors"
 FORMAT = 1
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """How a folder's model is read: the class it is of, the layout of each layer, and where padding put their heads.
+    """Description of a saved model: its class, the layout of each layer, and the padding of their heads.
 
-    `shared` names tensors that are kept under another name. `origins` are the original heads of the layers that were
-    edited, None in folders of before they were kept. The fingerprint is that of the model without padding.
+    `shared` maps tied tensors to the name they are stored under. `origins` are the original heads of edited layers,
+    None in folders written before they were stored. The fingerprint is that of the model without padding.
     """
 
     form: Form
@@ -58,48 +58,48 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """What the folder says; None where it says nothing, as any model's that was not saved here."""
+        """Read the manifest of a folder; None if it has none, as any model that polyhead did not save."""
         path = folder / MANIFEST
         if not path.is_file():
             return None
-        found = read_json(
+        content = read_json(
             path,
-            f"{MANIFEST} says how a saved model is read, and one that is damaged is refused",
+            f"{MANIFEST} describes a saved model and must be undamaged",
             CheckpointError,
-            _MOST_BYTES,
+            _MAX_BYTES,
         )
         try:
-            if found["format"] != FORMAT:
+            if content["format"] != FORMAT:
                 raise CheckpointError(
-                    f"this version reads {MANIFEST} of format {FORMAT}, got {found['format']} in {path}"
+                    f"this version reads {MANIFEST} of format {FORMAT}, got {content['format']} in {path}"
                 )
-            if found.pop("digest") != _digest(found):
-                raise CheckpointError(f"{MANIFEST} must be as it was written, got one in {folder} that was changed")
-            if found["form"] not in FORMS:
-                raise CheckpointError(f"a saved model has one of the forms {', '.join(FORMS)}, got {found['form']!r}")
+            if content.pop("digest") != _digest(content):
+                raise CheckpointError(f"{MANIFEST} must be unmodified, got one in {folder} that was changed")
+            if content["form"] not in FORMS:
+                raise CheckpointError(f"a saved model must have a form of {', '.join(FORMS)}, got {content['form']!r}")
             return cls(
-                form=found["form"],
-                architecture=as_type(found["architecture"], str, "architecture"),
-                fingerprint=as_type(found["fingerprint"], str, "fingerprint"),
-                layers={path: HeadLayout.from_dict(_with_map(one)) for path, one in found["layers"].items()},
-                paddings={path: Padding.from_dict(one) for path, one in found["paddings"].items()},
-                shared=as_type(found["shared"], Mapping[str, str], "shared"),
-                origins=_origins(found["origins"]) if "origins" in found else None,
+                form=content["form"],
+                architecture=as_type(content["architecture"], str, "architecture"),
+                fingerprint=as_type(content["fingerprint"], str, "fingerprint"),
+                layers={path: HeadLayout.from_dict(_with_map(one)) for path, one in content["layers"].items()},
+                paddings={path: Padding.from_dict(one) for path, one in content["paddings"].items()},
+                shared=as_type(content["shared"], Mapping[str, str], "shared"),
+                origins=_origins(content["origins"]) if "origins" in content else None,
             )
         except (ValueError, KeyError, TypeError, AttributeError, ShapeError, RecursionError) as error:
             raise CheckpointError(
-                f"{MANIFEST} says how a saved model is read, got one that is damaged in {folder}: {error!r}"
+                f"{MANIFEST} describes a saved model, got a damaged one in {folder}: {error!r}"
             ) from error
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """A map from heads to KV heads could be damaged and fit all the same."""
+    """Return a digest of the content: a damaged map from heads to KV heads could still be consistent."""
     written = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
 
 
-def _origins(found: Mapping[str, Any]) -> dict[str, HeadOrigins]:
-    return {path: HeadOrigins.from_dict(one) for path, one in found.items()}
+def _origins(content: Mapping[str, Any]) -> dict[str, HeadOrigins]:
+    return {path: HeadOrigins.from_dict(one) for path, one in content.items()}
 
 
 def _with_map(sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What travels from one model's folder to another's: tokenizers and all else that is no weight."""
+"""Copy tokenizers and other files beside the weights from one model folder to another."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _WEIGHTS = (
     ".tflite",
     ".ot",
 )
-_LARGE = 1 << 26  # bytes; what is larger is taken for weights under a name of its own
-_MOST_BYTES, _MOST_FILES = 1 << 30, 4096
+_LARGE = 1 << 26  # bytes; larger files are assumed to be weights under another name
+_MAX_BYTES, _MAX_FILES = 1 << 30, 4096
 _REWRITTEN = ("config.json", "generation_config.json", "polyhead.json", "model.safetensors.index.json", FILES)
 
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """The files beside the weights in a model's folder: its tokenizer, its processor, how sentences are pooled.
+    """Files beside the weights in a model's folder: tokenizer, processor, sentence pooling.
 
-    Passed to `save` in the place of a tokenizer, they are copied byte for byte. Only regular files are, and a link
-    must stay within the folder, or within the blobs of the hub's cache that the folder is a snapshot of.
+    Passed to `save` in place of a tokenizer, they are copied byte for byte. Only regular files are copied, and a link
+    must stay within the folder, or within the blobs of the hub cache that the folder is a snapshot of.
     """
 
     folder: Path
 
     def check(self) -> None:
-        """Check every file that would be copied, before anything costs time."""
+        """Check every file that would be copied, before expensive work starts."""
         for _ in self._files():
             pass
 
@@ -52,7 +52,7 @@ class SideFiles:
             place.write_bytes(_read(source))
 
     def _files(self) -> Iterator[tuple[Path, Path]]:
-        """Every file to copy: its path within the folder, and its real path."""
+        """Yield every file to copy: its path within the folder, and its resolved path."""
         count = size = 0
         for parent, below, files in os.walk(self.folder, onerror=_refuse):
             below[:] = [name for name in below if not name.startswith(".")]
@@ -61,58 +61,58 @@ class SideFiles:
                 if (Path(parent) / name).is_symlink():
                     self._resolved(Path(parent) / name)
                     raise CheckpointError(
-                        f"a model's folder holds folders of its own, got the link {Path(parent) / name}; put a folder "
-                        "in its place"
+                        f"folders in a model's folder must not be links, got {Path(parent) / name}; replace it by a "
+                        "folder"
                     )
             for name in files:
-                written_anew = not inside.parts and name in _REWRITTEN
-                if name.startswith(".") or written_anew or name.lower().endswith(_WEIGHTS):
+                rewritten = not inside.parts and name in _REWRITTEN
+                if name.startswith(".") or rewritten or name.lower().endswith(_WEIGHTS):
                     continue
                 source = self._resolved(Path(parent) / name)
-                found = source.stat()
-                if not stat.S_ISREG(found.st_mode):
+                info = source.stat()
+                if not stat.S_ISREG(info.st_mode):
                     raise CheckpointError(
-                        f"the files beside a model's weights are regular files, got {Path(parent) / name}, which is "
-                        "none; remove it"
+                        f"the files beside a model's weights must be regular files, got {Path(parent) / name}; "
+                        "remove it"
                     )
-                if found.st_size > _LARGE:
+                if info.st_size > _LARGE:
                     continue
-                count, size = count + 1, size + found.st_size
-                if count > _MOST_FILES or size > _MOST_BYTES:
+                count, size = count + 1, size + info.st_size
+                if count > _MAX_FILES or size > _MAX_BYTES:
                     raise CheckpointError(
-                        f"at most {_MOST_FILES:,} files and {_MOST_BYTES:,} bytes are copied beside a model's weights, "
+                        f"at most {_MAX_FILES:,} files and {_MAX_BYTES:,} bytes are copied beside a model's weights, "
                         f"got more in {self.folder}; move what does not belong to the model elsewhere"
                     )
                 yield inside / name, source
 
     def _resolved(self, path: Path) -> Path:
-        """Where a file really is: in the folder, or in the blobs of the hub's cache."""
-        home = self.folder.resolve()
-        homes = [home]
-        if home.parent.name == "snapshots":
-            homes.append(home.parent.parent / "blobs")
+        """Return the real path of a file, which must be in the folder or in the blobs of the hub cache."""
+        root = self.folder.resolve()
+        roots = [root]
+        if root.parent.name == "snapshots":
+            roots.append(root.parent.parent / "blobs")
         try:
-            found = path.resolve(strict=True)
+            resolved = path.resolve(strict=True)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"the files beside a model's weights can be read, got {path}: {getattr(error, 'strerror', error)}"
+                f"the files beside a model's weights must be readable, got {path}: {getattr(error, 'strerror', error)}"
             ) from None
-        if not any(place in found.parents for place in homes):
+        if not any(place in resolved.parents for place in roots):
             raise CheckpointError(
-                f"the files beside a model's weights are in its folder, got {path}, a link to {found}; copy the file "
-                "there, or remove the link"
+                f"the files beside a model's weights must be in its folder, got {path}, a link to {resolved}; copy the "
+                "file there, or remove the link"
             )
-        return found
+        return resolved
 
 
 def _refuse(error: OSError) -> None:
-    raise CheckpointError(f"a model's folder can be read, got {error.filename}: {error.strerror}") from None
+    raise CheckpointError(f"a model's folder must be readable, got {error.filename}: {error.strerror}") from None
 
 
 def _read(path: Path) -> bytes:
-    """A file that was checked, and may have been exchanged since: never a device, and never more than was allowed."""
+    """Read a checked file that may have been swapped since: never a device, never more than allowed."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         content = file.read(_LARGE + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b"\0" * (_LARGE + 1)
     if len(content) > _LARGE:
-        raise CheckpointError(f"a file must stay as it is while it is copied, got {path}, which changed")
+        raise CheckpointError(f"a file must not change while it is copied, got {path}, which changed")
     return content
