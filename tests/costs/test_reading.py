@@ -117,7 +117,7 @@ def test_windows_by_layer_in_every_spelling():
     assert [(group.config.window, group.layers) for group in unused.groups] == [(None, 3)]
     with pytest.raises(OptionError, match="one entry for each of the 3 layers, got 2"):
         read_hf_config({**explicit, "layer_types": kinds[:2]}, complete=True)
-    with pytest.raises(OptionError, match="layer_types must contain .*, got chunked_attention"):
+    with pytest.raises(OptionError, match=r"layer_types must contain .*, got chunked_attention"):
         read_hf_config({**explicit, "layer_types": [*kinds[:2], "chunked_attention"]}, complete=True)
     for family in ({"model_type": "gemma2"}, {"sliding_window_pattern": 6}):
         with pytest.raises(OptionError, match="layer_types must list which layers have the window of 5"):
