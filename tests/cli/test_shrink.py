@@ -1,4 +1,4 @@
-"""`polyhead shrink` and `polyhead bench surgery`: what they print and write, and what they say when they cannot."""
+"""`polyhead shrink` and `polyhead bench surgery`: printed and written results, and error messages."""
 
 from __future__ import annotations
 
