@@ -1,4 +1,4 @@
-"""Every command refuses what cannot be, in words, before a weight of a model is read and before anything is written."""
+"""Every command refuses invalid input with a message, before it reads weights and before it writes anything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(made, monkeypatch) -> Path:
-    """Where the names below are; whoever reads weights there fails."""
+    """Files behind the names below; reading weights there fails."""
 
     def read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")

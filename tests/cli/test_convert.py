@@ -1,4 +1,4 @@
-"""`polyhead convert`: what it prints and writes, and what it says when it cannot."""
+"""`polyhead convert`: printed and written results, and error messages."""
 
 from __future__ import annotations
 

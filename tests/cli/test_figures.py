@@ -1,4 +1,4 @@
-"""What the commands print of a model: figures that it has, with their metric and unit, of the heads that are meant."""
+"""Figures that the commands print: correct metric, unit and heads."""
 
 from __future__ import annotations
 

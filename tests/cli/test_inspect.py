@@ -1,4 +1,4 @@
-"""`polyhead inspect` and `polyhead compare`: what they print, what they write, and what they say when they cannot."""
+"""`polyhead inspect` and `polyhead compare`: printed and written results, and error messages."""
 
 from __future__ import annotations
 

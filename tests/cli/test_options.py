@@ -1,4 +1,4 @@
-"""What every option of every command keeps to."""
+"""Rules for every option of every command."""
 
 from __future__ import annotations
 

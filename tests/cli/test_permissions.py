@@ -38,7 +38,7 @@ def invoke(*arguments: object, code: int = 0):
 
 
 class Payload:
-    """What a hostile pickle holds: a call that the reader makes."""
+    """Payload of a hostile pickle: a call that the reader makes."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof

@@ -1,4 +1,4 @@
-"""`polyhead plan`: what it prints and writes, and what it refuses in one line."""
+"""`polyhead plan`: printed and written results, and one-line errors."""
 
 from __future__ import annotations
 

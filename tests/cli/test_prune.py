@@ -1,4 +1,4 @@
-"""`polyhead prune`, `merge` and `undo`: what they print and write, and what they say when they cannot."""
+"""`polyhead prune`, `merge` and `undo`: printed and written results, and error messages."""
 
 from __future__ import annotations
 

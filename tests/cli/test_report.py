@@ -1,4 +1,4 @@
-"""`polyhead report` and `polyhead inspect --html`: what they write, what they print, and what they refuse."""
+"""`polyhead report` and `polyhead inspect --html`: written pages, printed output, and refused input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def invoke(*arguments: object, code: int = 0):
 
 @pytest.fixture(autouse=True)
 def assets(monkeypatch) -> Assets:
-    """What draws the page is tested in a browser; here it is enough that something does."""
+    """Stand in for the page's assets, which are tested in a browser."""
     found = Assets("let drawn = 1;", "body{margin:0}")
     monkeypatch.setattr(Assets, "load", classmethod(lambda cls, folder=None: found))
     return found

@@ -1,4 +1,4 @@
-"""`polyhead syntax` and `polyhead shrink` with --resume: stopped anywhere, they end as if they had not been."""
+"""`polyhead syntax` and `polyhead shrink` with --resume: interrupted runs end with the same results."""
 
 from __future__ import annotations
 

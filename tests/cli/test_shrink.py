@@ -1,4 +1,4 @@
-"""`polyhead shrink` and `python -m benchmarks surgery`: what they print and write, and their errors."""
+"""`polyhead shrink` and `polyhead bench surgery`: printed and written results, and error messages."""
 
 from __future__ import annotations
 

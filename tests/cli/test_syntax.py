@@ -1,4 +1,4 @@
-"""`polyhead syntax` on a small model and a small treebank: the table, the file, and what is said when it cannot be."""
+"""`polyhead syntax` on a small model and a small treebank: the table, the file, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of memory share: every storage that operators give out on a CPU, followed to where it is let go."""
+"""Shared by the tests of memory: track every storage that operators allocate on a CPU until it is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of a cache, held to the cache objects themselves once a layer has written into them, for every arrangement."""
+"""Cache bytes of every variant equal those of the cache objects after a layer has written to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts within a budget, none of them outdone by another, and the warnings that experience gives."""
+"""Layouts within a budget form a Pareto front, and carry warnings."""
 
 from __future__ import annotations
 

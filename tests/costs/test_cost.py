@@ -1,4 +1,4 @@
-"""Counts from a config alone, held to built layers, PyTorch's FLOP counter and real caches, to the integer."""
+"""Counts from a config equal those of built layers, PyTorch's FLOP counter and real caches."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def inputs(*shape: int) -> torch.Tensor:
 
 
 def counted(config: MultiHeadConfig, work: Workload) -> int:
-    """What PyTorch counts while the layer runs."""
+    """Return the FLOPs that PyTorch counts while the layer runs."""
     layer, layout = build_attention(config), config.layout
     x = inputs(work.batch, work.queries, layout.embed_dim)
     source = []

@@ -1,4 +1,4 @@
-"""PyTorch's FLOP counter knows our operators, and what it counts for them is what the plan counts."""
+"""PyTorch's FLOP counter supports our operators, and its counts equal those of the plan."""
 
 from __future__ import annotations
 

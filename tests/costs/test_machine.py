@@ -1,4 +1,4 @@
-"""A calibrated machine as a value: it goes to a file and comes back, tells what it reached, is found by its name."""
+"""Calibrated machines: round trip through files, measured rates, lookup by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory at the peak, held to what tensors really take: every storage on the CPU, the allocator on a GPU."""
+"""Peak memory, compared with every storage on the CPU and with the allocator on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole plan: phases, totals of layers that differ, the crossover, the identity, curves, and what is refused."""
+"""Plans: phases, totals over different layers, the crossover, the identity, curves, and refused input."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_words_of_a_plan():
     assert shown["total"].bytes == size(plan["decode"].total_bytes)
     assert crossover(ModelLayout.of(WINDOWED)) is None
     windows = dict(facts(plan_model(ModelLayout.of(WINDOWED), context=19)))
-    assert windows["crossover"].startswith("never")
+    assert windows["crossover"].startswith("none")
 
 
 @pytest.mark.parametrize("text", ["", "12x", "KiB", "-5", "1.5 GiB"])

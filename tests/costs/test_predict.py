@@ -1,4 +1,4 @@
-"""Predicted time: physics where nothing is known better, what was measured where it was, smooth in between."""
+"""Predicted times: roofline limits, equal to measurements at measured sizes, smooth in between."""
 
 from __future__ import annotations
 

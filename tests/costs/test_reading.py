@@ -400,7 +400,7 @@ def test_a_layout_by_file_folder_dictionary_and_value(tmp_path):
     model = read_layout(folder)
     (tmp_path / "again.json").write_text(model.to_json(), encoding="utf-8")
     assert read_layout(tmp_path / "again.json") == model
-    with pytest.raises(OptionError, match="got layers 3 beside it"):
+    with pytest.raises(OptionError, match="got layers 3 as well"):
         read_layout(folder, layers=3)
 
 
@@ -449,9 +449,12 @@ PLAIN = {"kind": "multi_head", "embed_dim": 24, "num_heads": 6}
     ("change", "words"),
     [
         ({"groups": 3}, "groups and notes must be lists, got groups 3"),
-        ({"groups": []}, "a model has at least one attention layer"),
-        ({"groups": [3]}, "with layers and config, got 3 as group 0"),
-        ({"groups": [{"layers": 2, "config": PLAIN}, {"layers": 2}]}, "got {'layers': 2} as group 1"),
+        ({"groups": []}, "a model must have at least one attention layer"),
+        ({"groups": [3]}, "group 0 must be an object with layers and config, got 3"),
+        (
+            {"groups": [{"layers": 2, "config": PLAIN}, {"layers": 2}]},
+            "group 1 must be an object with layers and config, got {'layers': 2}",
+        ),
         ({"groups": [{"layers": "2", "config": PLAIN}]}, "layers must be a positive integer, got '2'"),
         ({"groups": [{"layers": 2, "config": 7}]}, "must be a dictionary with a kind, got 7"),
         ({"context": "long"}, "context must be a positive integer or null, got 'long'"),
@@ -469,7 +472,7 @@ def test_what_is_no_layout_is_refused_with_what_would_be(tmp_path):
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     with pytest.raises(OptionError, match=r"list\.json: it holds a list"):
         read_layout(tmp_path / "list.json")
-    with pytest.raises(OptionError, match="a config is a JSON file, got"):
+    with pytest.raises(OptionError, match="a config must be a JSON file, got"):
         read_layout(tmp_path / "broken.json")
     with pytest.raises(OptionError, match=r"must (hold|contain) a config\.json"):
         read_layout(tmp_path)

@@ -1,4 +1,4 @@
-"""Counts of routed heads, held to built layers, PyTorch's FLOP counter and real caches, to the integer."""
+"""Counts of routed heads equal those of built layers, PyTorch's FLOP counter and real caches."""
 
 from __future__ import annotations
 

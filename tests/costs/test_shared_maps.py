@@ -1,4 +1,4 @@
-"""Counts of differential and collaborative heads, held to built layers, PyTorch and caches, to the integer."""
+"""Counts of differential and collaborative heads equal those of built layers, PyTorch and caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tape by hand: a few steps whose memory can be added up on paper."""
+"""The tape on a few steps whose memory can be computed by hand."""
 
 from __future__ import annotations
 

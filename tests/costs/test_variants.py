@@ -1,4 +1,4 @@
-"""Counts of the other arrangements, held to built layers, PyTorch's FLOP counter and real caches, to the integer."""
+"""Counts of the variants equal those of built layers, PyTorch's FLOP counter and real caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of a layer, piece by piece: it adds up to the counts, and its sizes are those of what really runs."""
+"""Work of a layer, piece by piece: it adds up to the counts, and its sizes are those of the operators that run."""
 
 from __future__ import annotations
 
