@@ -1,4 +1,4 @@
-"""`polyhead shrink` and `polyhead bench surgery`: printed and written results, and error messages."""
+"""`polyhead shrink` and `python -m benchmarks surgery`: printed and written results, and error messages."""
 
 from __future__ import annotations
 
