@@ -313,7 +313,7 @@ def test_calls_that_cannot_be_served_are_refused():
         make({"top_p": 0.5})(x, weights=True)
     with pytest.raises(MaskError, match="must be the same for all heads"):
         layer(x, mask=Mask.dense(torch.ones(1, 2, LENGTH, LENGTH, dtype=torch.bool)))
-    with pytest.raises(ShapeError, match=r"3 x 11 tokens over 6 heads, got heads \[3, 7, 6\]"):
+    with pytest.raises(ShapeError, match=r"3 x 11 tokens and 6 heads, got heads \[3, 7, 6\]"):
         layer(x, routing=Routing.every_head(BATCH, 7, HEADS, x))
     with pytest.raises(ShapeError, match="over 5 heads"):
         layer(x, routing=Routing.every_head(BATCH, LENGTH, 5, x))
@@ -371,8 +371,12 @@ def changed(tensor: Tensor, value: int) -> Tensor:
         (altered(heads=None), DtypeError, "heads of a routing must be a tensor, got NoneType"),
         (altered(heads=altered().weights), DtypeError, r"must be torch\.int64 indices, got torch\.float64"),
         (altered(weights=altered().heads), DtypeError, "weights of a routing must be floating point"),
-        (altered(heads=torch.tensor(0)), ShapeError, r"3 x 11 tokens over 6 heads, got heads \[\]"),
-        (altered(heads=altered().heads[..., :0], weights=altered().weights[..., :0]), ShapeError, "of 0 slots"),
+        (altered(heads=torch.tensor(0)), ShapeError, r"3 x 11 tokens and 6 heads, got heads \[\]"),
+        (
+            altered(heads=altered().heads[..., :0], weights=altered().weights[..., :0]),
+            ShapeError,
+            "slots per token, got 0",
+        ),
         (Routing.every_head(BATCH, LENGTH, 7, altered().weights), ShapeError, "over 7 heads"),
         (
             altered(heads=torch.zeros(BATCH, LENGTH, 7, dtype=torch.int64), weights=torch.ones(BATCH, LENGTH, 7)),
