@@ -366,7 +366,7 @@ LINE = QuadraticRelative1D
 UNFIT: dict[str, tuple[Any, type[Exception], str]] = {
     "no output bias": (lambda: made(output_bias=False), OptionError, "needs a layer with an output bias"),
     "positions of a plane": (
-        lambda: made(positions=QuadraticRelative2D(3, 2, 2)), OptionError, "positions QuadraticRelative1D, got QuadraticRel",
+        lambda: made(positions=QuadraticRelative2D(3, 2, 2)), OptionError, "QuadraticRelative1D, got QuadraticRel",
     ),
     "no positions": (lambda: made(positions=None), OptionError, "or QuadraticRelative2D, got positions None"),
     "rotary": (lambda: made(positions=Rotary(2)), OptionError, "got positions Rotary"),
