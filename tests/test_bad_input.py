@@ -525,7 +525,7 @@ LAYERS: list[Refusal] = [
         OptionError,
         "backend must be 'auto', 'sdpa', 'fused', 'blockwise' or 'reference', got 'flash'",
     ),
-    ("integer layer", lambda: MultiHeadAttention(12, 3, dtype=torch.int64), DtypeError, "got dtype torch.int64"),
+    ("integer layer", lambda: MultiHeadAttention(12, 3, dtype=torch.int64), DtypeError, "got torch.int64"),
     ("from_torch of a linear", lambda: MultiHeadAttention.from_torch(torch.nn.Linear(2, 2)), OptionError, "got Linear"),
     ("from_heads of tuples", lambda: MultiHeadAttention.from_heads([(1, 2)]), OptionError, "got tuple for head 0"),
     (
