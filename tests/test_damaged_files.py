@@ -92,7 +92,7 @@ def columns(change: Callable[[dict[str, list[Any]]], object]) -> Callable[[Path]
 
 RUNS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no JSON": (rewrite("inspection.json", b"{"), "inspection.json", "Expecting"),
-    "a list": (rewrite("inspection.json", b"[1]"), "inspection.json", "holds a list, and no object"),
+    "a list": (rewrite("inspection.json", b"[1]"), "inspection.json", "contains a list instead of an object"),
     "no UTF-8": (rewrite("inspection.json", b"\xff{}"), "inspection.json", "codec can't decode"),
     "nested": (rewrite("inspection.json", b"[" * 200_000), "inspection.json", "nested too deeply"),
     "no sites": (change_json("inspection.json", lambda x: x.pop("sites")), "inspection.json", "no 'sites'"),

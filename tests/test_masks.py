@@ -274,7 +274,7 @@ def test_masks_of_torchs_layer_are_checked() -> None:
         Mask.from_torch(HIDE[None, None])
     with pytest.raises(MaskError, match=r"\[batch, keys\] or \[keys\], got shape \[1, 2, 7\]"):
         Mask.from_torch(None, HIDE_KEYS[None])
-    with pytest.raises(DtypeError, match=r"boolean \(True = hidden\) or floating point \(added\), got torch.int64"):
+    with pytest.raises(DtypeError, match=r"boolean \(True = masked\) or floating point \(added\), got torch.int64"):
         Mask.from_torch(HIDE.long())
     with pytest.raises(MaskError, match="attn_mask must be a tensor, got list"):
         Mask.from_torch([[True]])

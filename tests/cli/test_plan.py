@@ -231,7 +231,7 @@ def test_a_calibration_that_cannot_be_kept_is_not_begun_and_one_that_was_made_is
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[1]", "it holds a list, and no object"),
+        (b"[1]", "it contains a list instead of an object"),
         (b"\xff{", "codec can't decode byte 0xff"),
         (None, "it is no regular file"),
     ],

@@ -136,7 +136,7 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
     with pytest.raises(OptionError, match="it has no 'name'"):
         Machine.load(broken)
     broken.write_text("[1]", encoding="utf-8")
-    with pytest.raises(OptionError, match="holds a list, and no object"):
+    with pytest.raises(OptionError, match="contains a list instead of an object"):
         Machine.load(broken)
     broken.write_bytes(b"\xff\xfe{")
     with pytest.raises(OptionError, match=r"must contain a calibrated machine, got .*codec can't decode"):
@@ -157,7 +157,7 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
             "Traffic has no field 'role'",
         ),
         ({"samples": 3}, "'int' object is not iterable"),
-        ({"host": [3]}, "a HostCost is an object of its fields, got 3"),
+        ({"host": [3]}, "a HostCost must be an object with its fields, got 3"),
         ({"device": "tpu"}, "a device cuda or cpu, got 'toy' and 'tpu'"),
         ({"processors": 0}, "processors of a machine must be a positive number, got 0"),
         ({"memory_bytes": "all"}, "memory_bytes of a machine must be a positive number, got 'all'"),

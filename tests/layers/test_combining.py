@@ -108,15 +108,15 @@ def test_what_does_not_combine_heads_is_refused() -> None:
 def test_what_needs_an_output_matrix_for_each_head_is_refused(kind: str) -> None:
     layer = make(kind, num_kv_heads=HEADS)
     name = type(layer.combine).__name__
-    with pytest.raises(OptionError, match=f"a head's own output matrix exists where .* heads {name} combines before"):
+    with pytest.raises(OptionError, match=f"a head's own output matrix exists only if .* combined by {name}"):
         layer.heads  # noqa: B018
     with pytest.raises(OptionError, match=r"no counterpart for .*a combine module"):
         layer.to_torch()
     theirs = nn.MultiheadAttention(24, 6)
     options = {"num_groups": 2} if kind == "grouped" else {}
-    with pytest.raises(OptionError, match=r"counterpart of torch.nn.MultiheadAttention exists where .* reads Concat"):
+    with pytest.raises(OptionError, match=r"counterpart of torch.nn.MultiheadAttention exists only if .* reads Concat"):
         type(layer).from_torch(theirs, **options)
-    with pytest.raises(OptionError, match=r"a head's own output matrix exists where"):
+    with pytest.raises(OptionError, match=r"a head's own output matrix exists only if"):
         type(layer).from_heads(list(MultiHeadAttention(24, 6).heads), **options)
 
 

@@ -213,7 +213,7 @@ def test_the_mask_of_a_config_is_the_layer_s_own():
     [
         ({"kind": "multi_head", "embed_dim": 8, "num_heads": 2, "heads": 2, "hue": 1}, "has no field heads, hue"),
         ({"kind": "multi_head", "embed_dim": 8}, "needs num_heads"),
-        ({"kind": "many_head", "embed_dim": 8}, "of kind multi_head.*got 'many_head'"),
+        ({"kind": "many_head", "embed_dim": 8}, "must be one of multi_head.*got 'many_head'"),
         ({"kind": ["multi_head"]}, r"got \['multi_head'\]"),
         ({"embed_dim": 8, "num_heads": 2}, "a dictionary with a kind"),
         ([8, 2], r"a dictionary with a kind, got \[8, 2\]"),
@@ -273,7 +273,7 @@ def test_text_that_is_no_json_is_refused():
 
 
 def test_a_module_is_no_description_of_positions():
-    with pytest.raises(OptionError, match=r"got the module Rotary; positions_config_of\(module\)"):
+    with pytest.raises(OptionError, match=r"got the module Rotary; use positions_config_of\(module\)"):
         MultiHeadConfig(**SIZES, positions=Rotary(HEAD_DIM))
     with pytest.raises(OptionError, match="such as RotaryConfig"):
         MultiHeadConfig(**SIZES, positions="rotary")
@@ -285,7 +285,7 @@ def test_what_a_config_cannot_hold_is_refused():
 
     with pytest.raises(OptionError, match="got Bias: register a PositionsConfig"):
         positions_config_of(Bias())
-    with pytest.raises(OptionError, match=r"layers with a config are MultiHeadAttention.*; got Linear"):
+    with pytest.raises(OptionError, match=r"config_of takes one of MultiHeadAttention.*; got Linear"):
         config_of(nn.Linear(2, 3))
     with pytest.raises(OptionError, match="takes an AttentionConfig, got dict"):
         build_attention({"kind": "multi_head"})
@@ -339,7 +339,7 @@ def test_a_new_kind_joins_with_one_dataclass():
     assert AttentionConfig.from_json(config.to_json()) == config
     assert config_of(build_attention(config)) == config
     assert config.mask is None
-    with pytest.raises(OptionError, match="MultiHeadConfig was asked for, got the description of a AveragingConfig"):
+    with pytest.raises(OptionError, match="description of a MultiHeadConfig, got that of a AveragingConfig"):
         MultiHeadConfig.from_json(config.to_json())
 
 
@@ -355,7 +355,7 @@ def test_a_name_is_taken_once_and_an_unregistered_value_has_none():
     kinds: Registry[Any] = Registry("a thing")
     kinds.register("one")(First)
     kinds.register("one")(First)
-    with pytest.raises(OptionError, match="is First already, got Second"):
+    with pytest.raises(OptionError, match="already registered as First, got Second"):
         kinds.register("one")(Second)
     with pytest.raises(OptionError, match="one of First; got Second"):
         kinds.to_dict(Second())

@@ -170,7 +170,7 @@ def test_for_layout_takes_the_sizes_of_the_heads(kind: str) -> None:
         layout, batch_size=BATCH, dtype=torch.float64, device="cpu", **own.get(kind, {})
     )
     assert cache.append(*block(3, dtype=torch.float64)).value.shape == (BATCH, HEADS, 3, VALUE_DIM)
-    with pytest.raises(CacheError, match=r"holds dtype torch.float64, got dtype torch.float32"):
+    with pytest.raises(CacheError, match=r"has dtype torch.float64, got dtype torch.float32"):
         cache.append(*block(3))
 
 
@@ -218,11 +218,11 @@ WRONG_BLOCKS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], str]] = {
         r"key must be \[batch, kv_heads.*got shape \[3, 2, 5\]",
     ),
     "batch": (lambda: block(1, batch=2), "has a batch size of 3, got a block of batch 2"),
-    "heads": (lambda: (torch.zeros(3, 6, 1, 5), torch.zeros(3, 6, 1, 7)), "holds num_kv_heads 2, got num_kv_heads 6"),
-    "head_dim": (lambda: (torch.zeros(3, 2, 1, 6), torch.zeros(3, 2, 1, 7)), "holds head_dim 5, got head_dim 6"),
-    "value_dim": (lambda: (torch.zeros(3, 2, 1, 5), torch.zeros(3, 2, 1, 5)), "holds value_dim 7, got value_dim 5"),
-    "dtype": (lambda: block(1, dtype=torch.float16), "holds dtype torch.float32, got dtype torch.float16"),
-    "device": (lambda: block(1, device="meta"), "holds device cpu, got device meta"),
+    "heads": (lambda: (torch.zeros(3, 6, 1, 5), torch.zeros(3, 6, 1, 7)), "has num_kv_heads 2, got num_kv_heads 6"),
+    "head_dim": (lambda: (torch.zeros(3, 2, 1, 6), torch.zeros(3, 2, 1, 7)), "has head_dim 5, got head_dim 6"),
+    "value_dim": (lambda: (torch.zeros(3, 2, 1, 5), torch.zeros(3, 2, 1, 5)), "has value_dim 7, got value_dim 5"),
+    "dtype": (lambda: block(1, dtype=torch.float16), "has dtype torch.float32, got dtype torch.float16"),
+    "device": (lambda: block(1, device="meta"), "has device cpu, got device meta"),
     "key and value": (
         lambda: (torch.zeros(3, 2, 1, 5), torch.zeros(3, 2, 4, 7)),
         r"agree in batch, heads and tokens, got \[3, 2, 1\] and \[3, 2, 4\]",
@@ -231,7 +231,10 @@ WRONG_BLOCKS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], str]] = {
         lambda: (torch.zeros(3, 2, 1, 5), torch.zeros(3, 2, 1, 7).half()),
         "agree in dtype and device, got torch.float32 on cpu and torch.float16 on cpu",
     ),
-    "gradient": (lambda: block(1, requires_grad=True), r"keeps no gradients, got a key that requires one.*no_grad"),
+    "gradient": (
+        lambda: block(1, requires_grad=True),
+        r"does not support gradients, got a key that requires one.*no_grad",
+    ),
 }
 
 
@@ -305,7 +308,7 @@ def test_a_growing_cache_has_no_rows_to_reorder_before_its_first_block() -> None
             lambda: PreallocatedCache(capacity=3, batch_size=1, num_kv_heads=0, head_dim=3),
             "num_kv_heads must be at least 1",
         ),
-        (lambda: PreallocatedCache(capacity=3, batch_size=1, **SIZES, dtype=torch.int8), "floating-point.*torch.int8"),
+        (lambda: PreallocatedCache(capacity=3, batch_size=1, **SIZES, dtype=torch.int8), "floating point.*torch.int8"),
         (lambda: RollingCache(window=0, batch_size=1, **SIZES), "window must be at least 1, got 0"),
         (lambda: RollingCache(window=3, sinks=-2, batch_size=1, **SIZES), "sinks must be at least 0, got -2"),
         (lambda: PagedCache(num_pages=3, page_size=0, batch_size=1, **SIZES), "page_size must be at least 1, got 0"),
@@ -342,7 +345,7 @@ def test_decoding_a_token_copies_nothing_that_grows_with_the_cache(lengths: list
 def test_overflow_says_by_how_much_and_changes_nothing(bounded: str) -> None:
     cache = build(bounded)
     cache.append(*block(50), lengths=[50, 40, 30])
-    with pytest.raises(CacheError, match="room for 61 tokens a sequence, got 67: 6 too many"):
+    with pytest.raises(CacheError, match="capacity of 61 tokens per sequence, got 67: 6 too many"):
         cache.append(*block(17))
     assert cache.lengths == (50, 40, 30)
     cache.append(*block(17), lengths=[11, 17, 17])
@@ -370,7 +373,7 @@ def test_a_growing_cache_gives_its_memory_back_on_reset_and_takes_another_layout
 
 
 def test_a_growing_cache_holds_to_what_its_constructor_was_told() -> None:
-    with pytest.raises(CacheError, match="holds head_dim 11, got head_dim 5"):
+    with pytest.raises(CacheError, match="has head_dim 11, got head_dim 5"):
         GrowingCache(head_dim=11).append(*block(1))
     with pytest.raises(CacheError, match="has a batch size of 2, got a block of batch 3"):
         GrowingCache(batch_size=2).append(*block(1))

@@ -299,7 +299,7 @@ def test_explain_prints_both_forms_and_the_reason() -> None:
     layer = make()
     assert str(layer.explain(1, 100)).splitlines()[1] == "-> absorbed  15,210 multiply-adds  fewer multiply-adds"
     assert "-> expanded" in str(layer.explain(1, 100, form="expanded"))
-    assert layer.explain(1, 100, form="expanded").reason == "form='expanded' was asked for"
+    assert layer.explain(1, 100, form="expanded").reason == "form='expanded' was requested"
     assert NOPE + VALUE == 2 * RANK
     assert layer.explain(17).reason == "equal multiply-adds"
 
@@ -312,7 +312,7 @@ def test_explain_says_who_reads_a_latent_cache() -> None:
     assert layer.explain(1, 100).refusals == (wide, turning, cpu)
     assert str(layer.explain(1, 100)).endswith(f"a LatentCache is read by attention: {wide}; {turning}; {cpu}")
     fitting = make(kv_lora_rank=512, positions=Rotary(64), dtype=torch.float32, backend="sdpa")
-    assert fitting.explain(1, 100).refusals == ("backend='sdpa' was asked for", cpu)
+    assert fitting.explain(1, 100).refusals == ("backend='sdpa' was requested", cpu)
     assert "up to 16 new tokens per sequence, got 17" in fitting.explain(17, 100).refusals[1]
     assert str(replace(fitting.explain(1, 100), refusals=())).endswith("a LatentCache is read by the decode kernels")
 

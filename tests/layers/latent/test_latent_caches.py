@@ -210,15 +210,15 @@ def test_a_latent_cache_refuses_values_that_it_would_lose() -> None:
 
 def test_a_latent_cache_refuses_other_sizes(x: Tensor) -> None:
     layer = make(causal=True)
-    with torch.no_grad(), pytest.raises(CacheError, match="this cache holds value_dim 5, got value_dim 11"):
+    with torch.no_grad(), pytest.raises(CacheError, match="this cache has value_dim 5, got value_dim 11"):
         layer(x, cache=GrowingCache(value_dim=5))
-    with torch.no_grad(), pytest.raises(CacheError, match="this cache holds head_dim 16, got head_dim 17"):
+    with torch.no_grad(), pytest.raises(CacheError, match="this cache has head_dim 16, got head_dim 17"):
         layer(x, cache=LatentCache(value_dim=RANK, head_dim=16))
     with pytest.raises(CacheError, match="got 7 and 6"):
         LatentCache(value_dim=7, head_dim=6)
     with pytest.raises(CacheError, match="got 7 and 6"):
         PreallocatedLatentCache(capacity=3, batch_size=1, value_dim=7, head_dim=6)
-    with pytest.raises(CacheError, match="room for 3 tokens a sequence, got 4"):
+    with pytest.raises(CacheError, match="capacity of 3 tokens per sequence, got 4"):
         PreallocatedLatentCache(capacity=3, batch_size=1, value_dim=5, head_dim=6).append(torch.ones(1, 1, 4, 6))
 
 
@@ -226,7 +226,7 @@ def test_a_cache_holds_no_source_and_no_gradient(x: Tensor) -> None:
     layer = make()
     with pytest.raises(OptionError, match=r"for cross-attention use layer\.remember"):
         layer(x, x, cache=LatentCache(value_dim=RANK))
-    with pytest.raises(CacheError, match="a cache keeps no gradients"):
+    with pytest.raises(CacheError, match="a cache does not support gradients"):
         layer(x, cache=LatentCache(value_dim=RANK))
 
 

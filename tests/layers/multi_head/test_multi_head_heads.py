@@ -194,7 +194,7 @@ def test_heads_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(OptionError, match="biases, got different ones in heads 0 and 1"):
         MultiHeadAttention.from_heads([heads[0], other, *heads[2:]], num_kv_heads=KV_HEADS)
     without = HeadMatrices(heads[1].query, heads[1].key, heads[1].value, heads[1].output)
-    with pytest.raises(OptionError, match="every head must have a query_bias or none, got one without in head 1"):
+    with pytest.raises(OptionError, match="either all heads or none must have a query_bias, got head 1 without one"):
         MultiHeadAttention.from_heads([heads[0], without])
     narrow = HeadMatrices(heads[1].query[:, :5], *(getattr(heads[1], name) for name in HeadMatrices.__slots__[1:]))
     with pytest.raises(ShapeError, match=r"query of head 1 must be \[23, 10\], got \[23, 5\]"):

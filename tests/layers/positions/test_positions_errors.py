@@ -172,13 +172,13 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         "beyond the table",
         lambda: Learned(23, 26)(E, 5),
         ShapeError,
-        r"has the positions 0 to 22, got position 23; make it with max_length=24 or shorten the sequence",
+        r"has the positions 0 to 22, got position 23; build it with max_length=24 or shorten the sequence",
     ),
     (
         "a tensor beyond the table",
         lambda: Learned(23, 26)(E, torch.arange(19) + 8),
         ShapeError,
-        r"has the positions 0 to 22, got position 26; make it with max_length=27",
+        r"has the positions 0 to 22, got position 26; build it with max_length=27",
     ),
     (
         "a tensor before the table",

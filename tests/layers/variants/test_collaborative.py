@@ -324,7 +324,9 @@ def test_what_has_no_counterpart_is_refused() -> None:
     layer = CollaborativeAttention(24, 6)
     with pytest.raises(OptionError, match="no counterpart for collaborative heads"):
         layer.to_torch()
-    with pytest.raises(OptionError, match="a head's own output matrix exists where every head has queries and keys"):
+    with pytest.raises(
+        OptionError, match="a head's own output matrix exists only if every head has its own queries and keys"
+    ):
         _ = layer.heads
     for options, words in (({"positions": Rotary(4)}, "rotary positions"), ({"qk_norm": "rms"}, "qk_norm")):
         with pytest.raises(OptionError, match=f"does not support a layer with {words}"):

@@ -262,7 +262,7 @@ QUADRATIC = QuadraticRelative1DConfig()
         ({"positions": None}, OptionError, "or QuadraticRelative2D, got positions None"),
         ({"positions": RotaryConfig()}, OptionError, "got positions Rotary"),
         ({"value_dim": None}, ShapeError, "at least 6, got 2; use value_dim=6"),
-        ({"num_kv_heads": 1}, ShapeError, "each of its 3 taps, got 3 heads and 1 of values"),
+        ({"num_kv_heads": 1}, ShapeError, "each of its 3 taps, got 3 heads and 1 KV heads"),
         ({"causal": True}, OptionError, "with a mask of its own; leave it out"),
         ({"output_gate": "head"}, OptionError, "with an output gate; leave it out"),
         ({"key_input_dim": 5, "value_input_dim": 6}, ShapeError, r"6 wide, got \(6, 5, 6\)"),
@@ -292,7 +292,7 @@ def test_init_conv_refuses_what_does_not_fit(options: Any, error: type[Exception
     ],
 )
 def test_other_arrangements_have_no_init_conv(kind: Any, own: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=f"MultiHeadAttention itself computes.*got {kind.__name__}"):
+    with pytest.raises(OptionError, match=f"written into MultiHeadAttention.*got {kind.__name__}"):
         kind(6, 3, value_dim=6, positions=QuadraticRelative1D(3), init="conv", **own)
     name = next(x for x in CONFIGS.names if CONFIGS._classes[x].layer is kind)
     with pytest.raises(OptionError, match="has no field init"):
@@ -303,7 +303,7 @@ def test_a_reset_that_is_refused_changes_nothing() -> None:
     layer = MultiHeadAttention(6, 3, value_dim=6, positions=QuadraticRelative1D(3), init="conv")
     layer.mask = Mask.causal()
     before = [x.detach().clone() for x in layer.parameters()]
-    with pytest.raises(OptionError, match="with a mask of its own"):
+    with pytest.raises(OptionError, match="with causal or window"):
         layer.reset_parameters()
     assert all(torch.equal(now, then) for now, then in zip(layer.parameters(), before, strict=True))
 
@@ -332,7 +332,7 @@ def test_a_layer_of_ones_own_is_set_in_place() -> None:
         (lambda: line(4, 4), {"outside": "wrap"}, OptionError, "outside must be 'nearest' or 'sink', got 'wrap'"),
         (lambda: line(4, 4), {"grid": GRID}, OptionError, "leave it out"),
         (lambda: line(4, 4), {"sharpness": 0.0}, OptionError, r"sharpness must be positive"),
-        (lambda: line(4, 4), {"num_kv_heads": 1}, ShapeError, "each of its 3 taps, got 3 heads and 1 of values"),
+        (lambda: line(4, 4), {"num_kv_heads": 1}, ShapeError, "each of its 3 taps, got 3 heads and 1 KV heads"),
         (lambda: line(4, 4), {"output_bias": False}, OptionError, "needs a layer with an output bias"),
         (lambda: line(4, 4), {"output_gate": "head"}, OptionError, "got a layer with an output gate; leave it out"),
         (lambda: line(4, 4), {"causal": True}, OptionError, "got a layer with a mask of its own; leave it out"),
@@ -366,19 +366,19 @@ LINE = QuadraticRelative1D
 UNFIT: dict[str, tuple[Any, type[Exception], str]] = {
     "no output bias": (lambda: made(output_bias=False), OptionError, "needs a layer with an output bias"),
     "positions of a plane": (
-        lambda: made(positions=QuadraticRelative2D(3, 2, 2)), OptionError, "by QuadraticRelative1D, got QuadraticRel",
+        lambda: made(positions=QuadraticRelative2D(3, 2, 2)), OptionError, "QuadraticRelative1D, got QuadraticRel",
     ),
     "no positions": (lambda: made(positions=None), OptionError, "or QuadraticRelative2D, got positions None"),
     "rotary": (lambda: made(positions=Rotary(2)), OptionError, "got positions Rotary"),
     "heads": (lambda: made(num_heads=2, positions=LINE(2)), ShapeError, "each of its 3 taps, got 2 heads"),
-    "shared values": (lambda: made(num_kv_heads=1), ShapeError, "got 3 heads and 1 of values"),
+    "shared values": (lambda: made(num_kv_heads=1), ShapeError, "got 3 heads and 1 KV heads"),
     "width": (lambda: made(embed_dim=9), ShapeError, "needs a layer 6 wide, got 9"),
     "narrow values": (lambda: made(value_dim=5), ShapeError, "got 5; use value_dim=6"),
     "gate": (lambda: made(output_gate="channel"), OptionError, "with an output gate"),
     "head_gate": (lambda: replaced("head_gate", torch.ones(3)), OptionError, "with a head_gate"),
-    "window": (lambda: made(causal=True, window=5), OptionError, "with a mask of its own"),
+    "window": (lambda: made(causal=True, window=5), OptionError, "with causal or window"),
     "combined": (
-        lambda: made(combine=HeadGroups(HeadLayout(6, 3, value_dim=6), 3, 6)), OptionError, "that combines heads",
+        lambda: made(combine=HeadGroups(HeadLayout(6, 3, value_dim=6), 3, 6)), OptionError, "with a combine module",
     ),
     "sinks": (lambda: made(sinks=True), OptionError, "outside='nearest' takes a layer without learned sinks"),
     "no Linear": (lambda: replaced("v_proj", nn.Bilinear(2, 2, 2)), OptionError, "got Bilinear as v_proj"),

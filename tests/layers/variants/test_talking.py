@@ -256,9 +256,9 @@ def test_what_talking_heads_cannot_have_is_refused_by_name(options: dict[str, An
 
 def test_what_would_not_know_its_mix_is_refused(x: Tensor) -> None:
     for positions, config in ((ALiBi(HEADS), ALiBiConfig()), (T5Bias(HEADS), T5BiasConfig())):
-        with pytest.raises(OptionError, match="before or after which mix, got"):
+        with pytest.raises(OptionError, match="positions that bias logits"):
             TalkingHeads(EMBED, HEADS, positions=positions)
-        with pytest.raises(OptionError, match="before or after which mix, got"):
+        with pytest.raises(OptionError, match="positions that bias logits"):
             TalkingHeadsConfig(EMBED, HEADS, positions=config)
     layer = make()
     with pytest.raises(MaskError, match=rf"got a Mask\.dense of \[1, {HEADS}, "):
