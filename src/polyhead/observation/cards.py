@@ -47,8 +47,8 @@ def _grid(title: str, sites: list[AttentionSite], cell: Callable[[AttentionSite,
         cells = "".join(_cell(cell(site, head) if head < site.num_heads else None) for head in heads)
         lines.append(f'<tr><th scope="row">{site.layer}</th>{cells}</tr>')
     return (
-        f'<table><caption style="white-space: nowrap">{html.escape(title)}: one row per layer, one column per head'
-        "</caption>"
+        f'<table><caption style="white-space: nowrap">{html.escape(title)}: one row per layer, '
+        "one column per head</caption>"
         f'<thead><tr><th scope="col">layer</th>{header}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
     )
 
