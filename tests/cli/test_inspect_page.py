@@ -87,7 +87,7 @@ def test_every_column_of_the_table_is_explained(page, runs):
 
 
 def test_every_matrix_of_heads_is_explained(page, runs):
-    words = page.split("\n## Heads that say the same\n", 1)[1].split("\n## ", 1)[0]
+    words = page.split("\n## Redundant heads\n", 1)[1].split("\n## ", 1)[0]
     matrices = {name for run in runs for found in run.relations.values() for name in found}
     assert {"cosine", "gradient_overlap"} <= matrices
     assert [name for name in sorted(matrices) if f"`{name}`" not in words] == []

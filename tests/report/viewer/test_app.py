@@ -120,7 +120,7 @@ def test_another_origin_is_refused(page, headers):
         page.client.options(f"/{TOKEN}/api/cancel", headers=headers),
     ):
         assert response.status_code == 403
-        assert "its own page alone" in response.json()["error"]["message"]
+        assert "its own page only" in response.json()["error"]["message"]
         assert "access-control-allow-origin" not in response.headers
 
 
@@ -228,7 +228,7 @@ def test_a_missing_script_says_how_to_build_it(page, assets):
 def test_what_is_no_json_object_is_refused(page, body):
     response = page.client.post(f"/{TOKEN}/api/tile", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert "a question is a JSON object" in response.json()["error"]["message"]
+    assert "a request must be a JSON object" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_a_model_without_memory_is_told_and_the_viewer_lives(page, viewer, monke
     with monkeypatch.context() as patch:
         patch.setattr(viewer.model.model, "forward", fail)
         message = page.refused("read", 507, slot="A", text="w1 w2")
-    assert "more memory than there is" in message
+    assert "ran out of memory" in message
     _wait_for(lambda: len(viewer.cache) == 0)
     assert page.get("api/state").json()["readings"]["A"]["id"] == reading
     assert page.read("w1 w2")["id"] > reading

@@ -250,7 +250,7 @@ def test_a_thousand_questions_at_once(running, viewer):
             assert b'{"done":true}' in rest
         else:
             assert b"retry-after: 1" in head.lower()
-            assert b"takes 64 questions at a time" in rest
+            assert b"accepts 64 requests at a time" in rest
     assert viewer.cache.bytes <= viewer.cache.most_bytes
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < 400 << 20  # the clients are here too
