@@ -258,7 +258,7 @@ def test_what_cannot_be_undone_is_said(place, tmp_path):
     record.write_bytes(whole[:-9])
     assert "a whole safetensors file" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
     record.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    assert "it is damaged" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
+    assert "the record is damaged" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
     record.write_bytes(whole)
     invoke("prune", place / "bert", "--heads", "0.2", "--no-repair", "--output", tmp_path / "two", "--form", "padded")
     (tmp_path / "two" / "polyhead-record.safetensors").write_bytes(whole)

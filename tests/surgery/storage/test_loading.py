@@ -177,7 +177,7 @@ def test_weights_of_another_model_are_refused(place, tmp_path):
     with pytest.raises(CheckpointError, match=r"got stray \[24, 32\] instead of nothing"):
         polyhead.load(folder)
     save_file({key: x + 1 for key, x in own.items()}, file)
-    with pytest.raises(CheckpointError, match="they are damaged or another's"):
+    with pytest.raises(CheckpointError, match="they are damaged or another model's"):
         polyhead.load(folder)
 
 
@@ -189,8 +189,8 @@ def test_weights_of_another_model_are_refused(place, tmp_path):
         (lambda x: x.update(form="flat"), "a form of uniform, uneven, padded, got 'flat'"),
         (lambda x: x.update(architecture="NoSuchModel"), "no model class 'NoSuchModel' in transformers"),
         (lambda x: x["layers"].update({"layers.7": {"embed_dim": 32, "num_heads": 4}}), "no such layer"),
-        (lambda x: x["layers"]["model.layers.0.self_attn"].update(num_heads=0), "one that is damaged"),
-        (lambda x: x["layers"]["model.layers.0.self_attn"].update(num_heads="x"), "one that is damaged"),
+        (lambda x: x["layers"]["model.layers.0.self_attn"].update(num_heads=0), "a damaged one"),
+        (lambda x: x["layers"]["model.layers.0.self_attn"].update(num_heads="x"), "a damaged one"),
     ],
 )
 def test_a_manifest_that_is_damaged_or_another_models_is_refused(place, change, words, tmp_path):
@@ -202,7 +202,7 @@ def test_a_manifest_that_is_damaged_or_another_models_is_refused(place, change, 
     with pytest.raises((CheckpointError, OptionError), match=words):
         polyhead.load(folder)
     (folder / "polyhead.json").write_text("{")
-    with pytest.raises(CheckpointError, match="one that is damaged"):
+    with pytest.raises(CheckpointError, match="must be undamaged"):
         polyhead.load(folder)
 
 

@@ -198,7 +198,7 @@ def test_side_files_that_are_not_the_models_own_are_refused(kind, models, tmp_pa
         path.symlink_to(tmp_path / "private")
     else:
         path.symlink_to(tmp_path / "nothing")
-        words = "can be read"
+        words = "must be readable"
     said = invoke("prune", models / "orig", *EDIT, "-o", tmp_path / "out", code=2).stderr
     assert words in said
     assert "README.md" in said

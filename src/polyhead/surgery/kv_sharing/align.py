@@ -99,8 +99,8 @@ def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyForm) -> Te
             (root, inverse_root), (_, whiten) = _root(target), _root(source)
             block_maps[tuple(channels)] = root @ _nearest_orthogonal(inverse_root @ cross_block @ whiten) @ whiten
     largest = max(float(torch.linalg.matrix_norm(block, 2)) for block in block_maps.values())
-    for channels, block in block_maps.items():
-        index = torch.tensor(channels, device=rows.device)
+    for block_channels, block in block_maps.items():
+        index = torch.tensor(block_channels, device=rows.device)
         left, sizes, right = torch.linalg.svd(block)
         if largest == 0:  # all rows are zero
             return result
