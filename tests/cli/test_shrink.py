@@ -209,7 +209,7 @@ def test_options_say_what_they_do():
         (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity needs a causal model"),
         (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
         (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "at least five contexts"),
-        (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "a criterion is one of compensated"),
+        (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "--criterion must be one of compensated"),
     ],
 )
 def test_what_cannot_be_done_is_said(place, tmp_path, arguments, words):
