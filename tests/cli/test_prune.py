@@ -68,7 +68,7 @@ def test_a_share_is_chosen_on_the_text(place, tmp_path):
     options = ["--text", place / "text", "--share", "25%", "--device", "cpu"]
     shown = invoke("prune", place / "llama", *options, "--preview").stdout
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "6", "0.75"]]
-    assert "Written" not in shown
+    assert "Saved" not in shown
     invoke("prune", place / "llama", *options, "--output", tmp_path / "padded", "--form", "padded")
     assert sum(heads(tmp_path / "padded")) == 6
     again = invoke("prune", place / "llama", *options, "--output", tmp_path / "again").stdout
@@ -189,7 +189,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         (["--heads", "0.4"], "this layer has heads 0 to 3, got [4]"),
         (["--heads", "2.0"], "has layers 0 to 1, got layer 2"),
         (["--heads", "0.0,0.1,0.2,0.3"], "a layer must keep a head, got all 4 heads of layer 0"),
-        (["--heads", "0.0,0.0"], "a head may occur only once"),
+        (["--heads", "0.0,0.0"], "a head is named once"),
         (["--heads", "0-1"], "a head is written LAYER.HEAD, as in 3.7; got '0-1'"),
         (["--share", "30"], "a percentage between 0% and 100%, e.g. 30%; got '30'"),
         (["--share", "100%"], "e.g. 30%; got '100%'"),
