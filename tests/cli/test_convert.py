@@ -88,7 +88,7 @@ def test_a_preview_counts_and_writes_nothing(place, tmp_path):
     shown = invoke("convert", place / "bert", "--kv-heads", 1, "--preview", "--device", "cpu").stdout
     rows = [line.split()[-3:] for line in shown.splitlines() if line.startswith("KV heads")]
     assert rows == [["8", "2", "0.25"]]
-    assert "Written" not in shown
+    assert "Saved" not in shown
     assert list(tmp_path.iterdir()) == []
 
 

@@ -69,7 +69,7 @@ def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_pat
     assert sum(keys for _, keys in layouts(tmp_path / "s")) == 3
     shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options, "--preview").stdout
     assert "For 1.05 times fewer FLOPs: " in shown
-    assert "Written" not in shown
+    assert "Saved" not in shown
 
 
 def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
