@@ -69,7 +69,7 @@ def test_json_has_layouts_and_references():
         (("--d-model", 512, "--cache", "64KiB", "--phase", "rest"), "phase must be one of"),
         (("--d-model", 512, "--cache", "64KiB", "--hardware", "abacus"), "machine must be one of"),
         (("--d-model", 100, "--cache", "128KiB"), "got d_model 100, which no head_dim divides; use a multiple of 32"),
-        (("--parameters", 10), "has 2,621,440 parameters in 32 layers, got a budget of 10; allow more"),
+        (("--parameters", 10), "has 2,621,440 parameters in 32 layers, got a budget of 10; raise it"),
         (("--d-model", 512, "--cache", "64KiB", "--most", -3), "--most must be at least 1, got -3"),
         (("--d-model", 512, "--cache", "64KiB", "--most", 0), "--most must be at least 1, got 0"),
         (("--d-model", 512, "--cache", "64KiB", "--dtype", "int8"), "dtype must be bfloat16"),

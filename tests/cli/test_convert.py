@@ -88,7 +88,7 @@ def test_a_preview_counts_and_writes_nothing(place, tmp_path):
     shown = invoke("convert", place / "bert", "--kv-heads", 1, "--preview", "--device", "cpu").stdout
     rows = [line.split()[-3:] for line in shown.splitlines() if line.startswith("KV heads")]
     assert rows == [["8", "2", "0.25"]]
-    assert "Written" not in shown
+    assert "Saved" not in shown
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,7 +101,7 @@ def test_a_preview_counts_and_writes_nothing(place, tmp_path):
         ("bert", ["--kv-heads", 2, "--grouping", "random"], "grouping must be one of similar, neighbours"),
         ("bert", ["--kv-heads", 2, "--context", 12, "--tokens", 20], "at least as many tokens as the heads"),
         ("bert", ["--kv-heads", 2, "--stack", "decoder"], "stack must be one of"),
-        ("bert", ["--kv-heads", 2, "--rounds", -1], "rounds must be an integer of at least 0, got -1"),
+        ("bert", ["--kv-heads", 2, "--rounds", -1], "--rounds must be at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_written(place, tmp_path, name, options, words):

@@ -91,7 +91,7 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
         (("inspect", "no/such/folder/here"), "no/such/folder/here"),
         (("inspect", "MODEL", "--text", "no-such-file.txt"), "no-such-file.txt"),
         (("inspect", "MODEL", "--text", "TEXT", "--context", "3"), "a context must have room"),
-        (("inspect", "MODEL", "--text", "TEXT", "--layers", "one"), "layers are numbers"),
+        (("inspect", "MODEL", "--text", "TEXT", "--layers", "one"), "must be layer numbers"),
         (("inspect", "MODEL", "--text", "TEXT", "--dtype", "int8"), "must be float32"),
         (("inspect", "MODEL", "--text", "TEXT", "--statistics", "magic"), "statistics must be among"),
         (("inspect", "--resume", "nowhere"), "the folder of a saved run"),

@@ -68,7 +68,7 @@ def test_a_share_is_chosen_on_the_text(place, tmp_path):
     options = ["--text", place / "text", "--share", "25%", "--device", "cpu"]
     shown = invoke("prune", place / "llama", *options, "--preview").stdout
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "6", "0.75"]]
-    assert "Written" not in shown
+    assert "Saved" not in shown
     invoke("prune", place / "llama", *options, "--output", tmp_path / "padded", "--form", "padded")
     assert sum(heads(tmp_path / "padded")) == 6
     again = invoke("prune", place / "llama", *options, "--output", tmp_path / "again").stdout
@@ -204,12 +204,12 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         ),
         (["--heads", "0.1", "--form", "flat"], "must be one of uniform, uneven, padded; got 'flat'"),
         (["--heads", "0.1", "--form", "uniform"], "the uniform form needs a native config that describes the model"),
-        (["--heads", "0.1", "--text", "{empty}"], "calibration needs some text"),
+        (["--heads", "0.1", "--text", "{empty}"], "calibration needs a text of at least 8 tokens"),
         (["--heads", "0.1", "--text", "{short}"], "must have at least as many tokens as the heads of"),
         (["--share", "30%", "--text", "{short}"], "must have at least as many tokens as the heads of"),
         (["--heads", "0.1", "--text", "nowhere.txt"], "there is no such file"),
         (["--heads", "0.1", "--stack", "decoder"], "stack must be one of encoder.layer.*.attention.self"),
-        (["--heads", "0.1", "--context", "9999"], "made for contexts of up to 130 tokens, got 9999"),
+        (["--heads", "0.1", "--context", "9999"], "--context must be at most 130 tokens for bert, got 9999"),
         (["--heads", "0.1", "--dtype", "int8"], "must be float32, bfloat16 or float16; got 'int8'"),
     ],
 )
@@ -230,8 +230,8 @@ def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_
     [
         (["--heads", "1.3"], "a group must be two or more heads of one layer, e.g. 1.3+1.7; got '1.3'"),
         (["--heads", "0.1+1.2"], "got '0.1+1.2'"),
-        (["--heads", "0.1+0.2,0.2+0.3"], "a head is named once, got 0.2 more than once"),
-        (["--heads", "0.1+0.1"], "a head is named once, got 0.1 more than once"),
+        (["--heads", "0.1+0.2,0.2+0.3"], "a head may occur only once, got 0.2 more than once"),
+        (["--heads", "0.1+0.1"], "a head may occur only once, got 0.1 more than once"),
         (["--heads", "0.1+0.7"], "this layer has heads 0 to 3, got [7]"),
         (["--heads", "0.1+x"], "a head is written LAYER.HEAD"),
     ],
@@ -251,7 +251,10 @@ def test_an_output_is_needed_unless_only_counted(place):
 def test_what_cannot_be_undone_is_said(place, tmp_path):
     said = invoke("undo", place / "bert", "--output", tmp_path / "out", code=2).stderr
     assert "undo needs the record saved with an edited model, got" in said
-    assert "which is none" in invoke("undo", tmp_path / "nowhere", "--output", tmp_path / "out", code=2).stderr
+    assert (
+        "FOLDER must be an existing folder"
+        in invoke("undo", tmp_path / "nowhere", "--output", tmp_path / "out", code=2).stderr
+    )
     invoke("prune", place / "bert", "--heads", "0.1", "--no-repair", "--output", tmp_path / "one", "--form", "padded")
     record = tmp_path / "one" / "polyhead-record.safetensors"
     whole = record.read_bytes()

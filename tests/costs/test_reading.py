@@ -378,7 +378,7 @@ def test_a_config_that_transformers_wrote_leaves_its_defaults_out():
     assert model.config.layout.head_dim == usual.head_dim
     assert [(group.config.window, group.layers) for group in model.groups] == [(1024, 6), (None, 1)]
     assert model.dtype is torch.bfloat16
-    assert any("fills in" in note and "num_attention_heads 8" in note for note in model.notes)
+    assert any("defaults of transformers" in note and "num_attention_heads 8" in note for note in model.notes)
     with pytest.raises(OptionError, match="a config must contain its number of heads"):
         read_hf_config({name: value for name, value in whole.items() if name != "transformers_version"})
 

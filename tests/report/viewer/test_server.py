@@ -339,7 +339,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, command):
     [
         (["--context", "131"], "at most 130"),
         (["--text", "nowhere.txt"], "--text must be a"),
-        (["--port", "70000"], "a port is a number"),
+        (["--port", "70000"], "must be from 0 to 65535"),
     ],
 )
 def test_what_the_command_cannot_do_it_says(tmp_path, assets, arguments, message, capsys, monkeypatch):
