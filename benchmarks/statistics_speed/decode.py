@@ -13,11 +13,11 @@ from benchmarks.statistics_speed.exact import Exact, Found
 from benchmarks.statistics_speed.places import DECODE_STATISTICS, Shape
 from benchmarks.statistics_speed.problem import Entrants, Problem
 from polyhead.costs.measuring.graphs import replayed
+from polyhead.costs.measuring.l2_cache import caches_beyond, l2_bytes
 from polyhead.costs.measuring.runner import Run
 from polyhead.ops.decode.fused import CacheArguments, decode
 
 BOUND = 1.0
-TIMES_L2 = 3
 
 
 def one_token(run: Run, shape: Shape) -> Iterator[Row]:
@@ -51,19 +51,6 @@ def one_token(run: Run, shape: Shape) -> Iterator[Row]:
             Figure(f"bandwidth, {name}", size / timings.median_ms(name) / 1e9, "TB/s") for name in timings.samples_ms
         ],
     )
-
-
-def caches_beyond(l2: int, cache: int) -> int:
-    """How many caches in turn exceed the L2 so far that none is found there when its turn comes again.
-
-    >>> caches_beyond(50, 40), caches_beyond(50, 1000)
-    (4, 2)
-    """
-    return max(2, -(-TIMES_L2 * l2 // cache))
-
-
-def l2_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def _ours(problem: Problem) -> Callable[[], Found]:

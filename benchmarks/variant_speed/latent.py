@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks.measuring.agreement import hold
 from benchmarks.measuring.results import Figure, Row
-from benchmarks.statistics_speed.decode import caches_beyond, l2_bytes
 from benchmarks.statistics_speed.problem import Entrants
 from polyhead.costs.measuring.graphs import replayed
+from polyhead.costs.measuring.l2_cache import caches_beyond, l2_bytes
 from polyhead.costs.measuring.runner import Run
 from polyhead.ops.decode.fused import CacheArguments, decode
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import __main__ as command
 from benchmarks import agreement, contenders, layer, masked, tables
+from benchmarks import layers as command
 from benchmarks.contenders import CONTENDERS, OURS, PLAIN, X_TRANSFORMERS, Setting, Shape, Weights
 from benchmarks.decode import BytesWritten, bytes_of_step
 from benchmarks.measuring import results

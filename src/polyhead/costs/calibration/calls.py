@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.statistics_speed.decode import TIMES_L2, l2_bytes
 from polyhead.costs.calibration.timing import Call
+from polyhead.costs.measuring.l2_cache import TIMES_L2, l2_bytes
 from polyhead.costs.work import AttentionCore, Piece, Product
 from polyhead.masks import Mask
 from polyhead.ops.attention import attention

@@ -114,15 +114,17 @@ def record_head_mix(config: HeadMixConfig, call: Recorder) -> Block:
         else:
             copies = call.wide(tokens * rows**2) if call.form == "materialised" else 0
             call.weight_sizes.append(copies)
-            options = {
-                "saves": (query, key, value),
-                "save_output": True,
-                "workspace": copies,
-                "backward_workspace": 4 * copies,
-            }
             output = tape.step(
-                query, key, value, output_size=size, saved_bytes=4 * tokens * rows + 2 * copies, **options
-            )  # type: ignore[arg-type]
+                query,
+                key,
+                value,
+                output_size=size,
+                saves=(query, key, value),
+                save_output=True,
+                saved_bytes=4 * tokens * rows + 2 * copies,
+                workspace=copies,
+                backward_workspace=4 * copies,
+            )
         output.is_strided = query.is_strided
         if query is not mixed:
             tape.release(query, key, value)
