@@ -470,7 +470,7 @@ def test_a_layout_of_groups_that_is_none_is_told_what_it_lacks(change, words):
 def test_what_is_no_layout_is_refused_with_what_would_be(tmp_path):
     (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
-    with pytest.raises(OptionError, match=r"list\.json: it holds a list"):
+    with pytest.raises(OptionError, match=r"list\.json: it contains a list"):
         read_layout(tmp_path / "list.json")
     with pytest.raises(OptionError, match="a config must be a JSON file, got"):
         read_layout(tmp_path / "broken.json")

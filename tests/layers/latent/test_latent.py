@@ -366,7 +366,7 @@ def test_the_default_sizes() -> None:
         ({"qk_rope_head_dim": {}, "positions": None}, ShapeError, "qk_rope_head_dim must be an integer, got {}"),
         ({"qk_rope_head_dim": 0}, ShapeError, "qk_rope_head_dim must be positive, got 0"),
         ({"qk_rope_head_dim": 4}, ShapeError, r"Rotary\(head_dim=6\) for a qk_rope_head_dim of 4"),
-        ({"qk_rope_head_dim": 4, "positions": None}, OptionError, r"got 4 with positions None; give .*Rotary\(4\)"),
+        ({"qk_rope_head_dim": 4, "positions": None}, OptionError, r"got 4 with positions None; pass .*Rotary\(4\)"),
         ({"positions": nn.Identity()}, OptionError, "a module of polyhead.layers.positions, got Identity"),
         ({"positions": ALiBi(3)}, ShapeError, r"ALiBi\(num_heads=3\) for 5 heads"),
         ({"form": "latent"}, OptionError, "form must be 'auto', 'expanded' or 'absorbed', got 'latent'"),

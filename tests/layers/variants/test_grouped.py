@@ -257,5 +257,5 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
 
 def test_groups_made_for_other_heads_are_refused() -> None:
     groups = HeadGroups(HeadLayout(24, 6), 2)
-    with pytest.raises(ShapeError, match="HeadGroups must be made for the layer's heads, got 6 heads of 4 for a layer"):
+    with pytest.raises(ShapeError, match="HeadGroups must be built for the layer's heads, got 6 heads of 4 for a"):
         MultiHeadAttention(24, 4, combine=groups)

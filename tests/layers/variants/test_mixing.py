@@ -242,7 +242,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
 
 def test_a_mixing_made_for_other_heads_is_refused() -> None:
     mixing = HeadMixing(HeadLayout(24, 6))
-    with pytest.raises(ShapeError, match="HeadMixing must be made for the layer's heads, got 6 heads of 4 for a layer"):
+    with pytest.raises(ShapeError, match="HeadMixing must be built for the layer's heads, got 6 heads of 4 for a"):
         MultiHeadAttention(48, 6, combine=mixing)
 
 

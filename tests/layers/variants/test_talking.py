@@ -241,10 +241,10 @@ def test_copies_checkpoints_and_resets_carry_the_mixes(x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"softcap": 3.0}, "talking heads have no softcap, got 3.0"),
-        ({"sinks": True}, "talking heads have no sinks, got True"),
-        ({"dropout": 0.1}, "talking heads have no dropout, got 0.1"),
-        ({"key_heads": (0, 0, 0, 0, 0, 1)}, "talking heads have no key_heads"),
+        ({"softcap": 3.0}, "talking heads do not support softcap, got 3.0"),
+        ({"sinks": True}, "talking heads do not support sinks, got True"),
+        ({"dropout": 0.1}, "talking heads do not support dropout, got 0.1"),
+        ({"key_heads": (0, 0, 0, 0, 0, 1)}, "talking heads do not support key_heads"),
         ({"backend": "sdpa"}, "backend of talking heads must be.*got 'sdpa'"),
     ],
 )
