@@ -111,7 +111,7 @@ def test_a_table_of_syntax_stands_in_the_page(run, tmp_path):
         (("report", "RUN", "--lang", "fr"), "one of the languages en, zh; got 'fr'"),
         (("report", "RUN", "--html", "."), "a page is one file, got the folder"),
         (("report", "RUN", "--html", "no/such/folder/page.html"), "there is no folder no/such/folder"),
-        (("report", "RUN", "--syntax", "none.json"), "there is no file none.json"),
+        (("report", "RUN", "--syntax", "none.json"), "file none.json not found"),
         (("inspect", "--html", "no/such/folder/page.html"), "there is no folder no/such/folder"),
         (("inspect", "--html", "page.html", "--lang", "fr"), "one of the languages en, zh; got 'fr'"),
     ],

@@ -220,9 +220,7 @@ def test_a_computation_that_fails_is_logged_and_tells_no_secrets(jobs, log):
         return await all_of(jobs.submit(fail)), await all_of(jobs.submit(lambda job: iter([{"fine": 1}])))
 
     (failure,), second = run(scenario())
-    assert failure == Failure(
-        500, "failed", "The computation failed with KeyError; see the terminal of the viewer."
-    )
+    assert failure == Failure(500, "failed", "The computation failed with KeyError; see the terminal of the viewer.")
     assert "private" in log.getvalue()
     assert second == [{"fine": 1}]
 
