@@ -123,7 +123,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a table that is a pipe": (lambda folder: _pipe(folder / "heads.parquet"), "heads.parquet", "no regular file"),
     "cut weights": (rewrite("relations.safetensors", b"\x10"), "relations.safetensors", ""),
     "a site too many": (
-        change_tensor("relations.safetensors", "99.cosine", torch.zeros(2, 2)), "relations.safetensors", "number 99",
+        change_tensor("relations.safetensors", "99.cosine", torch.zeros(2, 2)), "relations.safetensors", "got 99",
     ),
     "a shape": (
         change_tensor("relations.safetensors", "0.cosine", torch.zeros(3, 2)), "pictures.safetensors", "[3, 2]",

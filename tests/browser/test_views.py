@@ -237,7 +237,7 @@ def test_a_group_can_be_acted_on_by_a_command_to_copy(open_page, keep_picture):
         f"polyhead prune small --heads 1.{weaker['head']} --stack 'encoder.*' --text text.txt --output pruned",
         "polyhead merge small --heads 1.0+1.3 --stack 'encoder.*' --output merged",
     ]
-    assert f"Keep 1.{stronger['head']} of them" in of_group.first.inner_text()
+    assert f"Keep 1.{stronger['head']} and prune the rest" in of_group.first.inner_text()
     of_group.last.get_by_role("button").click()
     expect(of_group.last.get_by_role("button")).to_have_text("Copied")
     assert tab.evaluate("navigator.clipboard.readText()") == of_group.last.locator("code").inner_text()

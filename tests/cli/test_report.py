@@ -111,7 +111,7 @@ def test_a_table_of_syntax_stands_in_the_page(run, tmp_path):
         (("report", "RUN", "--lang", "fr"), "must be one of en, zh en, zh; got 'fr'"),
         (("report", "RUN", "--html", "."), "must be a file, got the folder"),
         (("report", "RUN", "--html", "no/such/folder/page.html"), "there is no folder no/such/folder"),
-        (("report", "RUN", "--syntax", "none.json"), "there is no file none.json"),
+        (("report", "RUN", "--syntax", "none.json"), "file none.json not found"),
         (("inspect", "--html", "no/such/folder/page.html"), "there is no folder no/such/folder"),
         (("inspect", "--html", "page.html", "--lang", "fr"), "must be one of en, zh en, zh; got 'fr'"),
     ],

@@ -27,7 +27,7 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
     tab.locator(".word").nth(3).click()
     tab.locator(".of-word").wait_for()
     root = saved_svg(tab, figure)
-    assert title_of(root).replace(" ", "") == "“w3”looksat(llama,textA)"
+    assert title_of(root).replace(" ", "") == "“w3”attendsto(llama,textA)"
     weights, tokens = opened.server.weights(), opened.server.tokens()
     for layer in range(2):
         for head in range(4):

@@ -206,7 +206,7 @@ def test_a_computation_that_runs_out_of_memory_ends_and_the_next_begins(error):
     jobs.close()
     assert first[0] == {"begun": True}
     assert (first[1].status, first[1].kind) == (507, "out-of-memory")
-    assert "read a shorter text" in first[1].message
+    assert "use a shorter text" in first[1].message
     assert let_go == [1]
     assert second == [{"fine": 1}]
 
@@ -220,9 +220,7 @@ def test_a_computation_that_fails_is_logged_and_tells_no_secrets(jobs, log):
         return await all_of(jobs.submit(fail)), await all_of(jobs.submit(lambda job: iter([{"fine": 1}])))
 
     (failure,), second = run(scenario())
-    assert failure == Failure(
-        500, "failed", "The computation failed with KeyError; the terminal of the viewer shows where."
-    )
+    assert failure == Failure(500, "failed", "The computation failed with KeyError; see the terminal of the viewer.")
     assert "private" in log.getvalue()
     assert second == [{"fine": 1}]
 

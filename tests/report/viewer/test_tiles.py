@@ -119,7 +119,7 @@ def test_an_estimate_is_made_by_its_rule(pool):
             torch.testing.assert_close(found[head, number : number + 1], cells, atol=1e-6, rtol=1e-4)
     if pool == "sum":  # the weights of each row add up to 1, so that every row of blocks has its mass
         torch.testing.assert_close(found.sum(-1)[0], torch.tensor([16.0] * 8 + [3.0]), atol=1e-4, rtol=0)
-    assert "of every 16 queries the middle 3 were looked at" in rule.to_dict()["text"]
+    assert "of every 16 queries the middle 3 are sampled" in rule.to_dict()["text"]
 
 
 def test_no_estimate_is_made_where_it_would_be_everything():
