@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from polyhead.costs.memory.attention import record_attention
 from polyhead.costs.memory.layers import after_heads, before_heads, heads_of, record_layer
@@ -114,7 +115,7 @@ def record_head_mix(config: HeadMixConfig, call: Recorder) -> Block:
         else:
             copies = call.wide(tokens * rows**2) if call.form == "materialised" else 0
             call.weight_sizes.append(copies)
-            options = {
+            options: dict[str, Any] = {
                 "saves": (query, key, value),
                 "save_output": True,
                 "workspace": copies,
@@ -122,7 +123,7 @@ def record_head_mix(config: HeadMixConfig, call: Recorder) -> Block:
             }
             output = tape.step(
                 query, key, value, output_size=size, saved_bytes=4 * tokens * rows + 2 * copies, **options
-            )  # type: ignore[arg-type]
+            )
         output.is_strided = query.is_strided
         if query is not mixed:
             tape.release(query, key, value)
