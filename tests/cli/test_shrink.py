@@ -73,12 +73,12 @@ def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_pat
 
 
 def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
-    """The clock is the test's own; what it is asked of are the whole model and one that lacks ever more heads."""
+    """Timings are faked for the original model and for one with fewer and fewer heads."""
     gone = []
 
     class Found:
         def median_ms(self, name: str) -> float:
-            return {"whole": 1 + 0.02 * gone[-1], "fewer": 1.0}[name]
+            return {"original": 1 + 0.02 * gone[-1], "pruned": 1.0}[name]
 
     def alternate(calls, **options):
         whole, fewer = (inspect.getclosurevars(calls[name]).nonlocals[name] for name in ("original", "pruned"))
@@ -143,7 +143,7 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
 def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--target", target, "--preview"]
     shown = invoke("shrink", place / "llama", *options, "--search").stdout
-    assert "Searched by " in shown
+    assert "Search, " in shown
     if target == "1.3x-cache":
         (line,) = [line for line in shown.splitlines() if line.startswith("cache bytes per token")]
         assert float(line.split()[-1]) <= 1 / 1.3
@@ -168,9 +168,7 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
         torch.testing.assert_close(native(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--search", "--preview").stdout
     assert "4 heads go, 2/2 heads/KV heads stay in every layer" in shown
-    assert re.search(
-        r"Searched by \d+ measurements: (\d heads? exchanged|no head exchanged|heads exchanged) within", shown
-    )
+    assert re.search(r"Search, \d+ measurements: (\d heads? exchanged|no head exchanged|heads exchanged) within", shown)
     shown = invoke("shrink", place / "llama", "--target", "2x-cache", *options, "--preview").stdout
     assert "4 heads go, 2/1 heads/KV heads stay in every layer" in shown
     said = invoke("shrink", place / "llama", "--target", "4x-cache", *options, "--preview", code=2).stderr
