@@ -114,4 +114,4 @@ def test_what_cannot_be_is_one_line_and_nothing_is_written(place, tmp_path, name
 
 def test_a_folder_is_named_before_anything_costs_time(place):
     result = invoke("convert", place / "bert", "--kv-heads", 2, code=2)
-    assert "an edited model is written to a new folder" in result.stderr
+    assert "required unless --preview is used" in result.stderr

@@ -147,4 +147,4 @@ def test_a_plan_of_an_edited_model_counts_the_heads_it_has(place, tmp_path):
     assert heads == [(3, 2, 1), (2, 1, 1)]
     shown = invoke("plan", tmp_path / "uneven").stdout
     assert "4 heads" not in shown
-    assert "counted with the heads of zeros" in invoke("plan", tmp_path / "padded").stdout
+    assert "counted with the zero heads" in invoke("plan", tmp_path / "padded").stdout

@@ -108,12 +108,12 @@ def test_a_table_of_syntax_stands_in_the_page(run, tmp_path):
     ("arguments", "words"),
     [
         (("report", "nowhere"), "a folder that `polyhead inspect --save` wrote"),
-        (("report", "RUN", "--lang", "fr"), "must be one of en, zh en, zh; got 'fr'"),
+        (("report", "RUN", "--lang", "fr"), "must be one of en, zh; got 'fr'"),
         (("report", "RUN", "--html", "."), "must be a file, got the folder"),
         (("report", "RUN", "--html", "no/such/folder/page.html"), "there is no folder no/such/folder"),
         (("report", "RUN", "--syntax", "none.json"), "file none.json not found"),
         (("inspect", "--html", "no/such/folder/page.html"), "there is no folder no/such/folder"),
-        (("inspect", "--html", "page.html", "--lang", "fr"), "must be one of en, zh en, zh; got 'fr'"),
+        (("inspect", "--html", "page.html", "--lang", "fr"), "must be one of en, zh; got 'fr'"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(run, monkeypatch, tmp_path, arguments, words):
@@ -135,5 +135,5 @@ def test_missing_assets_are_told_before_anything_is_read(monkeypatch, tmp_path):
 
 def test_the_help_tells_what_is_needed():
     shown = invoke("report", "--help").stdout
-    for word in ("RUN", "--html", "--lang", "--syntax", "--open", "opens anywhere"):
+    for word in ("RUN", "--html", "--lang", "--syntax", "--open", "self-contained"):
         assert word in shown

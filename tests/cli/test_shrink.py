@@ -64,15 +64,15 @@ def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     assert [share for share, _ in shares] == ["12", "25", "38", "50", "62", "75"]
     assert all(0 < float(value) <= 1 for _, value in shares)
     assert "C compensated   N not compensated   R random heads, compensated" in shown
-    assert "For 25% fewer heads: 2 heads go, repaired" in shown
-    assert re.search(r"fidelity 0\.\d+ ± \S+, of the whole model 1; ", shown)
+    assert "For 25% fewer heads: 2 heads go, compensated" in shown
+    assert re.search(r"fidelity 0\.\d+ ± \S+, original model 1; ", shown)
     assert sum(heads for heads, _ in layouts(tmp_path / "small")) == 6
 
 
 def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu"]
     shown = invoke("shrink", place / "llama", "--target", "1.3x-cache", *options, "--output", tmp_path / "s").stdout
-    assert "perplexity of the whole model" in shown
+    assert "perplexity of the original model" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("KV heads ")] == [["4", "3", "0.75"]]
     assert sum(keys for _, keys in layouts(tmp_path / "s")) == 3
     shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options, "--preview").stdout
@@ -81,16 +81,16 @@ def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_pat
 
 
 def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
-    """The clock is the test's own; what it is asked of are the whole model and one that lacks ever more heads."""
+    """Timings are faked for the original model and for one with fewer and fewer heads."""
     gone = []
 
     class Found:
         def median_ms(self, name: str) -> float:
-            return {"whole": 1 + 0.02 * gone[-1], "fewer": 1.0}[name]
+            return {"original": 1 + 0.02 * gone[-1], "pruned": 1.0}[name]
 
     def alternate(calls, **options):
-        whole, fewer = (inspect.getclosurevars(calls[name]).nonlocals[name] for name in ("whole", "fewer"))
-        assert calls["whole"]().logits.shape == calls["fewer"]().logits.shape
+        whole, fewer = (inspect.getclosurevars(calls[name]).nonlocals[name] for name in ("original", "pruned"))
+        assert calls["original"]().logits.shape == calls["pruned"]().logits.shape
         gone.append(sum(heads for heads, _ in layouts_of(whole)) - sum(heads for heads, _ in layouts_of(fewer)))
         return Found()
 
@@ -117,8 +117,8 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
     curve = [line for line in plain.splitlines() if re.match(r" *\d+% ", line)]
     assert [line for line in result.stdout.splitlines() if re.match(r" *\d+% ", line)] == curve
     assert "Search heads, up to 89 measurements of the fidelity" in result.stderr  # 1 + 6 + 2 + 80
-    assert "For 25% fewer heads: 2 heads go, repaired" in result.stdout
-    (told,) = re.findall(r"^Searched by (\d+) measurements: ", result.stdout, re.MULTILINE)
+    assert "For 25% fewer heads: 2 heads go, compensated" in result.stdout
+    (told,) = re.findall(r"^Search, (\d+) measurements: ", result.stdout, re.MULTILINE)
     assert 9 < int(told) <= 89
     assert sum(heads for heads, _ in layouts(tmp_path / "small")) == 6
 
@@ -138,7 +138,7 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
     monkeypatch.setattr(shrinking.Shrinker, "worth", lambda self, gone, quality: next(worth))
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
     gained = "on the text that selects the compensation fidelity 0.9 instead of 0.8, original model 1"
-    assert re.search(rf"Searched by 50 measurements: [12] heads? moved between layers; {gained}", shown)
+    assert re.search(rf"Search, 50 measurements: [12] heads? moved between layers; {gained}", shown)
     assert 8 <= seen["rows"] <= 16
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
     assert (
@@ -151,12 +151,12 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
 def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--target", target, "--preview"]
     shown = invoke("shrink", place / "llama", *options, "--search").stdout
-    assert "Searched by " in shown
+    assert "Search, " in shown
     if target == "1.3x-cache":
         (line,) = [line for line in shown.splitlines() if line.startswith("cache bytes per token")]
         assert float(line.split()[-1]) <= 1 / 1.3
     else:
-        (left,) = re.findall(r"; (\d+)% of the FLOPs of the whole model", shown)
+        (left,) = re.findall(r"; (\d+)% of the original model's FLOPs", shown)
         assert int(left) <= 95
 
 
@@ -166,7 +166,7 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
     assert "heads/KV heads left in every layer; ± is" in shown
-    assert "For 40% fewer heads: 4 heads go, 2/2 heads/KV heads stay in every layer, repaired" in shown
+    assert "For 40% fewer heads: 4 heads go, 2/2 heads/KV heads stay in every layer, compensated" in shown
     assert "uniform: plain transformers loads it as LlamaForCausalLM" in shown
     assert layouts(tmp_path / "small") == [(2, 2), (2, 2)]
     ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -176,9 +176,7 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
         torch.testing.assert_close(native(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--search", "--preview").stdout
     assert "4 heads go, 2/2 heads/KV heads stay in every layer" in shown
-    assert re.search(
-        r"Searched by \d+ measurements: (\d heads? exchanged|no head exchanged|heads exchanged) within", shown
-    )
+    assert re.search(r"Search, \d+ measurements: (\d heads? exchanged|no head exchanged|heads exchanged) within", shown)
     shown = invoke("shrink", place / "llama", "--target", "2x-cache", *options, "--preview").stdout
     assert "4 heads go, 2/1 heads/KV heads stay in every layer" in shown
     said = invoke("shrink", place / "llama", "--target", "4x-cache", *options, "--preview", code=2).stderr
@@ -198,7 +196,7 @@ def test_options_say_what_they_do():
     assert (
         "move removals between layers (with --form uniform: swap heads within layers) while quality improves" in shown
     )
-    assert "With --form uniform every layer keeps as many heads and KV heads" in shown
+    assert "With --form uniform all layers keep the same number of heads and KV heads" in shown
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,10 @@ def test_options_say_what_they_do():
             ["--target", "1.2x-faster", "--text", "T", "--measured", "--search"],
             "--search needs a target that is counted",
         ),
-        (["--target", "30%-heads", "--text", "T", "--form", "uniform", "--criterion", "plain"], "go by the criterion"),
+        (
+            ["--target", "30%-heads", "--text", "T", "--form", "uniform", "--criterion", "plain"],
+            "--form uniform needs the criterion compensated",
+        ),
         (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity needs a causal model"),
         (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
         (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "at least five contexts"),

@@ -53,7 +53,7 @@ def test_the_table_is_printed_and_written(model, tmp_path):
         assert f"{row.baseline:.3f}" in shown[0]
     assert (table.heads, table.texts, table.minimum, table.seed) == (6, (2, 3), 2, 1)
     assert "Each head is the best of 6 on 2 texts; every number is of 3 others (seed 1)." in result.stdout
-    assert f"written to {output}" in result.stdout
+    assert f"saved to {output}" in result.stdout
     said = json.loads(output.read_text(encoding="utf-8"))
     assert (said["model"], said["treebank"], said["sentences"]) == (model.name, "small.conllu", 5)
     phrases = sorted((x for x in said["shares"] if x["circle"] == "phrase"), key=lambda x: -x["share"])

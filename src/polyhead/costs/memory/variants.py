@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from polyhead.costs.memory.attention import record_attention
 from polyhead.costs.memory.layers import after_heads, before_heads, heads_of, record_layer
@@ -114,16 +115,14 @@ def record_head_mix(config: HeadMixConfig, call: Recorder) -> Block:
         else:
             copies = call.wide(tokens * rows**2) if call.form == "materialised" else 0
             call.weight_sizes.append(copies)
+            options: dict[str, Any] = {
+                "saves": (query, key, value),
+                "save_output": True,
+                "workspace": copies,
+                "backward_workspace": 4 * copies,
+            }
             output = tape.step(
-                query,
-                key,
-                value,
-                output_size=size,
-                saves=(query, key, value),
-                save_output=True,
-                saved_bytes=4 * tokens * rows + 2 * copies,
-                workspace=copies,
-                backward_workspace=4 * copies,
+                query, key, value, output_size=size, saved_bytes=4 * tokens * rows + 2 * copies, **options
             )
         output.is_strided = query.is_strided
         if query is not mixed:
