@@ -48,7 +48,7 @@ GUESSED = {
     "tests/ops/profile/kernels/test_second_pass.py::test_on_a_gpu_every_flag_on_every_kind_of_mask": 14.0,
     "tests/ops/selected_rows/kernels/test_kernels.py::test_on_a_gpu_every_head_dim_keeps_to_the_bounds": 24.0,
     "tests/ops/selected_rows/kernels/test_kernels.py::test_on_a_gpu_other_checks_hold": 15.0,
-    "tests/ops/selected_rows/kernels/test_kernels.py::test_on_hopper_the_twin_keeps_to_the_bounds": 20.0,
+    "tests/ops/selected_rows/kernels/test_kernels.py::test_on_hopper_the_gluon_kernel_is_within_bounds": 20.0,
     "tests/layers/test_decode.py::test_on_a_gpu_no_step_waits": 12.0,
     "tests/observation/test_role_evidence.py::test_nothing_waits_for_the_device": 12.0,
     "tests/costs/test_flops_of_kernels.py::test_on_a_gpu_layers_have_the_flops_that_are_planned": 12.0,

@@ -80,7 +80,9 @@ def test_a_syntax_table_stopped_at_every_attention_goes_on_bit_for_bit(reader, t
             patch.setattr(Call, "notify", told)
             said = invoke(*syntax_of(reader, output, "--resume", folder), code=codes[place % 3]).stderr
         assert ("interrupted" if error is KeyboardInterrupt else "out of memory") in said
-        assert (f"continue with --resume {folder}" in said) == (place >= 2)  # from the second batch on there is something
+        assert (f"continue with --resume {folder}" in said) == (
+            place >= 2
+        )  # from the second batch on there is something
         assert not output.exists()
         again = invoke(*syntax_of(reader, output, "--resume", folder))
         assert again.stdout.replace(str(output), "") == whole.stdout.replace(str(tmp_path / "whole.json"), "")
