@@ -44,7 +44,8 @@ def test_the_issues_commands_compare_each_head_with_itself(place, tmp_path):
     for model, run in ((place / "bert", "one"), (tmp_path / "pr", "two")):
         options = ["--text", place / "text", *SHORT, "--importance", "none", "--save", tmp_path / run]
         shown = invoke("inspect", model, *options).stdout
-    assert "Edited, in head numbers of the original: removed 0.1, 1.2; 3 heads have another number" in shown
+    edited = "removed 0.1, 1.2; 3 heads have a different number than in the original"
+    assert f"Edited, in head numbers of the original: {edited}" in shown
     compared = invoke("compare", tmp_path / "one", tmp_path / "two", "--most", 1000).stdout
     assert "in 6 common heads" in compared
     assert "only in A: 0.1 removed, 1.2 removed" in compared
@@ -95,7 +96,7 @@ def test_a_cache_is_no_target_for_an_encoder(place):
     for name in ("bert", "masked"):
         result = invoke("shrink", place / name, "--target", "2x-cache", *options, code=2)
         assert "a cache target needs a model with a KV cache" in result.stderr
-        assert "Choose heads" not in result.stderr  # refused before the text is read
+        assert "Select heads" not in result.stderr  # refused before the text is read
     with pytest.raises(OptionError, match="for a model without one"):
         check_target(Target("cache", 2.0), polyhead.load(place / "bert"))
     check_target(Target("cache", 2.0), polyhead.load(place / "llama"))
@@ -108,15 +109,15 @@ def test_the_curve_of_an_encoder_has_no_column_of_a_cache(place):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--preview"]
     shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options).stdout
     assert "cache" not in shown
-    assert "fidelity, the mean cosine of final hidden states to those of the whole model" in shown
+    assert "fidelity, the mean cosine of final hidden states to those of the unpruned model" in shown
 
 
 @pytest.mark.parametrize(
     ("name", "column", "label"),
     [
-        ("bert", "ablation", "1 - cosine without it"),
-        ("llama", "gradient", "slope of the loss, in nats"),
-        ("masked", "gradient", "slope of the loss, in nats"),
+        ("bert", "ablation", "ablation: 1 - cosine"),
+        ("llama", "gradient", "gradient of the loss, in nats"),
+        ("masked", "gradient", "gradient of the loss, in nats"),
     ],
 )
 def test_importance_is_labelled_with_what_was_measured(place, name, column, label, tmp_path):

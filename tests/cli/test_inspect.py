@@ -82,7 +82,7 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     ).stdout  # fmt: skip
     assert "ablation" in shown
     assert "sink_mass" not in shown
-    assert "taking out layer" in shown
+    assert re.search(r"ablating layer \d head \d increases the loss most: ", shown)
 
 
 @pytest.mark.parametrize(

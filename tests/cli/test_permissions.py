@@ -153,7 +153,8 @@ def test_a_flag_of_this_command_line_permits_what_the_run_cannot(hostile, tmp_pa
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     # The code ran, as the flag permits; that it makes another model than the run began with is refused after that.
-    assert "with the model it began with" in invoke("inspect", "--resume", run, "--trust-remote-code", code=2).stderr
+    said = invoke("inspect", "--resume", run, "--trust-remote-code", code=2).stderr
+    assert "a run must be resumed with the model it was started with" in said
     assert proof.exists()
 
 

@@ -158,7 +158,7 @@ def test_a_page_holds_all_it_needs(tmp_path, timed):
     assert page.open == []
     assert page.tags.count("figure") == 3 * 3 + 1  # three plots a phase, and one over heads
     assert ("time per token" in text) is timed
-    assert ("FLOPs a token" in text) is not timed
+    assert ("FLOPs per token" in text) is not timed
     assert ("predicted time" in text) is timed
     assert "default-src 'none'" in text
 

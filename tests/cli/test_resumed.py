@@ -172,7 +172,8 @@ def test_a_shrinking_goes_on_with_what_it_began_with(place, tmp_path):
         assert words in said
     assert "got model" in invoke(*shrink_of(place, "llama", tmp_path / "o", *run), code=2).stderr
     (tmp_path / "run" / NUMBERS).write_text("{")
-    assert "cannot be read" in invoke(*shrink_of(place, "bert", tmp_path / "o", *run), code=2).stderr
+    said = invoke(*shrink_of(place, "bert", tmp_path / "o", *run), code=2).stderr
+    assert f"{NUMBERS} must be a file that a run wrote, got an unreadable one" in said
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")

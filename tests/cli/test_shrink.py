@@ -216,7 +216,10 @@ def test_options_say_what_they_do():
             "--form uniform needs the criterion compensated",
         ),
         (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity needs a causal model"),
-        (["--target", "99%-heads", "--text", "T"], "a layer keeps a head at least, which leaves 25% of the heads"),
+        (
+            ["--target", "99%-heads", "--text", "T"],
+            "every layer keeps at least one head, which leaves 25% of the heads",
+        ),
         (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "at least five contexts"),
         (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "--criterion must be one of compensated"),
     ],

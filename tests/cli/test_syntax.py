@@ -52,7 +52,7 @@ def test_the_table_is_printed_and_written(model, tmp_path):
         assert f"{row.accuracy:.3f}" in shown[0]
         assert f"{row.baseline:.3f}" in shown[0]
     assert (table.heads, table.texts, table.minimum, table.seed) == (6, (2, 3), 2, 1)
-    assert "Each head is the best of 6 on 2 texts; every number is of 3 others (seed 1)." in result.stdout
+    assert "Each head is the best of 6 on 2 texts; all numbers are from 3 held-out texts (seed 1)." in result.stdout
     assert f"saved to {output}" in result.stdout
     said = json.loads(output.read_text(encoding="utf-8"))
     assert (said["model"], said["treebank"], said["sentences"]) == (model.name, "small.conllu", 5)
@@ -73,7 +73,7 @@ def test_fewer_sentences_and_several_together(model):
     result = invoke(model, "--treebank", SMALL, "--minimum", 1, "--sentences", 4, "--together", 2)
     assert result.exit_code == 0, result.output
     assert "4 sentences, 22 words" in result.stderr
-    assert "on 1 texts; every number is of 1 others" in result.stdout
+    assert "on 1 texts; all numbers are from 1 held-out texts" in result.stdout
     assert sum(line.startswith("sentence ") for line in result.stdout.splitlines()) == 3
 
 
@@ -103,7 +103,7 @@ def test_a_wrong_line_is_named_before_a_model_is_loaded(tmp_path):
     broken.write_text("# text = a\n1\ta\t_\n", encoding="utf-8")
     result = invoke(tmp_path / "no model", "--treebank", broken)
     assert result.exit_code == 2
-    assert "line 2: a word has 10 columns" in result.stderr
+    assert "line 2: a word must have 10 tab-separated columns, got 3" in result.stderr
 
 
 def test_the_help_says_what_the_numbers_are():
