@@ -124,7 +124,7 @@ def test_importance_is_labelled_with_what_was_measured(place, name, column, labe
     shown = invoke("inspect", place / name, "--text", place / "text", *SHORT, "--save", tmp_path, "--table").stdout
     assert f"{column}: {label}\n" in shown
     assert "entropy: entropy (nats)\n" in shown
-    assert "mean_distance: distance (tokens)\n" in shown
+    assert "mean_distance: mean attention distance (tokens)\n" in shown
     page = page_of(load_inspection(tmp_path))
     assert page["importance"]["label"]["en"] == label
     (found,) = [x for x in page["columns"] if x["name"] == column]
