@@ -257,7 +257,7 @@ def test_a_call_of_attention_is_that_of_the_piece(monkeypatch):
         requested.update(query=query, key=key, **options)
         return true(query, key, value, **options)
 
-    monkeypatch.setattr(polyhead, "attention", watched)
+    monkeypatch.setattr(calls, "attention", watched)
     (call,) = calls.calls_of(CORE, CPU)
     assert call().shape == (2, 4, 24, 16)
     assert requested["key"].shape == (2, 2, 24, 16)

@@ -217,10 +217,10 @@ def test_what_may_be_further_off_is_said():
     assert "of differential heads over a cache" in cached
     uneven = heads(key_heads=(0, 0, 0, 0, 0, 1), causal=True)
     assert memory_doubts(uneven, device="cpu") == ()
-    assert "different numbers of readers over a cache" in memory_doubts(uneven)[0]
+    assert "of uneven KV groups over a cache" in memory_doubts(uneven)[0]
     assert memory_doubts(heads(key_heads=(0, 0, 0, 0, 0, 1))) == ()
     by_share = RoutedConfig(WIDTH, HEADS, top_p=0.5, k_max=4)
-    assert "the 4 heads that a token takes at most" in memory_doubts(by_share, device="cpu")[0]
+    assert "assumes the maximum of 4 heads per token" in memory_doubts(by_share, device="cpu")[0]
 
 
 @pytest.mark.parametrize(

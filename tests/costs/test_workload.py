@@ -90,10 +90,10 @@ def test_each_way_to_ask_says_how_many_keys_there_are_and_how_many_are_new():
         ({"queries": 2, "batch": True}, "batch must be"),
         ({"queries": 2, "source": -3}, "source must be"),
         ({"queries": 2, "past": 3, "source": 4}, "got past 3 and source 4"),
-        ({"queries": 2, "remembered": True}, "only a source can be remembered"),
+        ({"queries": 2, "remembered": True}, "remembered needs a source, got remembered=True without one"),
         (
             {"queries": 2, "past": 3, "training": True},
-            "a cache does not support gradients, got a training step with past 3",
+            "a cache stores no gradients, got a training step with past 3",
         ),
     ],
 )

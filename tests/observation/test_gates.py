@@ -119,7 +119,7 @@ def test_a_callers_gate_and_a_sessions_are_multiplied(shape, own):
 @pytest.mark.parametrize("wrong", [(5,), (HEADS, 1), (BATCH, HEADS, 5), (BATCH, HEADS, QUERIES, 1), ()])
 def test_a_gate_of_another_shape_is_refused(kind, wrong):
     model = KINDS[kind]().eval()
-    words = r"\[4\], \[3, 4\] or \[3, 4, 7\] here, got \[" + ", ".join(map(str, wrong)) + r"\]"
+    words = r"\[4\], \[3, 4\] or \[3, 4, 7\], got \[" + ", ".join(map(str, wrong)) + r"\]"
     x = torch.randn(BATCH, QUERIES, WIDTH, dtype=torch.float64)
     with polyhead.observe(model, statistics=False) as session:
         session.gates[name_of(model), "self"] = torch.ones(wrong)

@@ -539,6 +539,6 @@ def test_the_command_reads_a_model_that_computes_attention_by_itself(tmp_path):
     shown = CliRunner().invoke(app, [str(x) for x in [*options, "--via-weights"]], env=environment)
     assert shown.exit_code == 0, shown.output
     assert COST[1:] in shown.stdout
-    assert "Skipped: what heads write" in shown.stdout
+    assert "Skipped: head outputs, redundancy, copying and importance" in shown.stdout
     assert "8 heads" in shown.stdout
     assert "Main findings" in shown.stdout

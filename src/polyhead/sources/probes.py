@@ -86,7 +86,7 @@ def repeated_batches(
     if not len(fitting):
         raise OptionError(
             f"a probe needs at least {min(lengths, default=0)} distinct words that fit twice into the context, "
-            f"got room for {room} and {len(words)} words in the vocabulary"
+            f"got room for {room} twice and {len(words)} words in the vocabulary"
         )
     for index, block in enumerate(fitting):
         yield repeated_batch(

@@ -408,7 +408,7 @@ def test_a_rolling_cache_goes_back_as_far_as_it_was_built_to() -> None:
     for rollback in (0, 3):
         cache = RollingCache(window=5, sinks=2, rollback=rollback, batch_size=1, **SIZES)
         cache.append(*block(31, batch=1))
-        with pytest.raises(CacheError, match=rf"back to {30 - rollback} tokens or its first 2, got {29 - rollback}"):
+        with pytest.raises(CacheError, match=rf"cropped to {30 - rollback} tokens or its first 2, got {29 - rollback}"):
             cache.crop(29 - rollback)
         cache.crop(30 - rollback)
         assert cache.lengths == (30 - rollback,)

@@ -412,7 +412,7 @@ def test_a_wrong_call_is_refused(x: Tensor) -> None:
         layer(x, lengths=[3, 2, 1])
     with pytest.raises(OptionError, match=r"cache must be a polyhead\.KVCache, got dict"):
         layer(x, cache={})
-    with pytest.raises(ShapeError, match=r"\[5\], \[3, 5\] or \[3, 5, 17\] here, got \[4\]"):
+    with pytest.raises(ShapeError, match=r"\[5\], \[3, 5\] or \[3, 5, 17\], got \[4\]"):
         layer(x, head_gate=torch.ones(4))
     jagged = torch.nested.as_nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
     with pytest.raises(OptionError, match=r"got a nested query; pad it and use Mask\.lengths"):

@@ -413,7 +413,7 @@ def test_a_convolution_that_does_not_fit_leaves_the_layer_as_it_was() -> None:
         set_convolution(layer, fitting, sharpness=-1.0)
     with pytest.raises(OptionError, match="'replicate' or 'zeros', got 'circular'"):
         set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1, padding_mode="circular"))
-    with pytest.raises(OptionError, match="outside='sink' takes a layer with learned sinks, got one without"):
+    with pytest.raises(OptionError, match="outside='sink' requires a layer with learned sinks, got one without"):
         set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1))
     with pytest.raises(DeviceError, match="got one on the meta device"):
         set_convolution(layer, nn.Conv1d(6, 6, 3, padding=1, device="meta", **REPLICATE))

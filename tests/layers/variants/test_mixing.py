@@ -187,7 +187,7 @@ def test_more_positions_than_a_kernel_can_start_are_taken_in_parts(monkeypatch: 
         sizes.append(query.shape[0])
         return attention(query, *others, **options)
 
-    monkeypatch.setattr(mixing_layer, "_MOST_POSITIONS", 13)
+    monkeypatch.setattr(mixing_layer, "_MAX_POSITIONS", 13)
     monkeypatch.setattr(mixing_layer, "attention", counted)
     parts = layer.combine.attend(rows, weights=True)
     assert sizes == [13, 13, 7]

@@ -124,5 +124,5 @@ def test_a_layer_that_is_handed_a_bias_by_head_is_refused_although_it_holds_none
     model = build(FAMILIES["t5"])
     layer = find_layers(model)[1]
     assert "relative_attention_bias" not in dict(layer.module.named_children())
-    with pytest.raises(OptionError, match="is given mask, position_bias"):
+    with pytest.raises(OptionError, match="its forward takes mask, position_bias, which may be per head"):
         apply(model, [PruneHeads(layer.number, (1,), stack=layer.stack)])

@@ -116,8 +116,8 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
     ("form", "words"),
     [
         (KeyForm("half", 4), "one rotation and one scale per rotary pair"),
-        (KeyForm("none", 0, "rms", (0,) * 4), "turns alone"),
-        (KeyForm("none", 0, "layer"), "nothing at all"),
+        (KeyForm("none", 0, "rms", (0,) * 4), "rotations alone, of channels of equal norm weight, got"),
+        (KeyForm("none", 0, "layer"), "the identity alone, since the norm is of all channels together"),
     ],
 )
 def test_a_map_that_would_change_logits_is_refused(form, words):

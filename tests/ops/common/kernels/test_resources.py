@@ -167,7 +167,7 @@ def check_gradients_and_profiles_fit() -> None:
     ):
         # Where the walk has room for its tiles, the pieces of the few that cross an edge of bins may have none.
         walks._column_kernel = kernel
-        resources._found.clear()
+        resources._fitting_tiles.clear()
         one, other = (
             profile(query, key, lse, mask=Mask.causal(), backend=backend, **requested)
             for backend in ("fused", "blockwise")
@@ -178,7 +178,7 @@ def check_gradients_and_profiles_fit() -> None:
     assert all(kernel.refused for kernel in narrow), [kernel.refused for kernel in narrow]
 
     # Pieces found beside wide tiles are none of narrow ones, which come after them.
-    resources._found.clear()
+    resources._fitting_tiles.clear()
     crossing._crossing_kernel = Narrow(narrow[4].kernel, 32 * 32)
     query, key = query.half(), key.half()
     for walk in (column_kernel.kernel, column_kernel):
