@@ -174,7 +174,7 @@ def test_what_was_measured_can_be_predicted_again(few, tmp_path):
     machine = Machine.load("cpu-2-cores")
     slower = [dataclasses.replace(cost, seconds=cost.seconds + 1) for cost in machine.host]
     file = dataclasses.replace(machine, name="slower", host=tuple(slower)).save(tmp_path / "slower.json")
-    command[3] = str(file)
+    command[2] = str(file)
     result = CliRunner().invoke(app, [*command, "--times", str(first), "--output", str(again)])
     assert result.exit_code == 0, result.output
     before, after = (json.loads(path.read_text(encoding="utf-8")) for path in (first, again))

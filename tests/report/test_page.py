@@ -119,8 +119,8 @@ def test_the_language_is_that_of_the_page(inspections, assets, tmp_path):
     text = write_page(tmp_path / "page.html", inspections["t5"], language="zh", assets=assets).read_text("utf-8")
     assert '<html lang="zh-Hans">' in text
     assert data_of(text)["lang"] == "zh"
-    assert "此页面由 JavaScript 绘制" in text
-    with pytest.raises(OptionError, match="one of the languages en, zh; got 'fr'"):
+    assert "此页面需要 JavaScript，而此处已将其禁用。" in text
+    with pytest.raises(OptionError, match="language must be one of en, zh; got 'fr'"):
         write_page(tmp_path / "page.html", inspections["t5"], language="fr", assets=assets)
 
 
@@ -133,11 +133,11 @@ def test_without_a_script_the_findings_can_be_read(inspections, assets):
 @pytest.mark.parametrize(
     ("script", "style", "words"),
     [
-        ("let a='</script>'", "", "the markup that ends it"),
-        ("let a='<!-- <SCRIPT>'", "", "the markup that ends it"),
+        ("let a='</script>'", "", "an inline script must not contain markup that ends it"),
+        ("let a='<!-- <SCRIPT>'", "", "an inline script must not contain markup that ends it"),
         ("let a='<!-- alone'", "", None),
-        ("1", "a{content:'</STYLE>'}", "may not hold </style"),
-        ("1\0", "", "no NUL"),
+        ("1", "a{content:'</STYLE>'}", "must not contain </style"),
+        ("1\0", "", "must not contain NUL"),
     ],
 )
 def test_assets_that_a_browser_would_read_otherwise_are_refused(tmp_path, script, style, words):
@@ -156,7 +156,7 @@ def test_missing_assets_and_places_that_cannot_be_written_are_told(inspections, 
     with pytest.raises(OptionError, match="a page is one file, got the folder"):
         write_page(tmp_path, inspections["bert"], assets=assets)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match="where there is room and permission"):
+    with pytest.raises(OptionError, match="must be writable and fit on the disk"):
         write_page(tmp_path / "file" / "page.html", inspections["bert"], assets=assets)
 
 

@@ -21,12 +21,13 @@ def page_of(model: ModelLayout, context: int) -> str:
 def test_groups_of_any_size_have_a_page_with_a_curve_over_heads(width, heads, kv_heads):
     size = heads // kv_heads
     text = page_of(ModelLayout.of(MultiHeadConfig(width, heads, num_kv_heads=kv_heads, causal=True)), 512)
-    assert f"over the cost of {size} x {width // size}, at d_model {width:,}" in text
+    assert "<h2>By number of heads</h2>" in text
+    assert f"relative to {size} x {width // size}, at d_model {width:,}" in text
 
 
 def test_heads_that_cannot_be_as_wide_as_the_model_leave_the_curve_out():
     text = page_of(ModelLayout.of(MultiHeadConfig(64, 6, num_kv_heads=2, head_dim=16, causal=True)), 512)
-    assert "Over the number of heads" not in text
+    assert "By number of heads" not in text
 
 
 def test_warnings_are_told_with_their_reasons_where_there_are_some():

@@ -194,6 +194,11 @@ _REASONS = (
     (r"induction and duplicate-token: (.*)", "归纳与重复词元：{}"),
     (r"pronoun: (.*)", "代词指代：{}"),
     (
+        r"a probe needs at least (\d+) distinct words that fit twice into the context, "
+        r"got room for (\d+) and (\d+) words in the vocabulary",
+        "探针至少需要 {} 个不同的词，且上下文能容纳两遍，此处可容纳 {} 个，词表中有 {} 个词",
+    ),
+    (
         r"a probe repeats (\d+) different words or more, got room for (\d+) twice and (\d+) words in the vocabulary",
         "探针至少重复 {} 个不同的词，此处可重复 {} 个，词表中有 {} 个词",
     ),

@@ -52,7 +52,7 @@ def test_the_address_needs_its_token(open_view, running):
     for path in ("", "another-token/", "api/state"):
         answer = page.goto(f"{running('llama').origin}{path}")
         assert answer.status == 403
-        assert "must hold the token" in answer.json()["error"]["message"]
+        assert "must contain the token that `polyhead view` printed" in answer.json()["error"]["message"]
         expect(page.locator("#text-A")).to_have_count(0)
 
 
