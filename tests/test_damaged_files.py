@@ -309,7 +309,7 @@ def test_a_full_disk_is_one_line_and_nothing_half_written(place, tmp_path, monke
         options = ["--text", place / "text", "--context", 64, "--tokens", 200, "--importance", "none", "--no-chance"]
         said = invoke("inspect", place / "llama", *options, "--device", "cpu", "--save", tmp_path / "run").stderr
         assert "observations.safetensors: No space left on device" in said
-        options = ["--heads", "0.0", "--no-repair", "--device", "cpu"]
+        options = ["--heads", "0.0", "--no-compensate", "--device", "cpu"]
         said = invoke("prune", place / "llama", *options, "-o", tmp_path / "out").stderr
         assert f"{tmp_path / 'out'}: No space left on device" in said
         said = invoke("report", place / "run", "--html", tmp_path / "page.html").stderr
@@ -325,7 +325,17 @@ def limit_files() -> None:
 
 def test_a_file_that_cannot_grow_is_one_line_too(place, tmp_path):
     """Written by the safetensors library itself, which fails in its own way."""
-    arguments = ["prune", place / "llama", "--heads", "0.0", "--no-repair", "--device", "cpu", "-o", tmp_path / "out"]
+    arguments = [
+        "prune",
+        place / "llama",
+        "--heads",
+        "0.0",
+        "--no-compensate",
+        "--device",
+        "cpu",
+        "-o",
+        tmp_path / "out",
+    ]
     command = Forked(arguments, limit_files)
     said = command.end()[1]
     assert command.returncode == 2, said

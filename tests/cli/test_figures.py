@@ -40,7 +40,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def test_the_issues_commands_compare_each_head_with_itself(place, tmp_path):
-    invoke("prune", place / "bert", "--heads", "0.1,1.2", "--no-repair", "--output", tmp_path / "pr")
+    invoke("prune", place / "bert", "--heads", "0.1,1.2", "--no-compensate", "--output", tmp_path / "pr")
     for model, run in ((place / "bert", "one"), (tmp_path / "pr", "two")):
         options = ["--text", place / "text", *SHORT, "--importance", "none", "--save", tmp_path / run]
         shown = invoke("inspect", model, *options).stdout
@@ -122,8 +122,8 @@ def test_the_curve_of_an_encoder_has_no_column_of_a_cache(place):
 )
 def test_importance_is_labelled_with_what_was_measured(place, name, column, label, tmp_path):
     shown = invoke("inspect", place / name, "--text", place / "text", *SHORT, "--save", tmp_path, "--table").stdout
-    assert f"{column}: {label}\n" in shown
-    assert "entropy: entropy (nats)\n" in shown
+    assert f"\n{label}\n" in shown
+    assert "\nentropy (nats)\n" in shown
     assert "mean_distance: mean attention distance (tokens)\n" in shown
     page = page_of(load_inspection(tmp_path))
     assert page["importance"]["label"]["en"] == label
@@ -141,7 +141,7 @@ def test_a_loss_and_a_cosine_are_not_called_alike():
 
 def test_a_plan_of_an_edited_model_counts_the_heads_it_has(place, tmp_path):
     for form in ("uneven", "padded"):
-        options = ["--no-repair", "--form", form, "--output", tmp_path / form]
+        options = ["--no-compensate", "--form", form, "--output", tmp_path / form]
         invoke("prune", place / "llama", "--heads", "0.1,1.0,1.1", *options)
     found = read_layout(tmp_path / "uneven")
     heads = [(group.config.num_heads, group.config.num_kv_heads, group.layers) for group in found.groups]

@@ -48,7 +48,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     assert "uneven: plain transformers does not load it: a BertConfig has one number of heads" in shown
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the original" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
-    invoke("prune", place / "bert", "--heads", "0.1,0.3,1.0", "--no-repair", "--output", tmp_path / "plain")
+    invoke("prune", place / "bert", "--heads", "0.1,0.3,1.0", "--no-compensate", "--output", tmp_path / "plain")
     compensated, plain = polyhead.load(tmp_path / "pruned"), polyhead.load(tmp_path / "plain")
     name = "encoder.layer.0.attention.self.query.weight"
     assert torch.equal(compensated.get_parameter(name), plain.get_parameter(name))
@@ -126,7 +126,15 @@ def test_every_criterion_can_be_asked_for(place, criterion):
 
 def test_edits_of_an_edited_model_are_undone_with_those_before(place, tmp_path):
     invoke(
-        "prune", place / "bert", "--heads", "0.0,1.1", "--no-repair", "--output", tmp_path / "one", "--form", "padded"
+        "prune",
+        place / "bert",
+        "--heads",
+        "0.0,1.1",
+        "--no-compensate",
+        "--output",
+        tmp_path / "one",
+        "--form",
+        "padded",
     )
     shown = invoke("merge", tmp_path / "one", "--heads", "1.0+1.2", "--output", tmp_path / "two").stdout
     assert "with heads 1.0+1.2 merged" in shown
@@ -157,14 +165,14 @@ def test_merged_groups_are_numbered_as_they_were_before(place, tmp_path):
 def test_an_edited_model_is_inspected_by_its_folder(place, tmp_path):
     pytest.importorskip("pyarrow")
     for name, taken in (("bert", "0.1,0.2"), ("llama", "0.1")):
-        invoke("prune", place / name, "--heads", taken, "--no-repair", "--output", tmp_path / name)
+        invoke("prune", place / name, "--heads", taken, "--no-compensate", "--output", tmp_path / name)
         shown = invoke("inspect", tmp_path / name, "--text", place / "text", "--context", 64, "--device", "cpu").stdout
         assert f"{6 if name == 'bert' else 7} heads" in shown
         assert shown.count("•") == 3
 
 
 def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tmp_path):
-    options = ["--heads", "0.1", "--no-repair"]
+    options = ["--heads", "0.1", "--no-compensate"]
     before = {file.name: file.read_bytes() for file in (place / "bert").iterdir()}
     for extra in ([], ["--replace"]):
         said = invoke("prune", place / "bert", *options, "--output", place / "bert", *extra, code=2).stderr
@@ -175,7 +183,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         "which holds files; choose another one"
         in invoke("prune", place / "bert", *options, "--output", tmp_path / "one", code=2).stderr
     )
-    invoke("prune", place / "bert", "--heads", "0.1,0.2", "--no-repair", "--output", tmp_path / "one", "--replace")
+    invoke("prune", place / "bert", "--heads", "0.1,0.2", "--no-compensate", "--output", tmp_path / "one", "--replace")
     assert heads(tmp_path / "one") == [2, 4]
     assert (
         "not written over the one it came from"
@@ -243,7 +251,7 @@ def test_bad_input_of_merge_is_said_in_a_line_and_nothing_is_written(place, tmp_
 
 
 def test_an_output_is_needed_unless_only_counted(place):
-    said = invoke("prune", place / "bert", "--heads", "0.1", "--no-repair", code=2).stderr
+    said = invoke("prune", place / "bert", "--heads", "0.1", "--no-compensate", code=2).stderr
     assert "required unless --preview is used" in " ".join(said.replace("│", " ").split())
     assert "0.88" in invoke("prune", place / "bert", "--heads", "0.1", "--preview").stdout
 
@@ -255,7 +263,9 @@ def test_what_cannot_be_undone_is_said(place, tmp_path):
         "FOLDER must be an existing folder"
         in invoke("undo", tmp_path / "nowhere", "--output", tmp_path / "out", code=2).stderr
     )
-    invoke("prune", place / "bert", "--heads", "0.1", "--no-repair", "--output", tmp_path / "one", "--form", "padded")
+    invoke(
+        "prune", place / "bert", "--heads", "0.1", "--no-compensate", "--output", tmp_path / "one", "--form", "padded"
+    )
     record = tmp_path / "one" / "polyhead-record.safetensors"
     whole = record.read_bytes()
     record.write_bytes(whole[:-9])
@@ -263,7 +273,9 @@ def test_what_cannot_be_undone_is_said(place, tmp_path):
     record.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     assert "the record is damaged" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
     record.write_bytes(whole)
-    invoke("prune", place / "bert", "--heads", "0.2", "--no-repair", "--output", tmp_path / "two", "--form", "padded")
+    invoke(
+        "prune", place / "bert", "--heads", "0.2", "--no-compensate", "--output", tmp_path / "two", "--form", "padded"
+    )
     (tmp_path / "two" / "polyhead-record.safetensors").write_bytes(whole)
     assert (
         "this record undoes the edits of the model with fingerprint"

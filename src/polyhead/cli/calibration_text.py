@@ -33,7 +33,7 @@ class CalibrationText:
         if loaded.tokenizer is None or loaded.main_input != "input_ids":
             raise OptionError(
                 f"calibration needs a model that reads text, got {loaded.name}, which reads {loaded.main_input}; "
-                "select the heads with --heads and skip compensation with --no-repair"
+                "select the heads with --heads and skip compensation with --no-compensate"
             )
         max_context = loaded.trained_context
         length = min(CONTEXT, max_context or CONTEXT) if context is None else context

@@ -261,8 +261,9 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print(str(found.table), markup=False, soft_wrap=True)
         for name in found.table.names:
             column = column_of(name, facts.get("loss"))
-            unit = column.unit.en
-            line = f"{name}: {column.label.en}{f' ({unit})' if unit and unit not in column.label.en else ''}"
+            label, unit = column.label.en, column.unit.en
+            line = label if label.startswith(name.replace("_", " ")) else f"{name}: {label}"
+            line += f" ({unit})" if unit and unit not in label else ""
             console.print(line, style="dim", markup=False, soft_wrap=True)
         _show_top_keys(found, console)
     for drawn in picture(found):

@@ -61,7 +61,7 @@ def prune(
     compensation: Annotated[
         bool,
         typer.Option(
-            "--repair/--no-repair",
+            "--compensate/--no-compensate",
             help="Compensate for removed heads: refit the output projections layer by layer, by least squares on the "
             "text.",
         ),

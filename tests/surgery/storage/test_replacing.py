@@ -17,7 +17,7 @@ from polyhead.surgery import PruneHeads, SideFiles, apply, fingerprint, save
 from polyhead.surgery.storage import folders, side_files
 from tests.inspection.small_models import model_folder
 
-EDIT = ["--heads", "0.1", "--no-repair", "--device", "cpu"]
+EDIT = ["--heads", "0.1", "--no-compensate", "--device", "cpu"]
 
 
 def invoke(*arguments: object, code: int = 0):
@@ -102,7 +102,7 @@ def test_the_working_directory_home_and_their_ancestors_are_never_replaced(model
 def test_what_was_put_into_a_folder_since_keeps_it_from_being_replaced(models, tmp_path):
     out = tmp_path / "out"
     invoke("prune", models / "orig", *EDIT, "-o", out)
-    again = ("prune", models / "orig", "--heads", "0.2", "--no-repair", "--device", "cpu", "-o", out, "--replace")
+    again = ("prune", models / "orig", "--heads", "0.2", "--no-compensate", "--device", "cpu", "-o", out, "--replace")
     written = tree(out)
 
     (out / "notes").mkdir()

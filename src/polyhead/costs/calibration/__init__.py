@@ -1,4 +1,4 @@
-"""What this machine reaches: a short set of products, copies, attention kernels and small layers, timed and kept."""
+"""Calibration of a machine: a short set of products, copies, attention kernels and small layers, timed and kept."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def planned(device: torch.device, dtypes: Sequence[torch.dtype], grid: Grid | No
 
 @dataclass
 class _Told:
-    """Who is told how far it is."""
+    """Progress callback of a calibration."""
 
     report: Report | None
     total: int
@@ -132,7 +132,7 @@ class _Told:
 
 
 def _part(seconds: float, groups: Sequence[Group]) -> float:
-    """What the first of these groups has of the seconds that are left; what it leaves over is for those after it."""
+    """The first group's share of the remaining seconds; unused time is left to those after it."""
     return max(seconds, 0.0) * groups[0].share / sum(group.share for group in groups)
 
 

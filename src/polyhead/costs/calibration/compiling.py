@@ -79,7 +79,7 @@ def layer_task(config: MultiHeadConfig, work: Workload, dtype: torch.dtype) -> T
 
 
 def is_ours(piece: AttentionCore) -> bool:
-    """Whether our kernels serve it on a GPU; PyTorch's are there already."""
+    """Return True if our kernels serve it on a GPU; PyTorch's need no compilation."""
     return piece.direction == "decode" or route(piece, "cuda") == "tiled"
 
 

@@ -1,4 +1,4 @@
-"""What a call of a layer costs a host that nobody disturbs, by phase and by how its attention is served."""
+"""Host overhead of a layer call on an undisturbed machine, by phase and by how its attention is served."""
 
 from __future__ import annotations
 

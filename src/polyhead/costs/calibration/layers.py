@@ -15,7 +15,7 @@ CHUNK = 1 << 26  # numbers that are put into a cache at a time
 
 
 def layer_call(config: MultiHeadConfig, work: Workload, *, device: torch.device, dtype: torch.dtype) -> Call:
-    """What `work` asks of a layer made with `config`, with random weights and tokens."""
+    """Return the call that `work` makes of a layer built from `config`, with random weights and tokens."""
     layer = config.build(device=device, dtype=dtype)
     tokens = torch.randn(work.batch, work.queries, config.embed_dim, device=device, dtype=dtype)
     if work.training:

@@ -1,4 +1,4 @@
-"""What a calibration times: pieces of work that span the sizes layers have, in groups that share the time there is."""
+"""Pieces of work that a calibration times: they span the sizes of layers, in groups that share the available time."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def groups(grid: Grid, dtype: torch.dtype, device: Device) -> list[Group]:
 
 
 def brief_group(dtype: torch.dtype, device: Device) -> Group:
-    """What is timed of one more dtype, in one group."""
+    """Pieces timed for one more dtype, in one group."""
     pieces = [piece for group in groups(BRIEF, dtype, device) for piece in group.pieces]
     return Group(str(dtype).removeprefix("torch."), BRIEF_SHARE, tuple(pieces))
 
@@ -166,7 +166,7 @@ def computed_flops(piece: Piece, device: Device) -> float:
 
 
 def held_bytes(piece: Piece, device: Device) -> int:
-    """What it keeps in memory: its operands, and a mask in the forms that it takes on its way."""
+    """Bytes of its operands and of its mask in every form."""
     if isinstance(piece, AttentionCore) and route(piece, device) == "masked":
         return piece.bytes + MASK_BYTES * piece.queries * piece.keys
     return piece.bytes

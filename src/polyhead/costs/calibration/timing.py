@@ -57,7 +57,7 @@ def device_seconds(calls: Sequence[Call], device: torch.device, *, graphs: bool 
 
 
 def _issue_seconds(call: Call, device: torch.device) -> float:
-    """What it takes the host to call it, nothing waited for."""
+    """Host time of a call, without synchronisation."""
     taken = []
     for _ in range(FEWEST):
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What a figure was taken on: without it a figure means nothing."""
+"""Machine, versions and commit of a measurement."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def commit() -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a program of the machine prints; nothing where it is missing or fails."""
+    """Return the output of a program of the machine; empty if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE, check=False, timeout=30)
     except OSError:

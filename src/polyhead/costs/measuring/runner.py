@@ -154,7 +154,7 @@ def alternate(
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a benchmark is made with."""
+    """Settings of one run of a benchmark."""
 
     device: torch.device
     dtype: torch.dtype
@@ -200,7 +200,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class WarmUp(NamedTuple):
-    """What is known of a call before it is measured."""
+    """State of a call before it is measured."""
 
     times: int  # calls that make up one sample
     seconds: float  # of one call
