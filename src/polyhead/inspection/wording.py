@@ -195,7 +195,7 @@ _REASONS = (
     (r"pronoun: (.*)", "代词指代：{}"),
     (
         r"a probe needs at least (\d+) distinct words that fit twice into the context, "
-        r"got room for (\d+) and (\d+) words in the vocabulary",
+        r"got room for (\d+) twice and (\d+) words in the vocabulary",
         "探针至少需要 {} 个不同的词，且上下文能容纳两遍，此处可容纳 {} 个，词表中有 {} 个词",
     ),
     (
