@@ -1,1 +1,1 @@
-"""How fast polyhead is, held against the contenders in one run: `python -m benchmarks`."""
+"""Benchmarks of polyhead against other implementations in one run: `python -m benchmarks`."""

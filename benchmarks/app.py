@@ -64,7 +64,7 @@ def statistics(
         str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
     ] = None,
 ) -> None:
-    """What exact statistics of every head cost, against attention without any.
+    """Measure the cost of exact statistics of every head, against attention without any.
 
     On a CUDA machine: forward, forward + backward, the profile, materialised weights, memory at 131,072 tokens, the
     layer, and decoding one token. Anywhere: the CPU. Every contender is held against float64 before it is timed; they
@@ -96,7 +96,7 @@ def inspection(
         str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
     ] = None,
 ) -> None:
-    """What it costs to watch a whole model, against its plain forward.
+    """Measure the cost of observing a whole model, against its plain forward.
 
     On a CUDA machine: a Llama of 16 layers at 4,096 to 131,072 tokens, with statistics of rows and with maps, causal,
     left-padded and windowed, in time and in peak memory; beside it, while it fits, the model's own
@@ -124,7 +124,7 @@ def viewer(
         str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
     ] = None,
 ) -> None:
-    """How long somebody waits in `polyhead view` for the picture of a head, for a tile of it, for a word.
+    """Measure the latency of `polyhead view` for the picture of a head, for a tile of it, for a word.
 
     At 32,768 tokens on a CPU, at 131,072 on a CUDA machine; what is timed is what the server does.
     """
@@ -151,7 +151,7 @@ def variants(
         str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
     ] = None,
 ) -> None:
-    """What other arrangements of heads cost on a CUDA machine.
+    """Measure the cost of attention variants on a CUDA machine.
 
     Routed heads over all heads, the attention of chosen rows, talking heads over ordinary ones, one token over a
     latent cache, and every arrangement over its own formula written by hand.

@@ -59,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Setting:
-    """Who may attend to whom: everybody, causally, or the real tokens of a padded batch."""
+    """Mask of a benchmark: none, causal, or the non-padding tokens of a padded batch."""
 
     causal: bool = False
     lengths: Tensor | None = None  # [batch]
@@ -176,7 +176,7 @@ class TorchLayer(nn.Module):
 
 
 class _Plain(nn.Module):
-    """What the three contenders below share: separate projections, heads by reshaping, masks kept by length."""
+    """Base of the three contenders below: separate projections, heads by reshaping, masks kept by length."""
 
     def __init__(self, weights: Weights, setting: Setting) -> None:
         super().__init__()

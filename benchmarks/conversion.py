@@ -127,7 +127,7 @@ def _rows(task: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _loss(row: dict[str, Any]) -> float:
-    """What options are chosen by: likeness of embeddings, or perplexity."""
+    """Selection metric: cosine similarity of embeddings, or perplexity."""
     figures = row["choose"]
     return float(-figures["cosine"][0] if "cosine" in figures else figures["perplexity"][0])
 

@@ -99,7 +99,7 @@ def _step(
 
 
 def _bare_step(module: FusedQKV, key: Tensor, value: Tensor, new: Tensor) -> Callable[[], Tensor]:
-    """What somebody would write by hand: project, write into the slice, attend, project."""
+    """Hand-written baseline: project, write into the slice, attend, project."""
     batch, heads, slots, head_dim = key.shape
 
     def call() -> Tensor:

@@ -1,4 +1,4 @@
-"""What it costs to watch a whole model: its forward with statistics of every head, over the same without."""
+"""Cost of observing a whole model: its forward with statistics of every head, over the same without."""
 
 from __future__ import annotations
 

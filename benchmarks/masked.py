@@ -1,4 +1,4 @@
-"""What it costs that NaN and Inf in hidden keys never leak: our guarded attention against PyTorch's bare kernel."""
+"""Cost of keeping NaN and Inf in masked keys from leaking: our guarded attention against PyTorch's bare kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether merging heads pays, held against pruning as many with repair: `python -m benchmarks.merging --help`.
+"""Merging heads against pruning as many with compensation: `python -m benchmarks.merging --help`.
 
 Redundancy groups are found as `polyhead inspect` finds them, on the text that is calibrated on. The m heads of a group
 are made one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is repaired. Beside it m - 1 of the
@@ -139,7 +139,7 @@ def _beginnings(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def parts_to_merge(heads: HeadWeights, group: Sequence[int]) -> list[tuple[int, ...]]:
-    """What of a group can become one head: all of it, or else those of its heads that read one KV head.
+    """Heads of a group that can be merged: all of them, or else those of its heads that read one KV head.
 
     Heads with KV heads of their own can be merged with each other; a KV head with other readers must stay.
     """

@@ -1,4 +1,4 @@
-"""What a call costs besides the arithmetic: Python, dispatch and bookkeeping.
+"""Overhead of a call besides the arithmetic: Python, dispatch and bookkeeping.
 
 Two figures. At a width where the arithmetic vanishes (one sequence of two tokens, 16 channels, 2 heads) the time of a
 call is its overhead: the same code runs as at any other size; with one thread, since waking others is no overhead of
@@ -63,7 +63,7 @@ def _call(module: torch.nn.Module, x: torch.Tensor, recording: bool) -> Callable
 
 
 def functions_entered(call: Callable[[], object]) -> int:
-    """How many Python and C functions one call enters, as the interpreter counts them."""
+    """Return the number of Python and C functions that one call enters."""
     count = 0
 
     def watch(frame: FrameType, event: str, argument: object) -> None:

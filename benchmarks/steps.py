@@ -1,4 +1,4 @@
-"""What commands that measure step by step share: a bar, a table of rows, and a file that grows with them."""
+"""Shared by commands that measure step by step: a bar, a table of rows, and a file that grows with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long somebody waits in the live viewer: for the first picture of a head, the exact one, a tile, a word."""
+"""Latency of the live viewer: for the first picture of a head, the exact one, a tile, a word."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None)
 
 
 def measure(run: Run, place: Place) -> Iterator[Row]:
-    """What is timed is what the server does, up to the text that it sends."""
+    """Time the server up to the text that it sends."""
     kept = _kept(run, place)
     head = kept.head(place.heads - 1)
     first = place.tokens // 2
@@ -109,7 +109,7 @@ def _plain(head: KeptAttention, rows: tiles.Span, dtype: torch.dtype = torch.flo
 
 
 def _error(head: KeptAttention, rows: tiles.Span, columns: tiles.Span) -> str:
-    """What is wrong with a tile, if anything is: some of its rows against float64."""
+    """Compare some rows of a tile with float64; return the error, if any."""
     some = rows[0], min(rows[0] + 64, rows[1])
     exact = _plain(head, some, torch.float64)[:, slice(*columns)].cpu()
     error = float((tiles.window(head, some, columns, 0, "sum")[0] - exact).abs().max())

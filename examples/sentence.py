@@ -27,7 +27,7 @@ _TOKEN = re.compile(r"[\u3400-\u9fff\uf900-\ufaff]|[^\W\u3400-\u9fff\uf900-\ufaf
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentenceTrace:
-    """What each step made of the sentence. The layer is untrained: its pattern shows the machinery, not a language."""
+    """Intermediate results of every step. The layer is untrained: its pattern shows the machinery, not a language."""
 
     text: str
     tokens: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows as plain values, written as JSON, and the lines of a table with its misses marked."""
+"""Results of a run: rows as plain values, written as JSON, and the lines of a table with its misses marked."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def plain_table(rows: Sequence[Row]) -> str:
 
 
 def count_of_misses(rows: Sequence[Row]) -> str:
-    """How many, then each by name."""
+    """Number of misses, then each by name."""
     found = misses(rows)
     first = f"{len(found)} miss{'' if len(found) == 1 else 'es'}" + (":" if found else "")
     return "\n".join([first, *(f"  {miss}" for miss in found)])

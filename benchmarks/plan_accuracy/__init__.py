@@ -1,4 +1,4 @@
-"""How far predicted times are from measured ones, on layers that no calibration saw, beside a datasheet's roofline."""
+"""Errors of predicted times against measured ones, on layers that no calibration saw, beside a datasheet's roofline."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def measure(
 
 
 def _may_wait(said: Prediction) -> bool:
-    """Whether a disturbed host takes as long as the device."""
+    """Return True if a disturbed host takes as long as the device."""
     return said.host_seconds > MOST_OF_THE_HOST * said.device_seconds
 
 
 def predict_again(content: Mapping[str, Any], machine: Machine) -> list[Outcome]:
-    """What is said now of the times that `write` has kept: another calibration, or a better prediction."""
+    """Predict the times that `write` has stored again, with another calibration, or a better prediction."""
     dtype = getattr(torch, content["dtype"])
     return [
         dataclasses.replace(

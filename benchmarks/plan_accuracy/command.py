@@ -45,7 +45,7 @@ def plan(
         str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
     ] = None,
 ) -> None:
-    """How far off predicted times are.
+    """Measure the error of predicted times.
 
     Draws layers by a seed, log-uniform in every size, causal and windowed; predicts each on the calibrated machine,
     then runs it: forward, one token of decoding, or a training step. Errors by regime, median and worst, beside those
@@ -76,7 +76,7 @@ def plan(
 
 
 def _predicted_again(times: Path, calibrated: Machine) -> tuple[dict[str, object], list[Outcome]]:
-    """What is known of the run that was kept, and what is said of its times now."""
+    """Return the facts of a stored run and the current predictions of its times."""
     from benchmarks import plan_accuracy
     from benchmarks.plan_accuracy.shapes import REGIMES
     from polyhead.errors import PolyheadError

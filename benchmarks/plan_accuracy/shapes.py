@@ -154,7 +154,7 @@ def regime_of(shape: Shape, work: Work, ranges: Ranges) -> Regime:
 
 
 def fits(shape: Shape, work: Work, ranges: Ranges) -> bool:
-    """Whether a call is neither too long nor too large."""
+    """Return True if a call is neither too long nor too large."""
     pairs = shape.tokens**2
     flops, moved = work.flops, work.bytes
     for piece in work.pieces:

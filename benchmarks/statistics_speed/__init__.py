@@ -1,4 +1,4 @@
-"""What exact statistics of every head cost: each figure of docs/statistics.md, measured on the machine at hand."""
+"""Cost of exact statistics of every head: each figure of docs/statistics.md, measured on the machine at hand."""
 
 from __future__ import annotations
 

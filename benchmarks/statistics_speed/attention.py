@@ -141,7 +141,7 @@ def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
 
 
 def logsumexp_of(found: Entrants, problem: Problem) -> Tensor | None:
-    """What the profile starts from. Our forward takes no part in the timing; if it fails, so does the profile."""
+    """Inputs of the profile. Our forward takes no part in the timing; if it fails, so does the profile."""
     kept: dict[str, Tensor] = {}
     trial = Entrants()
 

@@ -89,7 +89,7 @@ def read_flex(result: tuple[Tensor, Any]) -> Found:
 
 
 def materialised(problem: Problem) -> Callable[[], Found]:
-    """What one writes today: the weights as a tensor, softmax in float32, and each statistic read off them."""
+    """Baseline that materialises: the weights as a tensor, softmax in float32, and each statistic read off them."""
     tokens, device = problem.shape.tokens, problem.query.device
     place = torch.arange(tokens, device=device)
     distance = (place[:, None] - place).abs().float()

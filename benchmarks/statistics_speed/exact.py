@@ -1,4 +1,4 @@
-"""What a contender must give before it is timed: the formula in float64, at rows drawn from a problem of full size."""
+"""Reference that a contender must match before it is timed: the float64 formula at sampled rows of the problem."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRADIENT_TOKENS = 256  # the float64 gradient holds tokens x tokens weights
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What an attention gave: [batch, heads, queries, head_dim], and whatever else [batch, heads, queries]."""
+    """Output of an attention: [batch, heads, queries, head_dim], and whatever else [batch, heads, queries]."""
 
     output: Tensor
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # logsumexp among them

@@ -1,4 +1,4 @@
-"""What statistics take in memory at 131,072 tokens: rows, and nothing that grows with their square."""
+"""Memory of statistics at 131,072 tokens: rows, and nothing that grows with their square."""
 
 from __future__ import annotations
 

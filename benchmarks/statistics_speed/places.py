@@ -1,4 +1,4 @@
-"""Where the speed of statistics is measured: the shapes, and what is asked at each."""
+"""Shapes at which the speed of statistics is measured, and the statistics requested at each."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ _QUICK: dict[str, tuple[str, ...]] = {
 
 
 def shapes_of(part: str, *, quick: bool) -> list[Shape]:
-    """Where a part is measured if nothing else is said; a quick look leaves out the slowest."""
+    """Default shapes of a part; a quick run leaves out the slowest."""
     return [Shape.parse(text) for text in (_QUICK if quick and part in _QUICK else _SHAPES)[part]]

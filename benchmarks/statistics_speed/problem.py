@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def first_query(self) -> int:
-        """Where the first query stands among the keys: the last query is the last token."""
+        """Position of the first query among the keys: the last query is the last token."""
         return self.key.shape[2] - self.query.shape[2]
 
     def shortened(self, tokens: int) -> Problem:
@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass
 class Entrants:
-    """Who takes part at one place."""
+    """Contenders at one shape."""
 
     calls: dict[str, Callable[[], object]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Entrants:
 
 @functools.cache
 def _errors() -> tuple[type[Exception], ...]:
-    """What a kernel that a machine cannot run may raise; anything else is a mistake of this program."""
+    """Errors of a kernel that a machine cannot run; anything else is a bug of this program."""
     if importlib.util.find_spec("triton") is None:
         return PolyheadError, RuntimeError
     from triton.errors import TritonError

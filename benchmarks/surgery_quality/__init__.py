@@ -1,1 +1,1 @@
-"""What a model keeps of its quality when heads are taken out of it: by criterion, share, repair and seed."""
+"""Quality of a pruned model: by criterion, share, compensation and seed."""

@@ -74,7 +74,7 @@ def surgery(
     ] = None,
     device: Device = None,
 ) -> None:
-    """What a model is worth when heads are taken out of it, by closed form alone.
+    """Measure the quality of models pruned in closed form.
 
     Every criterion at every share, not repaired and repaired, and random heads five times; then, where it matters,
     ways to weigh errors, to repair in order and to search. The best way is chosen on the choosing split, and the last
@@ -159,7 +159,7 @@ def _task(
 def _points(
     task: Task, part: str | None, shares: tuple[float, ...] | None, *, quick: bool
 ) -> dict[Point, tuple[Split, ...]]:
-    """What is measured, and on which splits: curves choose nothing, and are measured on the reporting one alone."""
+    """Points to measure, and their splits: curves choose nothing, and are measured on the reporting one alone."""
     from benchmarks.surgery_quality.points import SHARES, curves, tuned
 
     found: dict[Point, tuple[Split, ...]] = {}

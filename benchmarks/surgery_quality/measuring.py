@@ -92,7 +92,7 @@ class Bench:
         return {path: orders[path].heads[:taken] for path, taken in found.counts.items()}
 
     def outputs(self, point: Point, gone: Gone) -> dict[str, Outputs]:
-        """What the layers write with, without those heads."""
+        """Return the output matrices of the layers without those heads."""
         model = self.task.model
         if point.compensation == "no":
             return plain_outputs(model, self.evidence.layers, gone)

@@ -1,4 +1,4 @@
-"""Which points make up the curves, and the file in which finished ones are kept so that a run can go on."""
+"""Points of the curves, and the file of finished ones from which a run resumes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a point: figures by split and name, and how many heads of each layer are gone."""
+    """Result of a point: figures by split and name, and the number of heads pruned in each layer."""
 
     point: Point
     gone: Mapping[str, int]
@@ -84,7 +84,7 @@ class Result:
 
 
 def read_results(path: Path) -> list[Result]:
-    """What is finished. A last line that was cut short is a point to be done again."""
+    """Read finished points. A last line that was cut short is a point to be done again."""
     if not path.exists():
         return []
     return [Result.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
@@ -97,7 +97,7 @@ def append_result(path: Path, result: Result) -> None:
 
 
 def is_done(point: Point, results: Iterable[Result], splits: Iterable[Split]) -> bool:
-    """Whether this point was measured on all of these splits."""
+    """Return True if this point was measured on all of these splits."""
     return any(result.point == point and set(splits) <= set(result.figures) for result in results)
 
 

@@ -1,4 +1,4 @@
-"""What came of the points so far: the best way at each place, chosen on one split and told on the other, and curves."""
+"""Summary of the points so far: curves, and the best method at each target, with validation and test figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def headline(results: Sequence[Result]) -> str:
 
 
 def place_of(point: Point) -> str:
-    """What is asked for: a share of the heads, or heads and KV heads of every layer."""
+    """Target of a point: a share of the heads, or heads and KV heads of every layer."""
     return f"{point.share:.0%} of heads" if point.native is None else f"{point.native} in every layer"
 
 
@@ -63,7 +63,7 @@ def best_by_place(results: Sequence[Result]) -> dict[str, Result]:
 
 
 def way_of(point: Point) -> str:
-    """How heads are chosen and what is done about it, whatever the share and the seed."""
+    """Describe criterion and compensation, whatever the share and the seed."""
     words = point.criterion + (f", weighted by {point.weighting}" if point.weighting != "none" else "")
     return words + (", not compensated" if point.compensation == "no" else ", compensated")
 

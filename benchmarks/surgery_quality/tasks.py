@@ -1,4 +1,4 @@
-"""What quality means for a model: splits of a text to calibrate, choose and report on, and the figures of each."""
+"""Quality of a model: splits of a text to calibrate, choose and report on, and the figures of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a head that is gone is time saved: attention blocks with half of their query heads, over the whole ones.
+"""Time saved by pruned heads: attention blocks with half of their query heads, over the whole ones.
 
 A block is everything of attention: Q, K, V, the core and O, of every layer one after the other. The heads are taken out
 physically. Its time over the whole block's may be at most 1.10 times what its counted FLOPs are over the whole's.

@@ -46,7 +46,7 @@ def training(
         str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
     ] = None,
 ) -> None:
-    """How well models learn that differ in nothing but the arrangement of their heads.
+    """Train models that differ only in their attention variant.
 
     Byte models of about eleven million parameters each, whatever the arrangement takes: first over equally many
     tokens, then over equal compute. Each gets the same sweep over four learning rates, and the best of them two more

@@ -58,7 +58,7 @@ def _of_layer(config: AttentionConfig, index: int) -> AttentionConfig:
 
 
 def parameters(config: AttentionConfig, sizes: Sizes) -> int:
-    """What `ByteModel` has, counted without building it."""
+    """Return the number of parameters of a `ByteModel` without building it."""
     width = sizes.embed_dim
     table = BYTES * width
     norms = (2 * sizes.layers + 1) * 2 * width

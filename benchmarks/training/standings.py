@@ -1,4 +1,4 @@
-"""What came of the comparison so far: one line for each arrangement under each budget."""
+"""Summary of the comparison so far: one line for each variant under each budget."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Standing:
 
 
 def standings(contest: Contest, results: Sequence[Result]) -> list[Standing]:
-    """What can be said so far, in the order of the arrangements."""
+    """Return the standings so far, in the order of the variants."""
     found = []
     for budget in BUDGETS:
         for name in contest.variants:

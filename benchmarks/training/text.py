@@ -38,7 +38,7 @@ class Text:
         return cls(numbers[:-last], numbers[-last:])
 
     def questions(self, context: int) -> Tensor:
-        """What is held out in pieces of context + 1 bytes, each once: [pieces, context + 1]."""
+        """Held-out text in pieces of context + 1 bytes, each once: [pieces, context + 1]."""
         pieces = (len(self.held_out) - 1) // context
         return self.held_out.unfold(0, context + 1, context)[:pieces]
 

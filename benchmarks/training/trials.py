@@ -1,4 +1,4 @@
-"""Which trainings make up the comparison, and the file in which finished ones are kept so that it can go on."""
+"""Training runs of the comparison, and the file of finished ones from which it resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEDS = (0, 1, 2)  # the first is that of the sweep over rates
 
 @dataclass(frozen=True)
 class Contest:
-    """What is compared: arrangements by name, the first being what the others are measured against."""
+    """Variants by name; the first is the baseline."""
 
     variants: Mapping[str, AttentionConfig]
     sizes: Sizes
@@ -69,7 +69,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a trial. `bits` are those of a held-out byte, on average; NaN where the training came apart."""
+    """Result of a trial. `bits` are those of a held-out byte, on average; NaN where the training came apart."""
 
     trial: Trial
     bits: float
@@ -92,7 +92,7 @@ class Result:
 
 
 def read_results(path: Path) -> list[Result]:
-    """What is finished. A last line that was cut short is a training to be done again."""
+    """Read finished trials. A last line that was cut short is a training to be done again."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -118,7 +118,7 @@ def best_rate(results: Iterable[Result], variant: str, budget: Budget) -> float 
 
 
 def next_trial(contest: Contest, results: Sequence[Result], under_way: Iterable[Trial] = ()) -> Trial | None:
-    """What to train next: the sweep of every arrangement, then the other seeds at the rate that was best.
+    """Return the next runs: the sweep of every variant, then the other seeds at the rate that was best.
 
     None where nothing is left, or nothing that can begin before a training that is `under_way` has ended.
     """

@@ -22,7 +22,7 @@ Call = Callable[[Tensor], Tensor]
 def step(
     call: Call, x: Tensor, upstream: Tensor, parameters: list[nn.Parameter], training: bool
 ) -> Callable[[], Tensor]:
-    """What is timed of `call`, and the output that it gives."""
+    """Return the timed function of `call` and its output."""
     if not training:
 
         def forward() -> Tensor:

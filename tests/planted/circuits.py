@@ -1,4 +1,4 @@
-"""What each planted head does, as two small matrices in the coordinates of the stream's subspaces."""
+"""Circuits of the planted heads, as two small matrices in the coordinates of the stream's subspaces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NEXT_TO_NOTHING = 0.01  # of a logit; it takes about half its square, 5e-5 nats
 
 @dataclass(frozen=True, slots=True)
 class Sharpness:
-    """How plainly the heads do what they do.
+    """Strengths of the planted heads.
 
     Attributes:
         gap: by how much the logit of the planted key exceeds that of any other; for heads that copy, what the logit of
@@ -64,7 +64,7 @@ class Sharpness:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Circuit:
-    """What one head does, before it is taken apart into matrices."""
+    """Circuit of one head, before it is factored into matrices."""
 
     logits: Tensor  # [head_dim, head_dim], queries by keys, over the axes of position and then of content
     writes: Tensor  # [token_dim, axes of the target], of the attended token; a written vector has length 1 or so

@@ -17,7 +17,7 @@ _MOST_DRAWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large a planted model is. Width and head size follow from what a head must be able to read and write.
+    """Sizes of a planted model. Width and head size follow from what a head must be able to read and write.
 
     >>> sizes = Sizes()
     >>> sizes.embed_dim, sizes.head_dim
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def write_dim(self) -> int:
-        """How many axes of a token one head passes on: half of them, so that no two heads write the same by chance."""
+        """Number of token axes that one head passes on: half of them, so that no two heads write the same by chance."""
         return self.token_dim // 2
 
     @property

@@ -22,7 +22,7 @@ NEAR = 8
 
 
 class Seen(NamedTuple):
-    """What one pass over a text shows of every head."""
+    """Statistics of every head from one pass over a text."""
 
     tokens: Tensor  # [batch, queries]
     weights: dict[HeadId, Tensor]  # [batch, queries, keys]
