@@ -23,12 +23,12 @@ import polyhead.integrations.huggingface
 from benchmarks.surgery_quality.language import LanguageTask
 from benchmarks.surgery_quality.sentences import SentenceTask
 from polyhead.costs.measuring import machine
-from polyhead.sources import load_model
 from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_forms, find_layers, fingerprint, undo
 from polyhead.surgery.kv_sharing.align import AlignHeads
 from polyhead.surgery.kv_sharing.convert import convert_groups
 from polyhead.surgery.kv_sharing.grouping import neighbours
 from polyhead.surgery.kv_sharing.shared_keys import ShareKeys
+from polyhead.workflows.model_loading import load_model
 
 Way = Callable[[Any, int, dict[str, Any]], EditRecord]
 

@@ -20,7 +20,7 @@ from benchmarks.statistics_speed.places import ROW_STATISTICS
 from benchmarks.statistics_speed.problem import tidy
 from polyhead.costs.measuring.runner import OUT_OF_MEMORY, Run, Timings, is_out_of_memory
 from polyhead.observation import AttentionMaps
-from polyhead.sources.models import load_model
+from polyhead.workflows.model_loading import load_model
 
 PLAIN = "SDPA, nothing watched"
 ROWS = "polyhead, largest logit, entropy, reach"

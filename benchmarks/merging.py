@@ -32,7 +32,6 @@ from polyhead.inspection import layer_similarity
 from polyhead.inspection.heads import Group, Likeness
 from polyhead.inspection.probing import CHANCE_TOKENS, random_twin
 from polyhead.observation import AttentionSite, Contributions, find_projections, observe
-from polyhead.sources import load_model
 from polyhead.surgery import (
     AttentionLayer,
     HeadWeights,
@@ -52,6 +51,7 @@ from polyhead.surgery.calibration.streams import Piece, Streams
 from polyhead.surgery.calibration.temporary import lent
 from polyhead.surgery.compensation.least_squares import Problem
 from polyhead.surgery.compensation.targets import collect_targets
+from polyhead.workflows.model_loading import load_model
 
 RIDGE = 1e-3
 PAIRS = 3

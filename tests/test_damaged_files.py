@@ -20,12 +20,14 @@ from typer.testing import CliRunner
 
 from polyhead.cli import app
 from polyhead.errors import CheckpointError, OptionError, PolyheadError
-from polyhead.inspection import Settings, inspect_model, load_inspection, save_inspection
+from polyhead.inspection import Settings, load_inspection, save_inspection
 from polyhead.observation.saving import write_whole
-from polyhead.sources import load_model, read_texts
+from polyhead.sources import read_texts
 from polyhead.sources import texts as texts_module
 from polyhead.surgery import PruneHeads, apply, load, load_record, save, undo
 from polyhead.surgery.native.configs import ConfigChange
+from polyhead.workflows.inspecting import inspect_model
+from polyhead.workflows.model_loading import load_model
 from tests.forked import Forked
 from tests.inspection.small_models import model_folder, text_folder
 

@@ -30,18 +30,20 @@ from polyhead.analysis.syntax_table import SyntaxTable
 from polyhead.costs.layouts.reading import read_layout
 from polyhead.costs.timing.machine import SHIPPED, Machine
 from polyhead.errors import PolyheadError
-from polyhead.inspection import Settings, inspect_model, load_inspection, save_inspection
+from polyhead.inspection import Settings, load_inspection, save_inspection
 from polyhead.inspection import compare as compare_runs
 from polyhead.layers.config import AttentionConfig
 from polyhead.observation import load as load_observations
 from polyhead.observation import observe, read_facts
 from polyhead.observation import save as save_observations
 from polyhead.report import page_of
-from polyhead.sources import load_model, read_texts
+from polyhead.sources import read_texts
 from polyhead.sources.models import check_folder
 from polyhead.sources.treebank import read_treebank
 from polyhead.surgery import PruneHeads, apply, edits_from_json, load, load_record, save
 from polyhead.surgery.storage.folders import FILES, check_free
+from polyhead.workflows.inspecting import inspect_model
+from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder
 from tests.sources.small_gguf import write_gguf
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of, writable_file
-from polyhead.cli.progress import errors_told
+from polyhead.cli.progress import report_errors
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def surgery(
     if timed:
         _time(output, commit, quick=quick)
         return
-    with errors_told("bench surgery"):
+    with report_errors("bench surgery"):
         if text is None or output is None:
             raise OptionError("points are measured on a text and kept in a file, got no --text or no --output")
         if part is not None and part not in PARTS:
@@ -140,7 +140,7 @@ def _task(
     from benchmarks.surgery_quality.language import LanguageTask
     from benchmarks.surgery_quality.sentences import SentenceTask
     from polyhead.costs.measuring import machine
-    from polyhead.sources import load_model
+    from polyhead.workflows.model_loading import load_model
 
     loaded = load_model(name, device=device, dtype=torch.float32)
     loaded.model.requires_grad_(False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.options import writable_file
-from polyhead.cli.progress import errors_told
+from polyhead.cli.progress import report_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ def training(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     requested = contest(quick=quick)
-    with errors_told("bench training"):
+    with report_errors("bench training"):
         Text.read(text, requested.sizes.context)  # so that one that is too short is refused here
     facts = {**machine.describe(device, commit), "text": text.name, "quick": quick}
     console = Console(stderr=True, highlight=False)

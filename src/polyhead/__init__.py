@@ -1,30 +1,27 @@
 """polyhead: multi-head attention you can run, watch and reshape, one head at a time."""
 
+from polyhead.costs.choosing import choose
+from polyhead.costs.planning import plan
 from polyhead.geometry import HeadId
-from polyhead.layers import (
-    AttentionConfig,
-    KVCache,
-    LatentAttention,
-    MultiHeadAttention,
-    build_attention,
-    config_of,
-)
+from polyhead.inspection.comparison import compare
+from polyhead.layers import KVCache, LatentAttention, MultiHeadAttention, build_attention
 from polyhead.masks import Mask
 from polyhead.observation import HeadProfile, observe
 from polyhead.ops.attention import AttentionOutput, Statistics, attention, explain
 from polyhead.ops.profile import profile
-from polyhead.sources.models import open_folders as _open_folders
 from polyhead.surgery.storage.loading import load
-from polyhead.surgery.storage.loading import load_saved as _load_saved
 from polyhead.version import VERSION
+from polyhead.workflows.converting import convert
+from polyhead.workflows.inspecting import inspect
+from polyhead.workflows.merging import merge
+from polyhead.workflows.pruning import prune
+from polyhead.workflows.shrinking import shrink
+from polyhead.workflows.treebank_syntax import syntax
+from polyhead.workflows.undoing import undo
 
 __version__ = VERSION
 
-# Let models be loaded by name also where the folder contains a model with edited heads.
-_open_folders(_load_saved)
-
 __all__ = [
-    "AttentionConfig",
     "AttentionOutput",
     "HeadId",
     "HeadProfile",
@@ -36,9 +33,18 @@ __all__ = [
     "__version__",
     "attention",
     "build_attention",
-    "config_of",
+    "choose",
+    "compare",
+    "convert",
     "explain",
+    "inspect",
     "load",
+    "merge",
     "observe",
+    "plan",
     "profile",
+    "prune",
+    "shrink",
+    "syntax",
+    "undo",
 ]

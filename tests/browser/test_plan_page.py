@@ -8,9 +8,8 @@ import pytest
 import torch
 from playwright.sync_api import expect
 
-from polyhead.costs import read_layout
+from polyhead.costs import planning, read_layout
 from polyhead.costs.curves import over_context, over_heads
-from polyhead.costs.planning import plan_model
 from polyhead.costs.timing.machine import Machine
 from polyhead.report.plan_page import write_plan_page
 from tests.browser.accessibility import serious_violations
@@ -19,7 +18,7 @@ from tests.browser.accessibility import serious_violations
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     machine = Machine.load("cpu-2-cores")
-    plan = plan_model(read_layout("gemma2-9b"), context=4096, dtype=torch.float32, machine=machine)
+    plan = planning.plan(read_layout("gemma2-9b"), context=4096, dtype=torch.float32, machine=machine)
     file = tmp_path_factory.mktemp("plan") / "plan.html"
     return write_plan_page(file, plan, over_context(plan, machine), over_heads(plan, machine))
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from polyhead.inspection import Settings, inspect_model
+from polyhead.inspection import Settings
 from polyhead.report.page import write_page
+from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 
 

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from benchmarks.app import app as benchmarks
 from polyhead.cli import app
-from polyhead.sources import models
+from polyhead.errors import OptionError
+from polyhead.sources.models import check_layers
+from polyhead.workflows import model_loading
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("transformers")
@@ -40,8 +42,8 @@ def place(made, monkeypatch) -> Path:
     def read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(models, "_read_native", read)
-    monkeypatch.setattr(models, "_read_edited", read)
+    monkeypatch.setattr(model_loading, "read_native", read)
+    monkeypatch.setattr(model_loading, "load_saved", read)
     monkeypatch.chdir(made)
     return made
 
@@ -117,20 +119,20 @@ REFUSED: list[tuple[list[str], str]] = [
     (["prune", "MODEL", "--output", "new", "--heads", "9.1"], "has layers 0 to 1, got layer 9"),
     (["prune", "MODEL", "--output", "new", "--share", "0%"], "a percentage between 0% and 100%"),
     (["prune", "MODEL", "--output", "new", "--share", "100%"], "a percentage between 0% and 100%"),
-    ([*PRUNE, "--criterion", "magic"], "--criterion must be one of"),
+    ([*PRUNE, "--criterion", "magic"], "criterion must be one of"),
     (["merge", "MODEL", "--heads", "0.1", "--output", "new"], "two or more heads of one layer"),
     (["merge", "MODEL", "--heads", "0.1+1.1", "--output", "new"], "two or more heads of one layer"),
     (["merge", "MODEL", "--heads", "0.1+0.1", "--output", "new"], "a head may occur only once"),
     (["merge", "MODEL", "--heads", "7.1+7.2", "--output", "new"], "has layers 0 to 1, got layer 7"),
-    (["convert", "MODEL", "--kv-heads", "0", "--output", "new"], "--kv-heads must be greater than 0, got 0"),
+    (["convert", "MODEL", "--kv-heads", "0", "--output", "new"], "kv_heads must be greater than 0, got 0"),
     ([*CONVERT, "--grouping", "magic"], "grouping must be one of"),
-    ([*CONVERT, "--rounds", "-1"], "--rounds must be at least 0, got -1"),
-    (["shrink", "MODEL", "--target", "30%-heads", "--output", "new"], "--text is required"),
+    ([*CONVERT, "--rounds", "-1"], "rounds must be at least 0, got -1"),
+    (["shrink", "MODEL", "--target", "30%-heads", "--output", "new"], "text is required"),
     (["shrink", "MODEL", "--target", "half", "--output", "new", "--text", "TEXT"], "a target must be a share of heads"),
     (["shrink", "MODEL", "--target", "0.5x-cache", "--output", "new", "--text", "TEXT"], "a target must be a share"),
-    ([*SHRINK, "--metric", "magic"], "--metric must be perplexity or fidelity"),
-    ([*SHRINK, "--criterion", "magic"], "--criterion must be one of"),
-    ([*SHRINK, "--measured"], "--measured needs a target such as"),
+    ([*SHRINK, "--metric", "magic"], "metric must be perplexity or fidelity"),
+    ([*SHRINK, "--criterion", "magic"], "criterion must be one of"),
+    ([*SHRINK, "--measured"], "a measured target must be a speed, such as"),
     (
         ["shrink", "MODEL", "--target", "1.2x-faster", "--text", "TEXT", "--preview", "--measured", "--search"],
         "omit one of them",
@@ -138,7 +140,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*SHRINK, "--form", "uniform", "--criterion", "plain"], "omit one of them"),
     ([*SHRINK, "--resume", "FILE/x"], "FILE is a file"),
     (["undo", "MODEL", "--output", "new"], "without one"),
-    (["undo", "none", "--output", "new"], "FOLDER must be an existing folder, got none"),
+    (["undo", "none", "--output", "new"], "undo needs the folder of an edited model, got none"),
     (["undo", "MODEL", "--output", "FULL"], "which holds files"),
     (["plan", "llama3.1-8b", "--output", "none/x.html"], "a file in an existing folder"),
     (["plan", "llama3.1-8b", "--output", "FILE/x.html"], "a file in an existing folder"),
@@ -224,6 +226,6 @@ def test_layers_of_an_encoder_and_a_decoder_are_counted_by_the_longer(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "t5", "num_layers": 2, "num_decoder_layers": 5, "d_model": 8, "num_heads": 2})
     )
-    models.check_layers(tmp_path, [4])
-    with pytest.raises(models.OptionError, match="layers 0 to 4, got layer 5"):
-        models.check_layers(tmp_path, [1, 5])
+    check_layers(tmp_path, [4])
+    with pytest.raises(OptionError, match="layers 0 to 4, got layer 5"):
+        check_layers(tmp_path, [1, 5])

@@ -101,7 +101,7 @@ def test_a_preview_counts_and_writes_nothing(place, tmp_path):
         ("bert", ["--kv-heads", 2, "--grouping", "random"], "grouping must be one of similar, neighbours"),
         ("bert", ["--kv-heads", 2, "--context", 12, "--tokens", 20], "at least as many tokens as the heads"),
         ("bert", ["--kv-heads", 2, "--stack", "decoder"], "stack must be one of"),
-        ("bert", ["--kv-heads", 2, "--rounds", -1], "--rounds must be at least 0, got -1"),
+        ("bert", ["--kv-heads", 2, "--rounds", -1], "rounds must be at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_written(place, tmp_path, name, options, words):

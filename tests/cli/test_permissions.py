@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from polyhead.cli import app
-from polyhead.inspection import Settings, inspect_model, load_inspection
+from polyhead.inspection import Settings, load_inspection
+from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from polyhead.cli import app
 from polyhead.costs.timing.machine import Machine
 from polyhead.layers.config import MultiHeadConfig
+from polyhead.progress import Progress
 
 SIZES = ("--d-model", 512, "--heads", 8, "--kv-heads", 2, "--layers", 6, "--context", 1024)
 
@@ -177,8 +178,8 @@ def test_a_page_writes_a_name_as_text(tmp_path):
 def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
     import polyhead.costs.calibration as calibration
 
-    def measured(*, report: Any) -> Machine:
-        report(1, 2, "a product")
+    def measured(*, progress: Any) -> Machine:
+        progress(Progress("calibrate", 1, 2, detail="a product"))
         return Machine.load("cpu-2-cores")
 
     monkeypatch.setattr(calibration, "calibrate", measured)
@@ -214,7 +215,7 @@ def test_a_calibration_that_cannot_be_kept_is_not_begun_and_one_that_was_made_is
 
     folder = tmp_path / "own"
 
-    def measured(*, report: Any) -> Machine:
+    def measured(*, progress: Any) -> Machine:
         folder.rmdir()
         folder.write_text("", encoding="utf-8")  # in the place of the folder, after it was looked at
         return Machine.load("cpu-2-cores")

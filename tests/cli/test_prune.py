@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import polyhead
 from polyhead.cli import app
-from polyhead.cli.calibration_text import CalibrationText
-from polyhead.cli.edited_model import open_model
 from polyhead.surgery import find_layers, fingerprint, load_record
+from polyhead.workflows.calibration_text import CalibrationText
+from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder
 
 
@@ -76,19 +76,19 @@ def test_a_share_is_chosen_on_the_text(place, tmp_path):
 
 
 def test_text_is_read_or_held_out_and_never_both(place):
-    loaded = open_model(str(place / "bert"), device="cpu", dtype=None)
-    text = CalibrationText.of(loaded, str(place / "text"), "text", 40, 10_000)
+    loaded = load_model(place / "bert", dtype="saved")
+    text = CalibrationText.of(loaded, place / "text", context=40, tokens=10_000)
     read = [row.tolist() for batch in text.batches() for row in batch["input_ids"]]
-    assert len(text.held_out) == len(text.contexts) // 5 > 2
-    assert len(read) == len(text.contexts) - len(text.held_out)
-    for context in text.contexts:
+    assert len(text.held_out) == len(text.text.contexts) // 5 > 2
+    assert len(read) == len(text.text.contexts) - len(text.held_out)
+    for context in text.text.contexts:
         padded = [row for row in read if row[: len(context.ids)] == context.ids]
         assert len(padded) == (context not in text.held_out)
     judged = text.fidelity()
     real = [int(row.sum()) for batch in judged.batches for row in batch["attention_mask"]]
     assert sorted(real) == sorted(len(context.ids) for context in text.held_out)
     assert judged.measure().value == pytest.approx(1, abs=1e-6)
-    assert 60 < CalibrationText.of(loaded, str(place / "text"), "text", 40, 100).tokens <= 100
+    assert 60 < CalibrationText.of(loaded, place / "text", context=40, tokens=100).text.tokens <= 100
 
 
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
@@ -201,11 +201,11 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         (["--heads", "0-1"], "a head is written LAYER.HEAD, as in 3.7; got '0-1'"),
         (["--share", "30"], "a percentage between 0% and 100%, e.g. 30%; got '30'"),
         (["--share", "100%"], "e.g. 30%; got '100%'"),
-        (["--share", "3%"], "--share must be at least one head, got 3.0% of 8 heads"),
+        (["--share", "3%"], "share must be at least one head, got 3.0% of 8 heads"),
         (["--share", "99%"], "count must be 0 to 6, so that each layer keeps a head, got 8"),
         ([], "specify either --heads or --share; got both or neither"),
         (["--heads", "0.1", "--share", "30%"], "got both or neither"),
-        (["--share", "30%", "--criterion", "luck"], "--criterion must be one of compensated, plain, ablation"),
+        (["--share", "30%", "--criterion", "luck"], "criterion must be one of compensated, plain, ablation"),
         (
             ["--share", "30%", "--stack", "decoder"],
             "stack must be one of encoder.layer.*.attention.self, got 'decoder'",
@@ -217,7 +217,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         (["--share", "30%", "--text", "{short}"], "must have at least as many tokens as the heads of"),
         (["--heads", "0.1", "--text", "nowhere.txt"], "there is no such file"),
         (["--heads", "0.1", "--stack", "decoder"], "stack must be one of encoder.layer.*.attention.self"),
-        (["--heads", "0.1", "--context", "9999"], "--context must be at most 130 tokens for bert, got 9999"),
+        (["--heads", "0.1", "--context", "9999"], "context must be at most 130 tokens, the maximum of bert, got 9999"),
         (["--heads", "0.1", "--dtype", "int8"], "must be float32, bfloat16 or float16; got 'int8'"),
     ],
 )
@@ -260,7 +260,7 @@ def test_what_cannot_be_undone_is_said(place, tmp_path):
     said = invoke("undo", place / "bert", "--output", tmp_path / "out", code=2).stderr
     assert "undo needs the record saved with an edited model, got" in said
     assert (
-        "FOLDER must be an existing folder"
+        "undo needs the folder of an edited model"
         in invoke("undo", tmp_path / "nowhere", "--output", tmp_path / "out", code=2).stderr
     )
     invoke(

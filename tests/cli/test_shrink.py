@@ -18,9 +18,9 @@ from benchmarks.surgery_quality.points import read_results
 from polyhead.cli import app
 from polyhead.cli.line_plot import line_plot
 from polyhead.surgery import find_layers
-from polyhead.surgery.selection import shrinking
 from polyhead.surgery.selection.budgets import Searched
 from polyhead.surgery.selection.quality import Worth
+from polyhead.surgery.selection.shrinker import Shrinker
 from tests.inspection.small_models import model_folder, text_folder
 
 
@@ -131,11 +131,11 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
         gone = {other: (0, 1)}
         return Searched(gone, first, 0.1, 0.2, 50)
 
-    monkeypatch.setattr(shrinking.Shrinker, "searched", searched)
+    monkeypatch.setattr(Shrinker, "searched", searched)
     worth = iter([Worth(0.8, 0), Worth(0.9, 0), Worth(0.9, 0), Worth(0.8, 0)])
-    monkeypatch.setattr(shrinking.Shrinker, "curve", lambda self, *x, **y: [])
+    monkeypatch.setattr(Shrinker, "curve", lambda self, *x, **y: [])
     monkeypatch.setattr("polyhead.cli.shrink.show_curve", lambda *x: None)
-    monkeypatch.setattr(shrinking.Shrinker, "worth", lambda self, gone, quality: next(worth))
+    monkeypatch.setattr(Shrinker, "worth", lambda self, gone, quality: next(worth))
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
     gained = "on the text that selects the compensation fidelity 0.9 instead of 0.8, original model 1"
     assert re.search(rf"Search, 50 measurements: [12] heads? moved between layers; {gained}", shown)
@@ -204,16 +204,16 @@ def test_options_say_what_they_do():
     [
         (["--target", "half"], "a target must be a share of heads to prune"),
         (["--target", "0.5x-cache"], "a target must be a share of heads to prune"),
-        (["--target", "30%-heads"], "--text is required: text like the model's inputs"),
-        (["--target", "30%-heads", "--text", "T", "--metric", "charm"], "--metric must be perplexity or fidelity"),
-        (["--target", "30%-heads", "--text", "T", "--measured"], "--measured needs a target such as 1.2x-faster"),
+        (["--target", "30%-heads"], "text is required: text like the model's inputs"),
+        (["--target", "30%-heads", "--text", "T", "--metric", "charm"], "metric must be perplexity or fidelity"),
+        (["--target", "30%-heads", "--text", "T", "--measured"], "a measured target must be a speed"),
         (
             ["--target", "1.2x-faster", "--text", "T", "--measured", "--search"],
-            "--search needs a target that is counted",
+            "search needs a target that is counted",
         ),
         (
             ["--target", "30%-heads", "--text", "T", "--form", "uniform", "--criterion", "plain"],
-            "--form uniform needs the criterion compensated",
+            "the uniform form needs the criterion compensated",
         ),
         (["--target", "30%-heads", "--text", "T", "--metric", "perplexity"], "perplexity needs a causal model"),
         (
@@ -221,7 +221,7 @@ def test_options_say_what_they_do():
             "every layer keeps at least one head, which leaves 25% of the heads",
         ),
         (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "at least five contexts"),
-        (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "--criterion must be one of compensated"),
+        (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "criterion must be one of compensated"),
     ],
 )
 def test_what_cannot_be_done_is_said(place, tmp_path, arguments, words):

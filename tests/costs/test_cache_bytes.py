@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyhead.costs import LayerGroup, ModelLayout, Workload, estimate_cost
+from polyhead.costs import LayerGroup, ModelLayout, Workload, estimate_cost, planning
 from polyhead.costs.phases import rolling_cache_bytes
-from polyhead.costs.planning import plan_model
 from polyhead.layers import (
     AttentionConfig,
     GrowingCache,
@@ -118,7 +117,7 @@ def test_a_rolling_cache_of_a_windowed_layer_holds_the_bytes_that_are_planned(na
     full = filled(ARRANGEMENTS[name], PreallocatedCache.for_layout(layout, capacity=TOKENS, **sizes), dtype)
     model = ModelLayout("mixed", (LayerGroup(config, 3), LayerGroup(ARRANGEMENTS[name], 2)))
     assert rolling_cache_bytes(model, dtype, BATCH, TOKENS) == 3 * rolling + 2 * full < 5 * full
-    plan = plan_model(model, context=TOKENS, batch=BATCH, dtype=dtype, phases=["decode"])
+    plan = planning.plan(model, context=TOKENS, batch=BATCH, dtype=dtype, phases=["decode"])
     assert plan.rolling_cache_bytes == plan["decode"].rolling_cache == 3 * rolling + 2 * full
 
 

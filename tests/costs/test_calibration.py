@@ -113,7 +113,7 @@ def test_what_it_measured_predicts_a_layer(machine):
 
 def test_progress_is_told_before_each_measurement():
     told = []
-    calibration.calibrate("cpu", grid=TINY, report=lambda done, total, what: told.append((done, total, what)))
+    calibration.calibrate("cpu", grid=TINY, progress=lambda x: told.append((x.done, x.total, x.detail)))
     assert [done for done, _, _ in told] == [0, *range(len(told) - 1)]
     assert {total for _, total, _ in told} == {len(told) - 1}
     groups = len(calibration.planned(CPU, (F32,), TINY))

@@ -8,11 +8,20 @@ import json
 import pytest
 import torch
 
-from polyhead.costs import LayerGroup, ModelLayout, Workload, estimate_cost, estimate_memory, layer_work, read_layout
+from polyhead.costs import (
+    LayerGroup,
+    ModelLayout,
+    Workload,
+    estimate_cost,
+    estimate_memory,
+    layer_work,
+    planning,
+    read_layout,
+)
 from polyhead.costs.curves import over_context, over_heads, with_heads
 from polyhead.costs.layout_warnings import warnings_of
 from polyhead.costs.parameters import count_parameters, four_squares
-from polyhead.costs.planning import crossover, plan_model
+from polyhead.costs.planning import crossover
 from polyhead.costs.quantities import count, parse_count, parse_seconds, seconds, size
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.wording import below, facts, layout_words, rows, title
@@ -30,7 +39,7 @@ MIXED = ModelLayout("mixed", (LayerGroup(WINDOWED, 3), LayerGroup(FULL, 2)), con
 
 
 def test_phases_are_the_sums_of_their_layers():
-    plan = plan_model(MIXED, context=19, batch=3)
+    plan = planning.plan(MIXED, context=19, batch=3)
     requested = {
         "training": (Workload.training_step(19, batch=3), False),
         "prefill": (Workload.prefill(19, batch=3), True),
@@ -57,10 +66,10 @@ def test_phases_are_the_sums_of_their_layers():
 
 def test_a_config_s_own_numbers_are_taken_unless_others_are_asked_for():
     model = dataclasses.replace(MIXED, dtype=torch.float32, cache_dtype=torch.int8)
-    plan = plan_model(model, context=19)
+    plan = planning.plan(model, context=19)
     assert (plan.dtype, plan.cache_dtype) == (torch.float32, torch.int8)
     assert plan.cache_bytes_per_token == 5 * 2 * 2 * (4 + 4)  # int8, and a float32 scale for each head's key and value
-    requested = plan_model(model, context=19, dtype=torch.float16, cache_dtype=torch.float16)
+    requested = planning.plan(model, context=19, dtype=torch.float16, cache_dtype=torch.float16)
     assert requested.cache_bytes_per_token == 5 * 2 * 2 * 4 * 2
 
 
@@ -68,14 +77,14 @@ def test_a_config_s_own_numbers_are_taken_unless_others_are_asked_for():
 def test_dtypes_in_which_no_layer_computes_are_refused_and_a_config_s_own_gives_way(dtype):
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(DtypeError, match=f"dtype must be bfloat16, float16, float32 or float64, got {name}; "):
-        plan_model(MIXED, context=19, dtype=dtype)
-    plan = plan_model(dataclasses.replace(MIXED, dtype=dtype), context=19)
+        planning.plan(MIXED, context=19, dtype=dtype)
+    plan = planning.plan(dataclasses.replace(MIXED, dtype=dtype), context=19)
     assert plan.dtype is torch.bfloat16
     assert f"layers cannot compute in {name}: planned in bfloat16 instead" in plan.notes
 
 
 def test_rolling_caches_hold_the_window_in_windowed_layers_and_every_token_in_others():
-    plan = plan_model(MIXED, context=19, batch=3)
+    plan = planning.plan(MIXED, context=19, batch=3)
     per_token = 2 * 2 * 4 * 2
     assert plan.rolling_cache_bytes == 3 * (3 * 4 + 2 * 19) * per_token < plan.cache_bytes
     assert [phase.rolling_cache for phase in plan.phases] == [0, plan.rolling_cache_bytes, plan.rolling_cache_bytes]
@@ -84,17 +93,17 @@ def test_rolling_caches_hold_the_window_in_windowed_layers_and_every_token_in_ot
     found = plan.to_dict()
     assert found["rolling_cache_bytes"] == found["phases"][2]["rolling_cache"] == plan.rolling_cache_bytes
     assert found["phases"][2]["rolling_total"] == plan["decode"].rolling_total
-    short = plan_model(MIXED, context=4)  # no longer than the window: there is nothing to drop
+    short = planning.plan(MIXED, context=4)  # no longer than the window: there is nothing to drop
     assert short.rolling_cache_bytes == short.cache_bytes
     assert "roll" not in dict(facts(short))["cache"]
     for other in (dataclasses.replace(MIXED, cache_dtype=torch.int8), ModelLayout.of(FULL)):
-        full = plan_model(other, context=19)
+        full = planning.plan(other, context=19)
         assert full.rolling_cache_bytes == full.cache_bytes
     assert any(
         "latent and int8 caches cannot roll" in note
-        for note in plan_model(dataclasses.replace(MIXED, cache_dtype=torch.int8), context=19).notes
+        for note in planning.plan(dataclasses.replace(MIXED, cache_dtype=torch.int8), context=19).notes
     )
-    encoder = plan_model(read_layout("bert-base"), context=512)
+    encoder = planning.plan(read_layout("bert-base"), context=512)
     assert (encoder.rolling_cache_bytes, encoder["prefill"].rolling_cache) == (0, 0)
 
 
@@ -103,12 +112,12 @@ def test_a_plan_has_the_warnings_of_each_kind_of_layer_once():
     model = ModelLayout(
         "mixed", (LayerGroup(wide, 3), LayerGroup(dataclasses.replace(wide, window=512), 2), LayerGroup(wide, 1))
     )
-    plan = plan_model(model, context=131072)
+    plan = planning.plan(model, context=131072)
     assert plan.warnings == warnings_of(wide, context=131072)
     assert [warned.kind for warned in plan.warnings] == ["rank"]
     assert plan.to_dict()["warnings"] == [plan.warnings[0]._asdict()]
-    assert plan_model(model, context=512).warnings == ()
-    ends = [plan_model(ModelLayout.of(MultiHeadConfig(512, heads, causal=True)), context=64) for heads in (1, 512)]
+    assert planning.plan(model, context=512).warnings == ()
+    ends = [planning.plan(ModelLayout.of(MultiHeadConfig(512, heads, causal=True)), context=64) for heads in (1, 512)]
     assert [[warned.kind for warned in end.warnings] for end in ends] == [
         ["one head"],
         ["one channel", "narrow", "rank"],
@@ -118,8 +127,8 @@ def test_a_plan_has_the_warnings_of_each_kind_of_layer_once():
 def test_idle_multiprocessors_are_warned_of_in_each_phase_that_has_them():
     gpu = dataclasses.replace(Machine.load("cpu-2-cores"), name="gpu", device="cuda", processors=132)
     model = ModelLayout.of(MultiHeadConfig(512, 8, num_kv_heads=2, causal=True))
-    assert plan_model(model, context=256).warnings == ()
-    idle = plan_model(model, context=256, machine=gpu).warnings
+    assert planning.plan(model, context=256).warnings == ()
+    idle = planning.plan(model, context=256, machine=gpu).warnings
     assert [warned.kind for warned in idle] == ["idle"] * 3
     assert [warned.words.split(" have work in the attention of ") for warned in idle] == [
         ["16 of 132 multiprocessors", "a training step"],
@@ -127,17 +136,17 @@ def test_idle_multiprocessors_are_warned_of_in_each_phase_that_has_them():
         ["8 of 132 multiprocessors", "a decode step"],
     ]
     windowed = ModelLayout.of(MultiHeadConfig(512, 8, num_kv_heads=2, causal=True, window=65))
-    (decoding,) = plan_model(windowed, context=256, machine=gpu, phases=["decode"]).warnings
+    (decoding,) = planning.plan(windowed, context=256, machine=gpu, phases=["decode"]).warnings
     assert decoding.words.endswith(" of a decode step under a window of 65")
 
 
 def test_an_encoder_has_no_cache_and_decodes_nothing():
-    plan = plan_model(read_layout("bert-base"), context=512)
+    plan = planning.plan(read_layout("bert-base"), context=512)
     assert [phase.phase for phase in plan.phases] == ["training", "prefill"]
     assert (plan.cache_bytes_per_token, plan.cache_bytes, plan["prefill"].fused.cache) == (0, 0, 0)
     assert title(plan, plan["prefill"]) == "forward over the full context"
     with pytest.raises(OptionError, match="decode needs causal layers, got bert-base"):
-        plan_model(read_layout("bert-base"), context=512, phases=["decode"])
+        planning.plan(read_layout("bert-base"), context=512, phases=["decode"])
 
 
 def test_the_crossover_is_where_squares_overtake():
@@ -229,19 +238,19 @@ def test_parameters_of_latent_heads_by_their_matrices():
 )
 def test_what_cannot_be_planned_is_refused(options, words):
     with pytest.raises(OptionError, match=words):
-        plan_model(MIXED, **options)
+        planning.plan(MIXED, **options)
 
 
 def test_beyond_its_context_only_when_asked():
-    assert plan_model(MIXED, context=65, beyond=True).context == 65
-    plan = plan_model(MIXED, context=5, phases=["prefill"])
+    assert planning.plan(MIXED, context=65, beyond=True).context == 65
+    plan = planning.plan(MIXED, context=5, phases=["prefill"])
     with pytest.raises(OptionError, match="one of this plan's, prefill; got 'decode'"):
         plan["decode"]
 
 
 def test_times_are_of_the_machine_that_was_named():
     machine = Machine.load("cpu-2-cores")
-    plan = plan_model(MIXED, context=64, dtype=torch.float32, machine=machine)
+    plan = planning.plan(MIXED, context=64, dtype=torch.float32, machine=machine)
     assert plan.machine == "cpu-2-cores"
     for phase in plan.phases:
         assert phase.timing is not None
@@ -250,23 +259,25 @@ def test_times_are_of_the_machine_that_was_named():
         assert sum(phase.timing.stages.values()) == pytest.approx(phase.timing.seconds)
         assert phase.timing.working == pytest.approx(phase.timing.seconds - phase.timing.stages["launch"])
     assert not [note for note in plan.notes if "memory" in note or "calibrated" in note]
-    unsaid = plan_model(MIXED, context=64, machine=machine)
+    unsaid = planning.plan(MIXED, context=64, machine=machine)
     assert unsaid.dtype is torch.float32
     assert any("cpu-2-cores was not calibrated in bfloat16" in note for note in unsaid.notes)
     small = dataclasses.replace(machine, memory_bytes=plan["training"].fused.total - 1)
-    notes = plan_model(MIXED, context=64, dtype=torch.float32, machine=small).notes
+    notes = planning.plan(MIXED, context=64, dtype=torch.float32, machine=small).notes
     assert [note.split(":")[0] for note in notes if "memory" in note] == [
         "training needs more memory than cpu-2-cores has"
     ]
     tiny = dataclasses.replace(machine, memory_bytes=1)
-    told = [note for note in plan_model(MIXED, context=64, dtype=torch.float32, machine=tiny).notes if "needs" in note]
+    told = [
+        note for note in planning.plan(MIXED, context=64, dtype=torch.float32, machine=tiny).notes if "needs" in note
+    ]
     assert ["with rolling caches" in note for note in told] == [False, True, True]  # a training step has no cache
     with pytest.raises(OptionError, match="float16"):
-        plan_model(MIXED, context=64, dtype=torch.float16, machine=machine)
+        planning.plan(MIXED, context=64, dtype=torch.float16, machine=machine)
 
 
 def test_a_plan_as_json_has_every_total():
-    found = json.loads(json.dumps(plan_model(MIXED, context=19).to_dict()))
+    found = json.loads(json.dumps(planning.plan(MIXED, context=19).to_dict()))
     assert found["model"]["groups"][0]["config"]["window"] == 4
     assert found["parameters"]["total"] == sum(
         found["parameters"][x] for x in ("query", "key", "value", "output", "other")
@@ -284,7 +295,7 @@ def test_a_phase_that_waits_for_its_host_says_what_it_would_take_without():
     slow = dataclasses.replace(
         machine, host=tuple(dataclasses.replace(cost, seconds=10.0) for cost in machine.host), device="cuda"
     )
-    found = plan_model(MIXED, context=64, dtype=torch.float32, machine=slow, phases=["decode"])["decode"]
+    found = planning.plan(MIXED, context=64, dtype=torch.float32, machine=slow, phases=["decode"])["decode"]
     assert found.timing is not None
     assert found.timing.bound == "launch"
     assert found.timing.working < 1 < found.timing.stages["launch"]
@@ -293,7 +304,7 @@ def test_a_phase_that_waits_for_its_host_says_what_it_would_take_without():
 
 
 def test_weights_that_are_written_down_are_a_part_of_the_memory():
-    plan = plan_model(read_layout("gemma2-9b"), context=8192)
+    plan = planning.plan(read_layout("gemma2-9b"), context=8192)
     assert plan["prefill"].materialised.weights == 3 * 4 * 16 * 8192**2  # of one layer, whatever kind it is
     for phase in plan.phases:
         assert 0 < phase.materialised.weights < phase.materialised.activations
@@ -303,25 +314,25 @@ def test_weights_that_are_written_down_are_a_part_of_the_memory():
 
 
 def test_a_curve_over_the_context_goes_from_short_to_the_model_s_end():
-    plan = plan_model(MIXED, context=19, phases=["prefill"])
+    plan = planning.plan(MIXED, context=19, phases=["prefill"])
     points = over_context(plan)
     assert [point.context for point in points] == [19, 64]
     assert points[0].phases[0] == plan["prefill"]
-    unlimited = plan_model(dataclasses.replace(MIXED, context=None), context=1000, phases=["decode"])
+    unlimited = planning.plan(dataclasses.replace(MIXED, context=None), context=1000, phases=["decode"])
     lengths = [point.context for point in over_context(unlimited)]
     assert lengths == [128, 256, 512, 1000, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 
 
 def test_a_curve_over_heads_has_flops_that_stay_and_exponentials_that_grow():
     model = ModelLayout.of(MultiHeadConfig(48, 4, causal=True, positions=RotaryConfig()), 3)
-    points = over_heads(plan_model(model, context=19))
+    points = over_heads(planning.plan(model, context=19))
     assert [(point.heads, point.head_dim) for point in points] == [(1, 48), (2, 24), (4, 12), (8, 6)]
     assert len({point.phase.flops.total for point in points}) == 1
     assert [point.phase.exponentials // points[0].phase.exponentials for point in points] == [1, 2, 4, 8]
-    grouped = over_heads(plan_model(MIXED, context=19, phases=["decode"]))
+    grouped = over_heads(planning.plan(MIXED, context=19, phases=["decode"]))
     assert [(point.heads, point.head_dim) for point in grouped] == [(3, 8), (6, 4), (12, 2), (24, 1)]  # groups of three
     latent = ModelLayout.of(LatentConfig(24, 6, kv_lora_rank=10, causal=True))
-    assert over_heads(plan_model(latent, context=19)) == ()
+    assert over_heads(planning.plan(latent, context=19)) == ()
 
 
 @pytest.mark.parametrize(
@@ -338,14 +349,14 @@ def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_h
         width, heads, num_kv_heads=kv_heads, head_dim=16, causal=True, positions=RotaryConfig(), bias=False
     )
     model = ModelLayout.of(config)
-    plan = plan_model(model, context=19, phases=["prefill"])
+    plan = planning.plan(model, context=19, phases=["prefill"])
     points = over_heads(plan)
     assert [point.heads for point in points] == found
     for point in points:
         made = with_heads(model, point.heads).config
         assert made.layout.group_size == heads // kv_heads
         assert point.heads * point.head_dim == made.num_heads * made.head_dim == width
-        assert point.phase == plan_model(with_heads(model, point.heads), context=19)["prefill"]
+        assert point.phase == planning.plan(with_heads(model, point.heads), context=19)["prefill"]
     with pytest.raises(ShapeError, match=f"a multiple of the group size {heads // kv_heads} and .*; got 16"):
         with_heads(model, 16)
 
@@ -354,7 +365,7 @@ def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_h
 
 
 def test_words_of_a_plan():
-    plan = plan_model(MIXED, context=19, phases=["decode"])
+    plan = planning.plan(MIXED, context=19, phases=["decode"])
     windowed, full = (
         "3 layers of 6 heads x 4 over 2 KV heads and a window of 4",
         "2 layers of 6 heads x 4 over 2 KV heads",
@@ -378,7 +389,7 @@ def test_words_of_a_plan():
     assert shown["softmax"].exponentials == count(plan["decode"].exponentials) == "300"
     assert shown["total"].bytes == size(plan["decode"].total_bytes)
     assert crossover(ModelLayout.of(WINDOWED)) is None
-    windows = dict(facts(plan_model(ModelLayout.of(WINDOWED), context=19)))
+    windows = dict(facts(planning.plan(ModelLayout.of(WINDOWED), context=19)))
     assert windows["crossover"].startswith("none")
 
 

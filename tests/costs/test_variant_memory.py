@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from polyhead.costs import ModelLayout, Workload, estimate_memory, memory_doubts
+from polyhead.costs import ModelLayout, Workload, estimate_memory, memory_doubts, planning
 from polyhead.costs.memory import attention as counted
 from polyhead.costs.memory.attention import SORTED_COPIES
-from polyhead.costs.planning import plan_model
 from polyhead.layers import (
     AttentionConfig,
     LatentConfig,
@@ -231,9 +230,9 @@ def test_what_a_gpu_was_measured_on_is_not_doubted(name):
 
 
 def test_a_plan_says_it():
-    plan = plan_model(ModelLayout.of(CONFIGS["talking, causal"]), context=64)
+    plan = planning.plan(ModelLayout.of(CONFIGS["talking, causal"]), context=64)
     assert [note for note in plan.notes if "it has not been measured on a GPU" in note]
-    assert not plan_model(ModelLayout.of(CONFIGS["causal"]), context=64).notes
+    assert not planning.plan(ModelLayout.of(CONFIGS["causal"]), context=64).notes
 
 
 # ---- on a GPU, at sizes where 5% is more than 8 MiB

@@ -23,7 +23,7 @@ from polyhead.cli import app
 from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.layouts.model import ModelLayout, grouped
 from polyhead.costs.timing.machine import Machine
-from polyhead.inspection import Progress, Settings, inspect_model
+from polyhead.inspection import Settings
 from polyhead.layers.config import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
@@ -32,6 +32,7 @@ from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+from polyhead.progress import Progress
 from polyhead.surgery import (
     GroupQueries,
     MergeHeads,
@@ -42,6 +43,7 @@ from polyhead.surgery import (
     edits_to_json,
     save,
 )
+from polyhead.workflows.inspecting import inspect_model
 from tests.inspection import small_models
 from tests.layers.test_config import OPTIONS, POSITIONS
 from tests.sources.small_tokenizers import WORDPIECE, wordpiece
@@ -93,7 +95,7 @@ def runs() -> None:
         model="encoder", text="text", context=24, tokens=200, batch_tokens=50, importance="none", chance=False,
         device="cpu",
     )  # fmt: skip
-    inspect_model(settings, folder=Path("run-stopped"), report=stop)
+    inspect_model(settings, folder=Path("run-stopped"), progress=stop)
     for form in ("json", "parquet"):
         command("syntax", "reader", "--treebank", TREEBANK, "--minimum", 2, "--output", f"syntax.{form}")
 

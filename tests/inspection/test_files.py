@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.inspection import Inspection, Settings, inspect_model, load_inspection, save_inspection
+from polyhead.inspection import Inspection, Settings, load_inspection, save_inspection
 from polyhead.inspection.files import FORMAT, PICTURES
+from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")

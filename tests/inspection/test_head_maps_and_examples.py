@@ -9,12 +9,13 @@ import torch
 import transformers
 
 import polyhead
-from polyhead.inspection import Settings, inspect_model
+from polyhead.inspection import Settings
 from polyhead.inspection.examples import ExampleWeights, SiteWeights, example_batches, token_texts
 from polyhead.inspection.head_maps import bin_edges, looks_of
 from polyhead.inspection.reading import Reader
 from polyhead.observation import AttentionMaps, BatchMetadata
-from polyhead.sources import load_model
+from polyhead.workflows.inspecting import inspect_model
+from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import NAMES, model_folder, text_folder, tokenizer
 
 pytest.importorskip("pyarrow")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from polyhead.analysis.syntax_table import SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
-from polyhead.inspection import Inspection, Settings, compare, inspect_model, load_inspection, save_inspection
+from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
 from polyhead.inspection.files import OBSERVATIONS, REST
 from polyhead.inspection.identity import described, edits_of
 from polyhead.inspection.matching import match_heads
@@ -24,7 +24,6 @@ from polyhead.report.syntax import Syntax
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.state import state_of
 from polyhead.report.viewer.viewing import Viewer
-from polyhead.sources import load_model
 from polyhead.surgery import (
     MergeHeads,
     PruneHeads,
@@ -36,6 +35,8 @@ from polyhead.surgery import (
     save,
     undo,
 )
+from polyhead.workflows.inspecting import inspect_model
+from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from polyhead.errors import OptionError
-from polyhead.inspection import Settings, files, inspect_model, load_inspection, running, save_inspection
+from polyhead.inspection import Settings, files, load_inspection, running, save_inspection
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.observation import read_facts
 from polyhead.observation.run_folder import held
 from polyhead.observation.session import Call
-from polyhead.sources import load_model
+from polyhead.workflows.inspecting import inspect_model
+from polyhead.workflows.model_loading import load_model
 from tests.forked import stopped_when
 from tests.inspection.small_models import model_folder, text_folder
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import polyhead
-from polyhead.sources import Document, batches, cut_into_contexts, load_model
+from polyhead.sources import Document, batches, cut_into_contexts
+from polyhead.workflows.model_loading import load_model
 
 
 def ranks(x: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,12 @@ import torch
 
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
-from polyhead.inspection import Inspection, Progress, Settings, compare, inspect_model, load_inspection, save_inspection
+from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
 from polyhead.inspection.cross_layer_similarity import sample_of
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.observation import read_facts
+from polyhead.progress import Progress
+from polyhead.workflows.inspecting import inspect_model
 from tests.forked import stopped_when
 from tests.inspection.small_models import MAKERS, NAMES, model_folder, odd_text_folder, text_folder
 
@@ -48,7 +50,7 @@ def inspected(folders, text, tmp_path_factory) -> Callable[[str], tuple[Inspecti
     def once(name: str) -> tuple[Inspection, list[Progress], Path]:
         seen: list[Progress] = []
         folder = tmp_path_factory.mktemp("inspected")
-        found = inspect_model(settings_for(folders[name], text), folder=folder, report=seen.append)
+        found = inspect_model(settings_for(folders[name], text), folder=folder, progress=seen.append)
         return found, seen, folder
 
     return once
@@ -181,7 +183,7 @@ def test_an_interrupt_leaves_what_was_gathered(folders, plain_bert, text, tmp_pa
         if now.step == "read the text" and now.done > 0:
             raise KeyboardInterrupt
 
-    found = inspect_model(settings_for(folders["bert"], text, chance=False), folder=tmp_path, report=stop)
+    found = inspect_model(settings_for(folders["bert"], text, chance=False), folder=tmp_path, progress=stop)
     assert found.facts["interrupted"]
     assert 0 < found.facts["tokens"] < 800
     assert found.roles == ()
@@ -264,7 +266,7 @@ def test_a_run_goes_on_with_its_own_text_alone(folders, text, tmp_path):
             raise KeyboardInterrupt
 
     moved = text_folder(tmp_path / "text")
-    found = inspect_model(settings_for(folders["bert"], moved), folder=tmp_path / "run", report=stop)
+    found = inspect_model(settings_for(folders["bert"], moved), folder=tmp_path / "run", progress=stop)
     for file in moved.iterdir():
         file.write_text("w1 w2 w3 " * 50)
     with pytest.raises(OptionError, match="resumed with the text"):

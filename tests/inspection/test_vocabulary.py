@@ -8,9 +8,10 @@ import pytest
 
 from polyhead.analysis.roles_rules import RULES
 from polyhead.cli.heads_picture import ROLES as DRAWN
-from polyhead.inspection import Inspection, Settings, inspect_model
+from polyhead.inspection import Inspection, Settings
 from polyhead.inspection.vocabulary import COLUMNS, RELATIONS, ROLES, Term, column_of, relation_of, role_of
 from polyhead.observation.statistics import NAMES
+from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 
 pytest.importorskip("pyarrow")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from polyhead.inspection import Inspection, Settings, inspect_model
+from polyhead.inspection import Inspection, Settings
 from polyhead.report.page import Assets
+from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 
 

@@ -15,10 +15,11 @@ import torch
 import transformers
 
 from polyhead.errors import OptionError
-from polyhead.inspection import Inspection, Settings, inspect_model
+from polyhead.inspection import Inspection, Settings
 from polyhead.inspection.examples import Example
 from polyhead.report import page_of, write_page
 from polyhead.report.page import Assets, html_of, policy_of
+from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import NAMES, text_folder, tokenizer
 from tests.report.test_packing import HOSTILE
 

@@ -23,9 +23,9 @@ from polyhead.report import page_of
 from polyhead.report.packing import LONGEST_TEXT
 from polyhead.report.pictures import MOST_MAP_CELLS, pooled
 from polyhead.report.syntax import Syntax
-from polyhead.sources import load_model
 from polyhead.sources.models import Kind
 from polyhead.sources.probes import repeated_batches
+from polyhead.workflows.model_loading import load_model
 from tests.report.test_packing import HOSTILE, unpacked
 
 NAMES = ("bert", "llama", "t5")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from polyhead.costs import LayerGroup, ModelLayout
+from polyhead.costs import LayerGroup, ModelLayout, planning
 from polyhead.costs.curves import over_context, over_heads
 from polyhead.costs.layout_warnings import KINDS
-from polyhead.costs.planning import plan_model
 from polyhead.layers.config import MultiHeadConfig
 from polyhead.report.plan_page import plan_html
 
 
 def page_of(model: ModelLayout, context: int) -> str:
-    plan = plan_model(model, context=context, phases=["decode"])
+    plan = planning.plan(model, context=context, phases=["decode"])
     return plan_html(plan, over_context(plan), over_heads(plan))
 
 

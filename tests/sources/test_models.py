@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from polyhead.errors import CheckpointError, DeviceError, OptionError
-from polyhead.sources import batches, cut_into_contexts, default_documents, load_model, packaged
+from polyhead.sources import batches, cut_into_contexts, default_documents, packaged
+from polyhead.workflows.model_loading import load_model
 
 pytest.importorskip("transformers")
 import transformers

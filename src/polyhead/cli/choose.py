@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from polyhead.cli.progress import report_errors
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -81,23 +83,23 @@ def choose(
     """
     from rich.console import Console
 
-    from polyhead.costs import choosing
+    import polyhead
+    from polyhead.costs.choosing import Budget
     from polyhead.costs.layout_warnings import explained
     from polyhead.costs.layouts.model import named_dtype
     from polyhead.costs.quantities import parse_count, parse_seconds
-    from polyhead.costs.timing.machine import Machine
-    from polyhead.errors import OptionError, PolyheadError
+    from polyhead.errors import OptionError
 
     limits = {
         "parameters": _parsed(parameters, "--parameters", parse_count),
         "cache_bytes_per_token": _parsed(cache, "--cache", lambda text: parse_count(text, of_bytes=True)),
         "seconds": _parsed(latency, "--latency", parse_seconds),
     }
-    try:
+    with report_errors("choose"):
         if most < 1:
             raise OptionError(f"--most must be at least 1, got {most}")
-        choices = choosing.choose(
-            choosing.Budget(**limits),  # type: ignore[arg-type]
+        choices = polyhead.choose(
+            Budget(**limits),  # type: ignore[arg-type]
             d_model=d_model,
             layers=layers,
             context=context,
@@ -105,12 +107,9 @@ def choose(
             phase=phase,
             dtype=None if dtype is None else named_dtype(dtype),
             cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
-            machine=None if hardware is None else Machine.load(hardware),
+            machine=hardware,
             latents=latents,
         )
-    except PolyheadError as error:
-        typer.echo(f"polyhead choose: {error}", err=True)
-        raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps(_as_dict(choices), indent=2))
         return

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.progress import report_errors
+
 if TYPE_CHECKING:
     from polyhead.inspection.heads import Head
 
@@ -33,7 +35,6 @@ def compare(
     from rich.console import Console
     from rich.table import Table
 
-    from polyhead.errors import PolyheadError
     from polyhead.inspection import compare as compared
     from polyhead.inspection import load_inspection
     from polyhead.inspection.heads import named
@@ -41,12 +42,9 @@ def compare(
     console = Console(highlight=False)
     if most < 1:
         raise typer.BadParameter(f"must be at least 1, got {most}", param_hint="--most")
-    try:
+    with report_errors("compare"):
         first, second = load_inspection(before), load_inspection(after)
         found = compared(first, second)
-    except PolyheadError as error:
-        typer.echo(f"polyhead compare: {error}", err=True)
-        raise typer.Exit(2) from None
     names = {change.name for change in found.changes}
     if statistic is not None and statistic not in names:
         raise typer.BadParameter(

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.calibration_text import CalibrationText
 from polyhead.cli.edit_options import (
     ContextLength,
     Field,
@@ -22,9 +21,9 @@ from polyhead.cli.edit_options import (
     check_output,
     check_reading,
 )
-from polyhead.cli.edited_model import open_model, show_fidelity, show_preview, write_edited
-from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, check_positive
-from polyhead.cli.progress import bar, errors_told
+from polyhead.cli.edited_model import model_loader, show_edited, write_edited
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.progress import ProgressBars, report_errors
 
 
 def convert(
@@ -74,56 +73,34 @@ def convert(
     """
     from rich.console import Console
 
-    import polyhead.integrations.huggingface
-    from polyhead.errors import OptionError
-    from polyhead.surgery import ShareKeys, convert_groups
-    from polyhead.surgery import preview as count
-    from polyhead.surgery.kv_sharing.convert import GROUPINGS, layers_to_convert
-    from polyhead.surgery.kv_sharing.grouping import neighbours
+    import polyhead
 
     console = Console(highlight=False)
-    with errors_told("convert"):
+    with report_errors("convert"), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         check_reading(text, field, context, tokens)
-        check_positive("--kv-heads", kv_heads)
-        if rounds < 0:
-            raise OptionError(f"--rounds must be at least 0, got {rounds}")
-        if grouping not in GROUPINGS:
-            raise OptionError(f"--grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
-        loaded = open_model(
-            model,
-            device=device,
-            dtype=dtype,
-            output=output,
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
+        edited = polyhead.convert(
+            model_loader(
+                model,
+                progress,
+                device=device,
+                dtype=dtype,
+                output=output,
+                allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code,
+            ),
+            kv_heads,
+            text=text,
+            field=field,
+            grouping=grouping,  # type: ignore[arg-type]  # checked by the function
+            rounds=rounds,
+            preview=preview,
+            stack=stack,
+            context=context,
+            tokens=tokens,
+            progress=progress,
         )
-        layers = layers_to_convert(loaded.model, kv_heads, stack)
-        edits = [
-            ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, kv_heads), stack=layer.stack)
-            for layer in layers
-            if layer.layout is not None
-        ]
-        counted = count(loaded.model, edits)
-        summary = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(layers)} layers"
-        console.print(f"{loaded}\n{summary}", markup=False, soft_wrap=True)
-        show_preview(counted, console)
-        if preview or output is None:
-            return
-        calibration = CalibrationText.of(loaded, text, field, context, tokens)
-        # Only polyhead's attention supports groups that the config of a family cannot express.
-        loaded.model.set_attn_implementation(polyhead.integrations.huggingface.register())
-        quality = calibration.fidelity()
-        with bar("Merge KV heads, layer by layer", len(layers)) as step:
-            record = convert_groups(
-                loaded.model,
-                kv_heads,
-                calibration.batches,
-                stack=stack,
-                grouping=grouping,
-                rounds=rounds,
-                progress=lambda done, total: step(1),
-            )
-        if quality is not None:
-            show_fidelity(quality, calibration, console)
-        write_edited(loaded, record, output, form, console, replace=replace)
+    with report_errors("convert"):
+        summary = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(edited.edits)} layers"
+        show_edited(edited, summary, console)
+        write_edited(edited, output, form, console, replace=replace)

@@ -10,7 +10,6 @@ import typer
 from polyhead.cli.options import check_positive, check_text
 
 FORMS = ("uniform", "uneven", "padded")
-CONTEXT = 512
 
 Model = Annotated[
     str,
@@ -62,7 +61,7 @@ ContextLength = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help=f"Tokens per context. [default: {CONTEXT}, or the model's maximum if smaller]",
+        help="Tokens per context. [default: 512, or the model's maximum if smaller]",
         show_default=False,
     ),
 ]
@@ -113,12 +112,3 @@ def check_reading(text: str | None, field: str, context: int | None, tokens: int
     check_positive("--context", context)
     check_positive("--tokens", tokens)
     check_text(text, field)
-
-
-def check_criterion(criterion: str) -> None:
-    """Raise if there is no such criterion."""
-    from polyhead.errors import OptionError
-    from polyhead.surgery.selection.criteria import CRITERIA
-
-    if criterion not in CRITERIA:
-        raise OptionError(f"--criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")

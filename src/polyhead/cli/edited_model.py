@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-from polyhead.cli.progress import working
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from polyhead.cli.calibration_text import CalibrationText
+    from polyhead.progress import ProgressCallback
     from polyhead.sources import LoadedModel
-    from polyhead.surgery import EditRecord, Preview, SavedModel
-    from polyhead.surgery.selection.quality import Fidelity
+    from polyhead.surgery import Preview, SavedModel
+    from polyhead.workflows.edited_model import EditedModel
 
 
-def open_model(
+def model_loader(
     name: str,
+    progress: ProgressCallback,
     *,
     device: str | None,
     dtype: str | None,
     output: Path | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
-) -> LoadedModel:
-    """Load the model to edit, in its saved dtype by default, and check that it can be saved to `output`."""
+) -> Callable[[], LoadedModel]:
+    """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`."""
     import torch
 
     from polyhead.cli.options import check_dtype, device_or_gpu
-    from polyhead.sources import load_model
+    from polyhead.progress import Progress
     from polyhead.surgery.storage.saving import check_savable
+    from polyhead.workflows.model_loading import load_model
 
     check_dtype(dtype)
     load_dtype: torch.dtype | Literal["saved"] = "saved" if dtype is None else getattr(torch, dtype)
-    with working("Load the model"):
+
+    def load() -> LoadedModel:
+        progress(Progress("Load the model"))
         loaded = load_model(
             name,
             device=device_or_gpu(device),
@@ -43,8 +46,10 @@ def open_model(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-    check_savable(loaded.model, output)
-    return loaded
+        check_savable(loaded.model, output)
+        return loaded
+
+    return load
 
 
 def show_preview(counted: Preview, console: Console) -> None:
@@ -69,16 +74,18 @@ def show_preview(counted: Preview, console: Console) -> None:
     console.print(table)
 
 
-def show_fidelity(quality: Fidelity, text: CalibrationText, console: Console) -> None:
-    """Print the fidelity to the original model on the held-out text."""
-    fidelity = quality.measure()
-    tokens = sum(len(context.ids) for context in text.held_out)
-    console.print(
-        f"Fidelity on held-out text ({tokens:,} tokens, {len(text.held_out)} contexts): final hidden states have a "
-        f"mean cosine of {fidelity.value:.3f} ± {fidelity.error:.3f} with those of the original",
-        markup=False,
-        soft_wrap=True,
-    )
+def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
+    """Print the edits, their effect on size and cost, and the fidelity if it was measured."""
+    console.print(f"{edited.loaded}\n{summary}", markup=False, soft_wrap=True)
+    show_preview(edited.preview, console)
+    if edited.fidelity is not None:
+        console.print(
+            f"Fidelity on held-out text ({edited.held_out_tokens:,} tokens, {edited.held_out_contexts} contexts): "
+            f"final hidden states have a mean cosine of {edited.fidelity.value:.3f} ± {edited.fidelity.error:.3f} with "
+            "those of the original",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def show_saved(saved: SavedModel, console: Console) -> None:
@@ -87,30 +94,21 @@ def show_saved(saved: SavedModel, console: Console) -> None:
 
 
 def write_edited(
-    loaded: LoadedModel, record: EditRecord, output: Path, form: str | None, console: Console, *, replace: bool
+    edited: EditedModel, output: Path | None, form: str | None, console: Console, *, replace: bool
 ) -> None:
     """Save an edited model with its undo record and the other files of its folder, and print a summary."""
-    from polyhead.surgery import SideFiles, join_records, load_record, save
+    from polyhead.cli.progress import ProgressBars
+    from polyhead.progress import Progress
 
-    origin = Path(str(loaded.model.config.name_or_path))
-    from_folder = origin.is_dir() and (origin / "config.json").is_file()
-    earlier = load_record(origin) if from_folder else None
-    joined = earlier is not None and earlier.after == record.before
-    if earlier is not None and joined:
-        record = join_records(earlier, record)
-    with working("Write the model"):
-        saved = save(
-            loaded.model,
-            output,
-            form=form,  # type: ignore[arg-type]  # checked by check_output
-            record=record,
-            tokenizer=SideFiles(origin) if from_folder else loaded.tokenizer,
-            replace=replace,
-        )
+    if edited.record is None or output is None:
+        return
+    with ProgressBars() as progress:
+        progress(Progress("Write the model"))
+        saved = edited.save(output, form=form, replace=replace)  # type: ignore[arg-type]  # checked by check_output
     show_saved(saved, console)
     hint = f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the original bit for bit"
     console.print(hint, markup=False, soft_wrap=True)
-    if earlier is not None and not joined:
+    if not edited.undoes_all:
         console.print(
             "Only these edits can be undone, not earlier ones: the weights were loaded in another dtype than "
             "they were saved in.",

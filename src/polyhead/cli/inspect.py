@@ -19,14 +19,13 @@ from polyhead.cli.options import (
     check_positive,
     check_text,
 )
-from polyhead.cli.progress import errors_told
+from polyhead.cli.progress import ProgressBars, report_errors
 from polyhead.cli.report import check_page, write
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.inspection import Inspection, Progress, Settings
-    from polyhead.inspection.settings import Report
+    from polyhead.inspection import Inspection, Settings
 
 TOP_KEYS = 5  # most attended tokens shown per head
 # Options that a resumed run takes from the command line; permissions are never read from a file.
@@ -158,9 +157,10 @@ def inspect(
     import torch
     from rich.console import Console
 
-    from polyhead.inspection import Settings, inspect_model, save_inspection
+    from polyhead.inspection import Settings, save_inspection
     from polyhead.inspection.files import FILES, OBSERVATIONS, REST
     from polyhead.observation.run_folder import check_place
+    from polyhead.workflows.inspecting import inspect_model
 
     if resume is not None:
         _check_alone(command)
@@ -170,7 +170,7 @@ def inspect(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for matrix products
         torch.use_deterministic_algorithms(True)
     folder = save if resume is None else resume
-    with errors_told("inspect", folder):
+    with report_errors("inspect", folder):
         check_page(html, lang)
         check_positive("--save-seconds", save_seconds, zero=True)
         settings = (
@@ -206,12 +206,12 @@ def inspect(
             )
         if folder is not None:
             check_place(folder, "--save" if resume is None else "--resume")
-        with _Bars() as report:
+        with ProgressBars() as progress:
             found = inspect_model(
                 settings,
                 folder=folder,
                 resume=resume is not None,
-                report=report,
+                progress=progress,
                 save_seconds=save_seconds,
                 allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code,
@@ -223,7 +223,7 @@ def inspect(
         files = "heads.parquet, inspection.json, relations.safetensors, pictures.safetensors"
         console.print(f"\nSaved to {folder}: {files}", markup=False)
     if html is not None:
-        with errors_told("inspect"):
+        with report_errors("inspect"):
             typer.echo(f"\n{write(html, found, lang)}")
     if found.facts["interrupted"]:
         raise typer.Exit(130)
@@ -339,41 +339,3 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
             f"must be layer numbers from 0, separated by commas, got {text!r}", param_hint="--layers"
         )
     return tuple(int(part) for part in parts)
-
-
-class _Bars:
-    """Progress of an inspection: a bar per step on a terminal, else a line per step."""
-
-    def __init__(self) -> None:
-        from rich import progress as bars
-        from rich.console import Console
-
-        self.console = Console(stderr=True, highlight=False)
-        self.progress = bars.Progress(
-            bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            bars.TextColumn("{task.fields[rate]}"),
-            bars.TimeElapsedColumn(),
-            bars.TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
-        self.tasks: dict[str, bars.TaskID] = {}
-
-    def __enter__(self) -> Report:
-        self.progress.start()
-        return self.report
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def report(self, now: Progress) -> None:
-        if now.step not in self.tasks:
-            self.tasks[now.step] = self.progress.add_task(now.step, total=now.total, rate="")
-            if not self.console.is_terminal:
-                self.console.print(now.step, markup=False)
-        task = self.tasks[now.step]
-        self.progress.update(task, completed=now.done, total=now.total)
-        speed = self.progress.tasks[task].speed
-        self.progress.update(task, rate="" if not speed else f"{speed:,.0f} {now.unit}/s")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from polyhead.cli.edit_options import Model, Output, PreviewOnly, Replace, SavedDtype, SavedForm, Stack, check_output
-from polyhead.cli.edited_model import open_model, show_preview, write_edited
+from polyhead.cli.edited_model import model_loader, show_edited, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
-from polyhead.cli.progress import errors_told
-
-if TYPE_CHECKING:
-    from polyhead.surgery import MergeHeads
+from polyhead.cli.progress import ProgressBars, report_errors
 
 
 def merge(
@@ -45,58 +42,29 @@ def merge(
     """
     from rich.console import Console
 
+    import polyhead
     from polyhead.sources.models import check_layers
-    from polyhead.surgery import apply
-    from polyhead.surgery import preview as count
+    from polyhead.workflows.merging import merge_edits
 
     console = Console(highlight=False)
-    with errors_told("merge"):
+    with report_errors("merge"), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
-        edits = merges(heads, stack)
-        check_layers(model, [edit.layer for edit in edits], trust_remote_code=trust_remote_code)
-        loaded = open_model(
-            model,
-            device=device,
-            dtype=dtype,
-            output=output,
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
+        layers = [edit.layer for edit in merge_edits(heads)]
+        check_layers(model, layers, trust_remote_code=trust_remote_code)
+        edited = polyhead.merge(
+            model_loader(
+                model,
+                progress,
+                device=device,
+                dtype=dtype,
+                output=output,
+                allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code,
+            ),
+            heads,
+            preview=preview,
+            stack=stack,
         )
-        counted = count(loaded.model, edits)
-        console.print(f"{loaded}\nwith heads {heads} merged", markup=False, soft_wrap=True)
-        show_preview(counted, console)
-        if preview or output is None:
-            return
-        write_edited(loaded, apply(loaded.model, edits), output, form, console, replace=replace)
-
-
-def merges(text: str, stack: str | None = None) -> list[MergeHeads]:
-    """Parse groups of heads into edits; heads after a merged one are renumbered for later edits of the layer.
-
-    >>> [edit.heads for edit in merges("1.0+1.2,1.3+1.5")]
-    [(0, 2), (2, 4)]
-    """
-    from polyhead.errors import OptionError
-    from polyhead.geometry import HeadId
-    from polyhead.surgery import MergeHeads
-
-    removed: dict[int, list[int]] = {}
-    used: set[HeadId] = set()
-    edits = []
-    for group in text.split(","):
-        heads = [HeadId.parse(part.strip()) for part in group.split("+")]
-        layers = {head.layer for head in heads}
-        if len(layers) > 1 or len(heads) < 2:
-            raise OptionError(f"a group must be two or more heads of one layer, e.g. 1.3+1.7; got {group.strip()!r}")
-        repeated = sorted(used & set(heads))
-        if len(repeated) or len(set(heads)) < len(heads):
-            raise OptionError(
-                f"a head may occur only once, got {repeated[0] if repeated else heads[0]} more than once in {text!r}"
-            )
-        used |= set(heads)
-        (layer,) = layers
-        before = removed.setdefault(layer, [])
-        moved = tuple(head.head - sum(other < head.head for other in before) for head in heads)
-        edits.append(MergeHeads(layer, moved, stack=stack))
-        before += sorted(head.head for head in heads)[1:]
-    return edits
+    with report_errors("merge"):
+        show_edited(edited, f"with heads {heads} merged", console)
+        write_edited(edited, output, form, console, replace=replace)

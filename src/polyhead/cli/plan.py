@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.progress import ProgressBars, report_errors
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from polyhead.costs.layouts.model import ModelLayout
     from polyhead.costs.timing.machine import Machine
-
-DEFAULT_CONTEXT = 4096
 
 
 def plan(
@@ -66,7 +66,7 @@ def plan(
         int | None,
         typer.Option(
             metavar="N",
-            help=f"Tokens per sequence. [default: {DEFAULT_CONTEXT}, or the model's maximum if smaller]",
+            help="Tokens per sequence. [default: 4096, or the model's maximum if smaller]",
             show_default=False,
         ),
     ] = None,
@@ -114,26 +114,23 @@ def plan(
     `polyhead plan --d-model 4096 --heads 32 --kv-heads 8 --layers 32`,
     `polyhead plan --config config.json --hardware nvidia-h200 --output plan.html`
     """
+    import polyhead
     from polyhead.cli.plan_table import draw
     from polyhead.costs.layouts.model import named_dtype
-    from polyhead.costs.planning import plan_model
     from polyhead.costs.timing.machine import Machine
-    from polyhead.errors import PolyheadError
 
     by_sizes = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
-    try:
+    with report_errors("plan"):
         _check_output(output)
         _check_calibration(calibrate, hardware, dtype)
         machine = None if hardware is None else Machine.load(hardware)
         if calibrate and all(x is None for x in (model, config, d_model, layers, output, *by_sizes.values())):
             _calibrate(as_json)
             return
-        layout = _layout(model, config, d_model, by_sizes, layers, causal, rotary)
-        default_context = min(DEFAULT_CONTEXT, layout.context or DEFAULT_CONTEXT)
         make_plan = partial(
-            plan_model,
-            layout,
-            context=default_context if context is None else context,
+            polyhead.plan,
+            _layout(model, config, d_model, by_sizes, layers, causal, rotary),
+            context=context,
             batch=batch,
             dtype=None if dtype is None else named_dtype(dtype),
             cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
@@ -150,9 +147,6 @@ def plan(
             from polyhead.report.plan_page import write_plan_page
 
             written = write_plan_page(output, result, over_context(result, machine), over_heads(result, machine))
-    except PolyheadError as error:
-        typer.echo(f"polyhead plan: {error}", err=True)
-        raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
@@ -206,21 +200,11 @@ def _layout(
 
 def _calibrate(to_stderr: bool) -> Machine:
     """Calibrate this machine with a progress bar, and save it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from polyhead.costs.calibration import calibrate
     from polyhead.errors import OptionError
 
-    console = Console(stderr=True, highlight=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        machine = calibrate(report=show)
+    with ProgressBars() as progress:
+        machine = calibrate(progress=progress)
     try:
         outcome = f"saved to {machine.save()}"
     except OptionError as error:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from rich import progress as bars
+
+    from polyhead.progress import Progress, ProgressCallback
 
 
 class Terminated(SystemExit):
@@ -25,7 +31,7 @@ def end_on_sigterm() -> None:
 
 
 @contextmanager
-def errors_told(verb: str, kept: Path | None = None) -> Iterator[None]:
+def report_errors(verb: str, kept: Path | None = None) -> Iterator[None]:
     """Print one line and exit on polyhead's errors (exit code 2), interrupts, SIGTERM and out-of-memory errors.
 
     `kept` is the folder from which the run can be resumed.
@@ -59,35 +65,46 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or on_device or "can't allocate memory" in str(error)
 
 
-@contextmanager
-def working(description: str) -> Iterator[None]:
-    """Show a spinner on a terminal, else print one line."""
-    from rich.console import Console
+class ProgressBars:
+    """Progress of a workflow: a bar per step on a terminal, else a line per step.
 
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        with console.status(description):
-            yield
-    else:
-        console.print(description, markup=False)
-        yield
+    Yields the callback for the workflow's `progress`.
+    """
 
+    def __init__(self) -> None:
+        from rich import progress as bars
+        from rich.console import Console
 
-@contextmanager
-def bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, else print one line; yields a function that advances it."""
-    from rich import progress as bars
-    from rich.console import Console
+        self.console = Console(stderr=True, highlight=False)
+        self.progress = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.TextColumn("{task.fields[note]}"),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.tasks: dict[str, bars.TaskID] = {}
 
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console.print(description, markup=False)
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda steps: progress.advance(task, steps)
+    def __enter__(self) -> ProgressCallback:
+        self.progress.start()
+        return self.report
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def report(self, now: Progress) -> None:
+        if now.step not in self.tasks:
+            for task in self.tasks.values():
+                if self.progress.tasks[task].total is None:  # a step without a length ends when the next one starts
+                    self.progress.update(task, total=1, completed=1)
+            self.tasks[now.step] = self.progress.add_task(now.step, total=now.total, note="")
+            if not self.console.is_terminal:
+                self.console.print(now.step, markup=False)
+        task = self.tasks[now.step]
+        self.progress.update(task, completed=now.done, total=now.total)
+        speed = self.progress.tasks[task].speed
+        rate = f"{speed:,.0f} {now.unit}/s" if speed and now.unit else ""
+        self.progress.update(task, note=now.detail or rate)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
-from polyhead.cli.calibration_text import CalibrationText
 from polyhead.cli.edit_options import (
     ContextLength,
     Field,
@@ -20,17 +20,12 @@ from polyhead.cli.edit_options import (
     Stack,
     Text,
     Tokens,
-    check_criterion,
     check_output,
     check_reading,
 )
-from polyhead.cli.edited_model import open_model, show_fidelity, show_preview, write_edited
-from polyhead.cli.objectives import judge_of, weighting_of
+from polyhead.cli.edited_model import model_loader, show_edited, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
-from polyhead.cli.progress import bar, errors_told
-
-if TYPE_CHECKING:
-    from polyhead.surgery import PruneHeads
+from polyhead.cli.progress import ProgressBars, report_errors
 
 
 def prune(
@@ -87,82 +82,46 @@ def prune(
     """
     from rich.console import Console
 
+    import polyhead
     from polyhead.sources.models import check_layers
-    from polyhead.surgery import apply, apply_in_order
-    from polyhead.surgery import preview as count
+    from polyhead.workflows.pruning import head_edits
 
     console = Console(highlight=False)
     if (heads is None) == (share is None):
         raise typer.BadParameter("specify either --heads or --share; got both or neither")
-    with errors_told("prune"):
+    with report_errors("prune"), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         fraction = None if share is None else _share(share)
-        requested = None if heads is None else _parse_heads(heads, stack)
         check_reading(text, field, context, tokens)
-        check_criterion(criterion)
-        if requested is not None:
-            check_layers(model, [edit.layer for edit in requested], trust_remote_code=trust_remote_code)
-        loaded = open_model(
-            model,
-            device=device,
-            dtype=dtype,
-            output=output,
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
+        if heads is not None:
+            layers = [edit.layer for edit in head_edits(heads)]
+            check_layers(model, layers, trust_remote_code=trust_remote_code)
+        edited = polyhead.prune(
+            model_loader(
+                model,
+                progress,
+                device=device,
+                dtype=dtype,
+                output=output,
+                allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code,
+            ),
+            heads,
+            share=fraction,
+            criterion=criterion,
+            text=text,
+            field=field,
+            compensate=compensation,
+            preview=preview,
+            stack=stack,
+            context=context,
+            tokens=tokens,
+            seed=seed,
+            progress=progress,
         )
-        if requested is not None:
-            count(loaded.model, requested)  # raises on invalid heads before the text is read
-        needs_text = fraction is not None or (compensation and not preview)
-        calibration = CalibrationText.of(loaded, text, field, context, tokens) if needs_text else None
-        if requested is not None:
-            edits = requested
-        else:
-            assert fraction is not None
-            assert calibration is not None
-            edits = select_heads(calibration, fraction, criterion=criterion, stack=stack, seed=seed)
-        counted = count(loaded.model, edits)
-        console.print(f"{loaded}\nwithout heads {_format_heads(edits)}", markup=False, soft_wrap=True)
-        show_preview(counted, console)
-        if preview or output is None:
-            return
-        quality = None if calibration is None else calibration.fidelity()
-        if compensation:
-            assert calibration is not None
-            layers = len({(edit.stack, edit.layer) for edit in edits})
-            with bar("Compensate layer by layer", layers) as step:
-                record = apply_in_order(loaded.model, edits, calibration.batches, progress=lambda done, total: step(1))
-        else:
-            record = apply(loaded.model, edits)
-        if calibration is not None and quality is not None:
-            show_fidelity(quality, calibration, console)
-        write_edited(loaded, record, output, form, console, replace=replace)
-
-
-def select_heads(
-    text: CalibrationText, share: float, *, criterion: str, stack: str | None, seed: int
-) -> list[PruneHeads]:
-    """Select the least important heads by a criterion, over all layers or those of one stack."""
-    from polyhead.errors import OptionError
-    from polyhead.surgery import PruneHeads, choose_heads
-    from polyhead.surgery.selection.criteria import orders_by
-    from polyhead.surgery.selection.measurements import Evidence
-
-    model = text.loaded.model
-    with bar(f"Select heads by {criterion}", len(list(text.batches()))) as step:
-        evidence = Evidence(model, text.batches_with_progress(step), judge_of(text.loaded))
-        layers = {path: layer for path, layer in evidence.layers.items() if stack in (None, layer.stack)}
-        if not layers:
-            stacks = ", ".join(dict.fromkeys(layer.stack for layer in evidence.layers.values()))
-            raise OptionError(f"--stack must be one of {stacks}, got {stack!r}")
-        total = sum(evidence.heads[path].num_heads for path in layers)
-        number = round(share * total)
-        if not number:
-            raise OptionError(f"--share must be at least one head, got {share:.1%} of {total} heads")
-        orders = orders_by(criterion, evidence, weighting=weighting_of(criterion), seed=seed)
-    selected = choose_heads({path: orders[path] for path in layers}, number)
-    return [
-        PruneHeads(layers[path].number, heads, stack=layers[path].stack) for path, heads in selected.items() if heads
-    ]
+    with report_errors("prune"):
+        show_edited(edited, f"without heads {_format_heads(edited.edits)}", console)
+        write_edited(edited, output, form, console, replace=replace)
 
 
 def _share(text: str) -> float:
@@ -176,18 +135,7 @@ def _share(text: str) -> float:
     return share
 
 
-def _parse_heads(text: str, stack: str | None) -> list[PruneHeads]:
-    from polyhead.geometry import HeadId
-    from polyhead.surgery import PruneHeads
-
-    by_layer: dict[int, list[int]] = {}
-    for part in text.split(","):
-        head = HeadId.parse(part.strip())
-        by_layer.setdefault(head.layer, []).append(head.head)
-    return [PruneHeads(layer, tuple(heads), stack=stack) for layer, heads in sorted(by_layer.items())]
-
-
-def _format_heads(edits: list[PruneHeads]) -> str:
+def _format_heads(edits: Sequence[Any]) -> str:
     several = len({edit.stack for edit in edits}) > 1
     return ", ".join(
         (f"{edit.stack} " if several else "") + f"{edit.layer}.{head}" for edit in edits for head in edit.heads

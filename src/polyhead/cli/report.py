@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.options import Language, check_language
+from polyhead.cli.progress import report_errors
 
 if TYPE_CHECKING:
     from polyhead.inspection import Inspection
@@ -39,15 +40,11 @@ def report(
     Shows a grid of layers and heads coloured by any statistic or role, a card for each head, redundancy, importance,
     and the findings in plain words. The page needs no network and no server.
     """
-    from polyhead.errors import PolyheadError
     from polyhead.inspection import load_inspection
 
-    try:
+    with report_errors("report"):
         check_page(html, lang)
         written = write(run / NAME if html is None else html, load_inspection(run), lang, syntax)
-    except PolyheadError as error:
-        typer.echo(f"polyhead report: {error}", err=True)
-        raise typer.Exit(2) from None
     typer.echo(str(written))
     if show:
         typer.launch(written.as_uri())

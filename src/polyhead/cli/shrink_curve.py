@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyhead.cli.line_plot import line_plot
-from polyhead.cli.progress import bar
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.surgery.selection.budgets import CurvePoint
-    from polyhead.surgery.selection.quality import Quality
-    from polyhead.surgery.selection.shrinking import Shrinker
-    from polyhead.surgery.selection.uniform import UniformShrinker
+    from polyhead.workflows.shrinking import ShrunkModel
 
 
-def measured_curve(shrinker: Shrinker | UniformShrinker, quality: Quality) -> list[CurvePoint]:
-    """Measure the quality at every size, with its controls."""
-    choices = shrinker.choices()
-    with bar(f"Measure the {quality.name} at every size", sum(x.measurements for x in choices)) as step:
-        return shrinker.curve(quality, choices, progress=step)
-
-
-def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console) -> None:
+def show_curve(shrunk: ShrunkModel, console: Console) -> None:
     """Print the curve as a table and as a plot; over layouts if all layers have the same one."""
     from rich.table import Table
 
+    points = shrunk.curve
     by_layout = any(point.layout is not None for point in points)
-    table = Table(box=None, pad_edge=False, title=f"{quality.words}; original model {quality.whole:.4g}")
+    table = Table(box=None, pad_edge=False, title=f"{shrunk.metric_description}; original model {shrunk.original:.4g}")
     if by_layout:
         table.add_column("heads/KV heads", justify="right")
     caches = any(point.size.cache is not None for point in points)
@@ -56,6 +45,6 @@ def show_curve(points: Sequence[CurvePoint], quality: Quality, console: Console)
         "not compensated": [point.not_compensated.value for point in points],
         "random heads, compensated": means,
     }
-    console.print(line_plot(columns, curves, upwards=quality.name == "fidelity"))
+    console.print(line_plot(columns, curves, upwards=shrunk.metric == "fidelity"))
     axis = "heads/KV heads left in every layer" if by_layout else "heads removed"
     console.print(f"{axis}; ± is the standard error over rows, for random heads the std over seeds", style="dim")

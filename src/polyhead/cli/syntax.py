@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from polyhead.cli.edit_options import ResumeIn
-from polyhead.cli.options import check_device
-from polyhead.cli.progress import errors_told
+from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device
+from polyhead.cli.progress import ProgressBars, report_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.analysis.alignment import Aligned
     from polyhead.analysis.shares import Shares
     from polyhead.analysis.syntax import SyntaxTable
-    from polyhead.observation import Observations
-    from polyhead.sources import LoadedModel
 
-KEPT = "observations.safetensors"  # in the folder of --resume
 MOST_INSIDE = 3  # heads shown for the word, the phrase and the sentence
 
 
@@ -55,16 +50,8 @@ def syntax(
         Path | None, typer.Option(metavar="FILE", help="Also write the table to a .json or .parquet file.")
     ] = None,
     resume: ResumeIn = None,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle", help="Load pickled weights, which can run code. Use only with models you trust."
-        ),
-    ] = False,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run code shipped with the model. Use only with models you trust."),
-    ] = False,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the dependency relation that each head tracks.
 
@@ -79,38 +66,36 @@ def syntax(
 
     With --resume DIR progress is saved; repeat the same command to continue an interrupted run.
     """
-    from rich.console import Console
-
-    from polyhead.analysis.shares import inner_shares
-    from polyhead.analysis.syntax import syntax_table
-    from polyhead.observation.run_folder import held
+    import polyhead
+    from polyhead.workflows.model_loading import load_model
 
     if treebank is None:
         raise typer.BadParameter(
             "required: a file in CoNLL-U format, e.g. from universaldependencies.org",
             param_hint="--treebank",
         )
-    console = Console(stderr=True, highlight=False)
-    with errors_told("syntax", resume), ExitStack() as stack:
+    with report_errors("syntax", resume):
         _check_output(output)
         check_device(device)
-        if resume is not None:
-            stack.enter_context(held(resume))
-        loaded, aligned = _prepared(model, treebank, sentences, together, device, allow_pickle, trust_remote_code)
-        console.print(f"{loaded}\n{aligned}")
-        observations = _observe(loaded, aligned, batch, console, resume)
-        table, shares = syntax_table(observations, minimum=minimum, seed=seed), inner_shares(observations)
-        if output is not None:
-            table.save(
-                output,
-                model=loaded.name,
-                treebank=treebank.name,
-                sentences=aligned.sentences,
-                words=aligned.words,
-                shares=list(shares.rows()),
+        with ProgressBars() as progress:
+            found = polyhead.syntax(
+                lambda: load_model(
+                    model, device=device, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+                ),
+                treebank,
+                sentences=sentences,
+                together=together,
+                batch_tokens=batch,
+                minimum=minimum,
+                seed=seed,
+                resume=resume,
+                progress=progress,
             )
-    _show(table)
-    _show_shares(shares)
+        if output is not None:
+            found.save(output)
+    typer.echo(f"{found.loaded}\n{found.aligned}", err=True)
+    _show(found.table)
+    _show_shares(found.shares)
     if output is not None:
         typer.echo(f"saved to {output}")
 
@@ -123,56 +108,6 @@ def _check_output(output: Path | None) -> None:
     if output.suffix not in (".json", ".parquet"):
         raise typer.BadParameter(f"the file must end in .json or .parquet, got {output.name!r}", param_hint="--output")
     check_file(output, "--output")
-
-
-def _prepared(
-    model: str | None,
-    treebank: Path,
-    sentences: int | None,
-    together: int,
-    device: str,
-    allow_pickle: bool,
-    trust_remote_code: bool,
-) -> tuple[LoadedModel, Aligned]:
-    from polyhead.analysis.alignment import align
-    from polyhead.errors import OptionError
-    from polyhead.sources import load_model
-    from polyhead.sources.treebank import read_treebank
-
-    parsed = list(read_treebank(treebank, sentences))  # errors in the file are reported before a model is loaded
-    loaded = load_model(model, device=device, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-    aligned = align(parsed, loaded.tokenizer, together=together, longest=loaded.trained_context)
-    if len(aligned) < 2:
-        raise OptionError(
-            f"at least two texts are needed, one half to select and one to evaluate, got {len(aligned)} "
-            f"of {len(parsed)} sentences ({aligned})"
-        )
-    return loaded, aligned
-
-
-def _observe(loaded: LoadedModel, aligned: Aligned, batch: int, console: Console, resume: Path | None) -> Observations:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from polyhead.analysis.alignment import watch
-    from polyhead.observation.word_attention import WordAttention
-    from polyhead.version import VERSION
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("reading", total=len(aligned))
-        return watch(
-            loaded,
-            aligned.contexts,
-            [WordAttention(aligned.maps)],
-            batch_tokens=batch,
-            progress=lambda read: progress.advance(task, read),
-            kept=None if resume is None else resume / KEPT,
-            origin={
-                "words": aligned.digest,
-                "device": str(next(loaded.model.parameters()).device),
-                "polyhead": VERSION,
-            },
-        )
 
 
 def _show(table: SyntaxTable) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from polyhead.cli.edit_options import Replace, check_output
 from polyhead.cli.edited_model import show_saved
-from polyhead.cli.progress import errors_told, working
+from polyhead.cli.progress import ProgressBars, report_errors
 
 
 def undo(
@@ -27,23 +27,15 @@ def undo(
     """
     from rich.console import Console
 
-    from polyhead import load
-    from polyhead.errors import OptionError
-    from polyhead.surgery import SideFiles, load_record, save
-    from polyhead.surgery import undo as revert
+    import polyhead
+    from polyhead.progress import Progress
 
     console = Console(highlight=False)
-    with errors_told("undo"):
+    with report_errors("undo"):
         check_output(output, None, preview=False, replace=replace, source=folder)
-        if not folder.is_dir():
-            raise OptionError(f"FOLDER must be an existing folder, got {folder}")
-        record = load_record(folder)
-        if record is None:
-            raise OptionError(f"undo needs the record saved with an edited model, got {folder} without one")
-        with working("Load the model"):
-            model = load(folder)
-        revert(model, record)
-        with working("Write the model"):
-            saved = save(model, output, tokenizer=SideFiles(folder), replace=replace)
+        with ProgressBars() as progress:
+            restored = polyhead.undo(folder, progress=progress)
+            progress(Progress("Write the model"))
+            saved = restored.save(output, replace=replace)
         show_saved(saved, console)
-        console.print(f"Fingerprint {record.before}, same as the original", markup=False)
+        console.print(f"Fingerprint {restored.record.before}, same as the original", markup=False)

@@ -125,7 +125,7 @@ def _viewer(
     from polyhead.report.viewer.model import ViewedModel
     from polyhead.report.viewer.serve import check_installed
     from polyhead.report.viewer.viewing import Viewer
-    from polyhead.sources import load_model
+    from polyhead.workflows.model_loading import load_model
 
     check_installed()
     run: dict[str, Any] | None = None

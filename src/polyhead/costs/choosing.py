@@ -98,7 +98,7 @@ def choose(
     phase: str = "decode",
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
     latents: bool = False,
 ) -> Choices:
     """Return the layouts within a budget that no other layout dominates (the Pareto front).
@@ -112,6 +112,7 @@ def choose(
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
     ['16x64 at 1024', '8x128 at 1024', '4x256 at 1024']
     """
+    machine = Machine.load(machine) if isinstance(machine, str) else machine
     if phase not in PHASES:
         raise OptionError(f"phase must be one of {', '.join(PHASES)}; got {phase!r}")
     if budget.seconds is not None and machine is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from polyhead.costs.cost import estimate_cost
 from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.model import ModelLayout, dtype_name
+from polyhead.costs.layouts.reading import read_layout
 from polyhead.costs.memory import MemoryEstimate, memory_doubts
 from polyhead.costs.parameters import Identity, Parameters, count_parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, is_causal, plan_phase, rolling_cache_bytes
@@ -21,8 +23,10 @@ from polyhead.costs.timing.machine import Machine
 from polyhead.costs.work import PHASES, Phase
 from polyhead.costs.workload import Workload
 from polyhead.errors import DtypeError, OptionError
+from polyhead.layers.config import AttentionConfig
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes that layers compute in
+CONTEXT = 4096  # tokens, or the model's maximum if that is less
 _LONGEST = 1 << 32  # upper limit of the search for a crossover
 
 
@@ -91,31 +95,37 @@ class Plan:
         }
 
 
-def plan_model(
-    model: ModelLayout,
+def plan(
+    model: ModelLayout | AttentionConfig | Mapping[str, Any] | str | os.PathLike[str],
     *,
-    context: int,
+    context: int | None = None,
     batch: int = 1,
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
     phases: Iterable[str] | None = None,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
     beyond: bool = False,
 ) -> Plan:
     """Count every phase of a model's attention, and predict times if a `machine` is passed.
 
     Args:
-        context: tokens per sequence: of a training step, of a prefill, and of the cache after the decoded token.
+        model: a known model ("llama3.1-8b"), a config or its file, a model's folder or name (see
+            `polyhead.costs.read_layout`), or a layout (`polyhead.costs.from_sizes`).
+        context: tokens per sequence: of a training step, of a prefill, and of the cache after the decoded token;
+            default: 4096, or the model's maximum if smaller.
         dtype: dtype of the layers; default: the model's, or bfloat16, or one the machine was calibrated in.
         cache_dtype: dtype of the cache; default: the model's, or `dtype`. torch.int8 adds float32 scales.
         phases: any of training, prefill, decode; default: all that the model supports.
+        machine: a calibrated machine, its name or its file.
         beyond: allow a context longer than the model's maximum.
 
-    >>> from polyhead.costs.layouts.reading import read_layout
-    >>> plan = plan_model(read_layout("llama3.1-8b"), context=8192)
-    >>> plan.parameters.total, plan.cache_bytes_per_token, plan.crossover
+    >>> planned = plan("llama3.1-8b", context=8192)
+    >>> planned.parameters.total, planned.cache_bytes_per_token, planned.crossover
     (1342177280, 131072, 10240)
     """
+    model = model if isinstance(model, ModelLayout) else read_layout(model)
+    machine = Machine.load(machine) if isinstance(machine, str) else machine
+    context = min(CONTEXT, model.context or CONTEXT) if context is None else context
     _check_sizes(model, batch, context, beyond)
     dtype, notes = layer_dtype(dtype, model.dtype, machine)
     cache_dtype = cache_dtype or model.cache_dtype or dtype

@@ -1,12 +1,11 @@
-"""The workflow of `polyhead inspect`: from a model and a text to roles, similarity and importance of every head."""
+"""Inspections: from observations of a text to roles, similarity and importance of every head."""
 
 from polyhead.inspection.comparison import Comparison, compare
 from polyhead.inspection.examples import Example
 from polyhead.inspection.files import load_inspection, save_inspection
 from polyhead.inspection.heads import Group, Pair
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.running import inspect_model
-from polyhead.inspection.settings import Progress, Settings
+from polyhead.inspection.settings import Settings
 from polyhead.inspection.wording import Finding
 
 __all__ = [
@@ -16,10 +15,8 @@ __all__ = [
     "Group",
     "Inspection",
     "Pair",
-    "Progress",
     "Settings",
     "compare",
-    "inspect_model",
     "load_inspection",
     "save_inspection",
 ]

@@ -104,7 +104,7 @@ def examples_of(reader: Reader, read: Sequence[Batch], observations: Observation
         shape = (len(texts), len(texts))
         by_site = {site: x[number] for site, x in weights.items() if number in x and x[number].shape[1:] == shape}
         if by_site:
-            examples.append(Example(reader.documents[int(batch.documents[0])], texts, texts, by_site))
+            examples.append(Example(reader.text.documents[int(batch.documents[0])], texts, texts, by_site))
     return tuple(examples)
 
 

@@ -19,7 +19,7 @@ from polyhead.errors import PolyheadError
 from polyhead.inspection import layer_similarity
 from polyhead.inspection.examples import Example, ExampleWeights, example_batches, examples_of
 from polyhead.inspection.reading import Reader
-from polyhead.inspection.settings import Progress, Report, Settings
+from polyhead.inspection.settings import Settings
 from polyhead.observation import (
     AttentionDistances,
     AttentionSite,
@@ -35,6 +35,7 @@ from polyhead.observation.origins import IN_CONFIG
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_tokens import rare_tokens
 from polyhead.observation.token_sample import TokenSample
+from polyhead.progress import Progress, ProgressCallback
 from polyhead.sources import Batch, LoadedModel
 from polyhead.sources.probes import repeated_batches
 from polyhead.sources.pronouns import pronoun_sentences
@@ -52,7 +53,7 @@ class Questions:
     settings: Settings
     loaded: LoadedModel
     reader: Reader
-    report: Report
+    report: ProgressCallback
     left_out: list[str] = field(default_factory=list)
 
     def head_projections(self, model: nn.Module) -> dict[AttentionSite, HeadProjections]:
@@ -75,13 +76,13 @@ class Questions:
             via_weights=self.settings.via_weights,
         )
         done = 0
-        self.report(Progress(step, done, total))
+        self.report(Progress(step, done, total, "tokens"))
         with session:
             for batch in batches:
                 session.metadata = self.reader.metadata(batch)
                 self.reader.call(batch, model)
                 done += batch.tokens
-                self.report(Progress(step, done, total))
+                self.report(Progress(step, done, total, "tokens"))
         return session.observations
 
     def watched_sample(self, sample: TokenSample) -> Observations:
@@ -106,7 +107,7 @@ class Questions:
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
         try:
             batches = list(
-                repeated_batches(self.loaded.tokenizer, seed=self.settings.seed, context=self.reader.context)
+                repeated_batches(self.loaded.tokenizer, seed=self.settings.seed, context=self.reader.text.length)
             )
         except PolyheadError as error:
             self.left_out.append(f"induction and duplicate-token: {error}")
@@ -117,14 +118,14 @@ class Questions:
     def pronouns(self) -> PronounTable | None:
         """Return the pronoun scores; there is no baseline with random weights, as chance is known exactly here."""
         try:
-            texts = pronoun_texts(pronoun_sentences(), self.loaded.tokenizer, longest=self.reader.context)
+            texts = pronoun_texts(pronoun_sentences(), self.loaded.tokenizer, longest=self.reader.text.length)
         except PolyheadError as error:
             self.left_out.append(f"pronoun: {error}")
             return None
         if len(set(texts.frames)) < 2:
             self.left_out.append(
                 f"pronoun: of {len(texts.contexts) + texts.unreadable} sentences with pronouns the tokenizer can read "
-                f"{len(texts.contexts)} in a context of {self.reader.context} tokens"
+                f"{len(texts.contexts)} in a context of {self.reader.text.length} tokens"
             )
             return None
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"

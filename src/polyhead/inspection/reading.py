@@ -9,23 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead.errors import OptionError
-from polyhead.inspection.settings import CONTEXT, Settings
+from polyhead.inspection.settings import Settings
 from polyhead.observation import BatchMetadata
 from polyhead.sources import (
     Batch,
     Context,
-    Document,
     LoadedModel,
     TokenClass,
     batches,
-    cut_into_contexts,
-    default_documents,
-    read_texts,
     special_tokens,
     token_classes,
 )
-from polyhead.sources.batching import digest_of
+from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
 
 # Intervals are over documents; with fewer documents than this, each context counts as one.
 FEW_DOCUMENTS = 10
@@ -36,55 +31,32 @@ class Reader:
     """A model, the contexts to run it on, and the forward call."""
 
     loaded: LoadedModel
-    contexts: tuple[Context, ...]
-    documents: tuple[str, ...]  # their names
-    context: int
+    text: TextContexts
     batch_tokens: int
     classes: Tensor  # [vocabulary]
 
     @classmethod
-    def of(cls, loaded: LoadedModel, settings: Settings) -> Reader:
-        if loaded.tokenizer is None or loaded.main_input != "input_ids":
-            raise OptionError(
-                f"an inspection needs a model of text, got {loaded.name}, whose input is {loaded.main_input}; "
-                "observe it with polyhead.observe while you call it"
-            )
-        max_context = loaded.trained_context
-        context = min(CONTEXT, max_context or CONTEXT) if settings.context is None else settings.context
-        if max_context is not None and context > max_context:
-            raise OptionError(
-                f"context must be at most {max_context} tokens, the maximum of {loaded.name}, got {context}"
-            )
-        source = default_documents() if settings.text is None else read_texts(settings.text, field=settings.field)
-        names: list[str] = []
-        contexts: list[Context] = []
-        tokens = 0
-        for piece in cut_into_contexts(_named(source, names), loaded.tokenizer, context):
-            if tokens and tokens + len(piece.ids) > settings.tokens:
-                break
-            contexts.append(piece)
-            tokens += len(piece.ids)
-        if not contexts:
-            raise OptionError(
-                f"an inspection needs a text of at least 8 tokens, got {len(names)} documents that are shorter"
-            )
+    def of(cls, loaded: LoadedModel, settings: Settings, text: Text = None) -> Reader:
+        found = read_contexts(
+            loaded,
+            settings.text if text is None else text,
+            field=settings.field,
+            context=settings.context,
+            tokens=settings.tokens,
+            purpose="an inspection",
+        )
         classes = token_classes(loaded.tokenizer)
-        return cls(loaded, tuple(contexts), tuple(names), context, settings.batch_tokens, classes)
+        return cls(loaded, found, settings.batch_tokens, classes)
 
     @property
-    def tokens(self) -> int:
-        return sum(len(context.ids) for context in self.contexts)
+    def contexts(self) -> tuple[Context, ...]:
+        return self.text.contexts
 
     @property
     def counts(self) -> Tensor:
         """Number of occurrences of each token, [vocabulary]."""
         ids = torch.tensor([token for context in self.contexts for token in context.ids])
         return torch.bincount(ids, minlength=len(self.classes))
-
-    @property
-    def digest(self) -> str:
-        """Fingerprint of all contexts, on which for example the set of rare tokens depends."""
-        return digest_of(self.contexts)
 
     @property
     def unknown(self) -> float:
@@ -146,9 +118,3 @@ class Reader:
 
 def _base_model(model: Any) -> Any:
     return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
-
-
-def _named(documents: Any, names: list[str]) -> Iterator[Document]:
-    for document in documents:
-        names.append(document.name)
-        yield document

@@ -1,4 +1,4 @@
-"""`inspect_model`: run the model over the text and the probes, and assemble the result."""
+"""Run the model over the text and the probes, and assemble the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import platform
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from polyhead.inspection.head_maps import looks_of
 from polyhead.inspection.probing import Questions, embedding_of
 from polyhead.inspection.reading import Reader
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.settings import Progress, Report, Settings
+from polyhead.inspection.settings import Settings
 from polyhead.inspection.top_keys import most_frequent, top_keys_of
 from polyhead.observation import (
     AttentionMaps,
@@ -44,12 +43,12 @@ from polyhead.observation import (
 from polyhead.observation.origins import is_edited
 from polyhead.observation.role_evidence import EvidenceCollector
 from polyhead.observation.role_evidence_tokens import Meaning, rare_tokens
-from polyhead.observation.run_folder import held, sweep
 from polyhead.observation.token_sample import TokenSample
-from polyhead.sources import LoadedModel, load_model
+from polyhead.progress import Progress, ProgressCallback, ignore_progress
+from polyhead.sources import LoadedModel
 from polyhead.sources.fingerprint import model_digest
-from polyhead.sources.models import check_layers
 from polyhead.sources.segments import Segments
+from polyhead.sources.text_contexts import Text
 from polyhead.version import VERSION
 
 SAVE_SECONDS = 30.0
@@ -62,50 +61,21 @@ UNSEEN = (
 )
 
 
-def inspect_model(
+def run_inspection(
     settings: Settings,
+    loaded: LoadedModel,
     *,
+    text: Text = None,
     folder: Path | None = None,
     resume: bool = False,
-    report: Report = lambda progress: None,
+    progress: ProgressCallback = ignore_progress,
     save_seconds: float = SAVE_SECONDS,
-    loaded: LoadedModel | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
 ) -> Inspection:
-    """Run an inspection.
-
-    Args:
-        settings: the model, the text and the options of the run.
-        folder: where to save the collected data periodically and after the text, so that a killed run can be resumed.
-        resume: continue from the data in `folder`.
-        report: called with the progress of each step.
-        save_seconds: time between two writes to the folder.
-        loaded: a model that is already loaded.
-        allow_pickle: read weights from pickles, which can run code.
-        trust_remote_code: run code that comes with the model.
-
-    An interrupt (Ctrl-C) ends the pass over the text; the result is of the text until then, and is marked as
-    interrupted. Batches are counted atomically, so that a resumed run equals an uninterrupted one.
-    """
-    if loaded is None and settings.layers is not None:
-        check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
-    with ExitStack() as stack:
-        if folder is not None:
-            stack.enter_context(held(folder))
-            sweep(folder, OBSERVATIONS)
-        began = time.perf_counter()
-        report(Progress("load the model", 0, None))
-        loaded = loaded or load_model(
-            settings.model,
-            device=settings.device,
-            dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-        )
-        questions = Questions(settings, loaded, Reader.of(loaded, settings), report)
-        run = _Run(settings, loaded, questions.reader, questions, folder, report, save_seconds)
-        return run.run(resume, began)
+    """Inspect a loaded model; `polyhead.inspect` documents the arguments. The caller holds the lock of `folder`."""
+    began = time.perf_counter()
+    questions = Questions(settings, loaded, Reader.of(loaded, settings, text), progress)
+    run = _Run(settings, loaded, questions.reader, questions, folder, progress, save_seconds)
+    return run.run(resume, began)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +95,7 @@ class _Run:
     reader: Reader
     questions: Questions
     folder: Path | None
-    report: Report
+    report: ProgressCallback
     save_seconds: float
     interrupted: bool = False
     across: str | None = None  # method by which pairs of different layers were found
@@ -199,7 +169,7 @@ class _Run:
     # ---- the pass over the text
 
     def text(self, sample: TokenSample | None, resume: bool) -> Observations:
-        collectors: list[Collector] = [AttentionMaps(self.reader.context), Contributions(), self.evidence()]
+        collectors: list[Collector] = [AttentionMaps(self.reader.text.length), Contributions(), self.evidence()]
         collectors += [most_frequent(self.reader.counts), *([] if sample is None else [sample])]
         if self.settings.via_weights:
             self.questions.left_out.append(UNSEEN)
@@ -213,8 +183,8 @@ class _Run:
         if self.folder is not None:
             _ = self.origin  # computed now, while memory is available
         read = self.go_on(session, collectors) if resume else _Read(session.observations)
-        saved_batches, report, total = read.batches, self.report, self.reader.tokens
-        report(Progress("read the text", read.tokens, total))
+        saved_batches, report, total = read.batches, self.report, self.reader.text.tokens
+        report(Progress("read the text", read.tokens, total, "tokens"))
         saved = time.monotonic()
         with session:
             try:
@@ -222,7 +192,7 @@ class _Run:
                     session.metadata = self.reader.metadata(batch)
                     self.reader.call(batch)
                     read = _Read(session.observations, batch.index + 1, batch.digest, read.tokens + batch.tokens)
-                    report(Progress("read the text", read.tokens, total))
+                    report(Progress("read the text", read.tokens, total, "tokens"))
                     if self.folder is not None and time.monotonic() - saved >= self.save_seconds:
                         self.keep(read)
                         saved_batches, saved = read.batches, time.monotonic()
@@ -246,7 +216,7 @@ class _Run:
     @cached_property
     def origin(self) -> dict[str, str]:
         """Fingerprints of the model and the text."""
-        return {"model": model_digest(self.loaded.model), "text": self.reader.digest}
+        return {"model": model_digest(self.loaded.model), "text": self.reader.text.digest}
 
     def go_on(self, session: Session, collectors: list[Collector]) -> _Read:
         assert self.folder is not None
@@ -293,9 +263,9 @@ class _Run:
             "name": self.settings.model or self.loaded.name,
             "kind": self.loaded.kind,
             **_sizes(self.loaded.model),
-            "documents": len(self.reader.documents),
+            "documents": len(self.reader.text.documents),
             "contexts": len(self.reader.contexts),
-            "context": self.reader.context,
+            "context": self.reader.text.length,
             "tokens": tokens,
             "unknown": self.reader.unknown,
             "intervals_over": "contexts" if self.reader.counts_contexts else "documents",

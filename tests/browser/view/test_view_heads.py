@@ -9,8 +9,8 @@ from playwright.sync_api import expect
 from polyhead.integrations.huggingface import register
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
-from polyhead.sources import load_model
 from polyhead.surgery import PruneHeads, apply
+from polyhead.workflows.model_loading import load_model
 from tests.browser.view.conftest import SENTENCE, Running, small_viewer
 from tests.inspection import small_models
 

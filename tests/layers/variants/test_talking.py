@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import polyhead
-from polyhead import Mask, MultiHeadAttention, build_attention, config_of
+from polyhead import Mask, MultiHeadAttention, build_attention
 from polyhead.costs import Workload, estimate_cost
 from polyhead.errors import MaskError, OptionError
-from polyhead.layers import AttentionConfig
+from polyhead.layers import AttentionConfig, config_of
 from polyhead.layers.kv_cache import GrowingCache, PreallocatedCache, RollingCache
 from polyhead.layers.positions import ALiBi, Rotary, T5Bias
 from polyhead.layers.positions.config import ALiBiConfig, RotaryConfig, T5BiasConfig

@@ -6,7 +6,7 @@ import pytest
 
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
-from polyhead.sources import load_model
+from polyhead.workflows.model_loading import load_model
 from tests.inspection import small_models
 
 TEXT = "w1 w2 w3 . a w5 w1 w2 , w7 w8 w9 a w11 w12 . w3"

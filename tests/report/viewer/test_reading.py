@@ -11,7 +11,7 @@ from polyhead.report.viewer import tiles, words
 from polyhead.report.viewer.failures import Refused
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.output import difference
-from polyhead.sources import load_model
+from polyhead.workflows.model_loading import load_model
 from tests.inspection import small_models
 from tests.report.viewer.conftest import TEXT
 

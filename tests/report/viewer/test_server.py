@@ -358,7 +358,8 @@ def test_a_run_is_opened_with_its_model_and_its_roles(tmp_path, assets, monkeypa
     from typer.testing import CliRunner
 
     from polyhead.cli import app
-    from polyhead.inspection import Settings, inspect_model, save_inspection
+    from polyhead.inspection import Settings, save_inspection
+    from polyhead.workflows.inspecting import inspect_model
 
     folder = small_models.model_folder(tmp_path / "bert", "bert")
     settings = Settings(
@@ -368,10 +369,10 @@ def test_a_run_is_opened_with_its_model_and_its_roles(tmp_path, assets, monkeypa
     save_inspection(tmp_path / "run", inspect_model(settings))
     served, loaded = [], []
     monkeypatch.setattr("polyhead.report.viewer.serve.serve", lambda viewer, **options: served.append(viewer))
-    from polyhead import sources
+    from polyhead.workflows import model_loading
 
-    true = sources.load_model
-    monkeypatch.setattr(sources, "load_model", lambda *a, **options: loaded.append(options) or true(*a, **options))
+    true = model_loading.load_model
+    monkeypatch.setattr(model_loading, "load_model", lambda *a, **x: loaded.append(x) or true(*a, **x))
     result = CliRunner().invoke(app, ["view", str(tmp_path / "run"), "--no-open"])
     assert result.exit_code == 0, result.output
     (viewer,) = served

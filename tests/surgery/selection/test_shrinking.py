@@ -10,7 +10,7 @@ from polyhead.surgery import fingerprint
 from polyhead.surgery.selection.budgets import Size, Target, other_flops
 from polyhead.surgery.selection.measurements import Evidence, Judge
 from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
-from polyhead.surgery.selection.shrinking import Shrinker
+from polyhead.surgery.selection.shrinker import Shrinker
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, batches_of_tokens, build, decoder
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 import polyhead
 from polyhead.errors import CheckpointError, OptionError
-from polyhead.sources import load_model
 from polyhead.surgery import (
     GroupQueries,
     PruneHeads,
@@ -26,6 +25,7 @@ from polyhead.surgery import (
     undo,
 )
 from polyhead.surgery.storage import manifest
+from polyhead.workflows.model_loading import load_model
 from tests.forked import Bystander
 from tests.inspection.small_models import model_folder, tokenizer
 from tests.integrations.huggingface import models

@@ -7,7 +7,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from polyhead.costs.timing.machine import Device, HostCost, Machine, Route, Samp
 from polyhead.costs.timing.predict import predict_piece
 from polyhead.costs.work import AttentionCore, Piece, Product
 from polyhead.errors import OptionError
+from polyhead.progress import Progress, ProgressCallback, ignore_progress
 
 __all__ = ["calibrate", "planned"]
 
@@ -33,8 +34,6 @@ DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.
 EVERY = 2  # groups after which the host is visited again
 WARM_SECONDS = 0.5
 CROWDED = 32 << 30  # bytes kept back by the allocator after which they are given back
-
-Report = Callable[[int, int, str], None]  # done, of how many, what comes next
 
 
 def calibrate(
@@ -46,7 +45,7 @@ def calibrate(
     seconds: float | None = None,
     keep: Path | None = None,
     commit: str | None = None,
-    report: Report | None = None,
+    progress: ProgressCallback = ignore_progress,
 ) -> Machine:
     """Measure a device: about a minute and a half on an H200, two or three minutes on two slow cores.
 
@@ -60,7 +59,7 @@ def calibrate(
             largest and smallest of each group, and the prediction goes over what there is.
         keep: a file that holds what is known so far, written again after every group.
         commit: what is measured, for a copy of the source without its repository.
-        report: called before each measurement with how many are done, of how many, and what comes next.
+        progress: called before each measurement.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type not in ("cuda", "cpu"):
@@ -68,10 +67,10 @@ def calibrate(
     dtypes = DTYPES[device.type] if dtypes is None else dtypes
     todo, small = planned(device, dtypes, grid), list(small_layers(device))
     visits = 1 + -(-len(todo) // EVERY)
-    told = _Told(report, visits * len(small) + sum(len(group.pieces) for group in todo))
+    report = _Report(progress, visits * len(small) + sum(len(group.pieces) for group in todo))
     began = time.perf_counter()
     with undisturbed():
-        told("compiling")
+        report("compiling")
         tasks = _tasks(todo, small, dtypes[0])
         ready = {"compiled_ahead": compile_ahead(tasks, device), "to_compile": len(tasks)}
         _warm_up(device)
@@ -87,19 +86,19 @@ def calibrate(
         left = SECONDS[device.type] if seconds is None else seconds
         for number, group in enumerate(todo):
             if number % EVERY == 0:
-                host.visit(told.step)
+                host.visit(report.step)
             started = time.perf_counter()
             until = started + _part(left, todo[number:])
             for i, piece in enumerate(group.pieces):
                 if i < ALWAYS or time.perf_counter() < until:
-                    told(_words(piece))
+                    report(_words(piece))
                     found = _sample(piece, device)
                     samples += [] if found is None else [found]
-                told.done += 1
+                report.done += 1
             left -= time.perf_counter() - started
             if keep is not None:
                 known().save(keep)
-        host.visit(told.step)
+        host.visit(report.step)
         machine = known()
     machine = machine if device.type == "cuda" else _without_work(machine, small, dtypes[0])
     if keep is not None:
@@ -114,16 +113,15 @@ def planned(device: torch.device, dtypes: Sequence[torch.dtype], grid: Grid | No
 
 
 @dataclass
-class _Told:
+class _Report:
     """Progress callback of a calibration."""
 
-    report: Report | None
+    progress: ProgressCallback
     total: int
     done: int = 0
 
     def __call__(self, what: str) -> None:
-        if self.report is not None:
-            self.report(self.done, self.total, what)
+        self.progress(Progress("calibrate", self.done, self.total, "measurements", what))
 
     def step(self, what: str) -> None:
         """The next of several that nothing leaves out."""

@@ -265,7 +265,7 @@ def check_savable(model: nn.Module, folder: Path | None = None) -> None:
     if not is_transformers_model(model):
         raise OptionError(
             f"only transformers models can be saved, got {type(model).__name__}; store a polyhead layer as "
-            "polyhead.config_of(layer) and layer.state_dict()"
+            "polyhead.layers.config_of(layer) and layer.state_dict()"
         )
     import transformers
 

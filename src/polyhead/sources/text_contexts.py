@@ -1,0 +1,93 @@
+"""Contexts of a text for a model: the one place where commands and workflows cut text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from polyhead.errors import OptionError
+from polyhead.sources.batching import digest_of
+from polyhead.sources.contexts import MINIMUM_TOKENS, Context, cut_into_contexts
+from polyhead.sources.models import LoadedModel
+from polyhead.sources.texts import Document, default_documents, read_texts
+
+CONTEXT = 512  # tokens, or the model's maximum if that is less
+TOKENS = 65_536
+
+# A file, a folder or "-" (standard input); documents in memory; None is the built-in text.
+Text = str | os.PathLike[str] | Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextContexts:
+    """Contexts of at most `length` tokens, and the names of the documents they were cut from."""
+
+    contexts: tuple[Context, ...]
+    documents: tuple[str, ...]
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(context.ids) for context in self.contexts)
+
+    @property
+    def digest(self) -> str:
+        """Fingerprint of the token ids of all contexts."""
+        return digest_of(self.contexts)
+
+
+def read_contexts(
+    loaded: LoadedModel,
+    text: Text = None,
+    *,
+    field: str = "text",
+    context: int | None = None,
+    tokens: int = TOKENS,
+    purpose: str = "reading text",
+) -> TextContexts:
+    """Cut a text into contexts for a model.
+
+    Args:
+        text: a file or folder, "-" for standard input, or documents in memory; None is a short built-in text.
+        field: the text field of .jsonl files, or the text column of .parquet files.
+        context: tokens per context; default: 512, or the model's maximum if smaller.
+        tokens: maximum number of tokens to read.
+        purpose: named in errors.
+    """
+    if loaded.tokenizer is None or loaded.main_input != "input_ids":
+        raise OptionError(f"{purpose} needs a model of text, got {loaded.name}, whose input is {loaded.main_input}")
+    max_context = loaded.trained_context
+    length = min(CONTEXT, max_context or CONTEXT) if context is None else context
+    if max_context is not None and length > max_context:
+        raise OptionError(f"context must be at most {max_context} tokens, the maximum of {loaded.name}, got {length}")
+    names: list[str] = []
+    contexts: list[Context] = []
+    total = 0
+    for piece in cut_into_contexts(_record_names(documents_of(text, field=field), names), loaded.tokenizer, length):
+        if total and total + len(piece.ids) > tokens:
+            break
+        contexts.append(piece)
+        total += len(piece.ids)
+    if not contexts:
+        raise OptionError(
+            f"{purpose} needs a text of at least {MINIMUM_TOKENS} tokens, got {len(names)} documents that are shorter"
+        )
+    return TextContexts(tuple(contexts), tuple(names), length)
+
+
+def documents_of(text: Text, *, field: str = "text") -> Iterable[Document]:
+    """Return the documents of a text; raises at once if a path does not exist."""
+    if text is None:
+        return default_documents()
+    if isinstance(text, (str, os.PathLike)):
+        return read_texts(os.fspath(text), field=field)
+    if not all(isinstance(document, str) for document in text):
+        raise OptionError(f"a text in memory must be a sequence of strings, got {[type(x).__name__ for x in text][:3]}")
+    return [Document(f"document {number}", document) for number, document in enumerate(text)]
+
+
+def _record_names(documents: Iterable[Document], names: list[str]) -> Iterator[Document]:
+    for document in documents:
+        names.append(document.name)
+        yield document

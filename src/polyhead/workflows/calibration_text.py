@@ -1,0 +1,86 @@
+"""Calibration data of the editing workflows: a text split into contexts and batches, with a held-out part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyhead.progress import Step
+from polyhead.sources import Context, LoadedModel, batches
+from polyhead.sources.text_contexts import TOKENS, Text, TextContexts, read_contexts
+from polyhead.surgery.selection.quality import Fidelity
+
+# From MIN_CONTEXTS contexts on, every HELD_OUT_EVERY-th is held out for evaluation, up to MAX_HELD_OUT_TOKENS tokens.
+MIN_CONTEXTS, HELD_OUT_EVERY, MAX_HELD_OUT_TOKENS = 10, 5, 8192
+BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CalibrationText:
+    """Contexts of a text: those in `held_out` evaluate the edited model, the others calibrate it."""
+
+    loaded: LoadedModel
+    text: TextContexts
+    held_out: tuple[Context, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        text: Text = None,
+        *,
+        field: str = "text",
+        context: int | None = None,
+        tokens: int = TOKENS,
+    ) -> CalibrationText:
+        found = read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="calibration")
+        if len(found.contexts) < MIN_CONTEXTS or loaded.kind == "encoder-decoder":
+            return cls(loaded, found)
+        held_out = list(found.contexts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+        while len(held_out) > 1 and sum(len(context.ids) for context in held_out) > MAX_HELD_OUT_TOKENS:
+            held_out.pop()
+        return cls(loaded, found, tuple(held_out))
+
+    def batches(self) -> Iterator[dict[str, Any]]:
+        """Yield the model inputs of the calibration part on the model's device, in the same order each time."""
+        held_out = {id(context) for context in self.held_out}
+        return model_inputs(self.loaded, [context for context in self.text.contexts if id(context) not in held_out])
+
+    def fidelity(self) -> Fidelity | None:
+        """Return the fidelity to the current model on the held-out part; None if nothing is held out."""
+        if not self.held_out:
+            return None
+        return Fidelity(self.loaded.model, list(model_inputs(self.loaded, self.held_out)))
+
+
+def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[dict[str, Any]]:
+    """Yield batches of contexts as keyword arguments of the model, on its device."""
+    device = next(loaded.model.parameters()).device
+    for batch in batches(contexts, loaded.tokenizer, batch_tokens=BATCH_TOKENS):
+        ids, mask = batch.ids.to(device), batch.mask.to(device)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        if loaded.kind == "encoder-decoder":
+            inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        if loaded.kind not in ("encoder", "masked"):
+            inputs["use_cache"] = False
+        yield inputs
+
+
+class BatchesWithProgress(Sequence[Mapping[str, Any]]):
+    """Batches that advance a step after each batch of an iteration."""
+
+    def __init__(self, batches: Sequence[Mapping[str, Any]], step: Step) -> None:
+        self._batches = batches
+        self._step = step
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._batches[index]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        for batch in self._batches:
+            yield batch
+            self._step.advance()

@@ -1,0 +1,83 @@
+"""`polyhead.convert`: fewer KV heads for a trained model, and so a smaller KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyhead.errors import OptionError
+from polyhead.integrations.huggingface import register
+from polyhead.progress import ProgressCallback, Step, ignore_progress
+from polyhead.sources.text_contexts import TOKENS, Text
+from polyhead.surgery.edits.preview import preview as count
+from polyhead.surgery.kv_sharing.convert import GROUPINGS, Grouping, convert_groups, layers_to_convert
+from polyhead.surgery.kv_sharing.grouping import neighbours
+from polyhead.surgery.kv_sharing.shared_keys import ShareKeys
+from polyhead.workflows.calibration_text import CalibrationText
+from polyhead.workflows.edited_model import EditedModel
+from polyhead.workflows.model_loading import Model, as_loaded
+
+
+def convert(
+    model: Model,
+    kv_heads: int,
+    *,
+    text: Text = None,
+    field: str = "text",
+    grouping: Grouping = "similar",
+    rounds: int = 0,
+    preview: bool = False,
+    stack: str | None = None,
+    context: int | None = None,
+    tokens: int = TOKENS,
+    tokenizer: Any = None,
+    progress: ProgressCallback = ignore_progress,
+) -> EditedModel:
+    """Convert a trained model to fewer KV heads (GQA or MQA), without retraining; edits the model in place.
+
+    Merges similar KV heads in closed form and compensates the output projections by least squares on a text. The model
+    then runs on polyhead's attention, which supports groups that the config of its family cannot express.
+
+    Args:
+        kv_heads: KV heads per layer after the conversion; must divide the current number. 1 is multi-query attention.
+        grouping: merge KV heads that are "similar", or "neighbours".
+        rounds: rounds of alternating least squares that refit the shared K and V projections to the text.
+        model, text, field, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+    """
+    if kv_heads < 1:
+        raise OptionError(f"kv_heads must be greater than 0, got {kv_heads}")
+    if rounds < 0:
+        raise OptionError(f"rounds must be at least 0, got {rounds}")
+    if grouping not in GROUPINGS:
+        raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
+    loaded = as_loaded(model, tokenizer, dtype="saved")
+    layers = layers_to_convert(loaded.model, kv_heads, stack)
+    edits = tuple(
+        ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, kv_heads), stack=layer.stack)
+        for layer in layers
+        if layer.layout is not None
+    )
+    counted = count(loaded.model, edits)
+    if preview:
+        return EditedModel(loaded=loaded, edits=edits, preview=counted)
+    calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
+    loaded.model.set_attn_implementation(register())
+    quality = calibration.fidelity()
+    step = Step(progress, "Merge KV heads, layer by layer", len(layers), "layers")
+    record = convert_groups(
+        loaded.model,
+        kv_heads,
+        calibration.batches,
+        stack=stack,
+        grouping=grouping,
+        rounds=rounds,
+        progress=lambda *_: step.advance(),
+    )
+    return EditedModel(
+        loaded=loaded,
+        edits=record.edits,
+        preview=counted,
+        record=record,
+        fidelity=None if quality is None else quality.measure(),
+        held_out_tokens=sum(len(context.ids) for context in calibration.held_out),
+        held_out_contexts=len(calibration.held_out),
+    )

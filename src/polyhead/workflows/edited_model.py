@@ -1,0 +1,79 @@
+"""Result of an editing workflow: the model, the effect of the edits, and the record that undoes them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from polyhead.errors import OptionError
+from polyhead.sources.models import LoadedModel
+from polyhead.surgery.edits.applying import undo
+from polyhead.surgery.edits.head_edits import HeadEdit
+from polyhead.surgery.edits.preview import Preview
+from polyhead.surgery.edits.records import EditRecord, join_records
+from polyhead.surgery.selection.quality import Worth
+from polyhead.surgery.storage.loading import load_record
+from polyhead.surgery.storage.manifest import Form
+from polyhead.surgery.storage.saving import SavedModel, save
+from polyhead.surgery.storage.side_files import SideFiles
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EditedModel:
+    """A model with edited heads: `loaded.model` itself, edited in place.
+
+    `preview` counts heads, parameters, FLOPs and cache before and after. `fidelity` is the mean cosine of the final
+    hidden states with those of the original, on `held_out_tokens` tokens that did not calibrate the edit; None if it
+    was not measured. With `preview=True` the model is not edited, and `record` is None.
+    """
+
+    loaded: LoadedModel
+    edits: tuple[HeadEdit, ...]
+    preview: Preview
+    record: EditRecord | None = None
+    fidelity: Worth | None = None
+    held_out_tokens: int = 0
+    held_out_contexts: int = 0
+
+    @property
+    def model(self) -> Any:
+        return self.loaded.model
+
+    def save(self, folder: str | os.PathLike[str], *, form: Form | None = None, replace: bool = False) -> SavedModel:
+        """Save the model to a new folder, with its tokenizer and the record for `polyhead.undo`.
+
+        `form` and `replace` are those of `polyhead.surgery.save`. The record of an original that was edited before is
+        joined with this one where possible (`undoes_all`).
+        """
+        record = self._record()
+        if self._earlier is not None and self.undoes_all:
+            record = join_records(self._earlier, record)
+        side_files = self.loaded.tokenizer if self._folder is None else SideFiles(self._folder)
+        return save(self.model, folder, form=form, record=record, tokenizer=side_files, replace=replace)
+
+    def undo(self) -> None:
+        """Revert the edits in place, bit for bit."""
+        undo(self.model, self._record())
+
+    @property
+    def undoes_all(self) -> bool:
+        """Whether the saved record reverts earlier edits too; not if the weights were loaded in another dtype."""
+        return self._earlier is None or self._earlier.after == self._record().before
+
+    def _record(self) -> EditRecord:
+        if self.record is None:
+            raise OptionError("only an edited model can be saved or reverted, got a preview")
+        return self.record
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        """Folder that the original was loaded from, if any."""
+        origin = Path(str(self.model.config.name_or_path))
+        return origin if origin.is_dir() and (origin / "config.json").is_file() else None
+
+    @cached_property
+    def _earlier(self) -> EditRecord | None:
+        return None if self._folder is None else load_record(self._folder)

@@ -1,0 +1,146 @@
+"""`polyhead.inspect`: analyse every attention head of a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from polyhead.inspection.files import OBSERVATIONS
+from polyhead.inspection.result import Inspection
+from polyhead.inspection.running import SAVE_SECONDS, run_inspection
+from polyhead.inspection.settings import Settings
+from polyhead.observation.run_folder import held, sweep
+from polyhead.progress import Progress, ProgressCallback, ignore_progress
+from polyhead.sources import LoadedModel
+from polyhead.sources.models import check_layers
+from polyhead.sources.text_contexts import TOKENS, Text
+from polyhead.workflows.model_loading import as_loaded, load_model
+
+IN_MEMORY = "(in memory)"  # a text that has no path, in the settings of a run
+
+
+def inspect(
+    model: str | os.PathLike[str] | nn.Module | LoadedModel | None = None,
+    text: Text = None,
+    *,
+    field: str = "text",
+    context: int | None = None,
+    tokens: int = TOKENS,
+    batch_tokens: int = 4096,
+    layers: Sequence[int] | None = None,
+    statistics: Sequence[str] | None = None,
+    importance: Literal["auto", "none", "gradient", "ablation"] = "auto",
+    chance: bool = True,
+    via_weights: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    tokenizer: Any = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    save_seconds: float = SAVE_SECONDS,
+) -> Inspection:
+    """Analyse every attention head of a model: statistics, outputs, redundancy, importance and roles.
+
+    An interrupt (Ctrl-C) ends the pass over the text; the result is of the text until then, and is marked as
+    interrupted. Batches are counted atomically, so that a resumed run equals an uninterrupted one.
+
+    Args:
+        model: a name or folder, a transformers model in evaluation mode (with its `tokenizer`), or the result of
+            `polyhead.workflows.model_loading.load_model`; default: minilm.
+        text: a file or folder, or documents in memory; default: a built-in text in English and Chinese.
+        field: the text field of .jsonl files, or the text column of .parquet files.
+        context: tokens per context; default: 512, or the model's maximum if smaller.
+        tokens: maximum number of tokens to read.
+        batch_tokens: maximum number of tokens per batch.
+        layers: inspect only these layers, from 0.
+        statistics: compute only these statistics; default: all.
+        importance: "ablation" of every head in turn, "gradient", "none", or "auto": gradients where the model predicts
+            tokens, ablation on a short text where it does not.
+        chance: also inspect the model with random weights, as a baseline for redundancy.
+        via_weights: use the attention weights that the model returns; slow, and O(n²) in memory.
+        seed: of samples, random weights and repeated words.
+        device, dtype: of a model that is loaded by name; default dtype: float32 on a CPU, else bfloat16.
+        folder: where to save the collected data periodically and after the text, so that a killed run can be resumed.
+        resume: continue from the data in `folder`.
+        progress: called with the progress of each step.
+        save_seconds: time between two writes to the folder.
+    """
+    loaded, name = None, None
+    if isinstance(model, (nn.Module, LoadedModel)):
+        loaded = as_loaded(model, tokenizer)
+        name, device = loaded.name, str(next(loaded.model.parameters()).device)
+    elif model is not None:
+        name = os.fspath(model)
+    settings = Settings(
+        model=name,
+        text=None if text is None else os.fspath(text) if isinstance(text, (str, os.PathLike)) else IN_MEMORY,
+        field=field,
+        context=context,
+        tokens=tokens,
+        batch_tokens=batch_tokens,
+        layers=None if layers is None else tuple(layers),
+        statistics=None if statistics is None else tuple(statistics),
+        importance=importance,
+        chance=chance,
+        via_weights=via_weights,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+    )
+    return inspect_model(
+        settings,
+        loaded=loaded,
+        text=text,
+        folder=None if folder is None else Path(folder),
+        resume=resume,
+        progress=progress,
+        save_seconds=save_seconds,
+    )
+
+
+def inspect_model(
+    settings: Settings,
+    *,
+    loaded: LoadedModel | None = None,
+    text: Text = None,
+    folder: Path | None = None,
+    resume: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    save_seconds: float = SAVE_SECONDS,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> Inspection:
+    """Inspect by the settings of a run: those of `inspect`, or those saved in the folder of a run.
+
+    Args:
+        loaded: a model that is already loaded; default: the settings' model.
+        text: documents in memory; default: the settings' text.
+        allow_pickle: read weights from pickles, which can run code.
+        trust_remote_code: run code that comes with the model.
+        folder, resume, progress, save_seconds: as in `inspect`.
+    """
+    if loaded is None and settings.layers is not None:
+        check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(held(folder))
+            sweep(folder, OBSERVATIONS)
+        progress(Progress("load the model"))
+        loaded = loaded or load_model(
+            settings.model,
+            device=settings.device,
+            dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+        )
+        return run_inspection(
+            settings, loaded, text=text, folder=folder, resume=resume, progress=progress, save_seconds=save_seconds
+        )

@@ -1,0 +1,63 @@
+"""`polyhead.merge`: merge redundant heads of a layer into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadId
+from polyhead.surgery.edits.applying import apply
+from polyhead.surgery.edits.head_edits import MergeHeads
+from polyhead.surgery.edits.preview import preview as count
+from polyhead.workflows.edited_model import EditedModel
+from polyhead.workflows.model_loading import Model, as_loaded
+
+Groups = str | Iterable[Sequence[HeadId | tuple[int, int]]]
+
+
+def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | None = None) -> EditedModel:
+    """Merge redundant heads into one; edits the model in place.
+
+    Averages their Q, K and V projections and sums their output projections: identical heads are merged without loss.
+
+    Args:
+        model: as in `polyhead.prune`.
+        heads: groups of heads of one layer, as [[(1, 3), (1, 7)], ...] or "1.3+1.7,..."; numbers are those before any
+            merge.
+        preview: only count the effect; the model is not changed.
+        stack: the stack of layers to edit, for models with several (encoder and decoder).
+    """
+    edits = merge_edits(heads, stack)
+    loaded = as_loaded(model, dtype="saved")
+    counted = count(loaded.model, edits)
+    record = None if preview else apply(loaded.model, edits)
+    return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, record=record)
+
+
+def merge_edits(heads: Groups, stack: str | None = None) -> list[MergeHeads]:
+    """Return the edits that merge groups of heads; heads after a merged one are renumbered for later edits.
+
+    >>> [edit.heads for edit in merge_edits("1.0+1.2,1.3+1.5")]
+    [(0, 2), (2, 4)]
+    """
+    if isinstance(heads, str):
+        groups = [[HeadId.parse(part.strip()) for part in group.split("+")] for group in heads.split(",")]
+    else:
+        groups = [[HeadId(*head) for head in group] for group in heads]
+    removed: dict[int, list[int]] = {}
+    used: set[HeadId] = set()
+    edits = []
+    for group in groups:
+        if len({head.layer for head in group}) != 1 or len(group) < 2:
+            got = "+".join(map(str, group))
+            raise OptionError(f"a group must be two or more heads of one layer, e.g. 1.3+1.7; got {got!r}")
+        repeated = next((head for head in group if head in used or group.count(head) > 1), None)
+        if repeated is not None:
+            raise OptionError(f"a head may occur only once, got {repeated} more than once")
+        used |= set(group)
+        layer = group[0].layer
+        before = removed.setdefault(layer, [])
+        moved = tuple(head.head - sum(other < head.head for other in before) for head in group)
+        edits.append(MergeHeads(layer, moved, stack=stack))
+        before += sorted(head.head for head in group)[1:]
+    return edits

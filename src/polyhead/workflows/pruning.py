@@ -1,0 +1,144 @@
+"""`polyhead.prune`: remove heads from a model and compensate for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadId
+from polyhead.progress import ProgressCallback, Step, ignore_progress
+from polyhead.sources.text_contexts import TOKENS, Text
+from polyhead.surgery.compensation.sequential import apply_in_order
+from polyhead.surgery.edits.applying import apply
+from polyhead.surgery.edits.head_edits import PruneHeads
+from polyhead.surgery.edits.preview import preview as count
+from polyhead.surgery.selection.criteria import orders_by
+from polyhead.surgery.selection.measurements import Evidence
+from polyhead.surgery.selection.orders import choose_heads
+from polyhead.workflows.calibration_text import BatchesWithProgress, CalibrationText
+from polyhead.workflows.edited_model import EditedModel
+from polyhead.workflows.model_loading import Model, as_loaded
+from polyhead.workflows.objectives import check_criterion, judge_of, weighting_of
+
+
+def prune(
+    model: Model,
+    heads: str | Iterable[HeadId | tuple[int, int]] | None = None,
+    *,
+    share: float | None = None,
+    criterion: str = "compensated",
+    text: Text = None,
+    field: str = "text",
+    compensate: bool = True,
+    preview: bool = False,
+    stack: str | None = None,
+    context: int | None = None,
+    tokens: int = TOKENS,
+    seed: int = 0,
+    tokenizer: Any = None,
+    progress: ProgressCallback = ignore_progress,
+) -> EditedModel:
+    """Remove heads from a trained model, without retraining; edits the model in place.
+
+    Args:
+        model: a name or folder, a transformers model in evaluation mode (with its `tokenizer`), or the result of
+            `polyhead.workflows.model_loading.load_model`. Models loaded by name keep their saved dtype.
+        heads: heads to remove, as (layer, head) or "0.3,1.7"; or else
+        share: the share of all heads to remove, between 0 and 1, selected by `criterion`.
+        criterion: importance score: compensated (error after compensation), plain (error without it), ablation,
+            gradient, taylor, magnitude, redundancy, or random (a control, by `seed`).
+        text: calibration text like the model's inputs: a path, or documents in memory; default: a short built-in text.
+        compensate: refit the output projections of the remaining heads, layer by layer, by least squares on the text.
+        preview: only count the effect; the model is not changed.
+        stack: the stack of layers to edit, for models with several (encoder and decoder).
+        context: tokens per context; default: 512, or the model's maximum if smaller.
+        tokens: maximum number of tokens to read.
+        progress: called with the progress of each step.
+    """
+    if (heads is None) == (share is None):
+        raise OptionError("prune takes either heads or share, got both or neither")
+    if share is not None and not 0 < share < 1:
+        raise OptionError(f"share must be between 0 and 1, got {share}")
+    check_criterion(criterion)
+    requested = None if heads is None else head_edits(heads, stack)
+    loaded = as_loaded(model, tokenizer, dtype="saved")
+    if requested is not None:
+        count(loaded.model, requested)  # raises on invalid heads before the text is read
+    calibration = None
+    if share is not None or (compensate and not preview):
+        if loaded.tokenizer is None:
+            raise OptionError(
+                f"calibration needs a model that reads text and its tokenizer, got {loaded.name} without one; pass "
+                "the heads to remove, and skip compensation (compensate=False, --no-compensate)"
+            )
+        calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
+    if share is not None:
+        assert calibration is not None
+        edits = select_heads(calibration, share, criterion=criterion, stack=stack, seed=seed, progress=progress)
+    else:
+        assert requested is not None
+        edits = requested
+    counted = count(loaded.model, edits)
+    if preview:
+        return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted)
+    quality = None if calibration is None else calibration.fidelity()
+    if compensate:
+        assert calibration is not None
+        step = Step(progress, "Compensate layer by layer", len({(x.stack, x.layer) for x in edits}), "layers")
+        record = apply_in_order(loaded.model, edits, calibration.batches, progress=lambda *_: step.advance())
+    else:
+        record = apply(loaded.model, edits)
+    held_out = () if calibration is None else calibration.held_out
+    return EditedModel(
+        loaded=loaded,
+        edits=tuple(edits),
+        preview=counted,
+        record=record,
+        fidelity=None if quality is None else quality.measure(),
+        held_out_tokens=sum(len(context.ids) for context in held_out),
+        held_out_contexts=len(held_out),
+    )
+
+
+def head_edits(heads: str | Iterable[HeadId | tuple[int, int]], stack: str | None = None) -> list[PruneHeads]:
+    """Return the edits that remove heads, one per layer.
+
+    >>> [(edit.layer, edit.heads) for edit in head_edits("1.3,0.2,1.0")]
+    [(0, (2,)), (1, (3, 0))]
+    """
+    parts = (
+        [HeadId.parse(x.strip()) for x in heads.split(",")] if isinstance(heads, str) else [HeadId(*x) for x in heads]
+    )
+    by_layer: dict[int, list[int]] = {}
+    for head in parts:
+        by_layer.setdefault(head.layer, []).append(head.head)
+    return [PruneHeads(layer, tuple(layer_heads), stack=stack) for layer, layer_heads in sorted(by_layer.items())]
+
+
+def select_heads(
+    text: CalibrationText,
+    share: float,
+    *,
+    criterion: str,
+    stack: str | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+) -> list[PruneHeads]:
+    """Select the least important heads by a criterion, over all layers or those of one stack."""
+    batches: Sequence[Any] = list(text.batches())
+    step = Step(progress, f"Select heads by {criterion}", len(batches), "batches")
+    evidence = Evidence(text.loaded.model, BatchesWithProgress(batches, step), judge_of(text.loaded))
+    layers = {path: layer for path, layer in evidence.layers.items() if stack in (None, layer.stack)}
+    if not layers:
+        stacks = ", ".join(dict.fromkeys(layer.stack for layer in evidence.layers.values()))
+        raise OptionError(f"stack must be one of {stacks}, got {stack!r}")
+    total = sum(evidence.heads[path].num_heads for path in layers)
+    number = round(share * total)
+    if not number:
+        raise OptionError(f"share must be at least one head, got {share:.1%} of {total} heads")
+    orders = orders_by(criterion, evidence, weighting=weighting_of(criterion), seed=seed)
+    selected = choose_heads({path: orders[path] for path in layers}, number)
+    return [
+        PruneHeads(layers[path].number, heads, stack=layers[path].stack) for path, heads in selected.items() if heads
+    ]

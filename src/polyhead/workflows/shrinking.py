@@ -1,0 +1,304 @@
+"""`polyhead.shrink`: prune heads to a target size, with a curve of quality over size and two controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from polyhead.errors import OptionError
+from polyhead.observation.run_folder import held
+from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
+from polyhead.sources import Context, LoadedModel
+from polyhead.sources.fingerprint import model_digest
+from polyhead.sources.text_contexts import TOKENS, Text, TextContexts, read_contexts
+from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, as_if
+from polyhead.surgery.compensation.sequential import AIMS, solve_in_order
+from polyhead.surgery.edits.applying import apply
+from polyhead.surgery.selection.budgets import CurvePoint, Gone, Size, Target, Trials, check_target
+from polyhead.surgery.selection.journal import Journal, KeptEvidence, KeptQuality
+from polyhead.surgery.selection.measured_speed import meet_measured_target
+from polyhead.surgery.selection.quality import Fidelity, Perplexity, Quality, Worth
+from polyhead.surgery.selection.shrinker import Shrinker
+from polyhead.surgery.selection.uniform import UniformShrinker, uniform_layouts
+from polyhead.version import VERSION
+from polyhead.workflows.calibration_text import model_inputs
+from polyhead.workflows.edited_model import EditedModel
+from polyhead.workflows.model_loading import Model, as_loaded
+from polyhead.workflows.objectives import judge_of, weighting_of
+
+METRICS = ("perplexity", "fidelity")
+SPLITS = (0.6, 0.8)  # ends of the text that selects heads, and of the text that selects the compensation
+SEARCH_CONTEXTS = 16  # a search evaluates the model some hundred times
+ALL_AT_ONCE = "compensated all at once"
+BY_LAYER = {
+    "layer": "compensated layer by layer for the output of the unpruned layer",
+    "output": "compensated layer by layer for the layer's output in the original model",
+    "stream": "compensated layer by layer for the residual stream of the original model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SearchGain:
+    """Outcome of a local search: quality before and after on the text that selects the compensation.
+
+    The search's heads are used only if `after` is better; both are None if no head was moved.
+    """
+
+    measurements: int
+    moved: int
+    searches: str  # the moves: "moved between layers" or "exchanged within layers"
+    original: float  # quality of the original model on that text
+    before: float | None = None
+    after: float | None = None
+    used: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShrunkModel(EditedModel):
+    """A model pruned to a target: the removed heads, the measured curve, and the quality on the test set.
+
+    `metric` is "perplexity" or "fidelity"; `original` is the original model's on the test set. `compensation` names
+    the way of compensating with the smallest loss, and `summary` the number of heads that go and, if uniform, stay.
+    """
+
+    target: Target
+    measured: bool
+    tokens: int  # of the text
+    removed: Gone
+    summary: str
+    metric: str
+    metric_description: str
+    original: float
+    quality: Worth
+    size: Size
+    flops_tokens: int  # tokens of the call whose FLOPs are counted
+    curve: tuple[CurvePoint, ...]
+    compensation: str
+    search: SearchGain | None
+
+
+def shrink(
+    model: Model,
+    target: str | Target,
+    text: Text,
+    *,
+    metric: Literal["perplexity", "fidelity"] | None = None,
+    criterion: str = "compensated",
+    uniform: bool = False,
+    measured: bool = False,
+    search: bool = False,
+    preview: bool = False,
+    field: str = "text",
+    context: int | None = None,
+    tokens: int = TOKENS,
+    resume: Path | None = None,
+    tokenizer: Any = None,
+    progress: ProgressCallback = ignore_progress,
+) -> ShrunkModel:
+    """Prune heads of a trained model to a target size, without retraining; edits the model in place.
+
+    Selects heads over all layers, with errors weighted by their effect on the model's loss per layer, direction and
+    token; the remaining heads compensate by least squares. The first 60% of the text select heads, the next 20% the
+    compensation, the last 20% are the test set. The curve has two controls: the same heads without compensation, and
+    random heads with it.
+
+    Args:
+        target: "30%-heads" removes 30% of the heads, "2x-cache" halves the KV cache, "1.2x-faster" needs 1.2 times
+            fewer FLOPs of the model or, with `measured`, 1.2 times less time on this machine.
+        text: text like the model's inputs, a path or documents in memory; 20,000 tokens or more.
+        metric: quality; default: perplexity for causal models, else fidelity, the mean cosine of final hidden states
+            with those of the original.
+        criterion: importance score of heads, as in `polyhead.prune`.
+        uniform: keep the same number of heads and KV heads in all layers, the largest that reaches the target, so that
+            the saved model loads in plain transformers.
+        measured: measure a speed target on this machine instead of counting FLOPs.
+        search: improve the selection by local search; takes some hundred evaluations, and does not affect the curve.
+        preview: measure everything, but do not change the model.
+        resume: a folder in which every measurement is saved; repeat the same call to continue an interrupted one with
+            identical results. Another model, text or option is rejected.
+        model, field, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+    """
+    goal = target if isinstance(target, Target) else Target.parse(target)
+    _check(text, metric, goal, criterion, uniform=uniform, measured=measured, search=search)
+    weighting = weighting_of(criterion)
+    with ExitStack() as stack:
+        if resume is not None:
+            stack.enter_context(held(resume))
+        loaded = as_loaded(model, tokenizer, dtype="saved")
+        check_target(goal, loaded.model)
+        layouts = None
+        if uniform:
+            progress(Progress("List the layouts that the model class supports"))
+            layouts = uniform_layouts(loaded.model)  # raises before the text is read
+        parts = _Parts.of(read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="shrinking"))
+        name = _metric(loaded, metric)
+        progress(Progress(f"Measure the {name} of the original model"))
+        options = {
+            "target": str(goal),
+            "criterion": criterion,
+            "form": "uniform" if uniform else None,
+            "measured": measured,
+            "search": search,
+        }
+        journal = _journal(resume, loaded, parts.text, name, options)
+        kind = Perplexity if name == "perplexity" else Fidelity
+
+        def quality_on(role: str, contexts: Sequence[Context]) -> Quality:
+            return KeptQuality(kind(loaded.model, list(model_inputs(loaded, contexts))), journal, role)
+
+        select, report = quality_on("choose", parts.select), quality_on("report", parts.report)
+        few = quality_on("search", parts.few()) if search else None
+        calibration = list(model_inputs(loaded, parts.calibrate))
+        evidence = KeptEvidence(loaded.model, calibration, judge_of(loaded))
+        evidence.journal = journal
+        progress(Progress(f"Select heads by {criterion}"))
+        shrinker: Shrinker | UniformShrinker
+        if layouts is not None:
+            shrinker = UniformShrinker(evidence, weighting=weighting, layouts=layouts)
+        else:
+            by_key_heads = goal.kind == "cache"
+            shrinker = Shrinker(evidence, criterion=criterion, weighting=weighting, by_key_heads=by_key_heads)
+        removed = {} if measured else shrinker.meet_target(goal)  # raises before the curve is measured
+
+        choices = shrinker.choices()
+        step = Step(progress, f"Measure the {name} at every size", sum(x.measurements for x in choices), "runs")
+        curve = shrinker.curve(report, choices, progress=step.advance)
+        if measured:
+            stages = shrinker.stages()
+            step = Step(progress, "Time the model with fewer and fewer heads", len(stages), "runs")
+            removed = meet_measured_target(shrinker, stages, goal, calibration, journal, progress=step.advance)
+        gain = None
+        if few is not None:
+            removed, gain = _search(shrinker, goal, few, select, progress)
+        outputs, compensation = _compensate(shrinker, removed, calibration, select, journal, progress)
+        with as_if(shrinker.model, evidence.layers, outputs):
+            quality = report.measure()
+        edits = shrinker.edits(removed)
+        counted, size = shrinker.counted(removed), shrinker.size(removed)
+        return ShrunkModel(
+            loaded=loaded,
+            edits=tuple(edits),
+            preview=counted,
+            record=None if preview else apply(loaded.model, edits, compensation=GivenOutputs(outputs)),
+            target=goal,
+            measured=measured,
+            tokens=parts.text.tokens,
+            removed=removed,
+            summary=shrinker.in_words(removed),
+            metric=name,
+            metric_description=report.words,
+            original=report.whole,
+            quality=quality,
+            size=size,
+            flops_tokens=shrinker.work.queries,
+            curve=tuple(curve),
+            compensation=compensation,
+            search=gain,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Contexts of a text in three parts: to select heads, to select the compensation, and to report the quality."""
+
+    text: TextContexts
+    calibrate: Sequence[Context]
+    select: Sequence[Context]
+    report: Sequence[Context]
+
+    @classmethod
+    def of(cls, text: TextContexts) -> _Parts:
+        contexts, count = text.contexts, len(text.contexts)
+        if count < 5:
+            raise OptionError(
+                f"the text must have at least five contexts, to be split into three parts, got {count}; use more text, "
+                "or shorter contexts"
+            )
+        first, second = (max(1, int(share * count)) for share in SPLITS)
+        return cls(text, contexts[:first], contexts[first:second], contexts[second:])
+
+    def few(self) -> Sequence[Context]:
+        """Return a few evenly spaced contexts of the second part."""
+        return self.select[:: -(-len(self.select) // SEARCH_CONTEXTS)]
+
+
+def _check(
+    text: Text, metric: str | None, target: Target, criterion: str, *, uniform: bool, measured: bool, search: bool
+) -> None:
+    """Raise on invalid options and on options that exclude each other."""
+    if text is None:
+        raise OptionError(
+            "text is required: text like the model's inputs for calibration and testing, got none; use 20,000 tokens "
+            "or more in .txt, .md, .jsonl or .parquet files, a folder of them, or - for standard input"
+        )
+    if metric is not None and metric not in METRICS:
+        raise OptionError(f"metric must be {' or '.join(METRICS)}, got {metric!r}")
+    if measured and target.kind != "faster":
+        raise OptionError(f"a measured target must be a speed, such as 1.2x-faster, got {target}")
+    if search and measured:
+        raise OptionError("search needs a target that is counted, got a measured one as well; omit one of them")
+    if uniform and criterion != "compensated":
+        raise OptionError(f"the uniform form needs the criterion compensated, got {criterion!r}; omit one of them")
+
+
+def _metric(loaded: LoadedModel, metric: str | None) -> str:
+    if metric == "perplexity" and loaded.kind != "causal":
+        raise OptionError(
+            f"perplexity needs a causal model, got {loaded.name}, which is {loaded.kind}; omit the metric to use "
+            "fidelity"
+        )
+    return metric or ("perplexity" if loaded.kind == "causal" else "fidelity")
+
+
+def _journal(
+    folder: Path | None, loaded: LoadedModel, text: TextContexts, metric: str, options: Mapping[str, Any]
+) -> Journal:
+    if folder is None:
+        return Journal()
+    device = str(next(loaded.model.parameters()).device)
+    origin = {"model": model_digest(loaded.model), "text": text.digest, "metric": metric, "device": device}
+    return Journal(folder, {**origin, **options, "polyhead": VERSION})
+
+
+def _search(
+    shrinker: Shrinker | UniformShrinker, target: Target, few: Quality, quality: Quality, progress: ProgressCallback
+) -> tuple[Gone, SearchGain]:
+    """Search by the quality on a few contexts; keep the result only if it is better on the whole part."""
+    total = shrinker.search_measurements()
+    step = Step(progress, f"Search heads, up to {total:,} measurements of the {few.name}", total, "runs")
+    found = shrinker.searched(target, few, progress=step.advance)
+    if not found.moved:
+        return found.first, SearchGain(found.measured, 0, shrinker.searches, quality.whole)
+    before, after = (shrinker.worth(removed, quality).value for removed in (found.first, found.gone))
+    used = after > before if quality.name == "fidelity" else after < before
+    gain = SearchGain(found.measured, found.moved, shrinker.searches, quality.whole, before, after, used)
+    return (found.gone if used else found.first), gain
+
+
+def _compensate(
+    shrinker: Trials,
+    removed: Gone,
+    calibration: Sequence[Mapping[str, Any]],
+    quality: Quality,
+    journal: Journal,
+    progress: ProgressCallback,
+) -> tuple[dict[str, Outputs], str]:
+    """Compensate all layers at once and layer by layer; return the outputs with the smallest loss, and their name."""
+    ways = {ALL_AT_ONCE: shrinker.compensated(removed)}
+    step = Step(progress, "Compensate layer by layer", len(AIMS) * len(removed), "layers")
+    for aim in AIMS:
+        solve = partial(
+            solve_in_order, shrinker.model, removed, lambda: calibration, aim=aim, ridge=1e-3,
+            progress=lambda *_: step.advance(),
+        )  # fmt: skip
+        ways[BY_LAYER[aim]] = journal.outputs(f"repaired_for_{aim}", solve)
+    losses = {}
+    for name, outputs in ways.items():
+        with as_if(shrinker.model, shrinker.evidence.layers, outputs):
+            losses[name] = quality.loss()
+    best = min(losses, key=losses.__getitem__)
+    return ways[best], best

@@ -1,0 +1,48 @@
+"""`polyhead.undo`: restore the original of an edited model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from polyhead.errors import OptionError
+from polyhead.progress import Progress, ProgressCallback, ignore_progress
+from polyhead.surgery.edits.applying import undo as revert
+from polyhead.surgery.edits.records import EditRecord
+from polyhead.surgery.storage.loading import load, load_record
+from polyhead.surgery.storage.saving import SavedModel, save
+from polyhead.surgery.storage.side_files import SideFiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestoredModel:
+    """The original of an edited model, and the record of the edits that were reverted; `folder` is the edited one's."""
+
+    model: nn.Module
+    record: EditRecord
+    folder: Path
+
+    def save(self, folder: str | os.PathLike[str], *, replace: bool = False) -> SavedModel:
+        """Save the model to a new folder, with the tokenizer and other files of the edited one."""
+        return save(self.model, folder, tokenizer=SideFiles(self.folder), replace=replace)
+
+
+def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_progress) -> RestoredModel:
+    """Restore the original of an edited model that was saved with its record, bit for bit.
+
+    Reverts all edits since the original. Fingerprints of the weights are checked before and after: a model that was
+    trained in between is rejected. `EditedModel.undo` reverts edits in memory.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise OptionError(f"undo needs the folder of an edited model, got {path}, which is no folder")
+    record = load_record(path)
+    if record is None:
+        raise OptionError(f"undo needs the record saved with an edited model, got {path} without one")
+    progress(Progress("Load the model"))
+    model = load(path)
+    revert(model, record)
+    return RestoredModel(model, record, path)
