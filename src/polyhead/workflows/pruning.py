@@ -105,7 +105,7 @@ def head_edits(heads: str | Iterable[HeadId | tuple[int, int]], stack: str | Non
     """Return the edits that remove heads, one per layer.
 
     >>> [(edit.layer, edit.heads) for edit in head_edits("1.3,0.2,1.0")]
-    [(0, (2,)), (1, (3, 0))]
+    [(0, (2,)), (1, (0, 3))]
     """
     parts = (
         [HeadId.parse(x.strip()) for x in heads.split(",")] if isinstance(heads, str) else [HeadId(*x) for x in heads]

@@ -1,0 +1,152 @@
+"""`polyhead.prune`, `merge`, `convert`, `shrink` and `undo` as Python calls, on models in memory and in folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import polyhead
+from polyhead.errors import OptionError
+from polyhead.progress import Progress
+from polyhead.surgery import fingerprint
+from polyhead.workflows.model_loading import load_model
+from tests.inspection.small_models import model_folder, text_folder, tokenizer
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    for name in ("bert", "llama"):
+        model_folder(folder / name, name)
+    text_folder(folder / "text")
+    return folder
+
+
+def in_memory(folder: Path) -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+def total_heads(model: torch.nn.Module) -> int:
+    return sum(layer.layout.num_heads for layer in polyhead.surgery.find_layers(model))
+
+
+def documents(place: Path) -> list[str]:
+    return [file.read_text() for file in sorted((place / "text").glob("*.txt"))]
+
+
+def test_a_model_in_memory_is_pruned_in_place_as_the_folder_is(place, tmp_path):
+    model, seen = in_memory(place / "llama"), []
+    before = fingerprint(model)
+    options = {"share": 0.25, "context": 40}
+    edited = polyhead.prune(model, **options, text=documents(place), tokenizer=tokenizer(), progress=seen.append)
+    assert edited.model is model
+    assert total_heads(model) == edited.preview.after.heads == 6
+    assert 0 < edited.fidelity.value < 1
+    assert 0 < edited.held_out_tokens <= 40 * edited.held_out_contexts
+    layers = len({edit.layer for edit in edited.edits})
+    assert Progress("Compensate layer by layer", layers, layers, "layers") in seen
+    by_name = polyhead.prune(place / "llama", **options, text=place / "text")
+    assert (by_name.edits, by_name.fidelity) == (edited.edits, edited.fidelity)
+    assert fingerprint(by_name.model) == fingerprint(model)
+    saved = edited.save(tmp_path / "pruned")
+    assert fingerprint(polyhead.load(saved.folder)) == fingerprint(model)
+    assert polyhead.undo(saved.folder).record.before == before
+    edited.undo()
+    assert fingerprint(model) == before
+
+
+def test_a_preview_changes_nothing_and_cannot_be_saved(place, tmp_path):
+    model = in_memory(place / "llama")
+    before = fingerprint(model)
+    edited = polyhead.prune(model, [(0, 1), polyhead.HeadId(1, 2)], preview=True)
+    assert (edited.record, edited.preview.before.heads, edited.preview.after.heads) == (None, 8, 6)
+    for call in (lambda: edited.save(tmp_path / "never"), edited.undo):
+        with pytest.raises(OptionError, match="only an edited model can be saved or reverted"):
+            call()
+    assert fingerprint(model) == before
+    assert not (tmp_path / "never").exists()
+
+
+def test_merged_heads_are_those_of_the_command(place):
+    by_text = polyhead.merge(place / "bert", "1.0+1.2,1.1+1.3")
+    by_pairs = polyhead.merge(place / "bert", [[(1, 0), (1, 2)], [(1, 1), (1, 3)]])
+    assert by_text.edits == by_pairs.edits
+    assert fingerprint(by_text.model) == fingerprint(by_pairs.model)
+    assert total_heads(by_text.model) == 6
+
+
+def test_a_model_is_converted_to_one_kv_head_and_back(place, tmp_path):
+    model = in_memory(place / "llama")
+    before = fingerprint(model)
+    edited = polyhead.convert(model, 1, text=documents(place), tokenizer=tokenizer(), context=40)
+    assert [layer.layout.num_kv_heads for layer in polyhead.surgery.find_layers(model)] == [1, 1]
+    assert edited.preview.after.cache_bytes_per_token * 2 == edited.preview.before.cache_bytes_per_token
+    restored = polyhead.undo(edited.save(tmp_path / "mqa").folder)
+    assert restored.save(tmp_path / "back").form == "uniform"
+    assert fingerprint(polyhead.load(tmp_path / "back")) == before
+
+
+def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
+    model = in_memory(place / "llama")
+    options = {"context": 16, "tokens": 400}
+    shrunk = polyhead.shrink(model, "25%-heads", documents(place), tokenizer=tokenizer(), **options)
+    assert sum(map(len, shrunk.removed.values())) == 2
+    assert (shrunk.metric, total_heads(model)) == ("perplexity", 6)
+    assert shrunk.size.heads == 0.75
+    assert [point.gone for point in shrunk.curve] == sorted(point.gone for point in shrunk.curve)
+    for point in shrunk.curve:
+        assert len(point.random) == 3
+        assert min(point.compensated.value, point.not_compensated.value) > 1
+    again = polyhead.shrink(
+        place / "llama", "25%-heads", place / "text", preview=True, resume=tmp_path / "run", **options
+    )
+    assert (again.record, again.removed, again.quality) == (None, shrunk.removed, shrunk.quality)
+    resumed = polyhead.shrink(
+        place / "llama", "25%-heads", place / "text", preview=True, resume=tmp_path / "run", **options
+    )
+    assert resumed.curve == again.curve
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda place: polyhead.prune(place / "bert"), "either heads or share, got both or neither"),
+        (lambda place: polyhead.prune(place / "bert", "0.1", share=0.5), "either heads or share, got both"),
+        (lambda place: polyhead.prune(place / "bert", share=30), "share must be between 0 and 1, got 30"),
+        (lambda place: polyhead.prune(place / "bert", "0.9"), "9"),
+        (lambda place: polyhead.prune(in_memory(place / "llama"), "0.1"), "needs a model that reads text and its tok"),
+        (lambda place: polyhead.prune(in_memory(place / "llama").train(), "0.1"), r"call model.eval\(\) first"),
+        (lambda place: polyhead.prune(torch.nn.Linear(2, 2), "0.1"), "or a transformers model, got a Linear"),
+        (lambda place: polyhead.merge(place / "bert", "1.0+1.2,1.2+1.3"), "occur only once, got 1.2"),
+        (lambda place: polyhead.merge(place / "bert", [[(0, 1), (1, 1)]]), "two or more heads of one layer"),
+        (lambda place: polyhead.convert(place / "llama", 0), "kv_heads must be greater than 0"),
+        (lambda place: polyhead.shrink(place / "llama", "25%-heads", None), "text is required"),
+        (lambda place: polyhead.shrink(place / "llama", "25%-heads", ["a w1 " * 30]), "at least five contexts"),
+        (lambda place: polyhead.shrink(place / "llama", "25%-heads", [1, 2]), "must be a sequence of strings"),
+        (lambda place: polyhead.undo(place / "llama"), "undo needs the record saved with an edited model"),
+        (
+            lambda place: polyhead.prune(load_model(place / "bert"), "0.1", tokenizer=tokenizer()),
+            "a model that has its own",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(place, call, words):
+    with pytest.raises(OptionError, match=words):
+        call(place)
+
+
+def test_other_arguments_are_checked_before_a_model_is_loaded(place):
+    def load():
+        raise AssertionError("the model was loaded")
+
+    for call in (
+        lambda: polyhead.prune(load, share=0.3, criterion="magic"),
+        lambda: polyhead.convert(load, 2, grouping="magic"),
+        lambda: polyhead.shrink(load, "half", place / "text"),
+        lambda: polyhead.merge(load, "1.0"),
+    ):
+        with pytest.raises(OptionError):
+            call()
