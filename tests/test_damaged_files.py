@@ -117,6 +117,14 @@ RUNS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a finding": (
         change_json("inspection.json", lambda x: x["findings"][0].update(values={})), "inspection.json", "a finding",
     ),
+    "a reason": (
+        change_json("inspection.json", lambda x: x["facts"]["left_out"][0].update(fields={})), "inspection.json",
+        "a reason must have the values that its text needs",
+    ),
+    "no offset": (
+        change_json("inspection.json", lambda x: x["roles"][0]["scores"][0].pop("offset")), "inspection.json",
+        "a positional head must have an offset",
+    ),
     "no table": (lambda folder: (folder / "heads.parquet").unlink(), "heads.parquet", "No such file"),
     "no Parquet": (rewrite("heads.parquet", b"PAR1"), "heads.parquet", ""),
     "no column": (columns(lambda x: x.pop("tokens")), "heads.parquet", "'tokens'"),

@@ -247,6 +247,7 @@ def nothing(file: Path) -> str:
 
 READERS = {
     "run: json": Reader("run/inspection.json", read_run, ("json", "bytes"), 30),
+    "run of format 2": Reader("earlier/inspection.json", read_run, ("json",), 30, folder_name),
     "run: table": Reader("run/heads.parquet", read_run, ("parquet", "bytes"), 12),
     "run: relations": Reader("run/relations.safetensors", read_run, ("safetensors", "bytes"), 15),
     "run: pictures": Reader("run/pictures.safetensors", read_run, ("safetensors", "bytes"), 15),
@@ -284,6 +285,7 @@ def valid(tmp_path_factory) -> Path:
     text = text_folder(folder / "text", documents=2, words=40)
     options = {"context": 64, "tokens": 200, "importance": "none", "chance": False}
     save_inspection(folder / "run", inspect_model(Settings(str(folder / "model"), str(text), **options)))
+    shutil.copytree(Path(__file__).parent / "formats" / "saved" / "run-decoder", folder / "earlier")
     loaded = load_model(folder / "model")
     with observe(loaded.model, collect=()) as session:
         loaded.model(torch.arange(9)[None])

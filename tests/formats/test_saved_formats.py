@@ -54,6 +54,10 @@ def test_a_run_has_every_number_that_was_saved(name):
     assert len(run.findings) == len(rest["findings"]) > 0
     assert len(run.examples) == len(rest["examples"]) > 0
     assert (len(run.groups), len(run.pairs)) == (len(rest["groups"]), len(rest["pairs"]))
+    evidence = [[score["evidence"] for score in head["scores"]] for head in rest["roles"]]
+    assert [[score.evidence for score in head.scores] for head in run.roles] == evidence
+    assert [str(reason) for reason in run.facts["left_out"]] == rest["facts"]["left_out"]
+    assert str(run.facts["pairs_by"]) == rest["facts"]["pairs_by"]
 
 
 def test_saved_runs_are_compared_and_make_a_page(place):

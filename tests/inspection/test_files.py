@@ -11,6 +11,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.inspection import Inspection, Settings, load_inspection, save_inspection
 from polyhead.inspection.files import FORMAT, PICTURES
+from polyhead.inspection.vocabulary import Text
 from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 
@@ -53,13 +54,45 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     save_inspection(tmp_path, inspection)
     file = tmp_path / "inspection.json"
     rest = json.loads(file.read_text(encoding="utf-8"))
-    assert rest["format"] == FORMAT == 3
+    assert rest["format"] == FORMAT == 4
     file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
     (tmp_path / PICTURES).unlink()
     with pytest.raises(
-        OptionError, match=r"reads inspections of format 3, got 1 in .*; run `polyhead inspect --save` again"
+        OptionError, match=r"reads inspections of format 4, got 1 in .*; run `polyhead inspect --save` again"
     ):
         load_inspection(tmp_path)
+
+
+def as_format_3(rest: dict) -> dict:
+    """Texts instead of fields, as the former version wrote them."""
+    facts, (finding, *_) = rest["facts"], rest["findings"]
+    facts |= {"pairs_by": facts["pairs_by"]["text"], "left_out": [reason["text"] for reason in facts["left_out"]]}
+    for score in (score for head in rest["roles"] for score in head["scores"]):
+        score.pop("offset", None)
+    assert finding["kind"] == "role"
+    text = next(
+        x["evidence"] for head in rest["roles"] for x in head["scores"] if x["score"] == finding["values"]["score"]
+    )
+    finding["values"]["evidence"] = text
+    return {**rest, "format": 3}
+
+
+def test_texts_of_the_former_format_are_shown_in_both_languages(inspection, tmp_path):
+    save_inspection(tmp_path, inspection)
+    file = tmp_path / "inspection.json"
+    rest = as_format_3(json.loads(file.read_text(encoding="utf-8")))
+    assert "evidence" in rest["findings"][0]["values"]
+    file.write_text(json.dumps(rest), encoding="utf-8")
+    again = load_inspection(tmp_path)
+    assert [str(finding) for finding in again.findings] == [str(finding) for finding in inspection.findings]
+    assert [str(reason) for reason in again.facts["left_out"]] == [str(x) for x in inspection.facts["left_out"]]
+    assert again.facts["pairs_by"].text.zh == str(inspection.facts["pairs_by"])
+    for one, other in zip(again.roles, inspection.roles, strict=True):
+        for score, expected in zip(one.scores, other.scores, strict=True):
+            assert score.text == Text(expected.evidence, expected.evidence)
+    save_inspection(tmp_path, again)  # in the current format
+    assert load_inspection(tmp_path).roles == again.roles
+    assert load_inspection(tmp_path).facts == again.facts
 
 
 def test_names_that_are_no_utf8_are_kept(inspection, tmp_path):

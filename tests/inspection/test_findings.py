@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from polyhead.analysis.roles import HeadRoles, RoleScore
+from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
+from polyhead.errors import OptionError
 from polyhead.inspection import Group, Inspection, Pair, Settings
 from polyhead.inspection.findings import findings
 from polyhead.inspection.heads import Likeness
 from polyhead.inspection.vocabulary import TELLING
-from polyhead.inspection.wording import Finding, chinese_evidence, words_of
+from polyhead.inspection.wording import Finding, words_of
 from polyhead.observation import AttentionSite, HeadProfile
 
 ONE, TWO = (AttentionSite(f"layer.{n}.attention", "self", "layer.*.attention", n, 3) for n in range(2))
@@ -29,8 +31,8 @@ def inspection_of(columns: dict[str, list[float]], **more) -> Inspection:
     return Inspection(Settings(), more.pop("facts", {}), table, **more)
 
 
-def score_of(role: str, score: float, evidence: str, *, holds: bool = True) -> RoleScore:
-    return RoleScore(role, score, score - 0.1, score + 0.1, 0.02, 0.5, holds, evidence)
+def score_of(role: str, score: float, *, holds: bool = True) -> RoleScore:
+    return RoleScore(role, score, score - 0.1, score + 0.1, 0.02, 0.5, holds)
 
 
 def texts_of(inspection: Inspection, most: int = 3, language: str = "en") -> list[str]:
@@ -39,16 +41,18 @@ def texts_of(inspection: Inspection, most: int = 3, language: str = "en") -> lis
 
 def test_the_clearest_head_of_the_most_telling_role_comes_first():
     roles = (
-        HeadRoles(ONE, 0, (score_of("sink", 0.99, "rests"), score_of("previous", 0.6, "a weaker one"))),
-        HeadRoles(ONE, 1, (score_of("previous", 0.77, PREVIOUS),)),
-        HeadRoles(TWO, 2, (score_of("induction", 0.9, "has much", holds=False),)),
+        HeadRoles(ONE, 0, (score_of("sink", 0.99), score_of("previous", 0.6))),
+        HeadRoles(ONE, 1, (score_of("previous", 0.77),)),
+        HeadRoles(TWO, 2, (score_of("induction", 0.9, holds=False),)),
     )
     inspection = inspection_of({}, roles=roles)
     first, second = findings(inspection)
     assert first.heads == ((ONE, 1),)
     assert str(first) == f"layer 0 head 1 {PREVIOUS}: a previous-token head"
     assert words_of(first, "zh") == "第 0 层第 1 头在 77% 的位置上最关注前一个词元（随机水平 2%）：前一词元头"
-    assert str(second) == "layer 0 head 0 rests: an attention-sink head"
+    assert (
+        str(second) == "layer 0 head 0 has 99% of its attention on the first token (chance 2%): an attention-sink head"
+    )
     assert second.values["role"] == "sink"
 
 
@@ -152,24 +156,76 @@ def test_a_place_in_one_of_several_stacks_says_which():
     ) == ("decoder 交叉注意力，第 4 层第 1 头的平均注意力距离最大：3 个词元")
 
 
-def test_every_role_has_an_order_and_chinese_evidence():
-    assert set(TELLING) == set(RULES)
-    for role in RULES:
-        words = chinese_evidence(role, 0.6, 0.125, "")
-        assert "得分" not in words, role  # the fallback for a role without a text of its own
-        assert ("60%" in words) != ("0.60" in words), role
-        assert ("12%" in words) != ("0.12" in words), role
+SHARES = {
+    "previous": ("attends most to the previous token in 60% of positions", "在 60% 的位置上最关注前一个词元"),
+    "self": ("attends most to the token itself in 60% of positions", "在 60% 的位置上最关注词元自身"),
+    "next": ("attends most to the next token in 60% of positions", "在 60% 的位置上最关注后一个词元"),
+    "local": ("has 60% of its attention within 8 tokens", "有 60% 的注意力在 8 个词元以内"),
+    "sink": ("has 60% of its attention on the first token", "有 60% 的注意力在首个词元上"),
+    "delimiter": (
+        "has 60% of its attention on special tokens and punctuation",
+        "有 60% 的注意力在特殊词元和标点上",
+    ),
+    "broad": ("has 60% of the maximum entropy", "达到最大熵的 60%"),
+    "long-range": (
+        "attends most to one token more than 8 away in 60% of positions",
+        "在 60% 的位置上最关注一个相隔 8 个以上的词元",
+    ),
+    "rare-token": ("has 60% of its attention on rare tokens", "有 60% 的注意力在罕见词元上"),
+    "duplicate-token": (
+        "has 60% of its attention on the other occurrence of its token",
+        "在自身词元出现两次之处，有 60% 的注意力在另一次出现上",
+    ),
+    "induction": (
+        "has 60% of its attention on the token after the other occurrence of its token",
+        "有 60% 的注意力在自身词元另一次出现之后的词元上",
+    ),
+}
+OTHERS = {
+    "positional": (
+        "attends most 3 tokens back in 60% of positions (chance 12%)",
+        "在 60% 的位置上最关注前面第 3 个词元（随机水平 12%）",
+    ),
+    "pronoun": (
+        "attends from a pronoun to its antecedent more than to another name in 60% of sentences (chance 12%), with "
+        "31% of its attention",
+        "在 60% 的句子中从代词关注其先行词，多于另一个名字（随机水平 12%），占其注意力的 31%",
+    ),
+    "copy": (
+        "raises the logits of tokens it attends to: OV eigenvalue score 0.60 (random 0.12)",
+        "提高所关注词元的 logit：OV 回路特征值得到 0.60（随机 0.12）",
+    ),
+    "anti-copy": (
+        "lowers the logits of tokens it attends to: OV eigenvalue score 0.60 (random 0.12)",
+        "降低所关注词元的 logit：OV 回路特征值得到 0.60（随机 0.12）",
+    ),
+    "same-meaning": (
+        "attends to tokens whose cosine similarity is 0.60 above what offsets explain (chance 0.12)",
+        "所关注词元的余弦相似度比偏移所能解释的高 0.60（随机水平 0.12）",
+    ),
+}
+
+
+def test_every_role_has_an_order_and_evidence_in_both_languages():
+    assert set(TELLING) == set(RULES) == {*SHARES, *OTHERS}
+    expected = OTHERS | {role: (f"{en} (chance 12%)", f"{zh}（随机水平 12%）") for role, (en, zh) in SHARES.items()}
+    for role, (en, zh) in expected.items():
+        text = evidence_text(role, 0.6, 0.125, offset=-3, weight=0.31)
+        assert (text.en, text.zh) == (en, zh)
 
 
 @pytest.mark.parametrize(
-    ("evidence", "place"),
+    ("offset", "english", "chinese"),
     [
-        ("attends most 3 tokens back in 95% of positions (chance 2%)", "前面第 3 个词元"),
-        ("attends most 1 token ahead in 95% of positions (chance 2%)", "后面第 1 个词元"),
-        ("attends most to the token itself in 95% of positions (chance 2%)", "词元自身"),
-        ("looks 3 tokens back in 95% of positions (chance 2%)", "前面第 3 个词元"),  # runs of earlier versions
-        ("looks at the token itself in 95% of positions (chance 2%)", "词元自身"),
+        (-3, "3 tokens back", "前面第 3 个词元"),
+        (-1, "1 token back", "前面第 1 个词元"),
+        (1, "1 token ahead", "后面第 1 个词元"),
+        (0, "to the token itself", "词元自身"),
     ],
 )
-def test_the_offset_of_a_positional_head_is_part_of_the_chinese_evidence(evidence, place):
-    assert chinese_evidence("positional", 0.95, 0.02, evidence) == f"在 95% 的位置上最关注{place}（随机水平 2%）"
+def test_the_evidence_of_a_positional_head_has_its_offset(offset, english, chinese):
+    text = evidence_text("positional", 0.95, 0.02, offset=offset)
+    assert text.en == f"attends most {english} in 95% of positions (chance 2%)"
+    assert text.zh == f"在 95% 的位置上最关注{chinese}（随机水平 2%）"
+    with pytest.raises(OptionError, match="a positional head must have an offset"):
+        evidence_text("positional", 0.95, 0.02)

@@ -90,5 +90,5 @@ def test_who_cannot_read_the_sentences_is_told_so(tmp_path):
     model = model_folder(tmp_path / "bert", "bert")
     found = inspect_model(Settings(str(model), str(text), context=64, importance="none", chance=False))
     (reason,) = found.facts["left_out"]
-    assert reason == "pronoun: of 80 sentences with pronouns the tokenizer can read 0 in a context of 64 tokens"
+    assert str(reason) == "pronoun: of 80 sentences with pronouns the tokenizer can read 0 in a context of 64 tokens"
     assert all(score.role != "pronoun" for head in found.roles for score in head.scores)

@@ -17,6 +17,7 @@ import transformers
 from polyhead.errors import OptionError
 from polyhead.inspection import Inspection, Settings
 from polyhead.inspection.examples import Example
+from polyhead.inspection.wording import Reason
 from polyhead.report import page_of, write_page
 from polyhead.report.page import Assets, html_of, policy_of
 from polyhead.workflows.inspecting import inspect_model
@@ -100,7 +101,11 @@ def hostile(inspection: Inspection) -> Inspection:
     tokens = (*HOSTILE, "x" * 100_000, "\ud800")
     weights = torch.full((site.num_heads, len(tokens), len(tokens)), 1 / len(tokens))
     examples = tuple(Example(text, tokens, tokens, {site: weights}) for text in HOSTILE)
-    facts = {**inspection.facts, "model": "".join(HOSTILE), "left_out": list(HOSTILE)}
+    facts = {
+        **inspection.facts,
+        "model": "".join(HOSTILE),
+        "left_out": [Reason("text", {"text": text}) for text in HOSTILE],
+    }
     return dataclasses.replace(inspection, examples=examples, facts=facts)
 
 

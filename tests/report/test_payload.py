@@ -14,10 +14,11 @@ import torch
 from polyhead.analysis.importance.losses import NAMES as LOSSES
 from polyhead.analysis.syntax import DOWNWARD, UPWARD, SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
-from polyhead.inspection import cross_layer_similarity, load_inspection, running, save_inspection
+from polyhead.inspection import cross_layer_similarity, load_inspection, save_inspection
 from polyhead.inspection.examples import Example
 from polyhead.inspection.head_maps import HeadMaps, bin_edges
-from polyhead.inspection.wording import kind_of_model, loss_in_words, reason_in_words
+from polyhead.inspection.vocabulary import Text
+from polyhead.inspection.wording import Reason, kind_of_model, loss_in_words
 from polyhead.observation.token_sample import TokenSample
 from polyhead.report import page_of
 from polyhead.report.packing import LONGEST_TEXT
@@ -25,6 +26,7 @@ from polyhead.report.pictures import MOST_MAP_CELLS, pooled
 from polyhead.report.syntax import Syntax
 from polyhead.sources.models import Kind
 from polyhead.sources.probes import repeated_batches
+from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
 from tests.report.test_packing import HOSTILE, unpacked
 
@@ -82,19 +84,19 @@ def test_the_facts_of_a_run_are_said_in_chinese_too(pages, inspections, name):
 def test_every_reason_that_a_run_can_give_has_chinese_words(inspections):
     head_projections = {(f"layer.{number}", "self"): torch.eye(5).expand(3, -1, -1) for number in range(2)}
     reasons = [
-        running.UNSEEN,
         *(cross_layer_similarity.rule(TokenSample(head_projections, 1024, name=name)) for name in ("said", "sketches")),
+        *inspections["bert"].facts["left_out"],
     ]
+    settings = dataclasses.replace(inspections["bert"].settings, importance="none", chance=False)
+    short = inspect_model(dataclasses.replace(settings, context=24, via_weights=True)).facts["left_out"]
+    assert [reason.kind for reason in short] == ["returned_weights", "repeated_words", "pronoun_sentences"]
     with pytest.raises(OptionError) as refused:
-        list(repeated_batches(load_model(inspections["bert"].settings.model).tokenizer, seed=0, context=4))
-    reasons.append(f"induction and duplicate-token: {refused.value}")
-    for reason in reasons:
-        found = reason_in_words(reason)
-        assert found.en == reason
-        assert english_words(found.zh) <= {"MiB"}, found
-        assert numbers_in(found.en) == numbers_in(found.zh)
-    unknown = "a reason that nobody has translated"
-    assert reason_in_words(f"pronoun: {unknown}").zh == f"代词指代：{unknown}"
+        list(repeated_batches(load_model(settings.model).tokenizer, seed=0, context=24))
+    assert str(short[1]) == f"induction and duplicate-token: {refused.value}"
+    for text in (reason.text for reason in (*reasons, *short)):
+        assert english_words(text.zh) <= {"MiB"}, text
+        assert numbers_in(text.en) == numbers_in(text.zh)
+    assert Reason("pronoun_error", {"error": "no offsets"}).text == Text("pronoun: no offsets", "代词指代：no offsets")
     assert {kind_of_model(kind).zh for kind in get_args(Kind)}.isdisjoint(get_args(Kind))
     assert {loss_in_words(loss).zh for loss in LOSSES}.isdisjoint(LOSSES)
 

@@ -8,19 +8,20 @@ threshold of each role and the reason for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from polyhead.analysis.languages import Text
 from polyhead.analysis.pronouns import PronounTable
 from polyhead.analysis.roles_copying import Copying
+from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionSite
 from polyhead.observation.role_evidence import HeadEvidence
-from polyhead.observation.role_evidence_rows import WINDOW
 from polyhead.observation.role_evidence_tokens import NEAR
 
 DRAWS = 1000
@@ -32,7 +33,7 @@ _MIN_DIFFERENT = 0.05  # of all attention: a head that attends to its own token 
 
 @dataclass(frozen=True, slots=True)
 class RoleScore:
-    """Score of one role of one head, with its interval and the chance level."""
+    """Score of one role of one head, with its interval, the chance level and the other numbers of its evidence."""
 
     role: str
     score: float
@@ -41,7 +42,19 @@ class RoleScore:
     null: float  # the chance level
     threshold: float
     holds: bool
-    evidence: str  # as an English phrase
+    offset: int | None = None  # of a positional head: that of the key from the query
+    weight: float | None = None  # of a pronoun head: mean attention weight on the antecedent
+    saved_evidence: str | None = None  # in English, of a run whose format has only the text
+
+    @property
+    def text(self) -> Text:
+        """Evidence as a phrase in both languages."""
+        return evidence_text(self.role, self.score, self.null, self.offset, self.weight, self.saved_evidence)
+
+    @property
+    def evidence(self) -> str:
+        """Evidence as an English phrase."""
+        return self.text.en
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +136,9 @@ class _Scores:
     low: Tensor
     high: Tensor
     null: Tensor
-    evidence: Callable[[int, float, float], str]  # text from head, score and null
     enough: tuple[bool, ...] = ()  # by head: whether the weight is large enough for the role, where that is required
+    offset: Tensor | None = None
+    weight: Tensor | None = None
 
 
 class _Documents:
@@ -140,15 +154,13 @@ class _Documents:
         self.weights = weights.scatter_add_(1, drawn, torch.ones(DRAWS, count, dtype=torch.float64))
         self.sums = {name: evidence.column(name).cpu() for name in _COLUMNS_USED}
 
-    def of(self, part: str, total: str, evidence: Callable[[int, float, float], str]) -> _Scores | None:
+    def of(self, part: str, total: str) -> _Scores | None:
         """Return the ratio of two columns as the score; the last entry of each is the chance level."""
         numerator, denominator = self.sums[part], self.sums[total]
         null = numerator[:, -1].sum() / denominator[:, -1].sum()
-        return self.ratio(numerator[:, :-1], denominator[:, :-1], null.expand(self.heads), evidence)
+        return self.ratio(numerator[:, :-1], denominator[:, :-1], null.expand(self.heads))
 
-    def ratio(
-        self, numerator: Tensor, denominator: Tensor, null: Tensor, evidence: Callable[[int, float, float], str]
-    ) -> _Scores | None:
+    def ratio(self, numerator: Tensor, denominator: Tensor, null: Tensor) -> _Scores | None:
         """Return the ratio of two sums of [documents, heads] with its interval; None if the denominator is 0."""
         total = denominator.sum(0)
         if not bool((total > 0).any()):
@@ -159,7 +171,7 @@ class _Documents:
             # A resample may contain no row in which the role could occur.
             bounds = torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=torch.float64)
             low, high = drawn.nanquantile(bounds, 0)
-        return _Scores(numerator.sum(0) / total, low, high, null, evidence)
+        return _Scores(numerator.sum(0) / total, low, high, null)
 
 
 _COLUMNS_USED = (
@@ -170,26 +182,20 @@ _COLUMNS_USED = (
 )  # fmt: skip
 
 
-def _share(template: str) -> Callable[[int, float, float], str]:
-    return lambda head, score, null: f"{template.format(f'{score:.0%}')} (chance {null:.0%})"
-
-
 def _text_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
     documents = _Documents(evidence, seed)
     scores: dict[str, _Scores | None] = {"positional": _positional(documents)}
     for role, offset in _OFFSETS.items():
-        place = {"previous": "to the previous token", "self": "to the token itself", "next": "to the next token"}[role]
-        bins = torch.full((documents.heads,), offset + NEAR + 1)
-        scores[role] = _at_offset(documents, bins, _share(f"attends most {place} in {{}} of positions"))
-    for role, part, total, template in (
-        ("local", "near", "rows", f"has {{}} of its attention within {WINDOW} tokens"),
-        ("sink", "first", "rows", "has {} of its attention on the first token"),
-        ("delimiter", "delimiter", "key_set_rows", "has {} of its attention on special tokens and punctuation"),
-        ("broad", "normalized_entropy", "entropy_rows", "has {} of the maximum entropy"),
-        ("long-range", "far", "far_rows", f"attends most to one token more than {WINDOW} away in {{}} of positions"),
-        ("rare-token", "rare", "key_set_rows", "has {} of its attention on rare tokens"),
+        scores[role] = _at_offset(documents, torch.full((documents.heads,), offset + NEAR + 1))
+    for role, part, total in (
+        ("local", "near", "rows"),
+        ("sink", "first", "rows"),
+        ("delimiter", "delimiter", "key_set_rows"),
+        ("broad", "normalized_entropy", "entropy_rows"),
+        ("long-range", "far", "far_rows"),
+        ("rare-token", "rare", "key_set_rows"),
     ):
-        scores[role] = documents.of(part, total, _share(template))
+        scores[role] = documents.of(part, total)
     if scores["rare-token"] is not None and not bool(scores["rare-token"].null.sum() > 0):
         del scores["rare-token"]  # no rare tokens were passed
     scores["same-meaning"] = _same_meaning(documents)
@@ -199,25 +205,19 @@ def _text_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
 def _repeated_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
     documents = _Documents(evidence, seed)
     scores = {
-        "duplicate-token": documents.of(
-            "duplicate", "duplicate_rows", _share("has {} of its attention on the other occurrence of its token")
-        ),
-        "induction": documents.of(
-            "induction",
-            "induction_rows",
-            _share("has {} of its attention on the token after the other occurrence of its token"),
-        ),
+        "duplicate-token": documents.of("duplicate", "duplicate_rows"),
+        "induction": documents.of("induction", "induction_rows"),
     }
     return {role: score for role, score in scores.items() if score is not None}
 
 
-def _at_offset(documents: _Documents, bins: Tensor, text: Callable[[int, float, float], str]) -> _Scores | None:
+def _at_offset(documents: _Documents, bins: Tensor) -> _Scores | None:
     """Score the share of rows whose max attention weight is at an offset, one offset per head."""
     evidence = documents.evidence
     hits, available, chance = (x.cpu().double() for x in (evidence.hits, evidence.available, evidence.chance))
     hits_there = hits.gather(2, bins[None, :, None].expand(len(hits), -1, 1))[..., 0]
     null = chance.sum(0)[bins] / available.sum(0)[bins]
-    return documents.ratio(hits_there, available[:, bins], null, text)
+    return documents.ratio(hits_there, available[:, bins], null)
 
 
 def _positional(documents: _Documents) -> _Scores | None:
@@ -229,14 +229,8 @@ def _positional(documents: _Documents) -> _Scores | None:
     if not bool(enough.any()):
         return None
     best = torch.where(enough, hits / available.clamp_min(1.0), -1.0).argmax(-1)
-
-    def text(head: int, score: float, null: float) -> str:
-        offset = int(best[head]) - NEAR - 1
-        place = f"{abs(offset)} token{'s' * (abs(offset) != 1)} {'back' if offset < 0 else 'ahead'}"
-        place = place if offset else "to the token itself"
-        return f"attends most {place} in {score:.0%} of positions (chance {null:.0%})"
-
-    return _at_offset(documents, best, text)
+    scores = _at_offset(documents, best)
+    return None if scores is None else replace(scores, offset=best - NEAR - 1)
 
 
 def _same_meaning(documents: _Documents) -> _Scores | None:
@@ -253,26 +247,15 @@ def _same_meaning(documents: _Documents) -> _Scores | None:
         similarity - (shuffled + reshuffled) / 2,
         sums["different"],
         ((shuffled - reshuffled).sum(0) / weight).abs(),
-        lambda head, score, null: (
-            f"attends to tokens whose cosine similarity is {score:.2f} above what offsets explain (chance {null:.2f})"
-        ),
     )
-    if scores is None:
-        return None
-    score = torch.where(enough, scores.score, torch.nan)
-    return _Scores(score, scores.low, scores.high, scores.null, scores.evidence)
+    return None if scores is None else replace(scores, score=torch.where(enough, scores.score, torch.nan))
 
 
 def _copying_scores(copying: Copying) -> dict[str, _Scores]:
     scores = {}
-    for role, sign, effect in (("copy", 1.0, "raises"), ("anti-copy", -1.0, "lowers")):
+    for role, sign in (("copy", 1.0), ("anti-copy", -1.0)):
         score, half_width = sign * copying.score, 1.96 * copying.error
-        null = torch.full_like(score, copying.null)
-
-        def text(head: int, score: float, null: float, effect: str = effect) -> str:
-            return f"{effect} the logits of tokens it attends to: OV eigenvalue score {score:.2f} (random {null:.2f})"
-
-        scores[role] = _Scores(score, score - half_width, score + half_width, null, text)
+        scores[role] = _Scores(score, score - half_width, score + half_width, torch.full_like(score, copying.null))
     return scores
 
 
@@ -284,14 +267,9 @@ def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scor
     def column(name: str) -> Tensor:
         return torch.tensor([getattr(entry, name) for entry in entries], dtype=torch.float64)
 
-    def text(head: int, score: float, null: float) -> str:
-        return (
-            f"attends from a pronoun to its antecedent more than to another name in {score:.0%} of sentences "
-            f"(chance {null:.0%}), with {entries[head].weight:.0%} of its attention"
-        )
-
-    score, low, high, null = (column(name) for name in ("score", "all_low", "all_high", "null"))
-    return {"pronoun": _Scores(score, low, high, null, text, tuple(entry.looks_there for entry in entries))}
+    score, low, high, null, weight = (column(name) for name in ("score", "all_low", "all_high", "null", "weight"))
+    enough = tuple(entry.looks_there for entry in entries)
+    return {"pronoun": _Scores(score, low, high, null, enough, weight=weight)}
 
 
 # ---- decisions
@@ -311,7 +289,9 @@ def _role_scores(scores: Mapping[str, _Scores], head: int, reference_max: Mappin
         has_more_specific = rule.unless is not None and rule.unless in result and result[rule.unless].holds
         enough = not of_site.enough or of_site.enough[head]
         holds = score >= threshold and low > null and enough and not has_more_specific
-        result[role] = RoleScore(role, score, low, high, null, threshold, holds, of_site.evidence(head, score, null))
+        offset = None if of_site.offset is None else int(of_site.offset[head])
+        weight = None if of_site.weight is None else float(of_site.weight[head])
+        result[role] = RoleScore(role, score, low, high, null, threshold, holds, offset, weight)
     return tuple(result.values())
 
 

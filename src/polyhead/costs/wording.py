@@ -88,20 +88,31 @@ def layout_words(model: ModelLayout) -> str:
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """Return (name, text) of the properties that all phases share: parameters, cache, crossover."""
-    parameters, identity = plan.parameters, plan.identity
-    parts = [(name[0].upper(), getattr(parameters, name)) for name in ("query", "key", "value", "output")]
-    breakdown = ", ".join(f"{name} {count(part)}" for name, part in (*parts, ("other", parameters.other)) if part)
+    identity, cache = plan.identity, cache_words(plan)
     square = "Q, K, V and O of a layer have 4 d_model² weights"
     if not identity.holds:
         reasons = ", and ".join(identity.reasons)
         square = f"{identity.found / identity.expected:.3g} of 4 d_model², because {reasons}"
-    lines = [("parameters", f"{count(parameters.total)}: {breakdown}"), ("identity", square)]
-    if plan.cache_bytes_per_token:
-        cache = f"{size(plan.cache_bytes_per_token)} per token, {size(plan.cache_bytes)} in total"
-        if plan.rolling_cache_bytes < plan.cache_bytes:
-            cache += f", {size(plan.rolling_cache_bytes)} with rolling caches"
-        lines.append(("cache", cache))
+    lines = [("parameters", ": ".join(parameter_words(plan))), ("identity", square)]
+    lines += [("cache", ", ".join(cache))] if cache else []
     return [*lines, ("crossover", crossover_words(plan))]
+
+
+def parameter_words(plan: Plan) -> tuple[str, str]:
+    """Return the number of parameters, and its parts."""
+    parameters = plan.parameters
+    parts = [(name[0].upper(), getattr(parameters, name)) for name in ("query", "key", "value", "output")]
+    breakdown = ", ".join(f"{name} {count(part)}" for name, part in (*parts, ("other", parameters.other)) if part)
+    return count(parameters.total), breakdown
+
+
+def cache_words(plan: Plan) -> tuple[str, str] | None:
+    """Return the size of the cache per token, and in total; None without a cache."""
+    if not plan.cache_bytes_per_token:
+        return None
+    rolling = plan.rolling_cache_bytes < plan.cache_bytes
+    rest = f", {size(plan.rolling_cache_bytes)} with rolling caches" if rolling else ""
+    return f"{size(plan.cache_bytes_per_token)} per token", f"{size(plan.cache_bytes)} in total{rest}"
 
 
 def crossover_words(plan: Plan) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polyhead.inspection.heads import Head, Pair
+from polyhead.inspection.wording import Reason
 from polyhead.observation import AttentionSite, CollectorState, HeadProjections, Observations
 from polyhead.observation.token_sample import SiteSample, TokenSample
 
@@ -40,17 +41,14 @@ def sample_of(
     return TokenSample(projections, TOKENS, seed=seed, name="sketches")
 
 
-def rule(sample: TokenSample) -> str:
-    """Return a description of the method by which pairs of different layers were found."""
+def rule(sample: TokenSample) -> Reason:
+    """Return the method by which pairs of different layers were found."""
     heads = sum(len(x) for x in sample.projections.values())
     used = 4 * sample.tokens * sum(x.shape[0] * x.shape[2] for x in sample.projections.values()) / 2**20
+    fields = {"heads": heads, "tokens": sample.tokens, "mebibytes": used}
     if sample.name == "said":
-        method = "every pair is measured"
-    else:
-        method = (
-            f"random projection to {WIDTH} dimensions; the {CANDIDATES} most similar pairs are then measured exactly"
-        )
-    return f"{heads} heads at {sample.tokens:,} sampled tokens ({used:.0f} MiB): {method}"
+        return Reason("every_pair", fields)
+    return Reason("projected_pairs", {**fields, "width": WIDTH, "candidates": CANDIDATES})
 
 
 def pairs(

@@ -19,6 +19,7 @@ from torch import Tensor
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, read_tensors, refusing, short
+from polyhead.inspection.earlier_formats import upgraded
 from polyhead.inspection.examples import Example
 from polyhead.inspection.head_maps import HeadMaps
 from polyhead.inspection.heads import Group, Head, Likeness, Pair
@@ -26,12 +27,12 @@ from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.top_keys import TopKey
 from polyhead.inspection.validation import check_facts, check_run, check_sites, check_table, check_tensors
-from polyhead.inspection.wording import Finding
+from polyhead.inspection.wording import Finding, Reason
 from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_whole
 
-FORMAT = 3  # 2 had other names for some statistics; 1 is no longer supported
+FORMAT = 4  # 3 had texts instead of fields, 2 other names for some statistics; 1 is no longer supported
 OBSERVATIONS = "observations.safetensors"  # collector states, from which a run is resumed
 TABLE = "heads.parquet"
 REST = "inspection.json"
@@ -68,7 +69,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
         "sites": [site.to_dict() for site in sites],
         "statistics": inspection.table.names,
         "roles": [
-            {"site": index[x.site], "head": x.head, "scores": [asdict(score) for score in x.scores]}
+            {"site": index[x.site], "head": x.head, "scores": [_score_dict(score) for score in x.scores]}
             for x in inspection.roles
         ],
         "likeness": None if inspection.likeness is None else asdict(inspection.likeness),
@@ -117,12 +118,13 @@ def load_inspection(folder: Path) -> Inspection:
             + (", whose run is not finished; continue it with --resume" if unfinished else "")
         )
     rest = read_json(folder / REST, _RULE)
-    if rest.get("format") not in (2, FORMAT):
+    if rest.get("format") not in (2, 3, FORMAT):
         raise OptionError(
             f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder}; "
             "run `polyhead inspect --save` again, with another folder"
         )
     with refusing(folder / REST, _RULE):
+        rest = rest if rest["format"] == FORMAT else upgraded(rest)
         sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
         check_sites(sites)
         names = tuple(map(current_name, as_type(rest["statistics"], tuple[str, ...], "statistics")))
@@ -161,9 +163,7 @@ def _inspection(
         check_facts(rest["facts"]),
         table,
         tuple(
-            HeadRoles(
-                _at(sites, x["site"]), x["head"], tuple(build(RoleScore, _numbers(score)) for score in x["scores"])
-            )
+            HeadRoles(_at(sites, x["site"]), x["head"], tuple(_score(score) for score in x["scores"]))
             for x in rest["roles"]
         ),
         None if rest["likeness"] is None else build(Likeness, _numbers(rest["likeness"])),
@@ -275,8 +275,19 @@ def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> He
     return HeadProfile(tuple(rows), tuple(found["head"]), names, columns)
 
 
+def _score_dict(score: RoleScore) -> dict[str, Any]:
+    fields = {name: value for name, value in asdict(score).items() if value is not None}
+    return {**fields, "evidence": score.evidence}  # the text is for readers of the file
+
+
+def _score(found: Mapping[str, Any]) -> RoleScore:
+    return build(RoleScore, _numbers({name: x for name, x in found.items() if name != "evidence"}))
+
+
 def _plain(x: Any) -> Any:
     """Replace NaN and infinity, which JSON does not have, by null."""
+    if isinstance(x, Reason):
+        return {"kind": x.kind, "fields": _plain(x.fields), "text": str(x)}
     if isinstance(x, float):
         return x if math.isfinite(x) else None
     if isinstance(x, Mapping):

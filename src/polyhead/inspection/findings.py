@@ -18,6 +18,7 @@ _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
     ("sink_mass", "resting", RESTING),
     ("normalized_entropy", "wide", WIDE),
 )
+_EVIDENCE = ("role", "score", "null", "offset", "weight", "saved_evidence")  # fields of a score
 
 
 def findings(inspection: Inspection, most: int = MOST) -> tuple[Finding, ...]:
@@ -55,12 +56,7 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
     for _, _, head, score in sorted(scored, key=lambda x: x[:2]):
         if score.role not in reported:
             reported.add(score.role)
-            values: dict[str, float | str | bool] = {
-                "role": score.role,
-                "score": score.score,
-                "null": score.null,
-                "evidence": score.evidence,
-            }
+            values = {name: getattr(score, name) for name in _EVIDENCE if getattr(score, name) is not None}
             yield Finding("role", ((head.site, head.head),), None, values, _is_stacked(inspection))
 
 

@@ -60,18 +60,16 @@ def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
             else:
                 moved += made_of != (number,)
     words = {
-        "removed": Text("removed {}", "去除 {}"),
-        "merged": Text("merged {}", "合并 {}"),
-        "new": Text("new {}", "新增 {}"),
-        "zeros": Text("zero padding heads {}", "仅占位的零头 {}"),
+        "removed": Text("removed {heads}", "去除 {heads}"),
+        "merged": Text("merged {heads}", "合并 {heads}"),
+        "new": Text("new {heads}", "新增 {heads}"),
+        "zeros": Text("zero padding heads {heads}", "仅占位的零头 {heads}"),
     }
-    phrases = [(words[name], ", ".join(heads)) for name, heads in parts.items() if heads]
-    english = [text.en.format(heads) for text, heads in phrases]
-    chinese = [text.zh.format(heads) for text, heads in phrases]
+    phrases = [words[name].format(heads=", ".join(heads)) for name, heads in parts.items() if heads]
     if moved:
-        english.append(f"{moved} {'head has' if moved == 1 else 'heads have'} a different number than in the original")
-        chinese.append(f"{moved} 个头的编号与原模型不同")
-    return Text("; ".join(english), "；".join(chinese)) if english else None
+        subject = f"{moved} {'head has' if moved == 1 else 'heads have'}"
+        phrases.append(Text(f"{subject} a different number than in the original", f"{moved} 个头的编号与原模型不同"))
+    return Text("; ".join(x.en for x in phrases), "；".join(x.zh for x in phrases)) if phrases else None
 
 
 def original_name(head: Head) -> str:

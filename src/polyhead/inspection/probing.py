@@ -20,6 +20,7 @@ from polyhead.inspection import layer_similarity
 from polyhead.inspection.examples import Example, ExampleWeights, example_batches, examples_of
 from polyhead.inspection.reading import Reader
 from polyhead.inspection.settings import Settings
+from polyhead.inspection.wording import Reason
 from polyhead.observation import (
     AttentionDistances,
     AttentionSite,
@@ -36,8 +37,8 @@ from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_tokens import rare_tokens
 from polyhead.observation.token_sample import TokenSample
 from polyhead.progress import Progress, ProgressCallback
-from polyhead.sources import Batch, LoadedModel
-from polyhead.sources.probes import repeated_batches
+from polyhead.sources import Batch, LoadedModel, special_tokens
+from polyhead.sources.probes import BLOCKS, ordinary_words, repeated_batches
 from polyhead.sources.pronouns import pronoun_sentences
 
 CHANCE_TOKENS = 1024  # of the baseline with random weights
@@ -54,7 +55,7 @@ class Questions:
     loaded: LoadedModel
     reader: Reader
     report: ProgressCallback
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[Reason] = field(default_factory=list)
 
     def head_projections(self, model: nn.Module) -> dict[AttentionSite, HeadProjections]:
         if self.settings.via_weights:
@@ -105,28 +106,26 @@ class Questions:
         return {site: x.compute() for site, x in states.items() if isinstance(x, SiteDistances)}
 
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
-        try:
-            batches = list(
-                repeated_batches(self.loaded.tokenizer, seed=self.settings.seed, context=self.reader.text.length)
-            )
-        except PolyheadError as error:
-            self.left_out.append(f"induction and duplicate-token: {error}")
+        tokenizer, context = self.loaded.tokenizer, self.reader.text.length
+        special, words = special_tokens(tokenizer), len(ordinary_words(tokenizer))
+        room = (context - len(special.before) - len(special.after)) // 2
+        if min(room, words) < min(BLOCKS):
+            self.left_out.append(Reason("repeated_words", {"least": min(BLOCKS), "room": room, "words": words}))
             return None
-        step = "read repeated words"
-        return evidence_of(self.watched(model, batches, [EvidenceCollector()], step).collected)
+        batches = list(repeated_batches(tokenizer, seed=self.settings.seed, context=context))
+        return evidence_of(self.watched(model, batches, [EvidenceCollector()], "read repeated words").collected)
 
     def pronouns(self) -> PronounTable | None:
         """Return the pronoun scores; there is no baseline with random weights, as chance is known exactly here."""
         try:
             texts = pronoun_texts(pronoun_sentences(), self.loaded.tokenizer, longest=self.reader.text.length)
         except PolyheadError as error:
-            self.left_out.append(f"pronoun: {error}")
+            self.left_out.append(Reason("pronoun_error", {"error": str(error)}))
             return None
         if len(set(texts.frames)) < 2:
-            self.left_out.append(
-                f"pronoun: of {len(texts.contexts) + texts.unreadable} sentences with pronouns the tokenizer can read "
-                f"{len(texts.contexts)} in a context of {self.reader.text.length} tokens"
-            )
+            readable, context = len(texts.contexts), self.reader.text.length
+            fields = {"sentences": readable + texts.unreadable, "readable": readable, "context": context}
+            self.left_out.append(Reason("pronoun_sentences", fields))
             return None
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
         return pronoun_table(self.watched(self.loaded.model, batches, [texts.collector()], step), texts)

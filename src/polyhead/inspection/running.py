@@ -27,6 +27,7 @@ from polyhead.inspection.reading import Reader
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.top_keys import most_frequent, top_keys_of
+from polyhead.inspection.wording import Reason
 from polyhead.observation import (
     AttentionMaps,
     AttentionSite,
@@ -56,9 +57,6 @@ SAVE_SECONDS = 30.0
 COLLECTED_BY = (
     "context", "tokens", "batch_tokens", "layers", "statistics", "via_weights", "seed", "device", "dtype"
 )  # fmt: skip
-UNSEEN = (
-    "head outputs, redundancy, copying and importance: attention weights returned by the model do not determine them"
-)
 
 
 def run_inspection(
@@ -98,7 +96,7 @@ class _Run:
     report: ProgressCallback
     save_seconds: float
     interrupted: bool = False
-    across: str | None = None  # method by which pairs of different layers were found
+    across: Reason | None = None  # method by which pairs of different layers were found
 
     def run(self, resume: bool, began: float) -> Inspection:
         head_projections = self.questions.head_projections(self.loaded.model)
@@ -172,7 +170,7 @@ class _Run:
         collectors: list[Collector] = [AttentionMaps(self.reader.text.length), Contributions(), self.evidence()]
         collectors += [most_frequent(self.reader.counts), *([] if sample is None else [sample])]
         if self.settings.via_weights:
-            self.questions.left_out.append(UNSEEN)
+            self.questions.left_out.append(Reason("returned_weights"))
         session = observe(
             self.loaded.model,
             layers=self.settings.layers,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.files import as_type, short
+from polyhead.files import as_type, build, short
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import TELLING
-from polyhead.inspection.wording import words_of
+from polyhead.inspection.wording import Reason, words_of
 from polyhead.observation import AttentionSite
 from polyhead.ops.profile import offset_bins
 
@@ -27,10 +28,10 @@ _FACTS: Mapping[str, Any] = {
     "tokens": int,
     "unknown": float,
     "intervals_over": str,
-    "pairs_by": str | None,
+    "pairs_by": Mapping[str, Any] | None,
     "loss": str | None,
     "interrupted": bool,
-    "left_out": tuple[str, ...],
+    "left_out": tuple[Mapping[str, Any], ...],
     "seconds": float,
     "versions": Mapping[str, str],
 }
@@ -40,10 +41,30 @@ def check_facts(facts: object) -> dict[str, Any]:
     """Return the facts of a run, each checked for its type; those that older versions did not write may be absent."""
     if not isinstance(facts, dict) or not {"model", "tokens"} <= facts.keys():
         raise OptionError(f"the facts of a run must have a model and tokens, got {short(facts)}")
-    return {
+    checked = {
         name: as_type(value, _FACTS[name], f"{name} among the facts") if name in _FACTS else value
         for name, value in facts.items()
     }
+    if checked.get("pairs_by") is not None:
+        checked["pairs_by"] = _reason(checked["pairs_by"])
+    if "left_out" in checked:
+        checked["left_out"] = tuple(_reason(found) for found in checked["left_out"])
+    return checked
+
+
+def _reason(found: Mapping[str, Any]) -> Reason:
+    reason = build(Reason, {name: value for name, value in found.items() if name != "text"})
+    with _needing_values("a reason", reason.kind):
+        _ = reason.text
+    return reason
+
+
+@contextmanager
+def _needing_values(what: str, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError) as error:
+        raise OptionError(f"{what} must have the values that its text needs, got {short(kind)}: {error!r}") from None
 
 
 def check_sites(sites: list[AttentionSite]) -> None:
@@ -74,12 +95,15 @@ def check_table(inspection: Inspection) -> None:
 
 
 def check_run(inspection: Inspection) -> None:
-    """Check that heads exist, roles are known and findings have the values that their text needs."""
+    """Check that heads exist, roles are known, and scores and findings have the values that their text needs."""
     for head_roles in inspection.roles:
         _check_head((head_roles.site, head_roles.head))
         unknown = [score.role for score in head_roles.scores if score.role not in TELLING]
         if unknown:
             raise OptionError(f"a role must be one of {', '.join(TELLING)}; got {short(unknown[0])}")
+        for score in head_roles.scores:
+            with _needing_values("a score", score.role):
+                _ = score.text
     for head in (
         *(head for group in inspection.groups for head in group.heads),
         *(head for pair in inspection.pairs for head in (pair.one, pair.other)),
@@ -87,12 +111,8 @@ def check_run(inspection: Inspection) -> None:
     ):
         _check_head(head)
     for finding in inspection.findings:
-        try:
+        with _needing_values("a finding", finding.kind):
             words_of(finding), words_of(finding, "zh")
-        except (LookupError, TypeError, ValueError) as error:
-            raise OptionError(
-                f"a finding must have the values that its text needs, got {short(finding.kind)}: {error!r}"
-            ) from None
     for site, keys in inspection.top_keys.items():
         if len(keys) > site.num_heads:
             raise OptionError(f"top keys must be of {site.num_heads} heads, got {len(keys)}")

@@ -12,14 +12,7 @@ from polyhead.inspection.findings import findings
 from polyhead.inspection.heads import Head
 from polyhead.inspection.identity import edits_of, originally
 from polyhead.inspection.vocabulary import RELATIONS, TELLING, Language, Text, column_of, relation_of, role_of
-from polyhead.inspection.wording import (
-    Finding,
-    chinese_evidence,
-    kind_of_model,
-    loss_in_words,
-    reason_in_words,
-    words_of,
-)
+from polyhead.inspection.wording import Finding, kind_of_model, loss_in_words, words_of
 from polyhead.observation import AttentionSite
 from polyhead.report import pictures
 from polyhead.report.packing import clipped, packed_floats, plain
@@ -171,8 +164,8 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         "name": None if name is None or len(str(name)) > LONGEST_FACT else clipped(str(name), LONGEST_FACT),
         "kind": _clipped(kind_of_model(str(facts.get("kind", "")))),
         "loss": None if loss is None else _clipped(loss_in_words(str(loss))),
-        "pairs_by": None if pairs_by is None else _clipped(reason_in_words(str(pairs_by))),
-        "left_out": [_clipped(reason_in_words(str(reason))) for reason in facts.get("left_out", ())],
+        "pairs_by": None if pairs_by is None else _clipped(pairs_by.text),
+        "left_out": [_clipped(reason.text) for reason in facts.get("left_out", ())],
     }
 
 
@@ -212,7 +205,6 @@ def _scores(head: HeadRoles) -> list[dict[str, Any]]:
 
 
 def _score(score: RoleScore) -> dict[str, Any]:
-    chinese = chinese_evidence(score.role, score.score, score.null, score.evidence)
     return {
         "role": score.role,
         "score": score.score,
@@ -220,7 +212,7 @@ def _score(score: RoleScore) -> dict[str, Any]:
         "low": score.low,
         "high": score.high,
         "holds": score.holds,
-        "evidence": {"en": score.evidence, "zh": chinese},
+        "evidence": score.text.to_dict(),
     }
 
 

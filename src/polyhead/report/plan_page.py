@@ -61,7 +61,9 @@ def plan_html(plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[Head
 
 
 def _cards(plan: Plan) -> str:
-    cards = [(name, *_halves(text)) for name, text in wording.facts(plan) if name in ("parameters", "cache")]
+    cards = [("parameters", *wording.parameter_words(plan))]
+    cache = wording.cache_words(plan)
+    cards += [("cache", *cache)] if cache else []
     crossover = "never" if plan.crossover is None else f"{plan.crossover:,} tokens"
     cards.append(("crossover of n² and n d²", crossover, wording.crossover_words(plan)))
     square = "holds" if plan.identity.holds else f"{plan.identity.found / plan.identity.expected:.3g} of it"
@@ -82,13 +84,6 @@ def _warnings(plan: Plan) -> str:
         for kind, words in plan.warnings
     )
     return f"<h2>Warnings</h2><ul>{items}</ul>"
-
-
-def _halves(text: str) -> tuple[str, str]:
-    """Split a text at its first colon, or else its first comma."""
-    separator = ": " if ": " in text else ", "
-    first, _, rest = text.partition(separator)
-    return first, rest
 
 
 def _phase(plan: Plan, phase: PhasePlan) -> str:

@@ -1,9 +1,10 @@
 """Labels and explanations of the columns, roles and relations of an inspection, in English and Chinese."""
 
+from polyhead.analysis.languages import LANGUAGES, Language, Text
 from polyhead.inspection.vocabulary.columns import COLUMNS, IMPORTANCE, column_of
 from polyhead.inspection.vocabulary.relations import RELATIONS, relation_of
 from polyhead.inspection.vocabulary.roles import ROLES, TELLING, role_of
-from polyhead.inspection.vocabulary.terms import LANGUAGES, Column, Language, Role, Term, Text
+from polyhead.inspection.vocabulary.terms import Column, Role, Term
 
 __all__ = [
     "COLUMNS",

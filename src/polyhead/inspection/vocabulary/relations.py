@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polyhead.inspection.vocabulary.terms import Term, Text
+from polyhead.analysis.languages import Text
+from polyhead.inspection.vocabulary.terms import Term
 
 _KNOWN = (
     Term(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polyhead.inspection.vocabulary.terms import Role, Text
+from polyhead.analysis.languages import Text
+from polyhead.inspection.vocabulary.terms import Role
 
 
 def _role(name: str, letters: str, en: str, zh: str, about_en: str, about_zh: str) -> Role:

@@ -1,28 +1,14 @@
-"""Value types of the vocabulary: a text in two languages, and the terms labelled and explained by such texts."""
+"""Value types of the vocabulary: terms with a label and an explanation in two languages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-Language = Literal["en", "zh"]
-LANGUAGES: tuple[Language, ...] = get_args(Language)
+from polyhead.analysis.languages import Text
+
 Group = Literal["looks", "writes", "matters", "other"]
 Format = Literal["share", "number", "tokens", "nats"]
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A text in English and in Chinese."""
-
-    en: str
-    zh: str
-
-    def __getitem__(self, language: Language) -> str:
-        return self.zh if language == "zh" else self.en
-
-    def to_dict(self) -> dict[str, str]:
-        return {"en": self.en, "zh": self.zh}
 
 
 @dataclass(frozen=True, slots=True)

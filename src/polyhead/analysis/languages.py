@@ -1,0 +1,26 @@
+"""A text in the languages of a report: English and Chinese."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Language = Literal["en", "zh"]
+LANGUAGES: tuple[Language, ...] = get_args(Language)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text in English and in Chinese, or the template of one, with fields as in `str.format`."""
+
+    en: str
+    zh: str
+
+    def __getitem__(self, language: Language) -> str:
+        return self.zh if language == "zh" else self.en
+
+    def format(self, **fields: object) -> Text:
+        return Text(self.en.format(**fields), self.zh.format(**fields))
+
+    def to_dict(self) -> dict[str, str]:
+        return {"en": self.en, "zh": self.zh}
