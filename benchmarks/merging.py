@@ -236,11 +236,11 @@ class Trial:
         heads = replace(
             spread, output=output, output_bias=None if spread.output_bias is None else bias.to(spread.output_bias)
         )
-        lost = [
+        calibrated, held_out = (
             _missing(own, kept, matrix, bias, float((whole.matrix * whole.cross).sum()))
             for own, whole in ((problem, self.problem), (held_problem, self.held_problem))
-        ]
-        return Outcome(heads, *lost)
+        )
+        return Outcome(heads, calibrated, held_out)
 
 
 def _missing(problem: Problem, kept: list[int], matrix: Tensor, bias: Tensor, energy: float) -> float:
@@ -292,8 +292,8 @@ def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterat
         tried = [("group", part, group) for group, parts in groups[path] for part in parts]
         if not tried and not pairs:
             continue
-        pieces = (text.before(layer, {}) for text in texts)
-        trial = Trial(model, layer, heads[path], *pieces, moments[path], held_moments[path])
+        own, others = (text.before(layer, {}) for text in texts)
+        trial = Trial(model, layer, heads[path], own, others, moments[path], held_moments[path])
         in_groups = [part for _, part, _ in tried]
         tried += [("pair", pair, pair) for pair in _pairs(trial, found, pairs) if pair not in in_groups]
         for kind, chosen, group in tried:
@@ -324,7 +324,7 @@ def held_out_batches(task: Any) -> list[Batch]:
     if isinstance(task, LanguageTask):
         return [{"input_ids": rows} for rows in task.splits["report"].split(task.batch)]
     sentences = sorted(task.splits["report"].sentences, key=len)
-    batches = []
+    batches: list[Batch] = []
     for at in range(0, len(sentences), task.batch):
         some = sentences[at : at + task.batch]
         encoded = task.tokenizer(some, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")

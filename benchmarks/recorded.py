@@ -6,6 +6,7 @@ python -m benchmarks.recorded --output results.json
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ def recorded(run: Run, shape: tuple[int, ...], causal: bool) -> Row:
         run.inputs(batch, tokens, count, dim, salt=salt).transpose(1, 2).requires_grad_()
         for salt, (count, dim) in enumerate(sizes)
     ]
+    query, key, value = inputs
     direction = run.inputs(batch, tokens, heads, value_dim, salt=3).transpose(1, 2)
     mask = Mask.causal() if causal else None
     absent: dict[str, str] = {}
@@ -72,10 +74,10 @@ def recorded(run: Run, shape: tuple[int, ...], causal: bool) -> Row:
 
     def pytorch(kernel: SDPBackend) -> Tensor:
         with sdpa_kernel(kernel):
-            return F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=heads != kv_heads)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=heads != kv_heads)
 
     for name, kernel in KERNELS.items():
-        enter(name, lambda kernel=kernel: pytorch(kernel))
+        enter(name, functools.partial(pytorch, kernel))
     enter(AUTO, lambda: polyhead.attention(*inputs, mask=mask, finite=True).output)
     enter(FUSED, lambda: polyhead.attention(*inputs, mask=mask, finite=True, backend="fused").output)
     enter(
