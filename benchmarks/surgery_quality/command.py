@@ -14,8 +14,6 @@ from polyhead.cli.progress import errors_told
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from benchmarks.surgery_quality.points import Point, Result
     from benchmarks.surgery_quality.tasks import Split, Task
 
@@ -82,8 +80,10 @@ def surgery(
     """
     from rich.console import Console
 
+    from benchmarks.measuring.runner import print_table, progress_bar
     from benchmarks.surgery_quality.measuring import Bench
     from benchmarks.surgery_quality.points import append_result, check_alike, is_done, read_results
+    from benchmarks.surgery_quality.standings import rows as rows_of
 
     if timed:
         _time(output, commit, quick=quick)
@@ -103,7 +103,7 @@ def surgery(
         found = read_results(output)
         check_alike(found, facts)
         left = [point for point in list(points)[number::of] if not is_done(point, found, points[point])]
-        with _bar(console) as bar:
+        with progress_bar(console) as bar:
             shown = bar.add_task("", total=len(left))
             bench = Bench(task, facts=facts, report=lambda said: bar.update(shown, description=said))
             for point in left:
@@ -115,21 +115,19 @@ def surgery(
                 bar.advance(shown)
                 console.print(f"{time.monotonic() - began:6.1f} s  {point}: {_headline(result)}", markup=False)
         found = [result for result in read_results(output) if result.point in points]
-        out = Console(highlight=False)
         if found:
-            (out if out.is_terminal else Console(width=200, highlight=False)).print(_table(found))
+            print_table(*rows_of(found))
 
 
 def _time(output: Path | None, commit: str | None, *, quick: bool) -> None:
     import torch
 
-    from benchmarks.steps import run_and_keep
+    from benchmarks.measuring.runner import run_steps
     from benchmarks.surgery_quality import timing
-    from polyhead.costs.measuring import machine
 
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     steps = timing.plan(quick=quick, seed=0, gpu=gpu)
-    run_and_keep(steps, {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick}, output)
+    run_steps(steps, gpu or torch.device("cpu"), output, commit=commit, quick=quick)
 
 
 def _task(
@@ -201,24 +199,3 @@ def _headline(result: Result) -> str:
     name = headline([result])
     told = ", ".join(f"{said(own[name])} on the {split} split" for split, own in result.figures.items())
     return f"{name} {told}, {result.seconds:.1f} s"
-
-
-def _table(found: list[Result]) -> Table:
-    from rich.table import Table
-
-    from benchmarks.surgery_quality.standings import rows
-
-    header, *lines = rows(found)
-    table = Table(box=None, pad_edge=False)
-    for column in header:
-        table.add_column(column, overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
-def _bar(console: Any) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
