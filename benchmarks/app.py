@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from benchmarks.plan_accuracy.command import plan
-from benchmarks.surgery_quality.command import surgery
+from benchmarks.surgery_quality.command import conversion, merging, surgery
 from benchmarks.training.command import training
 from polyhead.cli.options import ResultFile
 
@@ -32,6 +32,8 @@ Commit = Annotated[str | None, typer.Option(metavar="SHA", help="What is measure
 app = typer.Typer(help="Measure this library against others on the machine at hand.", no_args_is_help=True)
 app.command("plan")(plan)
 app.command("surgery")(surgery)
+app.command("conversion")(conversion)
+app.command("merging")(merging)
 app.command("training")(training)
 
 

@@ -1,4 +1,4 @@
-"""Merging heads against pruning as many with compensation: `python -m benchmarks.merging --help`.
+"""Merging heads against pruning as many with compensation: `python -m benchmarks merging --help`.
 
 Redundancy groups are found as `polyhead inspect` finds them, on the text that is calibrated on. The m heads of a group
 are made one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is repaired. Beside it m - 1 of the
@@ -10,29 +10,22 @@ most alike are tried, and those of the head that can best go with the heads most
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import polyhead.integrations.huggingface
 from benchmarks.surgery_quality.language import LanguageTask
-from benchmarks.surgery_quality.sentences import LONGEST, SentenceTask
+from benchmarks.surgery_quality.sentences import LONGEST
 from benchmarks.surgery_quality.tasks import Batch
-from polyhead.costs.measuring import machine
 from polyhead.inspection import layer_similarity
 from polyhead.inspection.heads import Group, Likeness
 from polyhead.inspection.probing import CHANCE_TOKENS, random_twin
 from polyhead.observation import AttentionSite, Contributions, find_projections, observe
-from polyhead.sources import load_model
 from polyhead.surgery import (
     AttentionLayer,
     HeadWeights,
@@ -63,30 +56,6 @@ WAYS = {
     "best_pruned": "the layer's most dispensable heads pruned",
 }
 AS_ONE = ("merged", "fused")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    device = torch.device(options.device)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    loaded = load_model(options.model, device=device, dtype=torch.float32)
-    model: Any = loaded.model
-    model.set_attn_implementation(polyhead.integrations.huggingface.register())
-    sizes = {"calibration": options.calibration, "rows": options.rows}
-    if options.stsb is not None:
-        task: Any = SentenceTask.read(model, loaded.tokenizer, options.stsb, **sizes)
-    else:
-        task = LanguageTask.read(model, loaded.tokenizer, options.text, batch=options.batch, **sizes)
-    facts = machine.describe(device, None)
-    rows = []
-    for row in judged(task, options.pairs, whole=not options.layer_only):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        if options.output is not None:
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"model": loaded.name, **row, "machine": facts}) + "\n")
-    print(summary(rows))
-    return 0
 
 
 # ---- which heads are alike
@@ -402,25 +371,3 @@ def _is_better(row: Mapping[str, Any], way: str, other: str) -> bool:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.merging", description=__doc__)
-    parser.add_argument("model", nargs="?", default="minilm", help="minilm, smollm2, or a folder")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--stsb", type=Path, help="a folder with sts-train.csv, sts-dev.csv and sts-test.csv")
-    what.add_argument("--text", type=Path, help="a file of plain text, for a causal model")
-    parser.add_argument("--calibration", type=int, help="sentences, or rows of 512 tokens, to calibrate on")
-    parser.add_argument("--rows", type=int, help="pairs, or rows of 512 tokens, to judge on; all by default")
-    parser.add_argument("--batch", type=int, default=16, help="rows of text at a time")
-    parser.add_argument(
-        "--pairs", type=int, help=f"of each layer, beside groups; by default {PAIRS} where no group can be merged"
-    )
-    parser.add_argument("--layer-only", action="store_true", help="without the figures of the whole model")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, help="a file of JSON lines, added to")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
