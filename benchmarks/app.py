@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
 from benchmarks.surgery_quality.command import conversion, merging, surgery
 from benchmarks.training.command import training
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RESULTS = Path(__file__).resolve().parent / "results"
 NO_GPU = "no CUDA GPU was found"
-
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer or smaller cases, timed once: a look, no figure.")]
-Seed = Annotated[int, typer.Option(help="Seed of the random data and of the order of the contenders.")]
-Commit = Annotated[str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")]
 
 app = typer.Typer(help="Measure this library against others on the machine at hand.", no_args_is_help=True)
 app.command("plan")(plan)

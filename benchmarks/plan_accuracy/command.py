@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from benchmarks.options import Commit
 from polyhead.cli.options import ResultFile
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ def plan(
             help="Measure nothing: predict again what was measured by the run kept there.",
         ),
     ] = None,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
+    commit: Commit = None,
 ) -> None:
     """Measure the error of predicted times.
 

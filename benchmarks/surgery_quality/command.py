@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.options import Commit
 from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of, writable_file
 from polyhead.cli.progress import errors_told
 from polyhead.errors import OptionError
@@ -76,9 +77,7 @@ def surgery(
         ),
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Little text and few shares: a look, no figure.")] = False,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
+    commit: Commit = None,
     device: Device = None,
 ) -> None:
     """Measure the quality of models pruned in closed form.
@@ -169,7 +168,10 @@ def conversion(
         counts = [int(count) for count in kv_heads.split(",") if count.isdecimal()]
         if len(counts) != len(kv_heads.split(",")):
             raise OptionError(f"KV heads are written as 4,1, got {kv_heads!r}")
-        tried = [json.loads(given) for given in options or ["{}"]]
+        try:
+            tried = [json.loads(given) for given in options or ["{}"]]
+        except ValueError as error:
+            raise OptionError(f"options are written as JSON: {error}") from None
         task, facts = _task(model, text, device, polyhead=True, calibration=calibration, rows=rows, batch=batch)
         for _ in _kept(converted_rows(task, counts, chosen, tried, report=report), facts, output):
             pass

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from benchmarks.options import Commit
 from polyhead.cli.options import writable_file
 from polyhead.cli.progress import errors_told
 
@@ -37,9 +38,7 @@ def training(
         int, typer.Option(min=1, help="So many trainings at a time; one leaves most of a large GPU idle.")
     ] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps: a look, no figure.")] = False,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
+    commit: Commit = None,
 ) -> None:
     """Train models that differ only in their attention variant.
 

@@ -66,6 +66,7 @@ def test_every_way_is_measured_and_the_best_options_are_reported(small, tmp_path
     ("arguments", "words"),
     [
         (["--kv-heads", "1", "--ways", "pooled,magic"], "got magic"),
+        (["--kv-heads", "1", "--options", "ridge"], "options are written as JSON"),
         (["--kv-heads", "one"], "KV heads are written as 4,1, got 'one'"),
     ],
 )
