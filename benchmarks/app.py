@@ -1,51 +1,90 @@
-"""`python -m benchmarks`: figures of this library on the machine at hand, each beside its bound."""
+"""`python -m benchmarks`: figures of this library on the machine at hand, each beside its bound.
+
+Everything that is timed goes through `measuring.runner.run_steps`: a command plans steps, and the runner times their
+cases, repeats rows that are too noisy, and shows and writes the result.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
-from benchmarks.steps import run_and_keep
-from benchmarks.surgery_quality.command import surgery
+from benchmarks.surgery_quality.command import conversion, merging, surgery
 from benchmarks.training.command import training
 from polyhead.cli.options import ResultFile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from benchmarks.statistics_speed import Shape
+    import torch
+
+T = TypeVar("T")
+RESULTS = Path(__file__).resolve().parent / "results"
+NO_GPU = "no CUDA GPU was found"
 
 app = typer.Typer(help="Measure this library against others on the machine at hand.", no_args_is_help=True)
-
-
 app.command("plan")(plan)
 app.command("surgery")(surgery)
+app.command("conversion")(conversion)
+app.command("merging")(merging)
 app.command("training")(training)
 
 
 @app.callback()
 def _bench() -> None:
-    """Measure this library against others on the machine at hand."""
+    """Measure this library against others on the machine at hand.
+
+    Contenders alternate, and a figure is the median of paired ratios with its 95% interval. A miss is a median above
+    its bound. A row with an interval wider than 2% of its median is timed again, up to three times; if it is still as
+    wide, it is unsettled, neither a pass nor a miss.
+    """
 
 
-@app.command(
-    "layers",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def layers(context: typer.Context) -> None:
-    """Time whole layers against other implementations: forward, training step, decoding, overhead."""
-    from benchmarks.layers import main
+@app.command("layers")
+def layers(
+    output: ResultFile = None,
+    quick: Quick = False,
+    only: Annotated[
+        str | None, typer.Option(metavar="PART,...", help="Any of layer, causal, padded, guard, decode, overhead.")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(metavar="BxNxDxH,...", help="Batch, tokens, width and heads, instead of the table's.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda", help="cuda where there is one.", show_default=False)
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a bound is missed.")] = False,
+    seed: Seed = 0,
+    commit: Commit = None,
+) -> None:
+    """Time whole layers against other implementations: forward, training step, decoding, overhead.
 
-    raise typer.Exit(main(context.args))
+    Without --output the results are written to benchmarks/results/, one file for each machine.
+    """
+    import torch
+
+    from benchmarks import layer_speed
+    from benchmarks.layer_speed.contenders import Shape
+    from benchmarks.measuring.runner import run_steps
+
+    if device not in (None, *layer_speed.SHAPES):
+        raise typer.BadParameter(f"must be cpu or cuda, got {device!r}", param_hint="--device")
+    chosen = torch.device(device) if device is not None else _gpu() or torch.device("cpu")
+    parts = _parts(only, layer_speed.PARTS)
+    steps = layer_speed.plan(parts, _shapes(shapes, Shape.parse), device=chosen, quick=quick, seed=seed)
+    if output is None:
+        output = RESULTS / layer_speed.file_name(chosen, quick=quick, part=only is not None or shapes is not None)
+    run_steps(steps, chosen, output, commit=commit, strict=strict, quick=quick, parts=parts, seed=seed)
 
 
 @app.command("statistics")
 def statistics(
     output: ResultFile = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and alternations: a look, no figure.")] = False,
+    quick: Quick = False,
     only: Annotated[
         str | None,
         typer.Option(
@@ -59,116 +98,105 @@ def statistics(
             help="Batch, heads (or heads/kv_heads), tokens and head_dim, for every part instead of its own.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random data and of the order of the contenders.")] = 0,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
+    seed: Seed = 0,
+    commit: Commit = None,
 ) -> None:
     """Measure the cost of exact statistics of every head, against attention without any.
 
     On a CUDA machine: forward, forward + backward, the profile, materialised weights, memory at 131,072 tokens, the
-    layer, and decoding one token. Anywhere: the CPU. Every contender is held against float64 before it is timed; they
-    run in turns, and a figure is the median of paired ratios with its 95% interval. A miss is an interval wholly above
-    the bound.
+    layer, and decoding one token. Anywhere: the CPU. Every contender is checked against float64 before it is timed.
     """
-    import torch
-
     from benchmarks import statistics_speed
-    from polyhead.costs.measuring import machine
+    from benchmarks.statistics_speed import Shape
 
-    parts = _parts(only, statistics_speed.PARTS)
-    gpu = torch.device("cuda") if torch.cuda.is_available() else None
-    steps = statistics_speed.plan(parts, _shapes(shapes), quick=quick, seed=seed, gpu=gpu)
+    parts, gpu = _parts(only, statistics_speed.PARTS), _gpu()
+    steps = statistics_speed.plan(parts, _shapes(shapes, Shape.parse), quick=quick, seed=seed, gpu=gpu)
     if gpu is None:
         left_out = [part for part in parts if part != "cpu"]
-        typer.echo(statistics_speed.NO_GPU + (f": left out are {', '.join(left_out)}" if left_out else ""))
+        typer.echo(NO_GPU + (f": left out are {', '.join(left_out)}" if left_out else ""))
     if steps:
-        facts = {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick, "parts": parts, "seed": seed}
-        run_and_keep(steps, facts, output)
+        _run(steps, gpu, output, commit=commit, quick=quick, parts=parts, seed=seed)
 
 
 @app.command("inspection")
-def inspection(
-    output: ResultFile = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One place and few alternations: a look, no figure.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights and texts.")] = 0,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
-) -> None:
+def inspection(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, commit: Commit = None) -> None:
     """Measure the cost of observing a whole model, against its plain forward.
 
     On a CUDA machine: a Llama of 16 layers at 4,096 to 131,072 tokens, with statistics of rows and with maps, causal,
     left-padded and windowed, in time and in peak memory; beside it, while it fits, the model's own
     `output_attentions`. Elsewhere: the real MiniLM at 256 tokens.
     """
-    import torch
+    from benchmarks import inspection_speed
 
-    from benchmarks import inspection_speed, statistics_speed
-    from polyhead.costs.measuring import machine
-
-    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    gpu = _gpu()
     if gpu is None:
-        typer.echo(f"{statistics_speed.NO_GPU}: MiniLM is watched on the CPU")
+        typer.echo(f"{NO_GPU}: MiniLM is observed on the CPU")
     steps = inspection_speed.plan(quick=quick, seed=seed, gpu=gpu)
-    facts = {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick, "seed": seed}
-    run_and_keep(steps, facts, output)
+    _run(steps, gpu, output, commit=commit, quick=quick, seed=seed)
 
 
 @app.command("viewer")
-def viewer(
-    output: ResultFile = None,
-    quick: Annotated[bool, typer.Option("--quick", help="An eighth of the tokens: a look, no figure.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the random queries and keys.")] = 0,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
-) -> None:
+def viewer(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, commit: Commit = None) -> None:
     """Measure the latency of `polyhead view` for the picture of a head, for a tile of it, for a word.
 
     At 32,768 tokens on a CPU, at 131,072 on a CUDA machine; what is timed is what the server does.
     """
-    import torch
-
     from benchmarks import viewer_speed
-    from polyhead.costs.measuring import machine
 
-    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    gpu = _gpu()
     steps = viewer_speed.plan(quick=quick, seed=seed, gpu=gpu)
-    facts = {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick, "seed": seed}
-    run_and_keep(steps, facts, output)
+    _run(steps, gpu, output, commit=commit, quick=quick, seed=seed)
 
 
 @app.command("variants")
 def variants(
     output: ResultFile = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look, no figure.")] = False,
+    quick: Quick = False,
     only: Annotated[
         str | None, typer.Option(metavar="PART,...", help="Any of routed, rows, talking, latent, floors.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random data and of the order of the contenders.")] = 0,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
+    seed: Seed = 0,
+    commit: Commit = None,
 ) -> None:
     """Measure the cost of attention variants on a CUDA machine.
 
-    Routed heads over all heads, the attention of chosen rows, talking heads over ordinary ones, one token over a
-    latent cache, and every arrangement over its own formula written by hand.
+    Routed heads over all heads, the attention of selected rows, talking heads over plain ones, one token over a
+    latent cache, and every variant over its own formula written by hand.
     """
+    from benchmarks import variant_speed
+
+    parts, gpu = _parts(only, variant_speed.PARTS), _gpu()
+    if gpu is None:
+        typer.echo(f"{NO_GPU}, and these figures are of its kernels")
+        return
+    steps = variant_speed.plan(parts, quick=quick, seed=seed, gpu=gpu)
+    _run(steps, gpu, output, commit=commit, quick=quick, parts=parts, seed=seed)
+
+
+@app.command("recorded")
+def recorded(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, commit: Commit = None) -> None:
+    """Time forward + backward of attention on a CUDA machine: our kernels and PyTorch's over cuDNN's."""
+    from benchmarks.recorded import plan
+
+    gpu = _gpu()
+    if gpu is None:
+        typer.echo(f"{NO_GPU}, and cuDNN's attention needs one")
+        return
+    _run(plan(quick=quick, seed=seed, gpu=gpu), gpu, output, commit=commit, quick=quick, seed=seed)
+
+
+def _gpu() -> torch.device | None:
     import torch
 
-    from benchmarks import statistics_speed
-    from benchmarks import variant_speed as arrangement_speed
-    from polyhead.costs.measuring import machine
+    return torch.device("cuda") if torch.cuda.is_available() else None
 
-    parts = _parts(only, arrangement_speed.PARTS)
-    gpu = torch.device("cuda") if torch.cuda.is_available() else None
-    if gpu is None:
-        typer.echo(f"{statistics_speed.NO_GPU}, and these figures are of its kernels")
-        return
-    steps = arrangement_speed.plan(parts, quick=quick, seed=seed, gpu=gpu)
-    run_and_keep(steps, {**machine.describe(gpu, commit), "quick": quick, "parts": parts, "seed": seed}, output)
+
+def _run(steps: Sequence[Any], gpu: torch.device | None, output: Path | None, **settings: Any) -> None:
+    import torch
+
+    from benchmarks.measuring.runner import run_steps
+
+    run_steps(steps, gpu or torch.device("cpu"), output, **settings)
 
 
 def _parts(text: str | None, known: Sequence[str]) -> list[str]:
@@ -180,10 +208,8 @@ def _parts(text: str | None, known: Sequence[str]) -> list[str]:
     return names
 
 
-def _shapes(text: str | None) -> list[Shape] | None:
-    from benchmarks.statistics_speed import Shape
-
+def _shapes(text: str | None, parse: Callable[[str], T]) -> list[T] | None:
     try:
-        return None if text is None else [Shape.parse(part) for part in text.split(",")]
+        return None if text is None else [parse(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from None

@@ -6,19 +6,18 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import polyhead
-from benchmarks.measuring.agreement import Disagreement, hold
-from benchmarks.measuring.results import Figure, Row
-from benchmarks.statistics_speed import Step
+from benchmarks.measuring.agreement import hold
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step, tidy
+from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed.places import ROW_STATISTICS
-from benchmarks.statistics_speed.problem import tidy
-from polyhead.costs.measuring.runner import OUT_OF_MEMORY, Run, Timings, is_out_of_memory
+from polyhead.costs.measuring.runner import Timings
 from polyhead.observation import AttentionMaps
 from polyhead.workflows.model_loading import load_model
 
@@ -66,88 +65,57 @@ _CPU_SECONDS = 20.0
 def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
     """The places of a run: the large models on a GPU, or else MiniLM on the CPU."""
     if gpu is None:
-        run = Run(torch.device("cpu"), torch.float32, seed=seed, seconds=2.0 if quick else _CPU_SECONDS)
+        run = Run(torch.device("cpu"), torch.float32, seed=seed, seconds=_CPU_SECONDS)
+        run = replace(run, seconds=2.0, repetitions=0) if quick else run
         model = load_model("minilm").model
         return [
-            Step(
-                "inspection",
-                f"MiniLM, {batch} x {MINILM_TOKENS}",
-                run.device,
-                functools.partial(minilm, run, model, batch),
-            )
+            Step("inspection", f"MiniLM, {batch} x {MINILM_TOKENS}", run, functools.partial(minilm, run, model, batch))
             for batch in ((1,) if quick else (1, 8))
         ]
-    run = Run(gpu, torch.bfloat16, seed=seed, seconds=1.0 if quick else _SECONDS, fewest=_FEWEST)
+    run = Run(gpu, torch.bfloat16, seed=seed, seconds=_SECONDS, fewest=_FEWEST)
+    run = replace(run, seconds=1.0, repetitions=0) if quick else run
     return [
-        Step("inspection", f"{place}, {place.kind}", gpu, functools.partial(measure, run, place))
+        Step("inspection", f"{place}, {place.kind}", run, functools.partial(measure, run, place))
         for place in (QUICK if quick else PLACES)
     ]
 
 
-def measure(run: Run, place: Place) -> Iterator[Row]:
-    """One place; every contender is held against the model in float64 first."""
+def measure(run: Run, place: Place) -> Iterator[Case]:
+    """One place; every contender is checked against the model in float64 first, on the beginning of the text."""
     model = _model(run, place)
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(VOCABULARY, (place.batch, place.tokens), generator=generator).to(run.device)
-    found = _Contenders(model, place)
+    short, inputs = _inputs(place, ids[:, :CHECKED]), _inputs(place, ids)
+    real = short.get("attention_mask", torch.ones_like(short["input_ids"])).bool()
+    exact = _forward(copy.deepcopy(model).double(), short)[real]
+    plain = _forward(model, short)[real]
+
+    def check(name: str, states: Tensor) -> None:
+        hold(f"{name}: the last hidden states", states[real], exact, plain)
+
+    found = Entrants()
     with ExitStack() as stack:
         for name in place.contenders:
-            found.enter(name, stack)
-        found.check(_inputs(place, ids[:, :CHECKED]))
+            forward = _contender(name, model, place, stack)
+            if found.enter(name, functools.partial(functools.partial, forward, short), functools.partial(check, name)):
+                found.calls[name] = functools.partial(forward, inputs)
         tidy()
-        inputs = _inputs(place, ids)
-        calls = {name: functools.partial(call, inputs) for name, call in found.calls.items()}
-        timings = run.time(calls, found.absent)
-    compared = [timings.compare(name, PLAIN, place.bound) for name in (ROWS, DEFAULT)]
-    compared += [timings.compare(MAPS, PLAIN, place.maps_bound), timings.compare(ROWS, EAGER)]
-    bench = "inspection" if place.kind == "causal" else f"inspection, {place.kind}"
-    figures = _peaks(timings)
-    yield Row.of(bench, str(place), run.dtype, timings, compared, figures=figures, failed="; ".join(found.failures))
+        pairs = [Pair(name, PLAIN, place.bound) for name in (ROWS, DEFAULT)]
+        pairs += [Pair(MAPS, PLAIN, place.maps_bound), Pair(ROWS, EAGER)]
+        bench = "inspection" if place.kind == "causal" else f"inspection, {place.kind}"
+        yield found.case(bench, place, pairs, figures=_peaks)
 
 
-@dataclass
-class _Contenders:
-    model: nn.Module
-    place: Place
-    calls: dict[str, Callable[[dict[str, Tensor]], Tensor]] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    def enter(self, name: str, stack: ExitStack) -> None:
-        # Each has a model of its own around the same weights: a session switches its model over.
-        model = _twin(self.model)
-        if name in (PLAIN, EAGER):
-            model.set_attn_implementation("eager" if name == EAGER else "sdpa")  # type: ignore[operator]
-            self.calls[name] = functools.partial(_forward, model, eager=name == EAGER)
-            return
+def _contender(name: str, model: nn.Module, place: Place, stack: ExitStack) -> Callable[[dict[str, Tensor]], Tensor]:
+    """A forward, observed until the stack is closed; each on a model of its own around the same weights."""
+    model = _twin(model)
+    if name == EAGER:
+        model.set_attn_implementation("eager")  # type: ignore[operator]
+    elif name != PLAIN:
         statistics = ROW_STATISTICS if name == ROWS else None
-        collect = [AttentionMaps(self.place.tokens)] if name == MAPS else []
+        collect = [AttentionMaps(place.tokens)] if name == MAPS else []
         stack.enter_context(polyhead.observe(model, statistics=statistics, collect=collect))
-        self.calls[name] = functools.partial(_forward, model)
-
-    def check(self, inputs: dict[str, Tensor]) -> None:
-        wide = copy.deepcopy(self.model).double()
-        wide.set_attn_implementation("sdpa")  # type: ignore[operator]
-        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        exact = _forward(wide, inputs)[real]
-        del wide
-        plain = self.calls[PLAIN](inputs)[real]
-        for name, call in list(self.calls.items()):
-            try:
-                hold(f"{name}: the last hidden states", call(inputs)[real], exact, plain)
-            except Disagreement as error:
-                self._leave(name, f"not timed: {error}")
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._leave(name, OUT_OF_MEMORY)
-
-    def _leave(self, name: str, reason: str) -> None:
-        del self.calls[name]
-        if name.startswith("polyhead"):
-            self.failures.append(f"{name}: {reason}")
-        else:
-            self.absent[name] = reason
+    return functools.partial(_forward, model, eager=name == EAGER)
 
 
 def _model(run: Run, place: Place) -> nn.Module:
@@ -214,7 +182,7 @@ MINILM_TOKENS = 256
 MINILM_BOUND = 2.0
 
 
-def minilm(run: Run, model: nn.Module, batch: int) -> Iterator[Row]:
+def minilm(run: Run, model: nn.Module, batch: int) -> Iterator[Case]:
     """A real encoder of 6 layers and 12 heads at 256 tokens."""
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(1000, 30_000, (batch, MINILM_TOKENS), generator=generator)
@@ -228,10 +196,9 @@ def minilm(run: Run, model: nn.Module, batch: int) -> Iterator[Row]:
                 statistics = ROW_STATISTICS if name == ROWS else None
                 stack.enter_context(polyhead.observe(own, statistics=statistics))
             calls[name] = functools.partial(_encode, own, inputs, name == EAGER)
-        timings = run.time(calls)
-    compared = [timings.compare(name, PLAIN, MINILM_BOUND) for name in (ROWS, DEFAULT)]
-    compared += [timings.compare(EAGER, PLAIN), timings.compare(DEFAULT, EAGER)]
-    yield Row.of("inspection, MiniLM", f"{batch} x {MINILM_TOKENS} tokens", run.dtype, timings, compared)
+        pairs = [Pair(name, PLAIN, MINILM_BOUND) for name in (ROWS, DEFAULT)]
+        pairs += [Pair(EAGER, PLAIN), Pair(DEFAULT, EAGER)]
+        yield Case("inspection, MiniLM", f"{batch} x {MINILM_TOKENS} tokens", calls, pairs)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Merging heads against pruning as many with compensation: `python -m benchmarks.merging --help`.
+"""Merging heads against pruning as many with compensation: `python -m benchmarks merging --help`.
 
 Redundancy groups are found as `polyhead inspect` finds them, on the text that is calibrated on. The m heads of a group
 are made one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is repaired. Beside it m - 1 of the
@@ -10,24 +10,18 @@ most alike are tried, and those of the head that can best go with the heads most
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import polyhead.integrations.huggingface
 from benchmarks.surgery_quality.language import LanguageTask
-from benchmarks.surgery_quality.sentences import LONGEST, SentenceTask
+from benchmarks.surgery_quality.sentences import LONGEST
 from benchmarks.surgery_quality.tasks import Batch
-from polyhead.costs.measuring import machine
 from polyhead.inspection import layer_similarity
 from polyhead.inspection.heads import Group, Likeness
 from polyhead.inspection.probing import CHANCE_TOKENS, random_twin
@@ -51,7 +45,6 @@ from polyhead.surgery.calibration.streams import Piece, Streams
 from polyhead.surgery.calibration.temporary import lent
 from polyhead.surgery.compensation.least_squares import Problem
 from polyhead.surgery.compensation.targets import collect_targets
-from polyhead.workflows.model_loading import load_model
 
 RIDGE = 1e-3
 PAIRS = 3
@@ -63,30 +56,6 @@ WAYS = {
     "best_pruned": "the layer's most dispensable heads pruned",
 }
 AS_ONE = ("merged", "fused")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    device = torch.device(options.device)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    loaded = load_model(options.model, device=device, dtype=torch.float32)
-    model: Any = loaded.model
-    model.set_attn_implementation(polyhead.integrations.huggingface.register())
-    sizes = {"calibration": options.calibration, "rows": options.rows}
-    if options.stsb is not None:
-        task: Any = SentenceTask.read(model, loaded.tokenizer, options.stsb, **sizes)
-    else:
-        task = LanguageTask.read(model, loaded.tokenizer, options.text, batch=options.batch, **sizes)
-    facts = machine.describe(device, None)
-    rows = []
-    for row in judged(task, options.pairs, whole=not options.layer_only):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        if options.output is not None:
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"model": loaded.name, **row, "machine": facts}) + "\n")
-    print(summary(rows))
-    return 0
 
 
 # ---- which heads are alike
@@ -236,11 +205,11 @@ class Trial:
         heads = replace(
             spread, output=output, output_bias=None if spread.output_bias is None else bias.to(spread.output_bias)
         )
-        lost = [
+        calibrated, held_out = (
             _missing(own, kept, matrix, bias, float((whole.matrix * whole.cross).sum()))
             for own, whole in ((problem, self.problem), (held_problem, self.held_problem))
-        ]
-        return Outcome(heads, *lost)
+        )
+        return Outcome(heads, calibrated, held_out)
 
 
 def _missing(problem: Problem, kept: list[int], matrix: Tensor, bias: Tensor, energy: float) -> float:
@@ -292,8 +261,8 @@ def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterat
         tried = [("group", part, group) for group, parts in groups[path] for part in parts]
         if not tried and not pairs:
             continue
-        pieces = (text.before(layer, {}) for text in texts)
-        trial = Trial(model, layer, heads[path], *pieces, moments[path], held_moments[path])
+        own, others = (text.before(layer, {}) for text in texts)
+        trial = Trial(model, layer, heads[path], own, others, moments[path], held_moments[path])
         in_groups = [part for _, part, _ in tried]
         tried += [("pair", pair, pair) for pair in _pairs(trial, found, pairs) if pair not in in_groups]
         for kind, chosen, group in tried:
@@ -324,7 +293,7 @@ def held_out_batches(task: Any) -> list[Batch]:
     if isinstance(task, LanguageTask):
         return [{"input_ids": rows} for rows in task.splits["report"].split(task.batch)]
     sentences = sorted(task.splits["report"].sentences, key=len)
-    batches = []
+    batches: list[Batch] = []
     for at in range(0, len(sentences), task.batch):
         some = sentences[at : at + task.batch]
         encoded = task.tokenizer(some, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
@@ -402,25 +371,3 @@ def _is_better(row: Mapping[str, Any], way: str, other: str) -> bool:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.merging", description=__doc__)
-    parser.add_argument("model", nargs="?", default="minilm", help="minilm, smollm2, or a folder")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--stsb", type=Path, help="a folder with sts-train.csv, sts-dev.csv and sts-test.csv")
-    what.add_argument("--text", type=Path, help="a file of plain text, for a causal model")
-    parser.add_argument("--calibration", type=int, help="sentences, or rows of 512 tokens, to calibrate on")
-    parser.add_argument("--rows", type=int, help="pairs, or rows of 512 tokens, to judge on; all by default")
-    parser.add_argument("--batch", type=int, default=16, help="rows of text at a time")
-    parser.add_argument(
-        "--pairs", type=int, help=f"of each layer, beside groups; by default {PAIRS} where no group can be merged"
-    )
-    parser.add_argument("--layer-only", action="store_true", help="without the figures of the whole model")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, help="a file of JSON lines, added to")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benchmarks.measuring.verdicts import Figure
+
 
 def accuracy_section(path: Path) -> str:
     """Return the section of one run of `python -m benchmarks plan`, with the machine it ran on."""
@@ -23,7 +25,8 @@ def accuracy_section(path: Path) -> str:
     ]
     for row in result["summary"]:
         median, worst = (
-            f"{row[name]:.1%}" + (" **miss**" if row[name] > bounds[name] else "") for name in ("median", "worst")
+            f"{row[name]:.1%}" + (" **miss**" if Figure(name, row[name], bound=bounds[name]).above else "")
+            for name in ("median", "worst")
         )
         others = " | ".join(
             f"{row[f'{by}_{name}']:.1%}" for by in ("usual", "datasheet") for name in ("median", "worst")

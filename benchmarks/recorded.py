@@ -1,14 +1,10 @@
-"""Forward + backward of attention without cuDNN's backward: what the kernels that `polyhead` takes cost beside it.
-
-python -m benchmarks.recorded --output results.json
-"""
+"""Forward + backward of attention without cuDNN's backward: what the kernels that `polyhead` takes cost beside it."""
 
 from __future__ import annotations
 
-import argparse
-import sys
+import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyhead
-from benchmarks.measuring import results
-from benchmarks.measuring.results import Row
+from benchmarks.measuring.cases import REPETITIONS, Case, Entrants, Pair, Run, Step
 from polyhead import Mask
-from polyhead.costs.measuring import machine
-from polyhead.costs.measuring.runner import Run
-from polyhead.errors import BackendUnsupported
 
 CUDNN, FLASH, EFFICIENT = "cuDNN", "PyTorch's flash", "PyTorch's efficient"
 AUTO, FUSED, STATISTICS = "polyhead, auto", "polyhead, fused", "polyhead, entropy and max logit"
@@ -30,6 +22,7 @@ KERNELS = {
     FLASH: SDPBackend.FLASH_ATTENTION,
     EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
 }
+ALTERNATIONS, SECONDS = 15, 1.5
 # batch, heads, KV heads, tokens, head_dim, value_dim
 SHAPES = [
     (16, 12, 12, 512, 64, 64),
@@ -46,73 +39,49 @@ SHAPES = [
 ]
 
 
-def recorded(run: Run, shape: tuple[int, ...], causal: bool) -> Row:
+def plan(*, quick: bool, seed: int, gpu: torch.device) -> list[Step]:
+    """Every shape, with a causal mask and without; the first three for a quick look."""
+    run = Run(gpu, torch.bfloat16, ALTERNATIONS, seed, SECONDS, repetitions=0 if quick else REPETITIONS)
+    return [
+        Step("recorded", str(shape), run, functools.partial(recorded, run, shape, causal))
+        for shape in SHAPES[: 3 if quick else None]
+        for causal in (False, True)
+    ]
+
+
+def recorded(run: Run, shape: tuple[int, ...], causal: bool) -> Iterator[Case]:
+    """Forward + backward of one shape by every kernel, over cuDNN's."""
     batch, heads, kv_heads, tokens, head_dim, value_dim = shape
     sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)]
     # In memory as a layer leaves them: [batch, tokens, heads, dim].
-    inputs = [
+    query, key, value = inputs = [
         run.inputs(batch, tokens, count, dim, salt=salt).transpose(1, 2).requires_grad_()
         for salt, (count, dim) in enumerate(sizes)
     ]
     direction = run.inputs(batch, tokens, heads, value_dim, salt=3).transpose(1, 2)
     mask = Mask.causal() if causal else None
-    absent: dict[str, str] = {}
-    calls: dict[str, Callable[[], object]] = {}
-
-    def enter(name: str, attend: Callable[[], Tensor]) -> None:
-        def step() -> object:
-            return torch.autograd.grad(attend(), inputs, direction)
-
-        try:
-            step()
-        except (RuntimeError, BackendUnsupported) as error:
-            absent[name] = str(error).splitlines()[0]
-        else:
-            calls[name] = step
 
     def pytorch(kernel: SDPBackend) -> Tensor:
         with sdpa_kernel(kernel):
-            return F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=heads != kv_heads)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=heads != kv_heads)
 
-    for name, kernel in KERNELS.items():
-        enter(name, lambda kernel=kernel: pytorch(kernel))
-    enter(AUTO, lambda: polyhead.attention(*inputs, mask=mask, finite=True).output)
-    enter(FUSED, lambda: polyhead.attention(*inputs, mask=mask, finite=True, backend="fused").output)
-    enter(
-        STATISTICS,
-        lambda: polyhead.attention(*inputs, mask=mask, finite=True, statistics=("entropy", "max_logit")).output,
-    )
-    timings = run.time(calls, absent)
-    pairs = [timings.compare(name, CUDNN) for name in (FLASH, EFFICIENT, AUTO, FUSED, STATISTICS)]
-    notes: dict[str, object] = {"auto": polyhead.explain(*inputs, mask=mask, finite=True).chosen}
+    def ours(**options: Any) -> Tensor:
+        return polyhead.attention(query, key, value, mask=mask, finite=True, **options).output
+
+    attends: dict[str, Callable[[], Tensor]] = {
+        **{name: functools.partial(pytorch, kernel) for name, kernel in KERNELS.items()},
+        AUTO: ours,
+        FUSED: functools.partial(ours, backend="fused"),
+        STATISTICS: functools.partial(ours, statistics=("entropy", "max_logit")),
+    }
+
+    def step(attend: Callable[[], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(attend(), inputs, direction)
+
+    found = Entrants()
+    for name, attend in attends.items():
+        found.enter(name, functools.partial(step, attend))
     text = f"{batch}, {heads}, {kv_heads}, {tokens}, {head_dim}" + (f"/{value_dim}" if value_dim != head_dim else "")
-    return Row.of("forward + backward", text + (", causal" if causal else ""), run.dtype, timings, pairs, notes=notes)
-
-
-def rows(run: Run) -> Iterator[Row]:
-    for shape in SHAPES:
-        for causal in (False, True):
-            yield recorded(run, shape, causal)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--commit", help="what is measured, for a copy of the tree without its repository")
-    parser.add_argument("--alternations", type=int, default=15)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("cuDNN's attention needs a CUDA device, and none was found", file=sys.stderr)
-        return 2
-    device = torch.device("cuda")
-    run = Run(device, torch.bfloat16, options.alternations, seconds=1.5)
-    measured: list[Row] = []
-    for row in rows(run):
-        measured.append(row)
-        results.write(options.output, machine.describe(device, options.commit), measured)
-    print(results.plain_table(measured))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    pairs = [Pair(name, CUDNN) for name in attends if name != CUDNN]
+    notes = {"auto": polyhead.explain(query, key, value, mask=mask, finite=True).chosen}
+    yield found.case("forward + backward", text + (", causal" if causal else ""), pairs, notes=notes)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import recorded
-from benchmarks.measuring.results import at_most
+from benchmarks.measuring.calls import FORWARD
+from benchmarks.measuring.calls import TRAINING as TRAINED
+from benchmarks.measuring.results import cells, counted, read
 from benchmarks.plan_tables import accuracy_section
 from benchmarks.surgery_tables import quality_section
 from benchmarks.training.contestants import contest
-from benchmarks.training.standings import rows, standings
+from benchmarks.training.standings import rows as standing_rows
+from benchmarks.training.standings import standings
 from benchmarks.training.trials import read_results
 from benchmarks.variant_speed import floors
-from benchmarks.variant_speed.steps import FORWARD
-from benchmarks.variant_speed.steps import TRAINING as TRAINED
 from polyhead.costs import Workload, estimate_cost
-from polyhead.costs.measuring.runner import Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,19 +91,18 @@ def performance_page(page: str, results: Path = RESULTS) -> str:
     return _between_marks(page, paths, "batch x n x d_model x heads")
 
 
-def statistics_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/statistics.md with the results of `python -m benchmarks statistics`."""
-    return _between_marks(page, sorted(results.glob(f"{STATISTICS}*.json")), "batch x heads x n x d")
+def _timed(prefix: str, shape: str) -> Callable[..., str]:
+    """Return the function that rebuilds a page with the tables of one command's results."""
+
+    def rebuild(page: str, results: Path = RESULTS) -> str:
+        return _between_marks(page, sorted(results.glob(f"{prefix}*.json")), shape)
+
+    return rebuild
 
 
-def inspection_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/inspecting.md with the results of `python -m benchmarks inspection`."""
-    return _between_marks(page, sorted(results.glob(f"{INSPECTION}*.json")), "model and text")
-
-
-def looking_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/looking.md with the results of `python -m benchmarks viewer`."""
-    return _between_marks(page, sorted(results.glob(f"{VIEWER}*.json")), "heads and text")
+statistics_page = _timed(STATISTICS, "batch x heads x n x d")
+inspection_page = _timed(INSPECTION, "model and text")
+looking_page = _timed(VIEWER, "heads and text")
 
 
 def variants_page(page: str, results: Path = RESULTS) -> str:
@@ -131,7 +130,7 @@ def plan_page(page: str, results: Path = RESULTS) -> str:
 
 
 def attention_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/attention.md with the results of `python -m benchmarks.recorded`."""
+    """Return docs/attention.md with the results of `python -m benchmarks recorded`."""
     sections = [
         _recorded(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob(f"{RECORDED}*"))
     ]
@@ -153,8 +152,7 @@ PAGES = {
 def _between_marks(page: str, paths: Sequence[Path], shape: str) -> str:
     if not paths:
         return page
-    sections = "\n".join(_section(json.loads(path.read_text(encoding="utf-8")), shape) for path in paths)
-    return _filled(page, MARKS, "figures", sections)
+    return _filled(page, MARKS, "figures", "\n".join(_section(path, shape) for path in paths))
 
 
 def _filled(page: str, marks: re.Pattern[str], name: str, content: str) -> str:
@@ -206,7 +204,7 @@ def _compared(result: dict[str, Any]) -> str:
 def _training_table(path: Path) -> str:
     results = read_results(path)
     facts = results[0].facts
-    header, *lines = rows(standings(contest(quick=facts["quick"]), results))
+    header, *lines = standing_rows(standings(contest(quick=facts["quick"]), results))
     gpu, versions = facts["machine"]["gpu"] or facts["machine"]["cpu"], facts["versions"]
     commits = ", ".join(dict.fromkeys(str(result.facts["commit"]) for result in results))
     runs = f"{len(results)} training runs on {facts['text']}"
@@ -221,47 +219,27 @@ def _training_table(path: Path) -> str:
     return "\n".join(table)
 
 
-def _section(result: dict[str, Any], shape: str) -> str:
-    machine, versions = result["machine"], result["versions"]
+def _section(path: Path, shape: str) -> str:
+    facts, rows = read(path)
+    machine, versions = facts["machine"], facts["versions"]
     name = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
-    alternations = sorted({len(samples) for row in result["rows"] for samples in row["samples_ms"].values()})
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    alternations = sorted({len(samples) for row in rows for samples in row.timings.samples_ms.values()})
     count = f"{alternations[0]} to {alternations[-1]}" if len(alternations) > 1 else f"{alternations[0]}"
-    entries = [entry for row in result["rows"] for entry in (*row["comparisons"], *row.get("figures", []))]
-    missed = sum(map(_missed, entries)) + sum(bool(row["failed"]) for row in result["rows"])
+    misses = counted(rows)
     lines = [
         f"### {name}, {dtypes[0]}" + (f" (CPU rows in {dtypes[1]})" if len(dtypes) > 1 else ""),
         "",
-        f"torch {versions['torch']}, Python {versions['python']}, commit {result['commit']}, {result['date'][:10]}; "
-        f"{count} alternations. " + (f"**{missed} miss{'es' * (missed > 1)}.**" if missed else "No miss."),
+        f"torch {versions['torch']}, Python {versions['python']}, commit {facts['commit']}, {facts['date'][:10]}; "
+        f"{count} alternations. " + (f"{misses}." if misses == "No miss" else f"**{misses}.**"),
         "",
         f"| benchmark | {shape} {COLUMNS}",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in result["rows"]:
-        lines += _lines(row)
+    for bench, place, *others, bound in cells(rows):
+        line = (_label(bench), place, *map(_label, others), bound.replace("miss", "**miss**"))
+        lines.append(f"| {' | '.join(line)} |")
     return "\n".join(lines) + "\n"
-
-
-def _lines(row: dict[str, Any]) -> list[str]:
-    start = f"| {_label(row['bench'])} | {row['shape']} |"
-    lines = []
-    for c in row["comparisons"]:
-        _, _, option = c["subject"].partition(", ")
-        ours = f"{row['median_ms'][c['subject']]:.4g} ms" + (f" ({_label(option)})" if option else "")
-        floor = " (floor)" if row["notes"].get("floor") == c["against"] else ""
-        lines.append(
-            f"{start} {ours} | {_label(c['against'])}{floor} | {row['median_ms'][c['against']]:.4g} ms | "
-            f"{Ratio(**c['ratio'])} | {_verdict(c)} |"
-        )
-    for figure in row.get("figures", []):
-        value = f"{figure['value']:.4g} {_label(figure['unit'])}".rstrip()
-        lines.append(f"{start} {value} | {_label(figure['what'])} | | | {_verdict(figure)} |")
-    for name, reason in row["absent"].items():
-        lines.append(f"{start} | {_label(name)} | {reason} | | |")
-    if row["failed"]:
-        lines.append(f"{start} | | {row['failed']} | | **miss** |")
-    return lines
 
 
 def _label(words: str) -> str:
@@ -269,16 +247,6 @@ def _label(words: str) -> str:
     for label, shown in LABELS.items():
         words = words.replace(label, shown)
     return words
-
-
-def _missed(entry: dict[str, Any]) -> bool:
-    """Compare with the bound again: the definition of a miss is stricter than in some of the files."""
-    value = entry["ratio"]["median"] if "ratio" in entry else entry["value"]
-    return entry["bound"] is not None and not value <= entry["bound"]
-
-
-def _verdict(entry: dict[str, Any]) -> str:
-    return "" if entry["bound"] is None else f"{at_most(entry['bound'])} " + ("**miss**" if _missed(entry) else "ok")
 
 
 def main() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.results import Figure, Row
-from benchmarks.statistics_speed import Step
-from polyhead.costs.measuring.runner import Run
+from benchmarks.measuring.cases import REPETITIONS, Case, Pair, Run, Step
+from benchmarks.measuring.verdicts import Figure
+from polyhead.costs.measuring.runner import Timings
 from polyhead.masks import Mask
 from polyhead.ops.attention import attention
 from polyhead.report.packing import packed_floats
@@ -46,13 +46,14 @@ class Place:
 def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
     """32,768 tokens on a CPU, 131,072 on a GPU; an eighth of it for a quick look."""
     device = torch.device("cpu") if gpu is None else gpu
-    run = Run(device, torch.float32 if gpu is None else torch.bfloat16, seed=seed, seconds=_SECONDS, fewest=_FEWEST)
+    dtype = torch.float32 if gpu is None else torch.bfloat16
+    run = Run(device, dtype, seed=seed, seconds=_SECONDS, fewest=_FEWEST, repetitions=0 if quick else REPETITIONS)
     tokens = (32_768 if gpu is None else 131_072) // (8 if quick else 1)
     places = [Place(tokens, causal) for causal in (True, False)]
-    return [Step("viewer", str(place), device, functools.partial(measure, run, place)) for place in places]
+    return [Step("viewer", str(place), run, functools.partial(measure, run, place)) for place in places]
 
 
-def measure(run: Run, place: Place) -> Iterator[Row]:
+def measure(run: Run, place: Place) -> Iterator[Case]:
     """Time the server up to the text that it sends."""
     kept = _kept(run, place)
     head = kept.head(place.heads - 1)
@@ -71,23 +72,18 @@ def measure(run: Run, place: Place) -> Iterator[Row]:
     def token() -> object:
         return [side(kept, first).to_dict(1024) for side in (words.attends, words.attended)]
 
-    timings = run.time(
-        {
-            FIRST: first_picture,
-            PICTURE: lambda: [packed_floats(part.cells[0]) for part in tiles.strips(head, fine, "sum")],
-            TILE: lambda: packed_floats(tiles.window(head, rows, columns, 0, "sum")[0]),
-            TOKEN: token,
-            PLAIN: lambda: packed_floats(_plain(head, rows)[:, columns[0] : columns[1]]),
-        }
-    )
-    figures = [
-        Figure(name, timings.median_ms(name), "ms", bound)
-        for name, bound in BOUNDS_MS.items()
-        if name in timings.samples_ms
-    ]
-    yield Row.of(
-        "viewer", str(place), run.dtype, timings, [timings.compare(TILE, PLAIN, 1.0)], failed=failed, figures=figures
-    )
+    def waits(timings: Timings) -> list[Figure]:
+        samples = timings.samples_ms
+        return [Figure.of_time(name, samples[name], bound) for name, bound in BOUNDS_MS.items() if name in samples]
+
+    calls: dict[str, Callable[[], object]] = {
+        FIRST: first_picture,
+        PICTURE: lambda: [packed_floats(part.cells[0]) for part in tiles.strips(head, fine, "sum")],
+        TILE: lambda: packed_floats(tiles.window(head, rows, columns, 0, "sum")[0]),
+        TOKEN: token,
+        PLAIN: lambda: packed_floats(_plain(head, rows)[:, columns[0] : columns[1]]),
+    }
+    yield Case("viewer", str(place), calls, [Pair(TILE, PLAIN, 1.0)], failed=failed, figures=waits)
 
 
 def _kept(run: Run, place: Place) -> KeptAttention:

@@ -1,77 +1,56 @@
-"""Results of a run: rows as plain values, written as JSON, and the lines of a table with its misses marked."""
+"""Results of a run: rows as plain values, their JSON file, and the lines of their table."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from polyhead.costs.measuring.runner import Comparison, Timings
+from benchmarks.measuring.cases import Case, Pair
+from benchmarks.measuring.verdicts import Bounded, Comparison, Figure, Ratio, Verdict, paired_ratio
+from polyhead.costs.measuring.runner import Timings
 from polyhead.observation.saving import write_whole
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-HEADER = ("bench", "shape", "ours", "against", "theirs", "ours / theirs [95%]", "bound", "")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number that stands by itself, as bytes do, with the most it may be."""
-
-    what: str
-    value: float
-    unit: str = ""
-    bound: float | None = None
-
-    @property
-    def missed(self) -> bool:
-        return self.bound is not None and not self.value <= self.bound
-
-    def __str__(self) -> str:
-        return f"{self.value:.4g} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One bench at one shape: every contender's time, and the ratios that follow."""
+    """A timed case: every contender's time, and the ratios and figures that follow."""
 
     bench: str
     shape: str
     dtype: str
     timings: Timings
-    comparisons: tuple[Comparison, ...]
-    notes: dict[str, object] = field(default_factory=dict)
-    failed: str = ""  # a promise beside the times that was broken
+    comparisons: tuple[Comparison, ...] = ()
     figures: tuple[Figure, ...] = ()
+    failed: str = ""
+    notes: Mapping[str, object] = field(default_factory=dict)
+    rounds: int = 1  # how often it was timed; the samples are those of all
 
     @classmethod
-    def of(
-        cls,
-        bench: str,
-        shape: str,
-        dtype: torch.dtype,
-        timings: Timings,
-        comparisons: Iterable[Comparison | None],
-        *,
-        notes: dict[str, object] | None = None,
-        failed: str = "",
-        figures: Iterable[Figure] = (),
-    ) -> Row:
-        kept = tuple(comparison for comparison in comparisons if comparison is not None)
+    def of(cls, case: Case, dtype: torch.dtype, timings: Timings, rounds: int = 1) -> Row:
+        """The row of a case with these times, which are of its calls."""
+        each = {name: [sample / case.items for sample in samples] for name, samples in timings.samples_ms.items()}
+        timings = Timings(each, timings.absent, timings.peak_mib)
+        comparisons, floor = _compared(timings, case.pairs)
+        notes = dict(case.notes) if floor is None else {"floor": floor, **case.notes}
         name = str(dtype).removeprefix("torch.")
-        return cls(bench, shape, name, timings, kept, notes or {}, failed, tuple(figures))
+        figures = tuple(case.figures(timings))
+        return cls(case.bench, case.shape, name, timings, comparisons, figures, case.failed, notes, rounds)
 
     @property
-    def misses(self) -> list[str]:
-        found = [f"{c.subject} / {c.against} is {c.ratio}, above {c.bound}" for c in self.comparisons if c.missed]
-        found += [f"{figure.what} is {figure}, above {figure.bound:g}" for figure in self.figures if figure.missed]
-        return [f"{self.bench} at {self.shape}: {what}" for what in [*found, *([self.failed] if self.failed else [])]]
+    def bounded(self) -> list[Bounded]:
+        return [x for x in (*self.comparisons, *self.figures) if x.bound is not None]
+
+    def found(self, verdict: Verdict) -> list[str]:
+        """The comparisons and figures with a verdict, in words; a failure is a miss."""
+        words = [f"{x}, {'above' if x.above else 'within'} {x.bound:g}" for x in self.bounded if x.verdict == verdict]
+        words += [self.failed] if self.failed and verdict == "miss" else []
+        return [f"{self.bench} at {self.shape}: {what}" for what in words]
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -81,19 +60,53 @@ class Row:
             "median_ms": {name: round(self.timings.median_ms(name), 6) for name in self.timings.samples_ms},
             "absent": dict(self.timings.absent),
             "peak_mib": {name: round(peak, 1) for name, peak in self.timings.peak_mib.items()},
-            "comparisons": [{**asdict(c), "missed": c.missed} for c in self.comparisons],
-            "figures": [{**asdict(figure), "missed": figure.missed} for figure in self.figures],
+            "comparisons": [{**asdict(c), "verdict": c.verdict} for c in self.comparisons],
+            "figures": [{**asdict(figure), "verdict": figure.verdict} for figure in self.figures],
             "failed": self.failed,
             "notes": self.notes,
+            "rounds": self.rounds,
             "samples_ms": {name: [round(s, 6) for s in samples] for name, samples in self.timings.samples_ms.items()},
         }
 
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Row:
+        """Read a row, also of a file from before rows were repeated; verdicts are not read but given anew."""
+        comparisons = [
+            Comparison(c["subject"], c["against"], Ratio(**c["ratio"]), c["bound"]) for c in row["comparisons"]
+        ]
+        names = ("what", "value", "unit", "bound", "low", "high")
+        figures = [Figure(**{name: x[name] for name in names if name in x}) for x in row.get("figures", ())]
+        timings = Timings(row["samples_ms"], row["absent"], row["peak_mib"])
+        place = row["bench"], row["shape"], row["dtype"], timings
+        return cls(*place, tuple(comparisons), tuple(figures), row["failed"], row["notes"], row.get("rounds", 1))
 
-def write(path: Path, facts: dict[str, object], rows: Sequence[Row]) -> None:
+
+def _compared(timings: Timings, pairs: Sequence[Pair]) -> tuple[tuple[Comparison, ...], str | None]:
+    """The comparisons of those that ran, and the fastest of several baselines, if there were several."""
+    found: dict[tuple[str, str], Comparison] = {}
+    floor = None
+    for pair in pairs:
+        names = (pair.against,) if isinstance(pair.against, str) else pair.against
+        against = min((name for name in names if name in timings.samples_ms), key=timings.median_ms, default=None)
+        floor = against if not isinstance(pair.against, str) else floor
+        if against is not None and pair.subject in timings.samples_ms and (pair.subject, against) not in found:
+            ratio = paired_ratio(timings.samples_ms[pair.subject], timings.samples_ms[against])
+            found[pair.subject, against] = Comparison(pair.subject, against, ratio, pair.bound)
+    return tuple(found.values()), floor
+
+
+def write(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> None:
     """The whole run so far; written after every row, so that a run that is cut short leaves what it found."""
-    content = {**facts, "misses": misses(rows), "rows": [row.to_dict() for row in rows]}
+    verdicts = {"misses": listed(rows, "miss"), "unsettled": listed(rows, "unsettled")}
+    content = {**facts, **verdicts, "rows": [row.to_dict() for row in rows]}
     text = json.dumps(content, indent=1, ensure_ascii=False)
     write_whole(path, (_samples_on_one_line(text) + "\n").encode())
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """The facts and the rows of a run."""
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    return facts, [Row.from_dict(row) for row in facts.pop("rows")]
 
 
 def _samples_on_one_line(text: str) -> str:
@@ -101,32 +114,39 @@ def _samples_on_one_line(text: str) -> str:
     return re.sub(r"\[\s+([-+.\de,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
-def misses(rows: Sequence[Row]) -> list[str]:
-    return [miss for row in rows for miss in row.misses]
+def listed(rows: Sequence[Row], verdict: Verdict) -> list[str]:
+    """Everything with a verdict, in words."""
+    return [words for row in rows for words in row.found(verdict)]
 
 
-def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The table's lines, a comparison or a figure each; who could not run gets a line that says why."""
-    lines: list[tuple[str, ...]] = []
+def counted(rows: Sequence[Row]) -> str:
+    """The number of misses and of unsettled bounds, and how many of these have a median above the bound."""
+    misses = len(listed(rows, "miss"))
+    unsettled = [x for row in rows for x in row.bounded if x.verdict == "unsettled"]
+    words = f"{misses} miss{'es' * (misses != 1)}" if misses else "No miss"
+    if not unsettled:
+        return words
+    return f"{words}, {len(unsettled)} unsettled ({sum(x.above for x in unsettled)} with a median above the bound)"
+
+
+def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Lines of the table: a comparison or a figure each, and those that could not run with the reason.
+
+    The columns are benchmark, shape, ours, baseline, its time, the ratio with its interval, and the bound.
+    """
     for row in rows:
-        timings = row.timings
-        place = (row.bench, row.shape)
+        place, timings = (row.bench, row.shape), row.timings
         for c in row.comparisons:
             ours, theirs = (f"{timings.median_ms(name):.4g} ms" for name in (c.subject, c.against))
             _, _, option = c.subject.partition(", ")  # "polyhead, finite=True" is ours with an option
-            ours += f" {option}" if option else ""
             against = c.against + (" (floor)" if row.notes.get("floor") == c.against else "")
-            lines.append((*place, ours, against, theirs, str(c.ratio), *_verdict(c)))
-            place = ("", "")
+            yield *place, ours + (f" ({option})" if option else ""), against, theirs, str(c.ratio), _bound(c)
         for figure in row.figures:
-            lines.append((*place, str(figure), figure.what, "", "", *_verdict(figure)))
-            place = ("", "")
+            yield *place, figure.amount, figure.what, "", "", _bound(figure)
         for name, reason in timings.absent.items():
-            lines.append((*place, "", name, reason, "", "", ""))
-            place = ("", "")
+            yield *place, "", name, reason, "", ""
         if row.failed:
-            lines.append((*place, "", "", row.failed, "", "", "MISS"))
-    return lines
+            yield *place, "", "", row.failed, "", "miss"
 
 
 def at_most(bound: float | None) -> str:
@@ -140,33 +160,5 @@ def at_most(bound: float | None) -> str:
     return f"<= 1/{1 / bound:.4g}" if 0 < bound <= 0.1 else f"<= {bound:g}"
 
 
-def _verdict(found: Comparison | Figure) -> tuple[str, str]:
-    return at_most(found.bound), "MISS" if found.missed else "ok" if found.bound is not None else ""
-
-
-def rich_table(rows: Sequence[Row]) -> Table:
-    """For a terminal; the misses are red."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in HEADER:
-        table.add_column(name, overflow="fold")
-    for line in cells(rows):
-        table.add_row(*line, style="bold red" if line[-1] == "MISS" else None)
-    return table
-
-
-def plain_table(rows: Sequence[Row]) -> str:
-    """For where there are only letters."""
-    lines = [HEADER, *cells(rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
-def count_of_misses(rows: Sequence[Row]) -> str:
-    """Number of misses, then each by name."""
-    found = misses(rows)
-    first = f"{len(found)} miss{'' if len(found) == 1 else 'es'}" + (":" if found else "")
-    return "\n".join([first, *(f"  {miss}" for miss in found)])
+def _bound(x: Bounded) -> str:
+    return f"{at_most(x.bound)} {x.verdict}".strip()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measuring.verdicts import judge
 from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
 from polyhead.costs.calibration.compiling import Task, compile_ahead, is_ours, layer_task
 from polyhead.costs.calibration.layers import layer_call
@@ -78,7 +79,10 @@ class Summary:
 
     @property
     def missed(self) -> bool:
-        return self.median > MEDIAN_BOUND or self.worst > WORST_BOUND
+        """True if the median error or the worst is above its bound."""
+        return any(
+            judge(x, x, x, bound) == "miss" for x, bound in ((self.median, MEDIAN_BOUND), (self.worst, WORST_BOUND))
+        )
 
 
 def measure(

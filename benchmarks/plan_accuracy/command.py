@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from benchmarks.options import Commit
 from polyhead.cli.options import ResultFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.table import Table
 
     from benchmarks.plan_accuracy import Outcome
     from benchmarks.plan_accuracy.shapes import Shape
@@ -41,9 +40,7 @@ def plan(
             help="Measure nothing: predict again what was measured by the run kept there.",
         ),
     ] = None,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
+    commit: Commit = None,
 ) -> None:
     """Measure the error of predicted times.
 
@@ -51,9 +48,8 @@ def plan(
     then runs it: forward, one token of decoding, or a training step. Errors by regime, median and worst, beside those
     of a datasheet's roofline. A miss is a median above 15% or a worst above 35%.
     """
-    from rich.console import Console
-
     from benchmarks import plan_accuracy
+    from benchmarks.measuring.runner import print_table
     from polyhead.costs.timing.machine import Machine
     from polyhead.errors import OptionError
 
@@ -67,10 +63,9 @@ def plan(
             plan_accuracy.write(output, facts, outcomes)
     else:
         outcomes = _measured(calibrated, output, quick, seconds, seed, commit)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=150, highlight=False)
-    console.print(_rows(outcomes))
-    console.print(_summary(outcomes))
+    print_table(*_rows(outcomes))
+    typer.echo()
+    print_table(*_summary(outcomes))
     if output is not None:
         typer.echo(f"written to {output}")
 
@@ -106,9 +101,9 @@ def _measured(
 ) -> list[Outcome]:
     import torch
     from rich.console import Console
-    from rich.progress import Progress
 
     from benchmarks import plan_accuracy
+    from benchmarks.measuring.runner import progress_bar
     from benchmarks.plan_accuracy import shapes
     from polyhead.costs import calibration
     from polyhead.costs.calibration.timing import undisturbed
@@ -138,7 +133,7 @@ def _measured(
     progress, began = Console(stderr=True, highlight=False), time.perf_counter()
     outcomes: dict[Shape, Outcome] = {}
     limit = math.inf if seconds is None else seconds
-    with undisturbed(), Progress(console=progress, transient=True, disable=not progress.is_terminal) as bar:
+    with undisturbed(), progress_bar(progress) as bar:
         task = bar.add_task("", total=len(drawn))
         for outcome in plan_accuracy.measure(drawn, calibrated, ranges, device=device, seconds=limit):
             first = outcome.shape not in outcomes
@@ -157,38 +152,27 @@ def _calibration(calibrated: Machine) -> dict[str, object]:
     return {"name": calibrated.name, "date": calibrated.facts.get("date"), "samples": len(calibrated.samples)}
 
 
-def _rows(outcomes: Sequence[Outcome]) -> Table:
-    from rich.table import Table
-
+def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     from benchmarks.plan_accuracy.shapes import REGIMES
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("regime", "phase", "batch x heads x n x d", "bound by"):
-        table.add_column(name)
-    for name in ("predicted", "measured", "error", "datasheet"):
-        table.add_column(name, justify="right")
+    place = ("regime", "phase", "batch x heads x n x d", "bound by")
+    lines: list[tuple[str, ...]] = [(*place, "predicted", "measured", "error", "datasheet")]
     for outcome in sorted(outcomes, key=lambda outcome: REGIMES.index(outcome.regime)):
-        told = ("", "no memory", "")
+        times = ("", "no memory", "")
         if outcome.measured is not None:
-            told = (f"{1e3 * outcome.measured:.4g} ms", f"{outcome.error:+.1%}", f"{outcome.datasheet_error:+.1%}")
+            times = (f"{1e3 * outcome.measured:.4g} ms", f"{outcome.error:+.1%}", f"{outcome.datasheet_error:+.1%}")
         place = (outcome.regime, outcome.shape.phase, str(outcome.shape), outcome.bound)
-        table.add_row(*place, f"{1e3 * outcome.predicted:.4g} ms", *told)
-    return table
+        lines.append((*place, f"{1e3 * outcome.predicted:.4g} ms", *times))
+    return lines
 
 
-def _summary(outcomes: Sequence[Outcome]) -> Table:
-    from rich.table import Table
-
+def _summary(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     from benchmarks.plan_accuracy import summaries
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("\nregime")
-    for name in ("shapes", "median error", "worst", "at any moment: median", "worst", "datasheet: median", "worst"):
-        table.add_column(f"\n{name}", justify="right")
-    table.add_column("\n")
+    errors = ("median error", "worst", "at any moment: median", "worst", "datasheet: median", "worst")
+    lines: list[tuple[str, ...]] = [("regime", "shapes", *errors, "")]
     for found in summaries(outcomes):
-        errors = [found.median, found.worst, found.usual_median, found.usual_worst]
-        errors += [found.datasheet_median, found.datasheet_worst]
-        verdict = "MISS" if found.missed else "ok"
-        table.add_row(found.regime, str(found.shapes), *(f"{error:.1%}" for error in errors), verdict)
-    return table
+        values = [found.median, found.worst, found.usual_median, found.usual_worst]
+        values += [found.datasheet_median, found.datasheet_worst]
+        lines.append((found.regime, str(found.shapes), *(f"{x:.1%}" for x in values), "miss" if found.missed else "ok"))
+    return lines

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from benchmarks.measuring.results import Row
+from benchmarks.measuring.cases import Case, Run, Step
 from benchmarks.statistics_speed import attention, cpu, decode, layer, memory
 from benchmarks.statistics_speed.places import PARTS, Shape, shapes_of
-from benchmarks.statistics_speed.problem import tidy
-from polyhead.costs.measuring.runner import Run
 from polyhead.errors import OptionError
 
-__all__ = ["NO_GPU", "PARTS", "Shape", "Step", "plan"]
+__all__ = ["PARTS", "Shape", "plan"]
 
-NO_GPU = "no CUDA GPU was found"
 _GPU_SECONDS, _GPU_QUICK_SECONDS = 1.0, 0.4  # of one place, warming up apart
 _CPU_SECONDS, _CPU_QUICK_SECONDS = 20.0, 4.0
 _QUICK_ALTERNATIONS, _QUICK_FEWEST = 11, 3
-
-
-@dataclass(frozen=True)
-class Step:
-    """One place of the benchmark, and what measures it."""
-
-    part: str
-    place: str
-    device: torch.device
-    measure: Callable[[], Iterator[Row]]
-
-    def rows(self) -> Iterator[Row]:
-        yield from self.measure()
-        tidy()
 
 
 def plan(
@@ -65,12 +47,12 @@ def _run(device: torch.device, quick: bool, seed: int) -> Run:
     else:
         seconds, dtype = _GPU_QUICK_SECONDS if quick else _GPU_SECONDS, torch.bfloat16
     run = Run(device, dtype, seed=seed, seconds=seconds)
-    return Run(device, dtype, _QUICK_ALTERNATIONS, seed, seconds, _QUICK_FEWEST) if quick else run
+    return Run(device, dtype, _QUICK_ALTERNATIONS, seed, seconds, _QUICK_FEWEST, repetitions=0) if quick else run
 
 
 def _gpu_steps(part: str, run: Run, shapes: Sequence[Shape], quick: bool) -> Iterator[Step]:
     once = {"memory": memory.memory, "layer": layer.layer, "decode": decode.one_token}
-    both: dict[str, Callable[[Run, Shape, bool], Iterator[Row]]] = {
+    both: dict[str, Callable[[Run, Shape, bool], Iterator[Case]]] = {
         "forward": functools.partial(attention.forward, compiled=not quick),
         "backward": attention.backward,
         "profile": attention.profiles,
@@ -78,7 +60,7 @@ def _gpu_steps(part: str, run: Run, shapes: Sequence[Shape], quick: bool) -> Ite
     }
     for shape in shapes:
         if part in once:
-            yield Step(part, str(shape), run.device, functools.partial(once[part], run, shape))
+            yield Step(part, str(shape), run, functools.partial(once[part], run, shape))
         else:
             yield from _both(part, both[part], run, shape)
 
@@ -87,10 +69,10 @@ def _cpu_steps(run: Run, shapes: Sequence[Shape] | None, quick: bool) -> Iterato
     for shape in shapes or shapes_of("cpu", quick=quick):
         yield from _both("cpu", cpu.cpu, run, shape)
     for shape in shapes or shapes_of("cpu layer", quick=quick):
-        yield Step("cpu", f"{shape}, layer", run.device, functools.partial(layer.layer, run, shape))
+        yield Step("cpu", f"{shape}, layer", run, functools.partial(layer.layer, run, shape))
 
 
-def _both(part: str, measure: Callable[[Run, Shape, bool], Iterator[Row]], run: Run, shape: Shape) -> Iterator[Step]:
+def _both(part: str, measure: Callable[[Run, Shape, bool], Iterator[Case]], run: Run, shape: Shape) -> Iterator[Step]:
     for causal in (False, True):
         place = f"{shape}, causal" if causal else str(shape)
-        yield Step(part, place, run.device, functools.partial(measure, run, shape, causal))
+        yield Step(part, place, run, functools.partial(measure, run, shape, causal))

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.measuring.agreement import Disagreement
-from benchmarks.measuring.results import Figure, Row
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders
 from benchmarks.statistics_speed.contenders import (
     CUDNN,
@@ -24,9 +25,9 @@ from benchmarks.statistics_speed.contenders import (
 )
 from benchmarks.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found, check_gradients, check_profile
 from benchmarks.statistics_speed.places import LONG, ROW_STATISTICS, Shape
-from benchmarks.statistics_speed.problem import Entrants, Problem
+from benchmarks.statistics_speed.problem import Problem
 from polyhead import profile
-from polyhead.costs.measuring.runner import Run
+from polyhead.costs.measuring.runner import Timings
 from polyhead.ops.profile import AttentionProfile, BlockMap
 
 STATISTICS_BOUND = 1.05  # with statistics / without, both ours
@@ -34,7 +35,7 @@ TRAINING_BOUND = 1.05
 MAP = BlockMap(block=(128, 128))
 
 
-def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> Iterator[Row]:
+def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> Iterator[Case]:
     """Ours with and without row statistics against kernels that give none, and FlexAttention, which gives two."""
     problem = Problem.draw(run, shape, causal=causal)
     exact = Exact(problem, seed=run.seed)
@@ -51,25 +52,18 @@ def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> I
         )
     else:
         found.absent[FLEX] = "left out of a quick look: to compile it takes longer than to measure it"
-    timings = run.time(found.calls, found.absent)
-    yield Row.of(
-        _named("forward", causal),
-        str(shape),
-        run.dtype,
-        timings,
-        [
-            timings.compare(WITH, CUDNN, _forward_bound(shape)),
-            timings.compare(WITH, WITHOUT, STATISTICS_BOUND),
-            timings.compare(WITHOUT, CUDNN),
-            timings.compare(WITH, FLASH),
-            timings.compare(WITH, FLEX),
-            timings.compare(GUARDED, WITH),
-        ],
-        failed=found.failed,
-    )
+    pairs = [
+        Pair(WITH, CUDNN, _forward_bound(shape)),
+        Pair(WITH, WITHOUT, STATISTICS_BOUND),
+        Pair(WITHOUT, CUDNN),
+        Pair(WITH, FLASH),
+        Pair(WITH, FLEX),
+        Pair(GUARDED, WITH),
+    ]
+    yield found.case(_named("forward", causal), shape, pairs)
 
 
-def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
+def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
     """Ours against the weights as a tensor with the same statistics; where they do not fit, that is the figure."""
     problem = Problem.draw(run, shape, causal=causal)
     exact = Exact(problem, seed=run.seed)
@@ -78,22 +72,16 @@ def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
     found.enter(
         MATERIALISED, lambda: contenders.materialised(problem), lambda result: exact.check(MATERIALISED, result)
     )
-    timings = run.time(found.calls, found.absent)
     bound = 1 / (45 if causal else 23) if LONG <= shape.tokens <= 16384 else None
-    compared = [timings.compare(WITH, MATERIALISED, bound)]
-    alone = [WITH] if WITH in timings.samples_ms and MATERIALISED in timings.absent else []
-    yield Row.of(
-        _named("materialised", causal),
-        str(shape),
-        run.dtype,
-        timings,
-        compared,
-        failed=found.failed,
-        figures=[Figure(name, timings.median_ms(name), "ms") for name in alone],
-    )
+
+    def alone(timings: Timings) -> list[Figure]:
+        names = [WITH] if WITH in timings.samples_ms and MATERIALISED in timings.absent else []
+        return [Figure.of_time(name, timings.samples_ms[name]) for name in names]
+
+    yield found.case(_named("materialised", causal), shape, [Pair(WITH, MATERIALISED, bound)], figures=alone)
 
 
-def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
+def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
     """Forward + backward, gradients of the output alone; then with a gradient through the entropy beside it."""
     problem = Problem.draw(run, shape, causal=causal)
     step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
@@ -105,18 +93,11 @@ def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
     found = Entrants()
     for name, build in builders.items():
         _enter_step(found, name, build, step, short)
-    timings = run.time(found.calls, found.absent)
-    yield Row.of(
-        _named("forward + backward", causal),
-        str(shape),
-        run.dtype,
-        timings,
-        [timings.compare(WITH, CUDNN, TRAINING_BOUND), timings.compare(PENALTY, CUDNN), timings.compare(PENALTY, WITH)],
-        failed=found.failed,
-    )
+    pairs = [Pair(WITH, CUDNN, TRAINING_BOUND), Pair(PENALTY, CUDNN), Pair(PENALTY, WITH)]
+    yield found.case(_named("forward + backward", causal), shape, pairs)
 
 
-def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
+def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
     """Column sums and the block map, given the log-sum-exp, against cuDNN's whole forward."""
     problem = Problem.draw(run, shape, causal=causal)
     found = Entrants()
@@ -128,16 +109,8 @@ def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
             lambda result: check_profile(PROFILE, problem, logsumexp, result),
         )
     _enter_sdpa(found, Exact(problem, seed=run.seed), CUDNN)
-    timings = run.time(found.calls, found.absent)
     bound = None if shape.tokens < LONG else 0.7 if shape.head_dim >= 128 else 0.85
-    yield Row.of(
-        _named("profile", causal),
-        str(shape),
-        run.dtype,
-        timings,
-        [timings.compare(PROFILE, CUDNN, bound)],
-        failed=found.failed,
-    )
+    yield found.case(_named("profile", causal), shape, [Pair(PROFILE, CUDNN, bound)])
 
 
 def logsumexp_of(found: Entrants, problem: Problem) -> Tensor | None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyhead
+from benchmarks.measuring.cases import OURS
 from benchmarks.statistics_speed.exact import Found
 from benchmarks.statistics_speed.places import ROW_STATISTICS
-from benchmarks.statistics_speed.problem import OURS, Problem
+from benchmarks.statistics_speed.problem import Problem
 from polyhead import AttentionOutput
 
 WITH = f"{OURS}, statistics"

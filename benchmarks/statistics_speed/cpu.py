@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import polyhead
-from benchmarks.measuring.results import Figure, Row
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed.contenders import WITH, TrainingStep
 from benchmarks.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found, check_gradients
 from benchmarks.statistics_speed.places import LONG, ROW_STATISTICS, Shape
-from benchmarks.statistics_speed.problem import Entrants, Problem
-from polyhead.costs.measuring.runner import Run
+from benchmarks.statistics_speed.problem import Problem
 
 PLAIN = "scaled_dot_product_attention"
 FORWARD_BOUND = 1.5
@@ -38,7 +38,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def cpu(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
+def cpu(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
     """Forward, then forward + backward."""
     problem = Problem.draw(run, shape, causal=causal)
     exact = Exact(problem, seed=run.seed)
@@ -46,7 +46,7 @@ def cpu(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
     found = Entrants()
     found.enter(WITH, lambda: _ours(problem), lambda result: exact.check_ours(WITH, Found.of(result)))
     found.enter(PLAIN, lambda: _sdpa(problem), lambda result: exact.check(PLAIN, Found(result)))
-    yield _row("cpu", run, problem, found, FORWARD_BOUND)
+    yield _case("cpu", problem, found, FORWARD_BOUND)
 
     found = Entrants()
     for name, build in {WITH: _our_step, PLAIN: _sdpa_step}.items():
@@ -55,7 +55,7 @@ def cpu(run: Run, shape: Shape, causal: bool) -> Iterator[Row]:
             functools.partial(build, step),
             functools.partial(_check_gradients, name, build, short),
         )
-    yield _row("cpu, forward + backward", run, problem, found, TRAINING_BOUND)
+    yield _case("cpu, forward + backward", problem, found, TRAINING_BOUND)
 
 
 def _check_gradients(
@@ -64,8 +64,7 @@ def _check_gradients(
     check_gradients(name, short.problem, build(short)(), short.upstream, None)
 
 
-def _row(bench: str, run: Run, problem: Problem, found: Entrants, bound: float) -> Row:
-    timings = run.time(found.calls, found.absent)
+def _case(bench: str, problem: Problem, found: Entrants, bound: float) -> Case:
     figures = []
     if WITH in found.calls:
         with LargestTensor() as largest:
@@ -73,15 +72,9 @@ def _row(bench: str, run: Run, problem: Problem, found: Entrants, bound: float) 
         # In the end it is the tile, which does not grow with the tokens; the weights grow with their square.
         weights = problem.shape.rows * problem.shape.tokens * problem.query.element_size()
         figures.append(Figure("largest tensor, of the weights' bytes", largest.nbytes / weights))
-    return Row.of(
-        f"{bench}, causal" if problem.causal else bench,
-        str(problem.shape),
-        run.dtype,
-        timings,
-        [timings.compare(WITH, PLAIN, bound if problem.shape.tokens >= LONG else None)],
-        failed=found.failed,
-        figures=figures,
-    )
+    pairs = [Pair(WITH, PLAIN, bound if problem.shape.tokens >= LONG else None)]
+    name = f"{bench}, causal" if problem.causal else bench
+    return found.case(name, problem.shape, pairs, figures=lambda timings: figures)
 
 
 def _ours(problem: Problem) -> Callable[[], polyhead.AttentionOutput]:

@@ -6,21 +6,22 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.measuring.results import Figure, Row
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders
 from benchmarks.statistics_speed.contenders import CUDNN, WITH
 from benchmarks.statistics_speed.exact import Exact, Found
 from benchmarks.statistics_speed.places import DECODE_STATISTICS, Shape
-from benchmarks.statistics_speed.problem import Entrants, Problem
+from benchmarks.statistics_speed.problem import Problem
 from polyhead.costs.measuring.graphs import replayed
 from polyhead.costs.measuring.l2_cache import caches_beyond, l2_bytes
-from polyhead.costs.measuring.runner import Run
+from polyhead.costs.measuring.runner import Timings
 from polyhead.ops.decode.fused import CacheArguments, decode
 
 BOUND = 1.0
 
 
-def one_token(run: Run, shape: Shape) -> Iterator[Row]:
+def one_token(run: Run, shape: Shape) -> Iterator[Case]:
     """Log-sum-exp, largest logit and entropy beside the output, against cuDNN's output alone."""
     first = Problem.draw(run, shape, queries=1)
     size = first.key.nbytes + first.value.nbytes
@@ -38,19 +39,14 @@ def one_token(run: Run, shape: Shape) -> Iterator[Row]:
         lambda: replayed([_cudnn(problem) for problem in problems], run.device),
         lambda results: exact.check(CUDNN, results[0]),
     )
-    timings = run.time(found.calls, found.absent).per(count)
-    yield Row.of(
-        "decode one token",
-        str(shape),
-        run.dtype,
-        timings,
-        [timings.compare(WITH, CUDNN, BOUND)],
-        notes={"caches": count, "bytes": size},
-        failed=found.failed,
-        figures=[
-            Figure(f"bandwidth, {name}", size / timings.median_ms(name) / 1e9, "TB/s") for name in timings.samples_ms
-        ],
-    )
+
+    def bandwidths(timings: Timings) -> list[Figure]:
+        speeds = {name: size / timings.median_ms(name) / 1e9 for name in timings.samples_ms}
+        return [Figure(f"bandwidth, {name}", speed, "TB/s") for name, speed in speeds.items()]
+
+    notes = {"caches": count, "bytes": size}
+    pairs = [Pair(WITH, CUDNN, BOUND)]
+    yield found.case("decode one token", shape, pairs, notes=notes, items=count, figures=bandwidths)
 
 
 def _ours(problem: Problem) -> Callable[[], Found]:

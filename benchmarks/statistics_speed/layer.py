@@ -10,19 +10,18 @@ from torch import Tensor, nn
 
 import polyhead
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.results import Row
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from benchmarks.statistics_speed.contenders import WITH
 from benchmarks.statistics_speed.exact import ROWS, Found, formula
 from benchmarks.statistics_speed.places import ROW_STATISTICS, Shape
-from benchmarks.statistics_speed.problem import Entrants, Problem
-from polyhead.costs.measuring.runner import Run
+from benchmarks.statistics_speed.problem import Problem
 
 TORCH = "nn.MultiheadAttention, weights"
 AVERAGED = "nn.MultiheadAttention, mean weights"
 BOUNDS = {"cuda": (0.35, 2048), "cpu": (1.0, 1024)}  # and the tokens from which on each holds
 
 
-def layer(run: Run, shape: Shape) -> Iterator[Row]:
+def layer(run: Run, shape: Shape) -> Iterator[Case]:
     """Self-attention of width heads * head_dim. Theirs returns weights, and no statistics of them.
 
     It does so head by head, which statistics would need, or averaged over the heads, which `need_weights=True` means by
@@ -54,17 +53,13 @@ def layer(run: Run, shape: Shape) -> Iterator[Row]:
                 functools.partial(_step, _torch(ours, averaged=name == AVERAGED), x, upstream, training),
                 functools.partial(check, name),
             )
-        timings = run.time(found.calls, found.absent)
         most, tokens = BOUNDS[run.device.type]
         bound = most if shape.tokens >= tokens and not training else None
-        yield Row.of(
+        yield found.case(
             f"{bench}, forward + backward" if training else bench,
-            str(shape),
-            run.dtype,
-            timings,
-            [timings.compare(WITH, name, bound) for name in (TORCH, AVERAGED)],
+            shape,
+            [Pair(WITH, name, bound) for name in (TORCH, AVERAGED)],
             notes={"width": width, "backend": _backend(ours, x)},
-            failed=found.failed,
         )
 
 

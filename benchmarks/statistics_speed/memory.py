@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.results import Figure, Row
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, tidy
+from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders
 from benchmarks.statistics_speed.attention import logsumexp_of, profile_of
 from benchmarks.statistics_speed.contenders import CUDNN, PROFILE, WITH
 from benchmarks.statistics_speed.exact import Exact, Found, check_profile
 from benchmarks.statistics_speed.places import ROW_STATISTICS, Shape
-from benchmarks.statistics_speed.problem import Entrants, Problem, tidy
-from polyhead.costs.measuring.runner import Run
+from benchmarks.statistics_speed.problem import Problem
+from polyhead.costs.measuring.runner import Timings
 from polyhead.ops.profile import BlockMap
 
 BYTES_BOUND = 24.0  # a (batch, head, row), for log-sum-exp, largest logit, entropy and reach
@@ -24,15 +25,15 @@ GROWTH_BOUND = 2.05  # of the bytes beyond inputs and output when the tokens dou
 MAP = BlockMap(resolution=(256, 256))  # the same picture at any length
 
 
-def memory(run: Run, shape: Shape) -> Iterator[Row]:
+def memory(run: Run, shape: Shape) -> Iterator[Case]:
     """Bytes beyond inputs and output, causal; the time stands beside it."""
     half = replace(shape, tokens=shape.tokens // 2)
-    yield _forward_row(run, shape, _extra_of_forward(run, half))
+    yield _forward_case(run, shape, _extra_of_forward(run, half))
     tidy()
-    yield _profile_row(run, shape, _extra_of_profile(run, half))
+    yield _profile_case(run, shape, _extra_of_profile(run, half))
 
 
-def _forward_row(run: Run, shape: Shape, smaller: int | None) -> Row:
+def _forward_case(run: Run, shape: Shape, smaller: int | None) -> Case:
     problem = Problem.draw(run, shape, causal=True)
     exact = Exact(problem, seed=run.seed)
     found = Entrants()
@@ -45,14 +46,10 @@ def _forward_row(run: Run, shape: Shape, smaller: int | None) -> Row:
         extra = extra_bytes(run.device, found.calls[WITH], lambda result: [result.output])
         figures = _figures(extra, smaller, shape, BYTES_BOUND)
     found.enter(CUDNN, lambda: contenders.sdpa(problem, CUDNN), lambda result: exact.check(CUDNN, Found(result)))
-    timings = run.time(found.calls, found.absent)
-    compared = [timings.compare(WITH, CUDNN)]
-    return Row.of(
-        "memory, forward, causal", str(shape), run.dtype, timings, compared, failed=found.failed, figures=figures
-    )
+    return found.case("memory, forward, causal", shape, [Pair(WITH, CUDNN)], figures=lambda timings: figures)
 
 
-def _profile_row(run: Run, shape: Shape, smaller: int | None) -> Row:
+def _profile_case(run: Run, shape: Shape, smaller: int | None) -> Case:
     problem = Problem.draw(run, shape, causal=True)
     found = Entrants()
     figures = []
@@ -64,10 +61,12 @@ def _profile_row(run: Run, shape: Shape, smaller: int | None) -> Row:
     ):
         extra = extra_bytes(run.device, found.calls[PROFILE], lambda result: [result.received, result.block_map])
         figures = _figures(extra, smaller, shape, None)
-    timings = run.time(found.calls, found.absent)
-    if PROFILE in timings.samples_ms:
-        figures.append(Figure("profile, time", timings.median_ms(PROFILE), "ms"))
-    return Row.of("memory, profile, causal", str(shape), run.dtype, timings, [], failed=found.failed, figures=figures)
+
+    def all_figures(timings: Timings) -> list[Figure]:
+        samples = timings.samples_ms.get(PROFILE)
+        return figures if samples is None else [*figures, Figure.of_time("profile, time", samples)]
+
+    return found.case("memory, profile, causal", shape, figures=all_figures)
 
 
 def _extra_of_forward(run: Run, shape: Shape) -> int | None:

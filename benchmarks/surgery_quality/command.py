@@ -1,7 +1,8 @@
-"""`python -m benchmarks surgery`: quality without heads, by criterion, share and compensation, and the time saved."""
+"""`python -m benchmarks surgery`, `conversion` and `merging`: quality of models with fewer, shared or merged heads."""
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -9,32 +10,46 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.options import Commit
 from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of, writable_file
 from polyhead.cli.progress import report_errors
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from collections.abc import Iterable, Iterator
 
     from benchmarks.surgery_quality.points import Point, Result
     from benchmarks.surgery_quality.tasks import Split, Task
 
 PARTS = ("tuned", "curves")
+WAYS = "pooled,aligned,weights,converted"
+
+
+Model = Annotated[
+    str, typer.Option("--model", metavar="NAME|FOLDER", help="minilm, smollm2, a folder, or a name on the hub.")
+]
+TEXT = typer.Option(
+    metavar="PATH",
+    exists=True,
+    help="For an encoder the folder of STS-B (sts-train.csv, sts-dev.csv, sts-test.csv); for a causal model a text: "
+    "its first 60% to calibrate on, the next 20% to choose on, the last to report.",
+)
+Calibration = Annotated[
+    int | None, typer.Option(metavar="N", help="At most so many rows, or sentences, to calibrate on.")
+]
+Rows = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="At most so many rows, or pairs of sentences, to measure on: faster and coarser."),
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Rows of text, or sentences, at a time.")]
+Lines = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="JSON lines, to which rows are added.", callback=writable_file)
+]
 
 
 def surgery(
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME|FOLDER", help="minilm, smollm2, a folder, or a name on the hub.")
-    ] = "minilm",
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            exists=True,
-            help="For an encoder the folder of STS-B (sts-train.csv, sts-dev.csv, sts-test.csv); for a causal model a "
-            "text: its first 60% to calibrate on, the next 20% to choose on, the last to report.",
-        ),
-    ] = None,
+    model: Model = "minilm",
+    text: Annotated[Path | None, TEXT] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -49,15 +64,8 @@ def surgery(
     shares: Annotated[
         str | None, typer.Option(metavar="N%,...", help="Only these shares of heads in the curves; 10% to 80%.")
     ] = None,
-    calibration: Annotated[
-        int | None, typer.Option(metavar="N", help="At most so many rows, or sentences, to calibrate on.")
-    ] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="At most so many rows, or pairs of sentences, to measure on: faster and coarser."
-        ),
-    ] = None,
+    calibration: Calibration = None,
+    rows: Rows = None,
     share: Annotated[
         str, typer.Option(metavar="I/N", help="Of N processes that share the file, this is number I.")
     ] = "1/1",
@@ -69,9 +77,7 @@ def surgery(
         ),
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Little text and few shares: a look, no figure.")] = False,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
+    commit: Commit = None,
     device: Device = None,
 ) -> None:
     """Measure the quality of models pruned in closed form.
@@ -82,8 +88,10 @@ def surgery(
     """
     from rich.console import Console
 
+    from benchmarks.measuring.runner import print_table, progress_bar
     from benchmarks.surgery_quality.measuring import Bench
     from benchmarks.surgery_quality.points import append_result, check_alike, is_done, read_results
+    from benchmarks.surgery_quality.standings import rows as rows_of
 
     if timed:
         _time(output, commit, quick=quick)
@@ -98,12 +106,15 @@ def surgery(
         for option, value in (("--calibration", calibration), ("--rows", rows), ("--minutes", minutes)):
             check_positive(option, value, zero=option == "--minutes")
         console, began = Console(stderr=True, highlight=False), time.monotonic()
-        task, facts = _task(model, text, device_or_gpu(device), commit, calibration=calibration, rows=rows, quick=quick)
+        options: dict[str, Any] = {"calibration": 128 if quick else calibration, "rows": 16 if quick else rows}
+        task, facts = _task(model, text, device, commit, **options)
+        task.model.requires_grad_(False)
+        facts |= {"text": text.name, **options}
         points = _points(task, part, wanted, quick=quick)
         found = read_results(output)
         check_alike(found, facts)
         left = [point for point in list(points)[number::of] if not is_done(point, found, points[point])]
-        with _bar(console) as bar:
+        with progress_bar(console) as bar:
             shown = bar.add_task("", total=len(left))
             bench = Bench(task, facts=facts, report=lambda said: bar.update(shown, description=said))
             for point in left:
@@ -115,45 +126,122 @@ def surgery(
                 bar.advance(shown)
                 console.print(f"{time.monotonic() - began:6.1f} s  {point}: {_headline(result)}", markup=False)
         found = [result for result in read_results(output) if result.point in points]
-        out = Console(highlight=False)
         if found:
-            (out if out.is_terminal else Console(width=200, highlight=False)).print(_table(found))
+            print_table(*rows_of(found))
 
 
 def _time(output: Path | None, commit: str | None, *, quick: bool) -> None:
     import torch
 
-    from benchmarks.steps import run_and_keep
+    from benchmarks.measuring.runner import run_steps
     from benchmarks.surgery_quality import timing
-    from polyhead.costs.measuring import machine
 
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     steps = timing.plan(quick=quick, seed=0, gpu=gpu)
-    run_and_keep(steps, {**machine.describe(gpu or torch.device("cpu"), commit), "quick": quick}, output)
+    run_steps(steps, gpu or torch.device("cpu"), output, commit=commit, quick=quick)
+
+
+def conversion(
+    text: Annotated[Path, TEXT],
+    kv_heads: Annotated[str, typer.Option(metavar="N,...", help="KV heads to convert to, one after the other.")],
+    model: Model = "minilm",
+    output: Lines = None,
+    ways: Annotated[str, typer.Option(metavar="WAY,...", help="Of pooled, aligned, weights and converted.")] = WAYS,
+    options: Annotated[
+        list[str] | None, typer.Option(metavar="JSON", help="Options of convert_groups; each that is given is tried.")
+    ] = None,
+    calibration: Calibration = None,
+    rows: Rows = None,
+    batch: Batch = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Measure the best options once on the reporting split.")
+    ] = False,
+    device: Device = None,
+) -> None:
+    """Measure the quality of models with fewer KV heads, converted in closed form or by pooling."""
+    from benchmarks.conversion import METHODS, converted_rows
+
+    with report_errors("bench conversion"):
+        chosen = ways.split(",")
+        if unknown := [way for way in chosen if way not in METHODS]:
+            raise OptionError(f"a way is one of {', '.join(METHODS)}, got {', '.join(unknown)}")
+        counts = [int(count) for count in kv_heads.split(",") if count.isdecimal()]
+        if len(counts) != len(kv_heads.split(",")):
+            raise OptionError(f"KV heads are written as 4,1, got {kv_heads!r}")
+        try:
+            tried = [json.loads(given) for given in options or ["{}"]]
+        except ValueError as error:
+            raise OptionError(f"options are written as JSON: {error}") from None
+        task, facts = _task(model, text, device, polyhead=True, calibration=calibration, rows=rows, batch=batch)
+        for _ in _kept(converted_rows(task, counts, chosen, tried, report=report), facts, output):
+            pass
+
+
+def merging(
+    text: Annotated[Path, TEXT],
+    model: Model = "minilm",
+    output: Lines = None,
+    calibration: Calibration = None,
+    rows: Rows = None,
+    batch: Batch = None,
+    pairs: Annotated[
+        int | None,
+        typer.Option(help="Pairs of each layer, beside groups; by default a few where no group can be merged."),
+    ] = None,
+    layer_only: Annotated[bool, typer.Option("--layer-only", help="Leave out the figures of the whole model.")] = False,
+    device: Device = None,
+) -> None:
+    """Measure merging heads of a redundancy group against pruning as many with compensation."""
+    from benchmarks.merging import judged, summary
+
+    with report_errors("bench merging"):
+        task, facts = _task(model, text, device, polyhead=True, calibration=calibration, rows=rows, batch=batch)
+        typer.echo(summary(list(_kept(judged(task, pairs, whole=not layer_only), facts, output))))
+
+
+def _kept(rows: Iterable[dict[str, Any]], facts: dict[str, Any], output: Path | None) -> Iterator[dict[str, Any]]:
+    """The rows as they come, each printed and added to the file."""
+    name = facts.pop("model")
+    for row in rows:
+        typer.echo(json.dumps(row))
+        if output is not None:
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"model": name, **row, "machine": facts}) + "\n")
+        yield row
 
 
 def _task(
-    name: str, text: Path, device: str, commit: str | None, *, calibration: int | None, rows: int | None, quick: bool
+    name: str,
+    text: Path,
+    device: str | None,
+    commit: str | None = None,
+    *,
+    polyhead: bool = False,
+    **options: int | None,
 ) -> tuple[Task, dict[str, Any]]:
+    """A model on its text, and the facts of the machine; options that are None are left to the task.
+
+    `polyhead` runs the model with polyhead's attention.
+    """
     import torch
 
     from benchmarks.surgery_quality.language import LanguageTask
     from benchmarks.surgery_quality.sentences import SentenceTask
     from polyhead.costs.measuring import machine
+    from polyhead.integrations.huggingface import register
     from polyhead.workflows.model_loading import load_model
 
-    loaded = load_model(name, device=device, dtype=torch.float32)
-    loaded.model.requires_grad_(False)
-    options = {"calibration": 128 if quick else calibration, "rows": 16 if quick else rows}
-    facts = {**machine.describe(torch.device(device), commit), "model": loaded.name, "text": text.name, **options}
-    task: Task
-    if loaded.kind == "causal":
-        task = LanguageTask.read(loaded.model, loaded.tokenizer, text, **options)
-    elif loaded.kind == "encoder":
-        task = SentenceTask.read(loaded.model, loaded.tokenizer, text, **options)
-    else:
-        raise OptionError(f"points are measured of causal models and of encoders without a head, got {loaded}")
-    return task, facts
+    place = torch.device(device_or_gpu(device))
+    loaded = load_model(name, device=place, dtype=torch.float32)
+    readers: dict[str, Any] = {"causal": LanguageTask, "encoder": SentenceTask}
+    if loaded.kind not in readers:
+        raise OptionError(f"a model must be causal or an encoder without a head, got {loaded}")
+    if polyhead:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        loaded.model.set_attn_implementation(register())
+    given = {option: value for option, value in options.items() if value is not None}
+    task: Task = readers[loaded.kind].read(loaded.model, loaded.tokenizer, text, **given)
+    return task, {**machine.describe(place, commit), "model": loaded.name}
 
 
 def _points(
@@ -201,24 +289,3 @@ def _headline(result: Result) -> str:
     name = headline([result])
     told = ", ".join(f"{said(own[name])} on the {split} split" for split, own in result.figures.items())
     return f"{name} {told}, {result.seconds:.1f} s"
-
-
-def _table(found: list[Result]) -> Table:
-    from rich.table import Table
-
-    from benchmarks.surgery_quality.standings import rows
-
-    header, *lines = rows(found)
-    table = Table(box=None, pad_edge=False)
-    for column in header:
-        table.add_column(column, overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
-def _bar(console: Any) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -7,17 +7,18 @@ Weights are random, since time does not depend on them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring.results import Figure, Row
-from benchmarks.statistics_speed import Step
-from benchmarks.variant_speed.steps import drawn, on_its_own
+from benchmarks.measuring.calls import drawn, on_its_own, without_gradients
+from benchmarks.measuring.cases import REPETITIONS, Case, Pair, Run, Step
+from benchmarks.measuring.verdicts import Figure
 from polyhead.costs import Workload, estimate_cost
-from polyhead.costs.measuring.runner import Run
+from polyhead.costs.measuring.runner import ALTERNATIONS
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig
 from polyhead.surgery import PruneHeads, apply
 
@@ -93,35 +94,26 @@ def plan(*, quick: bool, seed: int, gpu: torch.device | None) -> list[Step]:
     """The blocks of this machine: MiniLM's on a CPU, in float32; Llama's on a GPU, in bfloat16 and as a CUDA graph."""
     device = torch.device("cpu") if gpu is None else gpu
     dtype = torch.float32 if gpu is None else torch.bfloat16
-    run = Run(device, dtype, alternations=7 if quick else 31, seed=seed)
+    run = Run(device, dtype, 7 if quick else ALTERNATIONS, seed, repetitions=0 if quick else REPETITIONS)
     blocks = BLOCKS["cpu" if gpu is None else "cuda"]
-    return [Step("surgery", block.name, device, _measure(block, run)) for block in blocks]
+    return [Step("surgery", block.name, run, functools.partial(block_cases, block, run)) for block in blocks]
 
 
-def _measure(block: Block, run: Run) -> Callable[[], Iterator[Row]]:
-    def measure() -> Iterator[Row]:
-        found = chains(block, run)
-        x = run.inputs(block.batch, block.tokens, block.config.layout.embed_dim)
-        work = Workload.forward(block.tokens, batch=block.batch)
-        counted = found[FEWER].flops(work) / found[WHOLE].flops(work)
+def block_cases(block: Block, run: Run) -> Iterator[Case]:
+    """The block with half of its heads over the whole one."""
+    found = chains(block, run)
+    x = run.inputs(block.batch, block.tokens, block.config.layout.embed_dim)
+    work = Workload.forward(block.tokens, batch=block.batch)
+    counted = found[FEWER].flops(work) / found[WHOLE].flops(work)
 
-        def call(chain: Chain) -> Callable[[], Tensor]:
-            def forward() -> Tensor:
-                with torch.no_grad():
-                    return chain(x)
+    def forward(chain: Chain) -> Callable[[], Tensor]:
+        return without_gradients(lambda: chain(x))
 
-            return forward
-
-        calls = {name: on_its_own(lambda own=chain: call(own), run.device)() for name, chain in found.items()}  # type: ignore[misc]
-        timings = run.time(calls)
-        yield Row.of(
-            f"time of {block.name}",
-            block.shape,
-            run.dtype,
-            timings,
-            [timings.compare(FEWER, WHOLE, ALLOWED * counted)],
-            notes={"counted": counted},
-            figures=[Figure("counted FLOPs over the whole block's", counted)],
-        )
-
-    return measure
+    yield Case(
+        f"time of {block.name}",
+        block.shape,
+        {name: on_its_own(functools.partial(forward, chain), run.device)() for name, chain in found.items()},
+        [Pair(FEWER, WHOLE, ALLOWED * counted)],
+        notes={"counted": counted},
+        figures=lambda timings: [Figure("counted FLOPs over the whole block's", counted)],
+    )

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from benchmarks.options import Commit
 from polyhead.cli.options import writable_file
 from polyhead.cli.progress import report_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.progress import TaskID
-    from rich.table import Table
-
-    from benchmarks.training.standings import Standing
 
 
 def training(
@@ -42,9 +38,7 @@ def training(
         int, typer.Option(min=1, help="So many trainings at a time; one leaves most of a large GPU idle.")
     ] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps: a look, no figure.")] = False,
-    commit: Annotated[
-        str | None, typer.Option(metavar="SHA", help="What is measured, for a copy without its repository.")
-    ] = None,
+    commit: Commit = None,
 ) -> None:
     """Train models that differ only in their attention variant.
 
@@ -57,9 +51,10 @@ def training(
     from rich.console import Console
     from rich.progress import Progress
 
+    from benchmarks.measuring.runner import print_table
     from benchmarks.training.contestants import contest
     from benchmarks.training.running import Comparison
-    from benchmarks.training.standings import standings
+    from benchmarks.training.standings import rows, standings
     from benchmarks.training.text import Text
     from benchmarks.training.trials import Trial, read_results
     from polyhead.costs.measuring import machine
@@ -88,20 +83,4 @@ def training(
             bar.remove_task(shown.pop(result.trial))
             told = f"{result.bits:.4f} bits a byte after {result.steps} steps, {result.seconds:.0f} s"
             console.print(f"{named(result.trial)}: {told}")
-    found = standings(requested, read_results(output))
-    out = Console(highlight=False)
-    (out if out.is_terminal else Console(width=150, highlight=False)).print(_table(found))
-
-
-def _table(found: Sequence[Standing]) -> Table:
-    from rich.table import Table
-
-    from benchmarks.training.standings import rows
-
-    table = Table(box=None, pad_edge=False)
-    header, *lines = rows(found)
-    for column in header:
-        table.add_column(column, justify="left" if column == header[0] else "right")
-    for line in lines:
-        table.add_row(*line)
-    return table
+    print_table(*rows(standings(requested, read_results(output))))

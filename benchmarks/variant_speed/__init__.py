@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from benchmarks.measuring.results import Row
-from benchmarks.statistics_speed import Step
+from benchmarks.measuring.cases import Case, Run, Step
 from benchmarks.variant_speed import floors, latent, routed, talking
-from polyhead.costs.measuring.runner import Run
 from polyhead.errors import OptionError
 
 PARTS = ("routed", "rows", "talking", "latent", "floors")
@@ -23,15 +22,17 @@ def plan(only: Sequence[str] = PARTS, *, quick: bool = False, seed: int = 0, gpu
         raise OptionError(f"a part is one of {', '.join(PARTS)}; got {', '.join(unknown)}")
     if gpu is None:
         return []
-    run = Run(gpu, torch.bfloat16, seed=seed, seconds=_QUICK_SECONDS if quick else _SECONDS)
+    run = Run(gpu, torch.bfloat16, seed=seed, seconds=_SECONDS)
+    if quick:
+        run = replace(run, seconds=_QUICK_SECONDS, repetitions=0)
     steps = []
     for part in PARTS:
         if part in only:
-            steps += [Step(part, place, gpu, measure) for place, measure in _places(part, run, quick)]
+            steps += [Step(part, place, run, cases) for place, cases in _places(part, run, quick)]
     return steps
 
 
-def _places(part: str, run: Run, quick: bool) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+def _places(part: str, run: Run, quick: bool) -> Iterator[tuple[str, Callable[[], Iterator[Case]]]]:
     if part == "routed":
         for causal in (False, True):
             layer = routed.Place(tokens=1024, width=1024) if quick else routed.Place()

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyhead
-from benchmarks.measuring.results import Row
-from benchmarks.statistics_speed.problem import Entrants
+from benchmarks.measuring.calls import FORWARD, TRAINING, WITH_PYTHON, Call, check, drawn, on_its_own, step
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from benchmarks.variant_speed.routed import check_routed
-from benchmarks.variant_speed.steps import FORWARD, TRAINING, WITH_PYTHON, Call, check, drawn, on_its_own, step
 from polyhead import Mask
-from polyhead.costs.measuring.runner import Run
 from polyhead.layers import AttentionConfig, LatentAttention, MultiHeadAttention, config_of
 from polyhead.layers.positions import QuadraticRelative1D, Rotary
 from polyhead.layers.steps import split_heads
@@ -59,7 +57,7 @@ class Variant:
             return config_of(self.make())
 
 
-def layer(run: Run, name: str, *, quick: bool = False) -> Iterator[Row]:
+def layer(run: Run, name: str, *, quick: bool = False) -> Iterator[Case]:
     """Two causal sequences in bfloat16, forward and training.
 
     At this size a layer's Python may take longer than its kernels, and how long depends on who else uses the host; the
@@ -83,16 +81,10 @@ def layer(run: Run, name: str, *, quick: bool = False) -> Iterator[Row]:
             )
             build = on_its_own(build, run.device) if graphed else build
             found.enter(who, build, functools.partial(_check, who, module, call, x))
-        timings = run.time(found.calls, found.absent)
-        fastest = timings.fastest(*CORES)
-        yield Row.of(
+        yield found.case(
             f"{name}, {mode}" + ("" if graphed else WITH_PYTHON),
             f"2 x {x.shape[1]} tokens of {WIDTH}, {heads} heads, causal",
-            run.dtype,
-            timings,
-            [timings.compare(OURS, fastest, BOUND if graphed else None)],
-            notes={"floor": fastest},
-            failed=found.failed,
+            [Pair(OURS, tuple(CORES), BOUND if graphed else None)],
         )
         module.zero_grad(set_to_none=True)
 

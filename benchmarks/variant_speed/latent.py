@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.results import Figure, Row
-from benchmarks.statistics_speed.problem import Entrants
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.verdicts import Figure
 from polyhead.costs.measuring.graphs import replayed
 from polyhead.costs.measuring.l2_cache import caches_beyond, l2_bytes
-from polyhead.costs.measuring.runner import Run
+from polyhead.costs.measuring.runner import Timings
 from polyhead.ops.decode.fused import CacheArguments, decode
 
 OURS, COPY, PRODUCT = "polyhead", "a copy of as many bytes", "a matrix product of as many FLOPs"
@@ -44,7 +44,7 @@ class Place:
         return f"{self.batch} x {self.tokens} tokens, rank {self.rank} + {self.turning}, {self.heads} heads"
 
 
-def one_token(run: Run, place: Place) -> Iterator[Row]:
+def one_token(run: Run, place: Place) -> Iterator[Case]:
     """A CUDA graph over as many caches in turn as no L2 holds."""
     generator = torch.Generator(run.device).manual_seed(run.seed)
 
@@ -82,29 +82,20 @@ def one_token(run: Run, place: Place) -> Iterator[Row]:
         lambda: replayed([ours(cache) for cache in caches], run.device),
         lambda results: hold(OURS, results[0][-1], exact, plain),
     )
-    found.enter(COPY, lambda: replayed([copy(cache) for cache in caches], run.device), lambda results: None)
-    found.enter(
-        PRODUCT, lambda: replayed([lambda: factors[0] @ factors[1]] * len(caches), run.device), lambda results: None
-    )
-    timings = run.time(found.calls, found.absent).per(count)
-    against, bound = BOUNDS[place.heads]
-    figures = []
-    if OURS in timings.samples_ms:
+    found.enter(COPY, lambda: replayed([copy(cache) for cache in caches], run.device))
+    found.enter(PRODUCT, lambda: replayed([lambda: factors[0] @ factors[1]] * len(caches), run.device))
+
+    def rates(timings: Timings) -> list[Figure]:
+        if OURS not in timings.samples_ms:
+            return []
         milliseconds = timings.median_ms(OURS)
-        figures = [
-            Figure("bandwidth", held.nbytes / milliseconds / 1e9, "TB/s"),
-            Figure("rate of products", place.flops / milliseconds / 1e9, "TFLOP/s"),
-        ]
-    yield Row.of(
-        "latent decode",
-        str(place),
-        run.dtype,
-        timings,
-        [timings.compare(OURS, name, bound if name == against else None) for name in (COPY, PRODUCT)],
-        notes={"caches": count, "bytes": held.nbytes},
-        failed=found.failed,
-        figures=figures,
-    )
+        bandwidth, products = (x / milliseconds / 1e9 for x in (held.nbytes, place.flops))
+        return [Figure("bandwidth", bandwidth, "TB/s"), Figure("rate of products", products, "TFLOP/s")]
+
+    against, bound = BOUNDS[place.heads]
+    pairs = [Pair(OURS, name, bound if name == against else None) for name in (COPY, PRODUCT)]
+    notes = {"caches": count, "bytes": held.nbytes}
+    yield found.case("latent decode", place, pairs, notes=notes, items=count, figures=rates)
 
 
 def _formula(query: Tensor, held: Tensor, rank: int, scale: float) -> Tensor:

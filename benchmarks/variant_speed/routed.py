@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import polyhead
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.results import Row
-from benchmarks.statistics_speed.problem import Entrants
-from benchmarks.variant_speed.steps import (
+from benchmarks.measuring.calls import (
     CHECKED_TOKENS,
     FORWARD,
     TRAINING,
@@ -25,8 +23,8 @@ from benchmarks.variant_speed.steps import (
     on_its_own,
     step,
 )
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from polyhead import Mask
-from polyhead.costs.measuring.runner import Run
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.variants import RoutedHeads
 from polyhead.ops.selected_rows.api import RaggedRows, ragged_attention
@@ -50,7 +48,7 @@ class Place:
         return f"{self.tokens} tokens of {self.width}, {self.heads} heads of {self.head_dim}"
 
 
-def layers(run: Run, place: Place, causal: bool) -> Iterator[Row]:
+def layers(run: Run, place: Place, causal: bool) -> Iterator[Case]:
     """Shape "shared": k of the heads, over one key and value, against all of them without a gate.
 
     A routed layer is many small kernels, so that its Python may take longer than they do; the bounds are on the
@@ -71,14 +69,10 @@ def layers(run: Run, place: Place, causal: bool) -> Iterator[Row]:
             )
             build = on_its_own(build, run.device) if graphed else build
             found.enter(name, build, functools.partial(_check_layer, name, module, x))
-        timings = run.time(found.calls, found.absent)
-        yield Row.of(
+        yield found.case(
             f"routed, {mode}" + ("" if graphed else WITH_PYTHON),
             f"{place}{', causal' if causal else ''}",
-            run.dtype,
-            timings,
-            [timings.compare(_ours(k, place), DENSE, BOUNDS[k, mode] if graphed else None) for k in chosen],
-            failed=found.failed,
+            [Pair(_ours(k, place), DENSE, BOUNDS[k, mode] if graphed else None) for k in chosen],
         )
         for module in modules.values():
             module.zero_grad(set_to_none=True)
@@ -114,7 +108,7 @@ def check_routed(name: str, layer: nn.Module, x: Tensor) -> None:
     check(name, layer, call, lambda x: call(layer, x, None), x)
 
 
-def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Row]:
+def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Case]:
     """Shape "full": the attention alone, each token with 8 heads drawn at random, against all heads for all tokens."""
     size = (1, place.heads, place.tokens, place.head_dim)
     query, key, value = (run.inputs(*size, salt=salt) for salt in (1, 2, 3))
@@ -160,13 +154,5 @@ def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Row]:
     names = {f"{ALL_ROWS}, {backend}": backend for backend in ("sdpa", "fused")}
     for name, backend in names.items():
         found.enter(name, on_its_own(whole(backend), run.device), functools.partial(check_whole, name))
-    timings = run.time(found.calls, found.absent)
-    dense = timings.fastest(*names)
-    yield Row.of(
-        "chosen rows, forward",
-        f"{place}{', causal' if causal else ''}",
-        run.dtype,
-        timings,
-        [timings.compare(ours, name, ROWS_BOUND if name == dense else None) for name in names],
-        failed=found.failed,
-    )
+    pairs = [Pair(ours, tuple(names), ROWS_BOUND), *(Pair(ours, name) for name in names)]
+    yield found.case("chosen rows, forward", f"{place}{', causal' if causal else ''}", pairs)

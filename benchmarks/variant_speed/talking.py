@@ -10,11 +10,9 @@ from torch import Tensor
 
 import polyhead
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.results import Row
-from benchmarks.statistics_speed.problem import Entrants
-from benchmarks.variant_speed.steps import FORWARD, TRAINING
+from benchmarks.measuring.calls import FORWARD, TRAINING
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from polyhead import Mask
-from polyhead.costs.measuring.runner import Run
 from polyhead.ops.talking_heads.api import talking_attention
 
 HEADS, HEAD_DIM, CHECKED_ROWS = 16, 64, 64
@@ -23,14 +21,14 @@ BOUNDS = {FORWARD: 6.0, TRAINING: 8.0}
 BOUND_AT = 8192  # tokens
 
 
-def talking(run: Run, tokens: int) -> Iterator[Row]:
+def talking(run: Run, tokens: int) -> Iterator[Case]:
     """16 heads of 64, causal and not, against ordinary attention by our kernels and against the materialised form."""
     for causal in (False, True):
         for mode in (FORWARD, TRAINING):
-            yield _row(run, tokens, causal, mode)
+            yield _case(run, tokens, causal, mode)
 
 
-def _row(run: Run, tokens: int, causal: bool, mode: str) -> Row:
+def _case(run: Run, tokens: int, causal: bool, mode: str) -> Case:
     query, key, value, upstream = (run.inputs(1, HEADS, tokens, HEAD_DIM, salt=salt) for salt in (1, 2, 3, 4))
     identity = torch.eye(HEADS, device=run.device, dtype=run.dtype)
     mixes = [identity + 0.2 * run.inputs(HEADS, HEADS, salt=salt) for salt in (5, 6)]
@@ -59,17 +57,10 @@ def _row(run: Run, tokens: int, causal: bool, mode: str) -> Row:
     enter(OURS, functools.partial(mixed, "fused"))
     enter(ORDINARY, plain)
     enter(MATERIALISED, functools.partial(mixed, "reference"))
-    timings = run.time(found.calls, found.absent)
-    return Row.of(
+    return found.case(
         f"talking, {mode}",
         f"1x{HEADS}x{tokens}x{HEAD_DIM}{', causal' if causal else ''}",
-        run.dtype,
-        timings,
-        [
-            timings.compare(OURS, ORDINARY, BOUNDS[mode] if tokens == BOUND_AT else None),
-            timings.compare(OURS, MATERIALISED, 1.0),
-        ],
-        failed=found.failed,
+        [Pair(OURS, ORDINARY, BOUNDS[mode] if tokens == BOUND_AT else None), Pair(OURS, MATERIALISED, 1.0)],
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.variant_speed.steps import on_its_own, step
+from benchmarks.measuring.calls import on_its_own, step
 from polyhead.costs.measuring.graphs import WARM_UPS, replayed
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks import inspection_speed as speed
-from polyhead.costs.measuring.runner import Run
+from benchmarks.measuring.cases import Run
+from benchmarks.measuring.runner import rows_of
 
 EVERYBODY = (speed.PLAIN, speed.ROWS, speed.DEFAULT, speed.MAPS, speed.EAGER)
 
@@ -15,13 +16,13 @@ EVERYBODY = (speed.PLAIN, speed.ROWS, speed.DEFAULT, speed.MAPS, speed.EAGER)
 def small(monkeypatch):
     for name, size in {"LAYERS": 2, "WIDTH": 64, "INTERMEDIATE": 64, "VOCABULARY": 90, "CHECKED": 48}.items():
         monkeypatch.setattr(speed, name, size)
-    return Run(torch.device("cpu"), torch.float32, 3, 0, 0.2, 3)
+    return Run(torch.device("cpu"), torch.float32, 3, 0, 0.2, 3, repetitions=0)
 
 
 @pytest.mark.parametrize("kind", ["causal", "left-padded", "sliding window"])
 def test_a_small_model_is_measured_by_everybody(small, kind):
     place = speed.Place(4, 16, 64, 1.08, kind, EVERYBODY, batch=2)
-    (row,) = speed.measure(small, place)
+    (row,) = rows_of(speed.measure(small, place), small)
     assert row.failed == ""
     assert dict(row.timings.absent) == {}
     assert set(row.timings.samples_ms) == set(EVERYBODY)
@@ -42,7 +43,8 @@ def test_one_that_computes_something_else_is_not_timed(small, monkeypatch):
         return states * 1.5 if model.config._attn_implementation == "polyhead" else states
 
     monkeypatch.setattr(speed, "_forward", wrong)
-    (row,) = speed.measure(small, speed.Place(4, 16, 64, contenders=(speed.PLAIN, speed.ROWS)))
+    place = speed.Place(4, 16, 64, contenders=(speed.PLAIN, speed.ROWS))
+    (row,) = rows_of(speed.measure(small, place), small)
     assert speed.ROWS not in row.timings.samples_ms
     assert "not timed" in row.failed
 
@@ -57,8 +59,8 @@ def test_twins_share_their_weights_and_nothing_else(small):
 
 @pytest.mark.gpu
 def test_the_first_place_runs_on_a_gpu(small):
-    run = Run(torch.device("cuda"), torch.bfloat16, 3, 0, 0.2, 3)
+    run = Run(torch.device("cuda"), torch.bfloat16, 3, 0, 0.2, 3, repetitions=0)
     for kind in ("causal", "left-padded", "sliding window"):
-        (row,) = speed.measure(run, speed.Place(4, 128, 512, 1.08, kind, EVERYBODY, batch=2))
+        (row,) = rows_of(speed.measure(run, speed.Place(4, 128, 512, 1.08, kind, EVERYBODY, batch=2)), run)
         assert row.failed == ""
         assert dict(row.timings.absent) == {}

@@ -16,6 +16,8 @@ import polyhead
 from benchmarks import statistics_speed
 from benchmarks.app import app
 from benchmarks.measuring.agreement import Disagreement
+from benchmarks.measuring.cases import Entrants, Run
+from benchmarks.measuring.runner import rows_of as measured
 from benchmarks.statistics_speed import PARTS, Shape, attention, contenders, decode, exact, memory, plan
 from benchmarks.statistics_speed import layer as layers
 from benchmarks.statistics_speed.contenders import (
@@ -32,13 +34,12 @@ from benchmarks.statistics_speed.contenders import (
 from benchmarks.statistics_speed.cpu import LargestTensor
 from benchmarks.statistics_speed.exact import Exact, Found
 from benchmarks.statistics_speed.places import ROW_STATISTICS, shapes_of
-from benchmarks.statistics_speed.problem import Entrants, Problem
-from polyhead.costs.measuring.runner import Run
-from polyhead.errors import BackendUnsupported, OptionError
+from benchmarks.statistics_speed.problem import Problem
+from polyhead.errors import OptionError
 
 CPU = torch.device("cpu")
 SMALL = Shape.parse("2x4/2x71x16")
-RUN = Run(CPU, torch.float32, alternations=2, fewest=2)
+RUN = Run(CPU, torch.float32, alternations=2, fewest=2, repetitions=0)
 
 
 @pytest.fixture(autouse=True)
@@ -151,8 +152,8 @@ def test_the_table_of_the_figures_is_planned_in_full():
     assert len(places["decode"]) == 4
     assert places["layer"] == ["8x16x2048x64", "2x16x8192x128"]
     assert places["cpu"] == ["1x8x4096x64", "1x8x4096x64, causal", "2x12x1024x64, layer", "1x8x4096x64, layer"]
-    assert {step.device.type for step in steps if step.part != "cpu"} == {"cuda"}
-    assert {step.device.type for step in steps if step.part == "cpu"} == {"cpu"}
+    assert {step.run.device.type for step in steps if step.part != "cpu"} == {"cuda"}
+    assert {step.run.device.type for step in steps if step.part == "cpu"} == {"cpu"}
 
 
 def test_a_plan_without_a_gpu_holds_the_cpu_alone_and_a_quick_one_is_shorter():
@@ -170,7 +171,7 @@ def test_a_shape_is_written_as_it_is_read(text):
 
 
 def rows_of(part: str) -> list:
-    return [row for step in plan([part], [SMALL], quick=True, gpu=CPU) for row in step.rows()]
+    return [row for step in plan([part], [SMALL], quick=True, gpu=CPU) for row in measured(step.cases(), step.run)]
 
 
 def pairs(row) -> dict[tuple[str, str], float | None]:
@@ -203,7 +204,7 @@ def test_a_contender_that_a_machine_does_not_have_says_so_in_its_own_words():
     assert not found.enter(FLEX, lambda: contenders.flex(problem), contenders.read_flex)
     assert list(found.absent) == [FLEX]
     assert found.absent[FLEX].startswith("Returning max scores is not supported on CPU")
-    assert found.failed == ""
+    assert found.failures == []
 
 
 @pytest.mark.parametrize(
@@ -248,11 +249,11 @@ def test_memory_rows_count_bytes_a_row_and_their_growth(on_the_cpu):
     # A thousand rows' worth of 16 bytes on 2 * 4 * 71 rows, the same at half the length.
     assert [round(figure.value, 2) for figure in forward.figures] == [round(16_000 / 568, 2), 1.0]
     assert [figure.bound for figure in forward.figures] == [24.0, 2.05]
-    assert forward.misses == [
+    assert forward.found("miss") == [
         "memory, forward, causal at 2x4/2x71x16: beyond inputs and output is 28.17 bytes a row, above 24"
     ]
     assert [figure.unit for figure in profile.figures] == ["bytes a row", "", "ms"]
-    assert profile.misses == []
+    assert profile.found("miss") == []
 
 
 def test_decode_rows_tell_the_bandwidth_and_hold_ours_to_cudnn(on_the_cpu):
@@ -273,11 +274,11 @@ def test_caches_in_turn_exceed_the_l2_three_times():
 def test_the_layer_is_bound_by_the_device_it_runs_on(monkeypatch):
     assert layers.BOUNDS == {"cuda": (0.35, 2048), "cpu": (1.0, 1024)}
     monkeypatch.setitem(layers.BOUNDS, "cpu", (1.0, 71))
-    forward, training = layers.layer(RUN, Shape.parse("2x3x71x16"))
+    forward, training = measured(layers.layer(RUN, Shape.parse("2x3x71x16")), RUN)
     assert pairs(forward) == {(WITH, layers.TORCH): 1.0, (WITH, layers.AVERAGED): 1.0}
     assert pairs(training) == {(WITH, layers.TORCH): None, (WITH, layers.AVERAGED): None}
     assert forward.failed == training.failed == ""
-    grouped, _ = layers.layer(RUN, SMALL)
+    grouped, _ = measured(layers.layer(RUN, SMALL), RUN)
     assert grouped.timings.absent == dict.fromkeys((layers.TORCH, layers.AVERAGED), "it has no grouped-query heads")
 
 
@@ -285,7 +286,7 @@ def test_the_cpu_has_bounds_for_forward_and_training(monkeypatch):
     from benchmarks.statistics_speed import cpu
 
     monkeypatch.setattr(cpu, "LONG", 71)
-    forward, training = cpu.cpu(RUN, SMALL, True)
+    forward, training = measured(cpu.cpu(RUN, SMALL, True), RUN)
     assert [c.bound for c in forward.comparisons] == [1.5]
     assert [c.bound for c in training.comparisons] == [2.0]
 
@@ -356,28 +357,6 @@ def test_a_wrong_profile_is_not_timed(spoil):
         exact.check_profile(PROFILE, problem, logsumexp, wrong)
 
 
-def test_the_absence_of_others_is_a_fact_and_that_of_ours_a_failure():
-    def refuse():
-        raise BackendUnsupported("fused", ["no such kernel here"])
-
-    found = Entrants()
-    assert not found.enter(CUDNN, refuse, lambda result: None)
-    assert found.failed == ""
-    assert "no such kernel here" in found.absent[CUDNN]
-    assert not found.enter(WITH, refuse, lambda result: None)
-    assert found.failed.startswith(f"{WITH}: backend 'fused' cannot serve")
-    with pytest.raises(KeyError, match="a mistake"):
-        found.enter(CUDNN, lambda: {}["a mistake"], lambda result: None)
-
-
-def test_a_mistake_in_a_check_is_not_taken_for_the_contenders():
-    def broken(result):
-        raise RuntimeError("shapes do not fit")
-
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        Entrants().enter(CUDNN, lambda: lambda: 1, broken)
-
-
 # ---- on a GPU
 
 
@@ -386,7 +365,7 @@ def test_a_mistake_in_a_check_is_not_taken_for_the_contenders():
 def test_every_part_runs_on_a_gpu(part):
     shape = Shape.parse("2x8x1024x64" if part == "layer" else "2x8/2x1024x64")
     for step in plan([part], [shape], quick=True, gpu=torch.device("cuda")):
-        for row in step.rows():
+        for row in measured(step.cases(), step.run):
             assert row.failed == ""
             assert row.timings.samples_ms
 

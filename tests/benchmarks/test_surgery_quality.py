@@ -15,6 +15,8 @@ from scipy.stats import spearmanr
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import tables
+from benchmarks.measuring.cases import Run
+from benchmarks.measuring.runner import rows_of
 from benchmarks.surgery_quality import timing
 from benchmarks.surgery_quality.language import LanguageTask
 from benchmarks.surgery_quality.measuring import Bench
@@ -35,7 +37,6 @@ from benchmarks.surgery_quality.standings import best_by_place, curves_of, rows
 from benchmarks.surgery_quality.tasks import Figure, spearman
 from polyhead.costs import Workload
 from polyhead.costs.measuring import machine
-from polyhead.costs.measuring.runner import Run
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.surgery import PruneHeads, apply, fingerprint, undo
@@ -305,12 +306,14 @@ def test_a_picture_draws_every_way_in_both_panels(tmp_path):
 
 
 def test_half_of_the_heads_are_half_of_the_counted_block():
-    run = Run(torch.device("cpu"), torch.float32)
+    run = Run(torch.device("cpu"), torch.float32, 3, repetitions=0)
     block = timing.Block("small", MultiHeadConfig(24, 4), ((0, 1), (1, 3)), batch=2, tokens=5)
     found = timing.chains(block, run)
     work = Workload.forward(5, batch=2)
     assert found[timing.FEWER].flops(work) * 2 == found[timing.WHOLE].flops(work)
     assert [layer.layout.num_heads for layer in found[timing.FEWER].layers] == [2, 2]
+    (row,) = rows_of(timing.block_cases(block, run), run)
+    assert [(c.subject, c.against, c.bound) for c in row.comparisons] == [(timing.FEWER, timing.WHOLE, 1.1 * 0.5)]
     for gpu in (None, torch.device("meta")):  # only planned, not run
         steps = timing.plan(quick=True, seed=0, gpu=gpu)
         assert [step.place for step in steps] == [x.name for x in timing.BLOCKS["cpu" if gpu is None else "cuda"]]

@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 
 from benchmarks import variant_speed as arrangement_speed
 from benchmarks.app import app
-from benchmarks.variant_speed import floors, routed, talking
+from benchmarks.measuring.cases import Run
+from benchmarks.measuring.runner import rows_of
+from benchmarks.variant_speed import floors, latent, routed, talking
 from polyhead.costs.measuring import runner
-from polyhead.costs.measuring.runner import Run
 
 CPU = torch.device("cpu")
 
@@ -20,12 +21,13 @@ CPU = torch.device("cpu")
 def small(monkeypatch):
     """Samples of one call: no test here reads a time."""
     monkeypatch.setattr(runner, "SAMPLE_SECONDS", 1e-6)
-    return Run(CPU, torch.float32, 3, 0, 0.1, 3)
+    return Run(CPU, torch.float32, 3, 0, 0.1, 3, repetitions=0)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_routed_layers_are_held_to_all_heads(small, causal):
-    rows = list(routed.layers(small, routed.Place(tokens=33, width=64, heads=32, head_dim=8), causal))
+    place = routed.Place(tokens=33, width=64, heads=32, head_dim=8)
+    rows = list(rows_of(routed.layers(small, place, causal), small))
     assert [(row.failed, row.timings.absent) for row in rows] == [("", {})] * 4
     bounds = [[c.bound for c in row.comparisons] for row in rows]
     assert bounds == [[0.45, 0.70], [None, None], [0.50, 0.75], [None, None]]
@@ -41,13 +43,14 @@ def test_a_routed_layer_that_is_wrong_is_told(small, monkeypatch):
         return result
 
     monkeypatch.setattr(routed.RoutedHeads, "forward", wrong)
-    (row, *_) = routed.layers(small, routed.Place(tokens=33, width=64, heads=32, head_dim=8), True)
+    place = routed.Place(tokens=33, width=64, heads=32, head_dim=8)
+    (row, *_) = rows_of(routed.layers(small, place, True), small)
     assert "8 of 32 heads" in row.failed
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_chosen_rows_are_those_of_all_rows(small, causal):
-    (row,) = routed.chosen_rows(small, routed.Place(tokens=40, heads=16, head_dim=16), causal)
+    (row,) = rows_of(routed.chosen_rows(small, routed.Place(tokens=40, heads=16, head_dim=16), causal), small)
     assert row.failed == ""
     (compared,) = row.comparisons  # our kernels need a GPU
     assert (compared.subject, compared.bound) == ("polyhead, 8 of 16 heads", routed.ROWS_BOUND)
@@ -59,7 +62,7 @@ def test_every_floor_computes_what_the_layer_does(small, name, monkeypatch):
     monkeypatch.setattr(floors, "WIDTH", 64)
     monkeypatch.setattr(floors, "HEADS", 8)
     monkeypatch.setattr(floors, "CORES", {"by hand": SDPBackend.MATH})
-    rows = list(floors.layer(small, name))
+    rows = list(rows_of(floors.layer(small, name), small))
     assert [(row.failed, row.timings.absent) for row in rows] == [("", {})] * 4
     assert [row.bench.endswith(floors.WITH_PYTHON) for row in rows] == [False, True] * 2
     bounds = [comparison.bound for row in rows for comparison in row.comparisons]
@@ -73,10 +76,28 @@ def test_talking_heads_are_held_to_the_formula(small, monkeypatch):
         return true(*tensors, backend="blockwise" if backend == "fused" else backend, **options)
 
     monkeypatch.setattr(talking, "talking_attention", on_a_cpu)
-    rows = list(talking.talking(small, 96))
+    rows = list(rows_of(talking.talking(small, 96), small))
     assert [row.failed for row in rows] == [""] * 4
     assert {row.comparisons[0].against for row in rows} == {talking.MATERIALISED}
     assert all("fused" in next(iter(row.timings.absent)) for row in rows)
+
+
+def test_one_token_over_a_latent_cache_is_timed_by_cache(small, monkeypatch):
+    def by_formula(query, cache, *, scale, names):
+        return (query @ cache.key.transpose(-1, -2) * scale).softmax(-1) @ cache.value, None, {}
+
+    monkeypatch.setattr(latent, "decode", by_formula)
+    monkeypatch.setattr(latent, "SIDE", 8)
+    monkeypatch.setattr(latent, "l2_bytes", lambda device: 20_000)
+    monkeypatch.setattr(latent, "replayed", lambda calls, device: lambda: [call() for call in calls])
+    place = latent.Place(16, batch=2, tokens=24, rank=16, turning=4)
+    (row,) = rows_of(latent.one_token(small, place), small)
+    size = 2 * 24 * 20 * 4
+    assert row.notes == {"caches": latent.caches_beyond(20_000, size), "bytes": size}
+    assert {c.against: c.bound for c in row.comparisons} == {latent.COPY: 1 / 0.60, latent.PRODUCT: None}
+    bandwidth, _ = row.figures
+    assert bandwidth.value == pytest.approx(size / (row.timings.median_ms(latent.OURS) * 1e-3) / 1e12)
+    assert row.failed == ""
 
 
 def test_a_plan_is_of_a_gpu():

@@ -6,21 +6,23 @@ import pytest
 import torch
 
 from benchmarks import viewer_speed as speed
-from polyhead.costs.measuring.runner import Run
+from benchmarks.measuring.cases import Run
+from benchmarks.measuring.runner import rows_of
 from polyhead.report.viewer import tiles
 
 
 @pytest.fixture
 def small():
-    return Run(torch.device("cpu"), torch.float32, 3, 0, 0.2, 3)
+    return Run(torch.device("cpu"), torch.float32, 3, 0, 0.2, 3, repetitions=0)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_wait_is_timed(small, causal):
-    (row,) = speed.measure(small, speed.Place(131, causal, heads=4, kv_heads=2, head_dim=7))
+    (row,) = rows_of(speed.measure(small, speed.Place(131, causal, heads=4, kv_heads=2, head_dim=7)), small)
     assert row.failed == ""
     assert set(row.timings.samples_ms) == {speed.FIRST, speed.PICTURE, speed.TILE, speed.TOKEN, speed.PLAIN}
     assert {figure.what: figure.bound for figure in row.figures} == speed.BOUNDS_MS
+    assert all(figure.low <= figure.value <= figure.high for figure in row.figures)
     (compared,) = row.comparisons
     assert (compared.subject, compared.against) == (speed.TILE, speed.PLAIN)
 
@@ -28,7 +30,7 @@ def test_every_wait_is_timed(small, causal):
 def test_a_tile_that_is_wrong_is_told(small, monkeypatch):
     true = tiles.window
     monkeypatch.setattr(tiles, "window", lambda *arguments: 1.01 * true(*arguments))
-    (row,) = speed.measure(small, speed.Place(131, True, heads=4, kv_heads=2, head_dim=7))
+    (row,) = rows_of(speed.measure(small, speed.Place(131, True, heads=4, kv_heads=2, head_dim=7)), small)
     assert "a tile is off by" in row.failed
 
 

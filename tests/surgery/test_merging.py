@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 import polyhead.integrations.huggingface
 from benchmarks import merging
+from benchmarks.app import app
 from benchmarks.surgery_quality.language import LanguageTask
 from polyhead.surgery import KeyForm, change_key_basis, change_value_basis, find_layers, fingerprint, read_heads
 from polyhead.surgery.adapters.head_weights import pack_heads
@@ -113,26 +115,27 @@ def test_what_is_lost_is_what_the_layer_with_the_edit_misses():
     hook.remove()
 
 
-def test_without_groups_pairs_are_tried_and_everything_is_written_and_summed_up(tmp_path, monkeypatch, capsys):
+def test_without_groups_pairs_are_tried_and_everything_is_written_and_summed_up(tmp_path, monkeypatch):
     model = planted([0, 1, 2, 3], 4)
 
     def read(text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
 
-    monkeypatch.setattr(
-        merging, "load_model", lambda *given, **options: SimpleNamespace(model=model, tokenizer=read, name="small")
-    )
+    loaded = SimpleNamespace(model=model, tokenizer=read, name="small", kind="causal")
+    monkeypatch.setattr("polyhead.sources.load_model", lambda *given, **options: loaded)
     draw = torch.Generator().manual_seed(2)
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + int(x)) for x in torch.randint(26, (6000,), generator=draw)), encoding="utf-8")
     output = tmp_path / "rows.jsonl"
-    assert merging.main(["small", "--text", str(text), "--pairs", "1", "--output", str(output)]) == 0
+    arguments = ["merging", "--text", text, "--pairs", "1", "--output", output, "--device", "cpu"]
+    done = CliRunner().invoke(app, [str(x) for x in arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert rows[0]["kind"] == "found"
     assert {row["kind"] for row in rows[1:]} == {"pair"}
     assert {row["layer"] for row in rows[1:]} == {layer.path for layer in find_layers(model)}
     assert all(row["machine"]["versions"]["torch"] == torch.__version__ for row in rows)
-    shown = capsys.readouterr().out
+    shown = done.output
     assert "redundancy groups: 0 (" in shown
     assert f"pairs that were tried: {len(rows) - 1}\n" in shown
     assert "| fused: made one in closed form |" in shown

@@ -71,7 +71,7 @@ def commit() -> str | None:
     # An installed package may lie within somebody else's repository, which does not track it.
     if not _output("git", "ls-files", "--error-unmatch", "__init__.py"):
         return None
-    changed = _output("git", "status", "--porcelain", "--", ".", ":(top,glob)benchmarks/*.py")
+    changed = _output("git", "status", "--porcelain", "--", ".", ":(top,glob)benchmarks/**/*.py")
     return _output("git", "rev-parse", "HEAD") + ("-modified" if changed else "")
 
 

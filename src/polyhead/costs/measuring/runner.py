@@ -1,4 +1,4 @@
-"""One way to time everything: contenders alternate within one run, and a figure is the median of paired ratios.
+"""One way to time everything: contenders alternate within one run, so that their samples come in pairs.
 
 Machines drift: another process wakes up, a clock falls, a card warms. A ratio of two medians taken minutes apart
 carries that drift; the ratio of two samples taken one after the other hardly does.
@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 ALTERNATIONS = 31
 FEWEST = 7  # alternations of calls so slow that their time is limited
@@ -30,35 +28,7 @@ SAMPLE_SECONDS = 2e-3  # shorter samples measure the clock and the scheduler
 WARM_UPS = 3
 WARM_SECONDS = 0.5  # a call as slow as this is warm after one
 LEAD_SECONDS = 5e-3  # beside a call as slow as this, its Python is nothing
-RESAMPLES = 10_000
 OUT_OF_MEMORY = "out of memory"
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """The median of paired ratios and the 95% bootstrap interval of that median."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        places = 3 if self.median >= 0.05 else 4
-        return f"{self.median:.{places}f} [{self.low:.{places}f}, {self.high:.{places}f}]"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Ours over another contender. A miss is a median above the bound, however wide its interval."""
-
-    subject: str
-    against: str
-    ratio: Ratio
-    bound: float | None = None
-
-    @property
-    def missed(self) -> bool:
-        return self.bound is not None and not self.ratio.median <= self.bound
 
 
 @dataclass(frozen=True)
@@ -71,35 +41,6 @@ class Timings:
 
     def median_ms(self, name: str) -> float:
         return statistics.median(self.samples_ms[name])
-
-    def per(self, calls: int) -> Timings:
-        """The same where each of the timed calls did something so many times."""
-        divided = {name: [sample / calls for sample in samples] for name, samples in self.samples_ms.items()}
-        return Timings(divided, self.absent, self.peak_mib)
-
-    def fastest(self, *names: str) -> str | None:
-        """The one with the smallest median among those that ran."""
-        return min((name for name in names if name in self.samples_ms), key=self.median_ms, default=None)
-
-    def compare(self, subject: str, against: str | None, bound: float | None = None) -> Comparison | None:
-        """None where one of the two did not run."""
-        if against is None or subject not in self.samples_ms or against not in self.samples_ms:
-            return None
-        return Comparison(subject, against, paired_ratio(self.samples_ms[subject], self.samples_ms[against]), bound)
-
-
-def paired_ratio(ours: list[float], theirs: list[float], *, seed: int = 0) -> Ratio:
-    """The median of ours[i] / theirs[i], with its interval by resampling the pairs.
-
-    >>> print(paired_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]))
-    2.000 [2.000, 2.000]
-    """
-    if len(ours) != len(theirs) or not ours:
-        raise ValueError(f"paired samples must be as many on both sides, got {len(ours)} and {len(theirs)}")
-    ratios = np.asarray(ours) / np.asarray(theirs)
-    drawn = np.random.default_rng(seed).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[drawn], axis=1), [2.5, 97.5])
-    return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
 def alternate(
@@ -150,37 +91,6 @@ def alternate(
     ran = {name: samples[name] for name in calls if name in samples}
     peaks = {name: one.peak_mib for name, one in warm.items()} if device.type == "cuda" else {}
     return Timings(ran, missing, peaks)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Settings of one run of a benchmark."""
-
-    device: torch.device
-    dtype: torch.dtype
-    alternations: int = ALTERNATIONS
-    seed: int = 0
-    seconds: float | None = None  # of one place of the benchmark, warming up apart
-    fewest: int = FEWEST
-
-    def inputs(self, *size: int, salt: int = 0) -> Tensor:
-        """Random numbers, never zeros: some processors are faster on zeros.
-
-        They are drawn on the CPU, so that a seed means the same numbers on every device.
-        """
-        generator = torch.Generator().manual_seed(1000 * self.seed + salt)
-        return torch.randn(*size, generator=generator).to(self.device, self.dtype)
-
-    def time(self, calls: Mapping[str, Callable[[], object]], absent: Mapping[str, str] | None = None) -> Timings:
-        return alternate(
-            calls,
-            device=self.device,
-            alternations=self.alternations,
-            seed=self.seed,
-            absent=absent,
-            seconds=self.seconds,
-            fewest=self.fewest,
-        )
 
 
 @contextlib.contextmanager

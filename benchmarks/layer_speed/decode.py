@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import polyhead
-from benchmarks.agreement import formula
-from benchmarks.contenders import OURS, PLAIN, FusedQKV, Polyhead, Shape, Weights
-from benchmarks.measuring.agreement import Disagreement
-from benchmarks.measuring.results import Row
-from polyhead.costs.measuring.runner import Run
+from benchmarks.layer_speed.agreement import formula
+from benchmarks.layer_speed.contenders import OURS, PLAIN, FusedQKV, Polyhead, Shape, Weights
+from benchmarks.measuring.agreement import hold
+from benchmarks.measuring.calls import without_gradients
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from polyhead.layers.kv_cache import PreallocatedCache
 
 BARE = "fused QKV + slice + SDPA"
@@ -42,7 +43,7 @@ class BytesWritten(TorchDispatchMode):
         return out
 
 
-def decode(run: Run, shape: Shape) -> Iterator[Row]:
+def decode(run: Run, shape: Shape) -> Iterator[Case]:
     """One new token a sequence after `tokens` cached ones; no more than LARGEST."""
     tokens = min(shape.tokens, LARGEST)
     weights = Weights.random(shape, device=run.device, dtype=run.dtype, seed=run.seed)
@@ -53,21 +54,28 @@ def decode(run: Run, shape: Shape) -> Iterator[Row]:
     with torch.no_grad():
         cache = _filled(ours, prompt, capacity=tokens + 1)
         key, value = (buffer.clone() for buffer in cache._buffers)
-        step = _step(ours, cache, new, tokens)
-        others = {BARE: _bare_step(bare, key, value, new), ONLY_ATTENTION: _only_attention(key, value, shape)}
-        _agree(step(), others[BARE](), x, weights)
-        timings = run.time({OURS: _quiet(step), **{name: _quiet(call) for name, call in others.items()}})
-        written = {length: bytes_of_step(run, ours, shape, length) for length in (tokens // 4, tokens)}
+        exact, plain = (_last_token(x.to(dtype), weights.to(dtype)) for dtype in (torch.float64, x.dtype))
+        query = torch.randn_like(key[:, :, :1])
+    found = Entrants()
+    for name, call in {OURS: _step(ours, cache, new, tokens), BARE: _bare_step(bare, key, value, new)}.items():
+        found.enter(name, functools.partial(without_gradients, call), functools.partial(_check, name, exact, plain))
+    found.enter(ONLY_ATTENTION, lambda: without_gradients(lambda: F.scaled_dot_product_attention(query, key, value)))
+    written = {length: bytes_of_step(run, ours, shape, length) for length in (tokens // 4, tokens)}
     short, long = written.values()
-    yield Row.of(
-        "decode one token",
-        str(shape),
-        run.dtype,
-        timings,
-        [timings.compare(OURS, BARE), timings.compare(OURS, ONLY_ATTENTION)],
-        notes={"cached_tokens": tokens, "bytes_written": written},
-        failed=f"a step writes {short} bytes at {tokens // 4} tokens and {long} at {tokens}" if long > short else "",
-    )
+    if long > short:
+        found.failures.append(f"a step writes {short} bytes at {tokens // 4} tokens and {long} at {tokens}")
+    pairs = [Pair(OURS, BARE), Pair(OURS, ONLY_ATTENTION)]
+    yield found.case("decode one token", shape, pairs, notes={"cached_tokens": tokens, "bytes_written": written})
+
+
+def _last_token(x: Tensor, weights: Weights) -> Tensor:
+    """The output of the last token by the formula, which is what a step must give."""
+    last = torch.tensor([x.shape[1] - 1], device=x.device)
+    return formula(x, weights.weight, weights.bias, weights.heads, PLAIN, last)
+
+
+def _check(name: str, exact: Tensor, plain: Tensor, output: Tensor) -> None:
+    hold(f"{name}: the decoded token", output, exact, plain)
 
 
 def bytes_of_step(run: Run, layer: polyhead.MultiHeadAttention, shape: Shape, cached: int) -> int:
@@ -110,29 +118,3 @@ def _bare_step(module: FusedQKV, key: Tensor, value: Tensor, new: Tensor) -> Cal
         return module.output(mixed.transpose(1, 2).reshape(new.shape))
 
     return call
-
-
-def _only_attention(key: Tensor, value: Tensor, shape: Shape) -> Callable[[], Tensor]:
-    query = torch.randn_like(key[:, :, :1])
-    return lambda: F.scaled_dot_product_attention(query, key, value)
-
-
-def _quiet(call: Callable[[], Tensor]) -> Callable[[], object]:
-    def step() -> None:
-        with torch.no_grad():
-            call()
-
-    return step
-
-
-def _agree(ours: Tensor, bare: Tensor, x: Tensor, weights: Weights) -> None:
-    """The last token of the whole sequence, by the formula in float64, is what a step must give."""
-    last = torch.tensor([x.shape[1] - 1], device=x.device)
-    wide = weights.to(torch.float64)
-    exact = formula(x.double(), wide.weight, wide.bias, wide.heads, PLAIN, last)
-    plain = formula(x, weights.weight, weights.bias, weights.heads, PLAIN, last)
-    rounding = (plain.double() - exact).abs().max() + torch.finfo(x.dtype).eps * exact.abs().max()
-    for name, found in ((OURS, ours), (BARE, bare)):
-        error, allowed = float((found.double() - exact).abs().max()), 4 * float(rounding)
-        if not error <= allowed:
-            raise Disagreement(f"{name}: the decoded token is off by {error:.3g}, rounding explains {allowed:.3g}")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.agreement import hold
+from benchmarks.measuring.cases import Run
 from polyhead.costs.measuring.graphs import replayed
-from polyhead.costs.measuring.runner import Run
 
 FORWARD, TRAINING = "forward", "forward + backward"
 WITH_PYTHON = ", with its Python"  # of a call that is no CUDA graph
@@ -19,17 +19,20 @@ CHECKED_TOKENS = 256  # of which the formula is computed in float64
 Call = Callable[[Tensor], Tensor]
 
 
+def without_gradients(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return call()
+
+    return forward
+
+
 def step(
     call: Call, x: Tensor, upstream: Tensor, parameters: list[nn.Parameter], training: bool
 ) -> Callable[[], Tensor]:
     """Return the timed function of `call` and its output."""
     if not training:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return call(x)
-
-        return forward
+        return without_gradients(lambda: call(x))
     leaf = x.detach().clone().requires_grad_()
 
     def whole() -> Tensor:

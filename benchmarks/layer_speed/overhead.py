@@ -15,26 +15,25 @@ from types import FrameType
 
 import torch
 
-from benchmarks.contenders import CONTENDERS, FLOOR, OURS, PLAIN, TORCH, Shape, Weights
-from benchmarks.layer import TORCH_BOUND, WITHOUT_GUESTS
-from benchmarks.measuring.results import Row
-from polyhead.costs.measuring.runner import Run
+from benchmarks.layer_speed.contenders import CONTENDERS, FLOOR, OURS, PLAIN, TORCH, Shape, Weights
+from benchmarks.layer_speed.layer import TORCH_BOUND, WITHOUT_GUESTS
+from benchmarks.measuring.cases import Case, Pair, Run
 
 VANISHING = Shape(1, 2, 16, 2)
 SMALLEST = Shape(2, 10, 512, 8)
 
 
-def overhead(run: Run, shape: Shape) -> Iterator[Row]:
+def overhead(run: Run, shape: Shape) -> Iterator[Case]:
     """Forward in eval under no_grad, and forward while gradients are recorded. `shape` is not used."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield from _rows(run)
+        yield from _cases(run)
     finally:
         torch.set_num_threads(threads)
 
 
-def _rows(run: Run) -> Iterator[Row]:
+def _cases(run: Run) -> Iterator[Case]:
     for place in (VANISHING, SMALLEST):
         weights = Weights.random(place, device=run.device, dtype=run.dtype, seed=run.seed)
         x = run.inputs(place.batch, place.tokens, place.embed_dim, salt=7)
@@ -43,15 +42,9 @@ def _rows(run: Run) -> Iterator[Row]:
             for module in modules.values():
                 module.train(mode == "recording")
             calls = {name: _call(module, x, mode == "recording") for name, module in modules.items()}
-            timings = run.time(calls)
-            yield Row.of(
-                f"overhead, {mode}",
-                str(place),
-                run.dtype,
-                timings,
-                [timings.compare(OURS, TORCH, TORCH_BOUND), timings.compare(OURS, timings.fastest(*FLOOR))],
-                notes={"functions_entered": {name: functions_entered(call) for name, call in calls.items()}},
-            )
+            entered = {name: functions_entered(call) for name, call in calls.items()}
+            pairs = [Pair(OURS, TORCH, TORCH_BOUND), Pair(OURS, FLOOR)]
+            yield Case(f"overhead, {mode}", str(place), calls, pairs, notes={"functions_entered": entered})
 
 
 def _call(module: torch.nn.Module, x: torch.Tensor, recording: bool) -> Callable[[], object]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.contenders import PROJECTIONS, Setting, Weights
+from benchmarks.layer_speed.contenders import PROJECTIONS, Setting, Weights
 from benchmarks.measuring.agreement import Agreement, Disagreement, hold
 
 T = TypeVar("T")
@@ -39,12 +39,12 @@ def formula(
     return mixed @ weight["output"].T + bias["output"]
 
 
-def check_output(name: str, module: nn.Module, x: Tensor, weights: Weights, setting: Setting, seed: int) -> Agreement:
+def check_output(name: str, output: Tensor, x: Tensor, weights: Weights, setting: Setting, seed: int) -> Agreement:
     """The output on `x` at full size, at rows drawn from it, against the formula in float64."""
     tokens = x.shape[1]
     drawn = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[:ROWS].sort().values.to(x.device)
     with torch.no_grad():
-        actual = module(x)[:, drawn]
+        actual = output[:, drawn]
         exact, plain = _both(lambda w, y: formula(y, w.weight, w.bias, w.heads, setting, drawn), weights, x)
     real = setting.real(tokens)
     if real is not None:

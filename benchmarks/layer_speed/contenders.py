@@ -25,7 +25,7 @@ FLOOR = (FUSED_QKV, THREE_LINEAR)
 PROJECTIONS = ("query", "key", "value", "output")
 
 
-class Unavailable(Exception):
+class Unavailable(RuntimeError):
     """A contender that this machine does not have; the words go into the results."""
 
 

@@ -1,0 +1,56 @@
+"""Whole layers against other implementations: each figure of docs/performance.md, measured on the machine at hand."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from benchmarks.layer_speed import decode, layer, masked, overhead
+from benchmarks.layer_speed.contenders import Shape
+from benchmarks.measuring.cases import Case, Run, Step
+from polyhead.costs.measuring import machine
+
+SHAPES = {
+    "cpu": ("2x10x512x8", "8x128x768x12", "2x1024x768x12", "1x4096x512x8"),
+    "cuda": ("32x512x768x12", "8x2048x1024x16", "2x8192x2048x16", "1x32768x4096x32"),
+}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+BENCHES: Mapping[str, Callable[[Run, Shape], Iterator[Case]]] = {
+    "layer": layer.layer,
+    "causal": layer.causal,
+    "padded": layer.padded,
+    "guard": masked.guard,
+    "decode": decode.decode,
+    "overhead": overhead.overhead,
+}
+PARTS = tuple(BENCHES)
+QUICK_ALTERNATIONS = 5
+
+
+def plan(
+    only: Sequence[str], shapes: Sequence[Shape] | None, *, device: torch.device, quick: bool, seed: int
+) -> list[Step]:
+    """Every part at every shape; the overhead has shapes of its own, at which the arithmetic vanishes."""
+    run = Run(device, DTYPES[device.type], seed=seed)
+    if quick:
+        run = Run(device, DTYPES[device.type], QUICK_ALTERNATIONS, seed, repetitions=0)
+    places = shapes or [Shape.parse(text) for text in SHAPES[device.type]]
+    return [
+        Step(part, str(shape), run, functools.partial(BENCHES[part], run, shape))
+        for part in only
+        for shape in (places if part != "overhead" else places[:1])
+    ]
+
+
+def file_name(device: torch.device, *, quick: bool, part: bool) -> str:
+    """One file a machine, so that a run replaces that of the same machine alone, and a look or a part no whole run."""
+    words = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{machine.cpu_model()} {machine.usable_cores()} cores"
+    )
+    name = f"{device.type}-" + re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+    return name + "-quick" * quick + "-partial" * part + ".json"

@@ -1,0 +1,104 @@
+"""The tables of the docs hold the figures that were measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import tables
+from benchmarks.measuring import results
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.verdicts import Comparison, Figure, Ratio
+from benchmarks.training.trials import RATES, SEEDS, Result, Trial, append_result
+from polyhead.costs.measuring import machine
+from polyhead.costs.measuring.runner import Timings
+
+CPU = torch.device("cpu")
+
+
+def test_the_page_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    page = (project_root / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert tables.performance_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_the_page_of_statistics_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    assert list(tables.RESULTS.glob(f"{tables.STATISTICS}*.json"))
+    page = (project_root / "docs" / "statistics.md").read_text(encoding="utf-8")
+    assert tables.statistics_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_the_page_of_attention_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    assert list(tables.RESULTS.glob(f"{tables.RECORDED}*.json"))
+    page = (project_root / "docs" / "attention.md").read_text(encoding="utf-8")
+    assert tables.attention_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_the_page_of_inspections_holds_the_figures_that_were_measured(project_root: Path) -> None:
+    assert list(tables.RESULTS.glob(f"{tables.INSPECTION}*.json"))
+    page = (project_root / "docs" / "inspecting.md").read_text(encoding="utf-8")
+    assert tables.inspection_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_the_page_of_variants_has_the_measured_figures(project_root: Path) -> None:
+    assert list(tables.RESULTS.glob(f"{tables.VARIANTS}*.json"))
+    page = (project_root / "docs" / "variants.md").read_text(encoding="utf-8")
+    assert tables.variants_page(page) == page, "run python -m benchmarks.tables"
+
+
+def test_trainings_are_a_table(tmp_path):
+    facts = {**machine.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
+    for number, rate in enumerate(RATES):
+        trial = Trial("multi-head", "tokens", rate, SEEDS[0])
+        result = Result(trial, 2.0 + number, steps=20, tokens=1, parameters=2000, flops=3, seconds=0.5, facts=facts)
+        append_result(tmp_path / "training-a.jsonl", result)
+    page = "before\n<!-- training: begin -->\nold\n<!-- training: end -->\nafter\n"
+    told = tables.variants_page(page, tmp_path)
+    assert "old" not in told
+    assert f"{len(RATES)} training runs on some.txt" in told
+    assert "| multi-head | tokens | 2,000 | 0.00 | 20 | 0.0005 (an end) | 2.0000 | nan of 1 |  |" in told
+    assert tables.variants_page(told, tmp_path) == told
+
+
+def test_trainings_without_a_whole_sweep_are_counted_and_are_no_table_yet(tmp_path):
+    facts = {**machine.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
+    trial = Trial("multi-head", "tokens", RATES[0], SEEDS[0])
+    append_result(tmp_path / "training-a.jsonl", Result(trial, 2.0, 20, 1, 2000, 3, 0.5, facts))
+    told = tables.variants_page("<!-- training: begin -->\n<!-- training: end -->\n", tmp_path)
+    assert "1 training runs on some.txt" in told
+    assert "|" not in told
+
+
+def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(tmp_path):
+    facts = {**machine.describe(CPU, "abc123")}
+    figures = (Figure("beyond inputs", 28.0, "bytes a row", 24.0),)
+    ratio = Comparison("polyhead, statistics", "materialised", Ratio(0.02, 0.0199, 0.0201), 1 / 45)
+    timings = Timings({"polyhead, statistics": [2.0], "materialised": [100.0]}, {"flash": "not here"})
+    row = Row("forward", "1x2x3x4", "bfloat16", timings, (ratio,), figures, "something broke")
+    results.write(tmp_path / "statistics-a.json", facts, [row])
+    wide = Comparison("polyhead", "floor", Ratio(1.4, 1.3, 1.5), 1.05)
+    other = Row("layer, forward", "2x3x5x1", "float32", Timings({"polyhead": [1.4], "floor": [1.0]}), (wide,))
+    results.write(tmp_path / "cpu-b.json", facts, [other])
+    page = "before\n<!-- figures:begin -->\nold\n<!-- figures:end -->\nafter\n"
+    told = tables.statistics_page(page, tmp_path)
+    assert told.startswith("before\n<!-- figures:begin -->\n")
+    assert told.endswith("<!-- figures:end -->\nafter\n")
+    assert "old" not in told
+    assert (
+        "| forward | 1x2x3x4 | 2 ms (statistics) | materialised | 100 ms | 0.0200 [0.0199, 0.0201] | <= 1/45 ok |"
+    ) in told
+    assert "| forward | 1x2x3x4 | 28 bytes per row | beyond inputs |  |  | <= 24 **miss** |" in told
+    assert "| forward | 1x2x3x4 |  | flash | not here |  |  |" in told
+    assert "| forward | 1x2x3x4 |  |  | something broke |  | **miss** |" in told
+    assert "layer, forward" not in told
+    assert tables.statistics_page(told, tmp_path) == told
+    other_page = tables.performance_page(page, tmp_path)
+    assert "**No miss, 1 unsettled (1 with a median above the bound).**" in other_page
+    assert (
+        "| layer, forward | 2x3x5x1 | 1.4 ms | floor | 1 ms | 1.400 [1.300, 1.500] | <= 1.05 unsettled |" in other_page
+    )
+    assert "beyond inputs" not in other_page
+    with pytest.raises(ValueError, match="exactly once"):
+        tables.statistics_page("no marks", tmp_path)
+    assert tables.statistics_page(page, tmp_path / "empty") == page
