@@ -28,7 +28,7 @@ def small(monkeypatch, tmp_path):
         return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
 
     loaded = SimpleNamespace(model=model, tokenizer=read, name="small", kind="causal")
-    monkeypatch.setattr("polyhead.sources.load_model", lambda *given, **options: loaded)
+    monkeypatch.setattr("polyhead.workflows.model_loading.load_model", lambda *given, **options: loaded)
     monkeypatch.setattr(language, "CONTEXT", 64)
     draw = torch.Generator().manual_seed(2)
     text = "".join(chr(97 + int(x)) for x in torch.randint(26, (3000,), generator=draw))

@@ -122,7 +122,7 @@ def test_without_groups_pairs_are_tried_and_everything_is_written_and_summed_up(
         return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
 
     loaded = SimpleNamespace(model=model, tokenizer=read, name="small", kind="causal")
-    monkeypatch.setattr("polyhead.sources.load_model", lambda *given, **options: loaded)
+    monkeypatch.setattr("polyhead.workflows.model_loading.load_model", lambda *given, **options: loaded)
     draw = torch.Generator().manual_seed(2)
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + int(x)) for x in torch.randint(26, (6000,), generator=draw)), encoding="utf-8")
